@@ -1,12 +1,12 @@
-"""Answer prompts with a model that is spread over processes. One process needs no torchrun.
+"""Answers prompts with a model on one or several processes; one process needs no torchrun.
 
     torchrun --nproc-per-node 2 examples/generate.py --model smollm2 --tp 2
     torchrun --nproc-per-node 4 examples/generate.py --tp 2 --pp 2 --prompts-file P.jsonl --output OUT.jsonl
     python examples/generate.py --model smollm2
 
-P.jsonl: {"prompt": "text" or [token ids]} a line. OUT.jsonl: {"prompt", "token_ids", "text", "finish_reason"} a line,
-in the same order; without --output they go to standard output. With more processes than tp x pp x ep there are
-several replicas, which share the prompts.
+P.jsonl has {"prompt": "text" or [token ids]} per line. OUT.jsonl has {"prompt", "token_ids", "text", "finish_reason"}
+per line, in the same order; without --output these go to standard output. With more processes than tp x pp x ep there
+are several replicas, which share the prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
-    parser.add_argument("--prompts-file", metavar="P.jsonl", help="default: three prompts of its own")
+    parser.add_argument("--prompts-file", metavar="P.jsonl", help="default: three built-in prompts")
     parser.add_argument("--output", metavar="OUT.jsonl", help="default: standard output")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -58,7 +58,7 @@ def main() -> int:
         check_world(world, args.tp, args.pp, args.ep)
         prompts = PROMPTS if args.prompts_file is None else read_prompts(Path(args.prompts_file))
         run(args, prompts)
-    except (InferenceError, NotImplementedError) as error:  # every rank has it; one of them says it
+    except (InferenceError, NotImplementedError) as error:  # raised on every rank, printed by one
         if rank == 0 or "RankFailure" in type(error).__name__:
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -67,7 +67,7 @@ def main() -> int:
 
 def run(args: argparse.Namespace, prompts: list[Any]) -> None:
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
-    device = Device(place())
+    device = Device(device_of_rank())
     groups = build_groups(tensor_parallel=args.tp, pipeline_parallel=args.pp, expert_parallel=args.ep)
     source = open_source(args.model)
     plan, dtype = source.config(), choose_dtype(args.dtype, device)
@@ -99,14 +99,14 @@ def run(args: argparse.Namespace, prompts: list[Any]) -> None:
 
 
 def tokenizer_of(source: Any) -> Any:
-    """None where the model has none: prompts are token ids then, and answers have no text."""
+    """None for a model without one: prompts must be token ids then, and answers have no text."""
     try:
         return source.tokenizer()
     except ModelError:
         return None
 
 
-def place() -> str:
+def device_of_rank() -> str:
     """This process's device."""
     if not torch.accelerator.is_available():
         return "cpu"
@@ -130,12 +130,12 @@ def read_prompts(path: Path) -> list[Any]:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f'{path}:{number}: not {{"prompt": ...}} in JSON: {error!r}') from error
     if not prompts:
-        raise ConfigError(f'{path}: no prompts; give {{"prompt": "text"}} a line')
+        raise ConfigError(f'{path}: no prompts; give {{"prompt": "text"}} per line')
     return prompts
 
 
 def in_order(lines: list[dict[str, Any]], count: int, rank_group: Any) -> list[dict[str, Any]] | None:
-    """All replicas' lines on the first process of all, None elsewhere."""
+    """On rank 0 the lines of all replicas in prompt order; None elsewhere."""
     if rank_group.dp_size == 1:
         return lines if torch.distributed.get_rank() == 0 else None
     if not rank_group.is_leader:
@@ -147,10 +147,10 @@ def in_order(lines: list[dict[str, Any]], count: int, rank_group: Any) -> list[d
     mine = torch.tensor([*text, *bytes(width - len(text))], dtype=torch.uint8)
     parts = [torch.empty_like(mine) for _ in sizes]
     torch.distributed.all_gather(parts, mine, group=rank_group.dp)
-    everyone = [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
+    gathered = [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
     if torch.distributed.get_rank() != 0:
         return None
-    return [everyone[index % rank_group.dp_size][index // rank_group.dp_size] for index in range(count)]
+    return [gathered[index % rank_group.dp_size][index // rank_group.dp_size] for index in range(count)]
 
 
 def write(path: str | None, lines: list[dict[str, Any]] | None) -> None:

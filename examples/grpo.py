@@ -1,15 +1,15 @@
-"""GRPO on one live megatron-core model: it answers, is rewarded, is trained, and answers again; no second copy.
+"""GRPO on one live megatron-core model, which generates and trains without a second copy of the weights.
 
     python examples/grpo.py --out-dir run                                     minutes on a CPU; curve in run/curve.png
     torchrun --nproc-per-node 2 examples/grpo.py --model smollm2 --tp 2       the same on two processes
     python examples/grpo.py --rollout-lag 1 --partial-rollouts --kv-cache-management-mode offload
-    python examples/grpo.py --out-dir run --resume --steps 40                 go on from the checkpoint in run
+    python examples/grpo.py --out-dir run --resume --steps 40                 resume from the checkpoint in run
 
 A step: the model answers each prompt several times; a rule rewards the answers (grpo_task.py); an answer's advantage is
-its reward against its group's mean; PPO's clipped objective makes the better ones likelier. The engine tells with which
-probability it drew each token, so whatever the trainer computes otherwise (rounding, newer weights) is corrected by
-importance weights, cut at --max-weight.
-Sources: GRPO arXiv:2402.03300, PPO arXiv:1707.06347, cut weights after IMPALA arXiv:1802.01561.
+its reward relative to its group's mean; PPO's clipped objective makes better answers more likely. The engine returns
+the probability each token was sampled with, so that differences of the trainer's forward (rounding, newer weights) are
+corrected by importance weights, truncated at --max-weight.
+Sources: GRPO arXiv:2402.03300, PPO arXiv:1707.06347, truncated weights after IMPALA arXiv:1802.01561.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import Any
 
 import grpo_task as task
 import torch
-from generate import place, tokenizer_of
+from generate import device_of_rank, tokenizer_of
 from grpo_options import check, check_resumed, identity, options
 from grpo_report import Log, Stopwatch, line, open_wandb
-from grpo_trainer import Reference, Trainer, load, make_trainer, put_back, save
+from grpo_trainer import Reference, Trainer, load, make_trainer, restore, save
 from torch import Tensor
 from tqdm import tqdm
 
@@ -53,7 +53,7 @@ from megatron_infer.rl.samples import RolloutGroup
 from megatron_infer.rl.session import RolloutSession
 
 EVALUATION = 10**6
-"""The step whose seeds evaluations draw with; no run gets that far."""
+"""The step whose seeds evaluations use; no run reaches it."""
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
     try:
         check(args, world)
         learn(args, rank)
-    except (InferenceError, NotImplementedError) as error:  # every rank has it; one of them says it
+    except (InferenceError, NotImplementedError) as error:  # raised on every rank, printed by one
         if rank == 0 or "RankFailure" in type(error).__name__:
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -80,7 +80,7 @@ def learn(args: argparse.Namespace, rank: int) -> None:
         check_resumed(args, run["options"], run["step"])
     session, trainer, reference = set_up(args, first_step=run["step"])
     if begun is not None:
-        put_back(begun, model=session.model, trainer=trainer)
+        restore(begun, model=session.model, trainer=trainer)
         session.update_weights()
     log = Log(args.out_dir, run["rows"], writer=open_wandb(args)) if is_first else None
     before = run["before"] if begun is not None else evaluate(session, args)
@@ -93,23 +93,23 @@ def learn(args: argparse.Namespace, rank: int) -> None:
         watch = Stopwatch()
         with session.generating() as roll:
             watch.lap("switch")
-            groups = supply.draw(roll, step, lambda told: bar.set_postfix_str(f"{told.num_tokens} tokens drawn"))
+            groups = supply.draw(roll, step, lambda progress: bar.set_postfix_str(f"{progress.num_tokens} tokens"))
             watch.lap("generate")
             seen = None if meter is None else meter.observe(groups)
         rewards = rewarded(groups)
-        told = {"step": step, "reward": sum(rewards) / len(rewards)} | account(groups, session.weight_version)
-        told |= {} if seen is None else seen.figures.as_metrics()
+        row = {"step": step, "reward": sum(rewards) / len(rewards)} | answer_stats(groups, session.weight_version)
+        row |= {} if seen is None else seen.figures.as_metrics()
         watch.lap("other")
         with session.training():
             watch.lap("switch")
-            told |= train_on(session, trainer, groups, args, reference)
+            row |= train_on(session, trainer, groups, args, reference)
             watch.lap("train")
         session.update_weights()
         watch.lap("switch")
-        run["rows"].append(told | watch.taken())
+        run["rows"].append(row | watch.taken())
         if log is not None:
             log.add(run["rows"][-1])
-            bar.set_description(f"reward {told['reward']:.2f}")
+            bar.set_description(f"reward {row['reward']:.2f}")
             tqdm.write(line(run["rows"][-1]), file=sys.stdout)
         if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
             run |= {"step": step + 1, "before": before, "options": identity(args)}
@@ -123,8 +123,8 @@ def learn(args: argparse.Namespace, rank: int) -> None:
 
 
 def set_up(args: argparse.Namespace, *, first_step: int) -> tuple[RolloutSession, Trainer, Reference | None]:
-    """The model with its optimizer around it and its engine inside."""
-    device = Device(place())
+    """The model, with its optimizer and its engine."""
+    device = Device(device_of_rank())
     if not device.is_cuda:
         apply_cpu_settings()
     torch.manual_seed(args.seed)
@@ -136,15 +136,15 @@ def set_up(args: argparse.Namespace, *, first_step: int) -> tuple[RolloutSession
     model = build_model(source, dtype=dtype, device=str(device.torch), pg_collection=groups)
     reference = Reference(model) if args.kl else None
     trainer = make_trainer(args.optimizer, model, lr=args.lr)
-    wanted = {
+    engine_options = {
         "pg_collection": groups,
         "buffer_size_gb": 0.25,
         "logprobs_mode": "processed",
-        "seed": args.seed * EVALUATION + first_step,  # of prompts that bring no seed of their own
+        "seed": args.seed * EVALUATION + first_step,  # for prompts without a seed of their own
         "kv_cache_management_mode": args.kv_cache_management_mode,
     }
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
-    config = machine_config(wanted, shape, is_cuda=device.is_cuda, available_bytes=device.available_bytes())
+    config = machine_config(engine_options, shape, is_cuda=device.is_cuda, available_bytes=device.available_bytes())
     session = RolloutSession(trainer.model, config, tokenizer, eos_ids=plan.eos_ids, model_name=source.name)
     return session, trainer, reference
 
@@ -153,7 +153,7 @@ def set_up(args: argparse.Namespace, *, first_step: int) -> tuple[RolloutSession
 
 
 class Supply:
-    """Groups to train on, up to `--rollout-lag` batches of which are drawn before the step that takes them."""
+    """Generates the groups to train on, up to `--rollout-lag` batches ahead of the step that uses them."""
 
     def __init__(self, args: argparse.Namespace, *, first_step: int) -> None:
         self._args, self._next = args, first_step
@@ -163,7 +163,7 @@ class Supply:
     def draw(self, roll: Rollout, step: int, on_progress: Callable[[RolloutProgress], None]) -> list[RolloutGroup]:
         """The groups of `step`."""
         args, count = self._args, self._args.prompts_per_step
-        if args.partial_rollouts:  # the first that finish; the others stay in the engine while the weights change
+        if args.partial_rollouts:  # takes the first that finish; the others continue in the engine with changed weights
             if self._queue is None:
                 batches = (task.batch(coming, count, args.seed) for coming in range(step, args.steps))
                 params = replace(sampling(args, step, 1)[0], seed=None)
@@ -182,14 +182,14 @@ class Supply:
 
 
 def sampling(args: argparse.Namespace, step: int, count: int) -> list[SamplingParams]:
-    """Each prompt of each step has a seed of its own: a resumed run draws what one in a piece would."""
+    """Every prompt of every step has its own seed, so that a resumed run samples what an uninterrupted one would."""
     common = {"n": args.group_size, "max_tokens": args.max_tokens, "temperature": args.temperature}
     first = (args.seed * (EVALUATION + 1) + step) * 1000
     return [SamplingParams(**common, logprobs=0, seed=first + number) for number in range(count)]
 
 
 def rewarded(groups: list[RolloutGroup]) -> list[float]:
-    """Every sample's reward, written onto the sample as well."""
+    """Set every sample's reward -> all rewards."""
     for group in groups:
         if group.error is not None:
             raise group.error
@@ -198,7 +198,7 @@ def rewarded(groups: list[RolloutGroup]) -> list[float]:
     return [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
 
 
-def account(groups: list[RolloutGroup], version: int) -> dict[str, float]:
+def answer_stats(groups: list[RolloutGroup], version: int) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     ages = [age for sample in samples for age in sample.staleness(version)]
     return {
@@ -219,7 +219,7 @@ def evaluate(session: RolloutSession, args: argparse.Namespace) -> float:
 
 
 def advantages(group: RolloutGroup) -> Tensor:
-    """For each sample: its reward against its group's mean, in standard deviations."""
+    """For each sample: its reward minus its group's mean, in standard deviations."""
     rewards = torch.tensor([sample.reward for sample in group.samples])
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
@@ -229,9 +229,9 @@ def objective(
 ) -> Tensor:
     """Loss of each token.
 
-    Log probabilities of the drawn tokens: `scores` by the weights now, `old` by those before this step's first update,
-    `behaviour` by the distribution they were drawn from. old against behaviour is the correction, scores against old
-    what PPO clips.
+    Logprobs of the sampled tokens: `scores` with the weights now, `old` with those before this step's first update,
+    `behaviour` of the distribution they were sampled from. old - behaviour is the correction, scores - old is what PPO
+    clips.
     """
     weight = (old - behaviour).exp().clamp(max=max_weight)
     ratio = (scores - old).exp()
@@ -245,19 +245,19 @@ def train_on(
     args: argparse.Namespace,
     reference: Reference | None,
 ) -> dict[str, float]:
-    """`--epochs` updates from these groups -> what there is to say about them."""
-    # Where all rewards are the same there is nothing to learn.
-    lessons = [group for group in groups if len({sample.reward for sample in group.samples}) > 1]
-    num_tokens = sum(group.num_tokens for group in lessons)
+    """`--epochs` updates from these groups -> metrics."""
+    # A group whose rewards are all equal has zero advantages.
+    useful = [group for group in groups if len({sample.reward for sample in group.samples}) > 1]
+    num_tokens = sum(group.num_tokens for group in useful)
     anchors: list[Tensor] = []
     if reference is not None:
         with reference.in_place(), torch.no_grad():
-            anchors = [scores_of(session, group, args) for group in lessons]
+            anchors = [scores_of(session, group, args) for group in useful]
     olds: list[Tensor] = []
-    ratios, told = [torch.ones(1)], {"trained_groups": float(len(lessons)), "loss": 0.0, "kl": 0.0, "grad_norm": 0.0}
-    for epoch in range(args.epochs if lessons else 0):
+    ratios, metrics = [torch.ones(1)], {"trained_groups": float(len(useful)), "loss": 0.0, "kl": 0.0, "grad_norm": 0.0}
+    for epoch in range(args.epochs if useful else 0):
         trainer.zero_grad()
-        for place_, group in enumerate(lessons):
+        for place_, group in enumerate(useful):
             scores = scores_of(session, group, args, grad=True)
             behaviour = torch.tensor([p for sample in group.samples for p in sample.logprobs], device=scores.device)
             drawn = torch.tensor([m for sample in group.samples for m in sample.loss_mask], device=scores.device)
@@ -271,18 +271,18 @@ def train_on(
                 away = anchors[place_] - scores
                 kl = away.exp() - away - 1  # never negative: http://joschu.net/blog/kl-approx.html
                 loss = loss + args.kl * kl
-                told["kl"] += (kl.detach() * drawn).sum().item() / num_tokens / args.epochs
+                metrics["kl"] += (kl.detach() * drawn).sum().item() / num_tokens / args.epochs
             loss = (loss * drawn).sum() / num_tokens
             loss.backward()
-            told["loss"] += loss.item() / args.epochs
-        told["grad_norm"] = trainer.step()
+            metrics["loss"] += loss.item() / args.epochs
+        metrics["grad_norm"] = trainer.step()
     ratio = torch.cat(ratios[1:] or ratios)
     outside = ((ratio < 0.9) | (ratio > 1.1)).float().mean().item()
-    return told | {"ratio_mean": ratio.mean().item(), "ratio_max": ratio.max().item(), "ratio_outside": outside}
+    return metrics | {"ratio_mean": ratio.mean().item(), "ratio_max": ratio.max().item(), "ratio_outside": outside}
 
 
 def scores_of(session: RolloutSession, group: RolloutGroup, args: argparse.Namespace, *, grad: bool = False) -> Tensor:
-    """Log probabilities of all tokens behind the prompt, sample after sample, by the forward that trains."""
+    """Logprobs of all tokens after the prompt, sample by sample, from the training forward."""
     sequences, start = [sample.ids for sample in group.samples], len(group.prompt_ids)
     return torch.cat(session.score(sequences, start=start, temperature=args.temperature, grad=grad))
 

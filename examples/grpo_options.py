@@ -1,4 +1,4 @@
-"""Options of examples/grpo.py, and what of them does not go together."""
+"""Options of examples/grpo.py, and checks of their combinations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.errors import ConfigError
 
 CHANGEABLE = ("steps", "resume", "out_dir", "save_every", "wandb")
-"""May be otherwise when a run is resumed; the rest is what the run is."""
+"""Options that may change when a run is resumed; all others must be the same."""
 
 LEAST = {"steps": 1, "tp": 1, "prompts_per_step": 1, "group_size": 2, "max_tokens": 1, "epochs": 1}
 LEAST |= {"mismatch_share": 0, "rollout_lag": 0, "save_every": 0, "kl": 0, "lr": 0, "seed": 0}
@@ -22,34 +22,34 @@ def options(description: str | None, arguments: list[str] | None = None) -> argp
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="smollm2", help="an alias, a Hugging Face directory, a .gguf file (default: %(default)s)")
-    add("--dtype", default="auto", help="float32, bfloat16 or auto: what the device computes in (default: %(default)s)")
+    add("--dtype", default="auto", help="float32, bfloat16 or auto: by the device (default: %(default)s)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks, started by torchrun")
-    add("--steps", type=int, default=10, help="of the optimizer, in all (default: %(default)s)")
-    add("--prompts-per-step", type=int, default=8, help="groups a step (default: %(default)s)")
-    add("--group-size", type=int, default=16, help="answers to a prompt (default: %(default)s)")
-    add("--max-tokens", type=int, default=16, help="of an answer (default: %(default)s)")
+    add("--steps", type=int, default=10, help="total optimizer steps (default: %(default)s)")
+    add("--prompts-per-step", type=int, default=8, help="groups per step (default: %(default)s)")
+    add("--group-size", type=int, default=16, help="answers per prompt (default: %(default)s)")
+    add("--max-tokens", type=int, default=16, help="most tokens of an answer (default: %(default)s)")
     add("--temperature", type=float, default=1.0)
     add("--lr", type=float, default=6e-5, help="learning rate (default: %(default)s)")
     add("--optimizer", choices=("megatron", "torch"), default="megatron", help="whose Adam (default: %(default)s)")
     add("--epochs", type=int, default=1, help="updates from the same answers (default: %(default)s)")
-    add("--clip", type=float, default=0.2, help="how far a ratio may leave 1 (default: %(default)s)")
-    add("--max-weight", type=float, default=2.0, help="importance weights are cut here (default: %(default)s)")
-    add("--kl", type=float, default=0.0, help="weight of the KL to the first weights; 0 keeps no copy of them")
-    add("--mismatch-share", type=float, default=0.05, help="of samples, scored by the trainer's forward; 0: none")
-    add("--rollout-lag", type=int, default=0, help="batches that are drawn ahead of the one trained on")
-    add("--partial-rollouts", action="store_true", help="take what ends first; the rest outlives updates")
+    add("--clip", type=float, default=0.2, help="largest distance of a ratio from 1 (default: %(default)s)")
+    add("--max-weight", type=float, default=2.0, help="limit of importance weights (default: %(default)s)")
+    add("--kl", type=float, default=0.0, help="coefficient of the KL to the initial weights; 0 keeps no copy of them")
+    add("--mismatch-share", type=float, default=0.05, help="share of samples scored by the trainer; 0: none")
+    add("--rollout-lag", type=int, default=0, help="batches generated ahead of the one trained on")
+    add("--partial-rollouts", action="store_true", help="train on what finishes first; the rest outlives updates")
     modes = [mode.value for mode in KVCacheManagementMode]
     add("--kv-cache-management-mode", choices=modes, default="persist", help="the KV cache while training")
     add("--seed", type=int, default=0)
     add("--out-dir", type=Path, default=Path("grpo-run"), help="history, curve, checkpoint (default: %(default)s)")
     add("--save-every", type=int, default=10, help="steps between checkpoints; 0: none (default: %(default)s)")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out-dir")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out-dir")
     add("--wandb", choices=("off", "offline", "online"), default="off")
     return parser.parse_args(arguments)
 
 
 def check(args: argparse.Namespace, world: int) -> None:
-    """Raise ConfigError for what cannot be run, before a model is loaded."""
+    """Raise ConfigError for invalid options, before a model is loaded."""
     for name, least in LEAST.items():
         if not getattr(args, name) >= least:
             raise ConfigError(f"{flag(name)} is {getattr(args, name)}, it must be at least {least}")
@@ -72,12 +72,12 @@ def check(args: argparse.Namespace, world: int) -> None:
 
 
 def identity(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that make the run what it is."""
+    """The options that must not change when a run is resumed."""
     return {name: value for name, value in vars(args).items() if name not in CHANGEABLE}
 
 
 def check_resumed(args: argparse.Namespace, saved: dict[str, Any], step: int) -> None:
-    """Raise ConfigError unless a checkpoint's run is the one that is asked for and has steps left."""
+    """Raise ConfigError unless a checkpoint's run has the same options and steps left."""
     for name, value in identity(args).items():
         if saved[name] != value:
             raise ConfigError(

@@ -1,6 +1,6 @@
-"""What is written of a run of examples/grpo.py: seconds by kind, history, table, curve, wandb.
+"""Reports of a run of examples/grpo.py: seconds by kind, history, table, curve, wandb.
 
-python examples/grpo_report.py run/seed0 run/seed1 ... --curve curve.png      one table and one picture of runs
+python examples/grpo_report.py run/seed0 run/seed1 ... --curve curve.png      a table and a plot of several runs
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = ("generate", "train", "switch")
 
 
 class Stopwatch:
-    """Seconds by kind: each `lap` gives the time since the last one to a kind."""
+    """Seconds by kind: each `lap` adds the time since the last one to a kind."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((*KINDS, "other"), 0.0)
@@ -35,16 +35,16 @@ class Stopwatch:
         self._since = now
 
     def taken(self) -> dict[str, float]:
-        """Since the last call of this."""
+        """Seconds by kind since the last call."""
         taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
         return {f"{kind}_s": seconds for kind, seconds in taken.items()}
 
 
 class Log:
-    """A run's rows, kept in history.jsonl; `writer` is a wandb run or None."""
+    """A run's rows, written to history.jsonl. writer: a wandb run or None."""
 
     def __init__(self, folder: Path, rows: list[dict[str, float]], *, writer: Any = None) -> None:
-        """rows: what a resumed run has done so far."""
+        """rows: those of a resumed run so far."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.rows, self._writer = folder, list(rows), writer
         self._file = folder / "history.jsonl"
@@ -58,7 +58,7 @@ class Log:
             self._writer.log(row, step=int(row["step"]))
 
     def finish(self, *, before: float, after: float, options: dict[str, Any]) -> None:
-        """summary.json, curve.png, and the end of the wandb run."""
+        """Write summary.json and curve.png, and end the wandb run."""
         total = {kind: sum(row[f"{kind}_s"] for row in self.rows) for kind in KINDS}
         summary = {
             "reward_before": before,
@@ -76,7 +76,7 @@ class Log:
 
 
 def line(row: dict[str, float]) -> str:
-    """A step as the console has it."""
+    """A step as a line for the console."""
     step_s = sum(row[f"{kind}_s"] for kind in KINDS)
     return (
         f"step {row['step']:3.0f}  reward {row['reward']:.3f}  right {row['right']:.2f}  length {row['length']:4.1f}  "
@@ -94,7 +94,7 @@ def machine() -> str:
 
 
 def open_wandb(args: argparse.Namespace) -> Any:
-    """A wandb run, or None where it is off."""
+    """A wandb run; None with --wandb off."""
     if args.wandb == "off":
         return None
     import wandb
@@ -104,7 +104,7 @@ def open_wandb(args: argparse.Namespace) -> Any:
 
 
 def table(folders: list[Path]) -> str:
-    """Runs side by side, in Markdown."""
+    """A Markdown table of runs."""
     lines = [
         "| run | reward before | after | times | generate s | train s | switch s | switch of a step |",
         "|---|---|---|---|---|---|---|---|",
@@ -132,7 +132,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def draw(folders: list[Path], path: Path) -> None:
-    """Reward and seconds over the steps as a PNG; says so where matplotlib is missing."""
+    """Plot reward and seconds over the steps as a PNG; without matplotlib print a message."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path} is not drawn: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
         return
@@ -152,8 +152,8 @@ def draw(folders: list[Path], path: Path) -> None:
             right.set_title(f"seconds of a step, {folder.name}", fontsize=9)
         summary = folder / "summary.json"
         if summary.exists():
-            told = read_summary(folder)
-            ends = [told["reward_before"], told["reward_after"]]
+            values = read_summary(folder)
+            ends = [values["reward_before"], values["reward_after"]]
             left.plot([steps[0] - 0.5, steps[-1] + 0.5], ends, "s", color=drawn.get_color(), fillstyle="none")
     left.set_title("mean reward (squares: all questions, before and after)", fontsize=9)
     left.set(xlabel="step", ylim=(0, 1.02))

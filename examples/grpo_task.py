@@ -1,4 +1,4 @@
-"""What examples/grpo.py teaches: answer a question rightly, in a few words, and stop. A rule checks it, no model."""
+"""The task of examples/grpo.py: answer a question correctly, in a few words, and stop. A rule computes the reward."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ QUESTIONS = {  # question: answer, or answers
 
 
 def reward(text: str, finish_reason: str, answer: str) -> float:
-    """1: the right answer, at most MAX_WORDS words, ended by the model; 0.5: right, but rambling on; 0: wrong."""
+    """1: correct, at most MAX_WORDS words, ended by the model; 0.5: correct but longer or cut off; 0: wrong."""
     if not re.search(rf"\b({answer})\b", text, re.IGNORECASE):
         return 0.0
     return 1.0 if finish_reason == "stop" and len(text.split()) <= MAX_WORDS else 0.5
 
 
 def prompt_of(question: str) -> dict[str, Any]:
-    """As a rollout takes it; the answer comes back in the group's `info`."""
+    """A rollout's prompt; the answer is returned in the group's `info`."""
     messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]
     return {"messages": messages, "question": question, "answer": QUESTIONS[question]}
 
 
 def batch(step: int, count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` prompts of a step: every question once in a random order, then again in another one."""
+    """`count` prompts of a step: all questions in a random order, then again in another order."""
     first, order = step * count, list[str]()
     for round_ in range(first // len(QUESTIONS), (first + count - 1) // len(QUESTIONS) + 1):
         order += random.Random(f"{seed}/{round_}").sample(list(QUESTIONS), len(QUESTIONS))

@@ -1,4 +1,4 @@
-"""The training side of examples/grpo.py: optimizers around a megatron-core model, its first weights, checkpoints."""
+"""The training side of examples/grpo.py: optimizers of a megatron-core model, its initial weights, checkpoints."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ CLIP = 1.0
 
 
 class Trainer(Protocol):
-    """A model with its optimizer. Gradients of several backward passes add up until `step`."""
+    """A model with its optimizer. Gradients of several backward passes accumulate until `step`."""
 
     model: torch.nn.Module
-    """As the training forward takes it: with its wrapper."""
+    """The model for the training forward, with its DDP wrapper if there is one."""
 
     def zero_grad(self) -> None: ...
 
     def step(self) -> float:
-        """Update the weights -> norm of the gradient before it was clipped."""
+        """Update the weights -> norm of the gradient before clipping."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -40,7 +40,7 @@ def make_trainer(kind: str, model: torch.nn.Module, *, lr: float) -> Trainer:
 
 
 class MegatronTrainer:
-    """megatron-core's DDP and Adam: master weights and gradients in fp32, whatever the model's dtype."""
+    """megatron-core's DDP and Adam, with master weights and gradients in fp32 for every dtype of the model."""
 
     def __init__(self, model: Any, *, lr: float) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -84,7 +84,7 @@ class MegatronTrainer:
 
 
 class TorchTrainer:
-    """torch's AdamW on fp32 copies of the parameters, in one process: it knows nothing of other ranks' gradients."""
+    """torch's AdamW on fp32 copies of the parameters, for one process: it does not reduce gradients over ranks."""
 
     def __init__(self, model: torch.nn.Module, *, lr: float) -> None:
         self.model = model
@@ -116,7 +116,7 @@ class TorchTrainer:
 
 
 def on_cpu() -> contextlib.AbstractContextManager[None]:
-    """megatron-core's optimizer takes a CUDA device for granted; without one torch answers in its stead."""
+    """Without a CUDA device, which megatron-core's optimizer assumes, the CPU shim."""
     if torch.cuda.is_available():
         return contextlib.nullcontext()
     from megatron_infer.testing.cpu_shim import cpu_shim
@@ -125,7 +125,7 @@ def on_cpu() -> contextlib.AbstractContextManager[None]:
 
 
 class Reference:
-    """The weights that a model began with, to be scored with later."""
+    """A copy of a model's initial weights, to score with later."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -133,7 +133,7 @@ class Reference:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has its first weights within the block."""
+        """Within the block the model has its initial weights."""
         self._exchange()
         try:
             yield
@@ -149,7 +149,7 @@ class Reference:
 
 
 def save(folder: Path, *, rank: int, model: torch.nn.Module, trainer: Trainer, run: dict[str, Any]) -> None:
-    """This rank's weights and optimizer, the generator's state and `run`; a file is there whole or as it was."""
+    """Save this rank's weights, optimizer, generator state and `run`, replacing the file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "model": {name: parameter.detach() for name, parameter in model.named_parameters()},
@@ -159,12 +159,12 @@ def save(folder: Path, *, rank: int, model: torch.nn.Module, trainer: Trainer, r
     }
     path = file_of(folder, rank)
     torch.save(content, path.with_suffix(".new"))
-    torch.distributed.barrier()  # all ranks have written before any of them replaces what was there
+    torch.distributed.barrier()  # all ranks have written before any replaces its old file
     os.replace(path.with_suffix(".new"), path)
 
 
 def load(folder: Path, *, rank: int) -> dict[str, Any]:
-    """What `save` wrote; runs no code from the file. Raises ConfigError."""
+    """Load a file of `save` without executing code from it. Raises ConfigError."""
     path = file_of(folder, rank)
     try:
         return torch.load(path, weights_only=True, mmap=True)
@@ -176,7 +176,7 @@ def load(folder: Path, *, rank: int) -> dict[str, Any]:
         raise ConfigError(f"--resume: {path} cannot be read: {error}") from error
 
 
-def put_back(content: dict[str, Any], *, model: torch.nn.Module, trainer: Trainer) -> None:
+def restore(content: dict[str, Any], *, model: torch.nn.Module, trainer: Trainer) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(content["model"][name])

@@ -106,7 +106,7 @@ PURE = (
     "scheduler",
     "kernels.__init__",
     "kernels.triton_scratch",
-    "metrics.core",
+    "metrics.registry",
     "metrics.monotonic",
     "metrics.definitions",
     "metrics.engine_snapshot",

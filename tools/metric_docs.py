@@ -1,4 +1,4 @@
-"""Writes what follows from the catalog of metrics: the tables of docs/metrics.md and the Grafana dashboard.
+"""Writes what follows from the metric definitions: the tables of docs/metrics.md and the Grafana dashboard.
 
     python tools/metric_docs.py [ROOT]
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.metrics.definitions import COORDINATOR, ENGINE, MISMATCH, SERVER, Spec
+from megatron_infer.metrics.definitions import COORDINATOR, ENGINE, MISMATCH, SERVER, MetricSpec
 
 DOCS, DASHBOARD = Path("docs/metrics.md"), Path("docs/grafana/megatron_infer.json")
 TABLES = {"engine": ENGINE, "mismatch": MISMATCH, "server": SERVER, "coordinator": COORDINATOR}
@@ -20,7 +20,7 @@ P = "megatron_infer_"
 WINDOW = "[$__rate_interval]"
 
 
-def table(specs: dict[str, Spec]) -> str:
+def table(specs: dict[str, MetricSpec]) -> str:
     lines = ["| name | type | unit | labels | meaning |", "|---|---|---|---|---|"]
     for spec in specs.values():
         labels = ", ".join(f"`{label}`" for label in spec.labels)
@@ -30,7 +30,7 @@ def table(specs: dict[str, Spec]) -> str:
 
 
 def with_tables(text: str) -> str:
-    """docs/metrics.md with the text between its marks made anew."""
+    """docs/metrics.md with the text between its marks regenerated."""
     for name, specs in TABLES.items():
         begin, end = f"<!-- {name}: begin -->\n", f"\n<!-- {name}: end -->"
         head, rest = text.split(begin)

@@ -1,4 +1,4 @@
-"""`megatron-infer bench`: throughput and latency of a workload, beside the machine's limits and, if wanted, a peer."""
+"""`megatron-infer bench`: throughput and latency of a workload, beside the machine's limits and transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_infer.cli.bench_workload import (
     parse_range,
     run_engine,
 )
-from megatron_infer.cli.loading import add_model_options, describe, load_llm, note
+from megatron_infer.cli.loading import add_model_options, describe, load_llm, note, positive_int
 from megatron_infer.config.model_shape import KV_DTYPE_BYTES
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
@@ -34,14 +34,14 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure throughput and latency",
-        description="Random prompts, greedy answers of fixed lengths. Rounds are interleaved with the peer's; medians "
-        "are reported with their spread, and what share of the machine's measured limits was reached.",
+        description="Random prompts, greedy answers of fixed lengths. Rounds of the engines are interleaved. Reports "
+        "medians with their spread, and the shares of the machine's measured limits that were reached.",
     )
     add_model_options(parser)
-    parser.add_argument("--num-requests", type=_count, default=32, metavar="N")
+    parser.add_argument("--num-requests", type=positive_int, default=32, metavar="N")
     parser.add_argument("--input-len", type=parse_range, default=(64, 256), metavar="LOW:HIGH", help="prompt tokens")
     parser.add_argument("--output-len", type=parse_range, default=(64, 128), metavar="LOW:HIGH", help="answer tokens")
-    parser.add_argument("--concurrency", type=_count, default=16, metavar="N", help="requests in flight at once")
+    parser.add_argument("--concurrency", type=positive_int, default=16, metavar="N", help="requests in flight at once")
     parser.add_argument(
         "--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts"
     )
@@ -51,17 +51,16 @@ def add_parser(subparsers: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="suspend and resume with live requests every N steps, as --kv-cache-management-mode says, beside runs "
-        "without; 0: never",
+        help="also run with a suspend and resume every N steps, in the mode of --kv-cache-management-mode; 0: never",
     )
-    parser.add_argument("--rounds", type=_count, default=3, metavar="N")
-    parser.add_argument("--vs", choices=["transformers"], help="run this beside, on the same weights and workload")
+    parser.add_argument("--rounds", type=positive_int, default=3, metavar="N")
+    parser.add_argument("--vs", choices=["transformers"], help="also run this engine, on the same weights and workload")
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when everything was measured. Raises InferenceError when an engine does not answer as asked."""
+    """-> 0. Raises InferenceError if an engine does not answer with the lengths asked for."""
     report_path = _open_report(args.json)
     llm = load_llm(args)
     workload = make_workload(
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.workload_seed,
         shared_prefix=args.shared_prefix,
     )
-    from megatron_infer.cli.bench_limits import least_work, measure_ceiling  # torch
+    from megatron_infer.cli.bench_roofline import least_work, measure_ceiling  # imports torch
 
     shape = llm.engine.parts.shape
     print(f"{args.model}: {describe(llm)}, {cpu_name()}")
@@ -120,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def interleave(runners: dict[str, Runner], num_rounds: int) -> dict[str, list[RunResult]]:
-    """Every engine once a round; each round begins with another engine, so that none always runs on a warm machine."""
+    """Run every engine once per round; rounds start with different engines, so that none always runs first."""
     names = list(runners)
     results: dict[str, list[RunResult]] = {name: [] for name in names}
     for index in range(num_rounds):
@@ -135,7 +134,7 @@ def interleave(runners: dict[str, Runner], num_rounds: int) -> dict[str, list[Ru
 
 
 def summarize(results: list[RunResult], workload: Workload) -> dict[str, Any]:
-    """Medians and spread over rounds; latencies and counters of the round with the median time."""
+    """Medians and spread over the rounds; latencies and counters are those of the round with the median time."""
     output = [workload.num_output_tokens / r.seconds for r in results]
     total = [(workload.num_output_tokens + workload.num_input_tokens) / r.seconds for r in results]
     middle = sorted(results, key=lambda r: r.seconds)[len(results) // 2]
@@ -151,7 +150,7 @@ def summarize(results: list[RunResult], workload: Workload) -> dict[str, Any]:
 
 
 def ratio(engines: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Our median output rate over the better peer's; None without a peer."""
+    """Our median output rate over the faster peer's; None without a peer."""
     peers = {name: s["output_tok_s"] for name, s in engines.items() if name not in (OURS, SUSPENDING)}
     if not peers:
         return None
@@ -192,24 +191,24 @@ def render(report: dict[str, Any], workload: Workload) -> str:
     if report["ratio"] is not None:
         r = report["ratio"]
         lines.append(
-            f"ratio: {r['output_tok_s']:.2f}x {r['peer']}, the better peer (our slowest round over its fastest: "
+            f"ratio: {r['output_tok_s']:.2f}x {r['peer']}, the faster peer (our slowest round over its fastest: "
             f"{r['worst_case']:.2f}x)"
         )
     busy = [x for s in report["engines"].values() for x in s["other_load"] if x is not None]
     if busy and max(busy) > 0.3:
-        lines.append(f"other programs used up to {max(busy):.1f} cores meanwhile: repeat on a quiet machine")
+        lines.append(f"other programs used up to {max(busy):.1f} cores: repeat on an idle machine")
     return "\n".join(lines)
 
 
 def _peers(args: argparse.Namespace, llm: Any, workload: Workload) -> dict[str, Runner]:
-    from megatron_infer.cli.bench_peers import TransformersPeer
+    from megatron_infer.cli.bench_transformers import TransformersPeer
     from megatron_infer.model_loader.sources import open_source
 
     note("loading transformers ...")
     peer = TransformersPeer(Path(open_source(args.model).path), dtype=llm.engine.parts.shape.dtype, device=_device(llm))
     if "continuous" not in peer.variants:
-        note("transformers' continuous batching has no recurrent states: its generate alone is measured")
-    peer.settle(workload)
+        note("transformers' continuous batching has no recurrent states: only its generate is measured")
+    peer.choose_attention(workload)
     return {f"transformers {name}": _peer_runner(peer, name, workload) for name in peer.variants}
 
 
@@ -218,13 +217,13 @@ def _peer_runner(peer: Any, variant: str, workload: Workload) -> Runner:
 
 
 def _fresh(workload: Workload, llm: Any) -> Workload:
-    """The workload on an engine that remembers no prompt of an earlier round: within a round the cache may hit."""
+    """The workload, with an empty prefix cache, so that hits come from the same round only."""
     llm.engine.reset_prefix_cache()
     return workload
 
 
 def _head(workload: Workload) -> Workload:
-    """A few short requests, at the full batch size, that touch every path once."""
+    """A few short requests, at the full batch size, to warm up every path."""
     count = workload.concurrency
     return Workload(
         prompts=workload.prompts[:count],
@@ -256,7 +255,7 @@ def _device(llm: Any) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's own name where the system tells it."""
+    """The processor's model name, if the system has it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -290,7 +289,7 @@ def _settings(args: argparse.Namespace, device: str) -> dict[str, Any]:
 
 
 def _open_report(path: str | None) -> Path | None:
-    """Told before an hour is spent: a report that cannot be written."""
+    """The report's path. Raises InferenceError at the start if it cannot be written."""
     if path is None:
         return None
     try:
@@ -298,10 +297,3 @@ def _open_report(path: str | None) -> Path | None:
             return Path(path)
     except OSError as error:
         raise InferenceError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return value

@@ -1,4 +1,4 @@
-"""`megatron-infer bench-serve URL`: load on a server as clients make it, open or closed loop, new or replayed."""
+"""`megatron-infer bench-serve URL`: load test of a server, open or closed loop, generated or replayed."""
 
 from __future__ import annotations
 
@@ -14,69 +14,73 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.bench_workload import Workload, make_workload, parse_range, percentile
-from megatron_infer.cli.loading import note
+from megatron_infer.cli.loading import note, positive_int
 from megatron_infer.errors import ConfigError, InferenceError
 
 if TYPE_CHECKING:
-    from megatron_infer.cli.serve_load import Call, Load
+    from megatron_infer.cli.load_generator import LoadCall, LoadResult
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 SHAREGPT_PROMPT, SHAREGPT_ANSWER = (4.3, 1.3, 4, 1024), (5.1, 0.9, 4, 1024)
-"""Mean and deviation of the log of a length in tokens, and its bounds: about what ShareGPT's conversations have."""
+"""Mean and deviation of the log of a length in tokens, and its bounds: about those of ShareGPT's conversations."""
 WORDS = "time year people way day man thing woman life child world school state family student group country".split()
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench-serve",
-        help="load on a server: latencies, throughput, errors",
+        help="load test of a server: latencies, throughput, errors",
         description="Sends streaming requests to an OpenAI-compatible server and reports percentiles of time to first "
-        "token, time between pieces and whole requests, tokens per second, and errors by code. With --rate requests "
-        "come at random times whatever the server does (open loop); else --concurrency are under way at once.",
+        "token, time between chunks and whole requests, tokens per second, and errors by code. With --rate, requests "
+        "are sent at random times (open loop); else --concurrency requests run at once (closed loop).",
     )
-    parser.add_argument("url", metavar="URL", help="of the server: http://127.0.0.1:8000")
+    parser.add_argument("url", metavar="URL", help="URL of the server: http://127.0.0.1:8000")
     parser.add_argument("--api-key", metavar="KEY", help="default: MEGATRON_INFER_API_KEY of the environment")
-    parser.add_argument("--model", metavar="NAME", help="as the server names it (default: the first it serves)")
+    parser.add_argument("--model", metavar="NAME", help="name in requests (default: the first that the server has)")
     parser.add_argument("--endpoint", choices=sorted(PATHS), default="completions")
-    parser.add_argument("--num-requests", type=_count, default=64, metavar="N")
+    parser.add_argument("--num-requests", type=positive_int, default=64, metavar="N")
     loop = parser.add_mutually_exclusive_group()
-    loop.add_argument("--concurrency", type=_count, default=16, metavar="N", help="closed loop: requests at once")
+    loop.add_argument("--concurrency", type=positive_int, default=16, metavar="N", help="closed loop: requests at once")
     loop.add_argument("--rate", type=_rate, metavar="R", help="open loop: requests a second, Poisson")
-    work = parser.add_argument_group("what is asked")
+    work = parser.add_argument_group("workload")
     work.add_argument("--input-len", type=parse_range, default=(64, 256), metavar="LOW:HIGH", help="prompt tokens")
     work.add_argument("--output-len", type=parse_range, default=(64, 128), metavar="LOW:HIGH", help="answer tokens")
-    work.add_argument("--sharegpt", action="store_true", help="lengths as ShareGPT's conversations have, instead")
+    work.add_argument("--sharegpt", action="store_true", help="lengths like those of ShareGPT's conversations instead")
     work.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts")
     work.add_argument("--token-range", type=parse_range, default=(100, 1000), metavar="LOW:HIGH", help="ids of prompts")
     work.add_argument(
-        "--prompts", metavar="FILE", help='JSONL of {"prompt": ...} or {"messages": ...}, with other fields if wanted'
+        "--prompts",
+        metavar="FILE",
+        help='JSONL of {"prompt": ...} or {"messages": ...}, with further fields of the body',
     )
-    work.add_argument("--replay", metavar="FILE", help="calls that serve --record has kept, at their times")
-    work.add_argument("--speed", type=_rate, default=1.0, metavar="X", help="replay so many times as fast")
+    work.add_argument("--replay", metavar="FILE", help="calls recorded by serve --record, at their times")
+    work.add_argument("--speed", type=_rate, default=1.0, metavar="X", help="factor on the speed of --replay")
     work.add_argument(
-        "--no-ignore-eos", action="store_true", help="answers may end early; for servers without the field"
+        "--no-ignore-eos",
+        action="store_true",
+        help="do not send ignore_eos, for servers without it; answers may end early",
     )
     work.add_argument("--workload-seed", type=int, default=0, metavar="S")
-    parser.add_argument("--rounds", type=_count, default=1, metavar="N", help="the median round is shown")
+    parser.add_argument("--rounds", type=positive_int, default=1, metavar="N", help="the median round is reported")
     parser.add_argument("--timeout", type=_rate, default=600.0, metavar="SECONDS")
     parser.add_argument(
         "--compare-offline",
         metavar="MODEL",
-        help="the same work by an engine in this process, in turns: HTTP's overhead",
+        help="also run the workload on an engine in this process, to measure the overhead of HTTP",
     )
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", metavar="FILE", help="draw latencies and throughput as PNG; needs matplotlib")
+    parser.add_argument("--plot", metavar="FILE", help="plot latencies and throughput as PNG; needs matplotlib")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every call was answered, 1 when some failed. Raises InferenceError without a server."""
+    """-> 0 if every call was answered, 1 if some failed. Raises InferenceError without a server."""
     if args.plot is not None:
         from megatron_infer.cli.bench_plot import require_matplotlib
 
         require_matplotlib()
     _check(args)
-    from megatron_infer.cli.serve_load import run_load
+    from megatron_infer.cli.load_generator import run_load
 
     key = args.api_key or os.environ.get("MEGATRON_INFER_API_KEY")
     model = _model_of(args, key)
@@ -84,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     closed = args.rate is None and args.replay is None
     concurrency = min(args.concurrency, len(calls)) if closed else None
     offline = None if args.compare_offline is None else _Offline(args.compare_offline, workload)
-    loads: list[Load] = []
+    loads: list[LoadResult] = []
     rates: list[float] = []
     for number in range(args.rounds):
         if args.rounds > 1:
@@ -130,9 +134,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.compare_offline is not None and (
         args.rate is not None or args.replay or args.prompts or args.endpoint != "completions"
     ):
-        raise ConfigError(
-            "--compare-offline needs prompts of its own making, at /v1/completions, --concurrency at once"
-        )
+        raise ConfigError("--compare-offline needs generated prompts, at /v1/completions, --concurrency at once")
     for name in ("json", "plot"):
         path = getattr(args, name)
         if path is not None and not Path(path).absolute().parent.is_dir():
@@ -140,7 +142,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _model_of(args: argparse.Namespace, key: str | None) -> str:
-    """Raises InferenceError when the server does not answer, or has no model."""
+    """The model's name. Raises InferenceError if the server does not answer, or has no model."""
     import httpx
 
     try:
@@ -154,12 +156,12 @@ def _model_of(args: argparse.Namespace, key: str | None) -> str:
     return args.model or str(names[0])
 
 
-# ---------------------------------------------------------------------- work
+# ---------------------------------------------------------------------- workload
 
 
-def calls_of(args: argparse.Namespace, model: str) -> tuple[list[Call], Workload]:
-    """What to send, and the same for an engine here where it is of our making."""
-    from megatron_infer.cli.serve_load import Call
+def calls_of(args: argparse.Namespace, model: str) -> tuple[list[LoadCall], Workload]:
+    """The calls to send; and the generated workload, to run on an engine here."""
+    from megatron_infer.cli.load_generator import LoadCall
 
     draw = random.Random(args.workload_seed)
     workload = _workload(args)
@@ -185,7 +187,7 @@ def calls_of(args: argparse.Namespace, model: str) -> tuple[list[Call], Workload
         if args.rate is not None:
             at += draw.expovariate(args.rate)
         path = PATHS["chat" if "messages" in body else "completions"]
-        calls.append(Call(path=path, body={**common, **body}, at=None if args.rate is None else at))
+        calls.append(LoadCall(path=path, body={**common, **body}, at=None if args.rate is None else at))
     return calls, workload
 
 
@@ -210,8 +212,8 @@ def _workload(args: argparse.Namespace) -> Workload:
     )
 
 
-def _length(draw: random.Random, of: tuple[float, float, int, int]) -> int:
-    mean, deviation, low, high = of
+def _length(draw: random.Random, shape: tuple[float, float, int, int]) -> int:
+    mean, deviation, low, high = shape
     return min(high, max(low, round(draw.lognormvariate(mean, deviation))))
 
 
@@ -238,7 +240,7 @@ def _lines(flag: str, path: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _given_bodies(args: argparse.Namespace, draw: random.Random) -> list[dict[str, Any]]:
-    """As many as were asked for, from the first line again where the file is shorter."""
+    """--num-requests bodies, starting over where the file is shorter."""
     lines = _lines("--prompts", args.prompts)
     for number, body in lines:
         if ("prompt" in body) == ("messages" in body):
@@ -247,15 +249,15 @@ def _given_bodies(args: argparse.Namespace, draw: random.Random) -> list[dict[st
     return [{"max_tokens": draw.randint(*args.output_len), **body} for body in chosen]
 
 
-def _recorded(args: argparse.Namespace) -> Iterator[Call]:
-    from megatron_infer.cli.serve_load import Call
+def _recorded(args: argparse.Namespace) -> Iterator[LoadCall]:
+    from megatron_infer.cli.load_generator import LoadCall
 
     lines = _lines("--replay", args.replay)
     try:
         first = min(line["at"] for _, line in lines)
         for _, line in sorted(lines, key=lambda item: item[1]["at"]):
             body = {**line["body"], **({} if args.model is None else {"model": args.model})}
-            yield Call(
+            yield LoadCall(
                 path=line["path"],
                 body=body,
                 at=(line["at"] - first) / args.speed,
@@ -266,7 +268,7 @@ def _recorded(args: argparse.Namespace) -> Iterator[Call]:
 
 
 class _Offline:
-    """The same work without HTTP."""
+    """Runs the workload on an engine in this process."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         from megatron_infer.cli.bench_workload import run_engine
@@ -277,7 +279,7 @@ class _Offline:
         self._engine, self._run, self._params = LLM(name).engine, run_engine, SamplingParams
         self._workload = workload
         self.other_load = 0.0
-        """Cores that others kept busy meanwhile, at most."""
+        """Most cores that other processes used meanwhile."""
 
     def rate(self) -> float:
         """Output tokens per second."""
@@ -287,12 +289,12 @@ class _Offline:
         return sum(map(len, result.outputs)) / result.seconds
 
 
-# ---------------------------------------------------------------------- figures
+# ---------------------------------------------------------------------- report
 
 
-def summarize(load: Load) -> dict[str, Any]:
-    """Percentiles in ms over calls that were completed; rates over everything that came."""
-    complete = [one for one in load.answers if one.is_complete]
+def summarize(load: LoadResult) -> dict[str, Any]:
+    """Percentiles in ms over completed calls; rates over all results."""
+    complete = [one for one in load.results if one.is_complete]
     series: dict[str, list[float]] = {"ttft_ms": [], "itl_ms": [], "tpot_ms": [], "e2e_ms": []}
     for one in complete:
         series["e2e_ms"].append(1e3 * (one.ended - one.sent))
@@ -302,19 +304,19 @@ def summarize(load: Load) -> dict[str, Any]:
         series["itl_ms"] += [1e3 * (b - a) for a, b in pairwise(one.token_times)]
         if one.num_output > 1:
             series["tpot_ms"].append(1e3 * (one.token_times[-1] - one.token_times[0]) / (one.num_output - 1))
-    num_output = sum(one.num_output for one in load.answers)
+    num_output = sum(one.num_output for one in load.results)
     seconds = max(load.seconds, 1e-9)
-    messages = {one.code: one.message for one in reversed(load.answers) if one.message}
+    messages = {one.code: one.message for one in reversed(load.results) if one.message}
     return {
-        "num_requests": len(load.answers),
+        "num_requests": len(load.results),
         "seconds": load.seconds,
-        "codes": dict(sorted(Counter(one.code for one in load.answers).items())),
+        "codes": dict(sorted(Counter(one.code for one in load.results).items())),
         "messages": messages,
-        "prompt_tokens": sum(one.num_prompt for one in load.answers),
+        "prompt_tokens": sum(one.num_prompt for one in load.results),
         "output_tokens": num_output,
         "requests_per_s": len(complete) / seconds,
         "output_tokens_per_s": num_output / seconds,
-        "latest_s": max((one.late for one in load.answers), default=0.0),
+        "latest_s": max((one.late for one in load.results), default=0.0),
         "latency": {name: _spread(values) for name, values in series.items() if values},
     }
 
@@ -328,7 +330,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report for a person."""
+    """The report as text."""
     codes = ", ".join(f"{code}: {count}" for code, count in report["codes"].items())
     lines = [
         f"{report['url']}, {report['model']}: {report['num_requests']} requests, {report['load']}, "
@@ -344,7 +346,7 @@ def render(report: dict[str, Any]) -> str:
         for name, values in report["latency"].items():
             lines.append(f"{names[name]:<12}" + "".join(f"{value:>11,.1f}" for value in values.values()))
     if report["latest_s"] > 0.1:
-        lines.append(f"this client fell behind by up to {report['latest_s']:.2f} s: its figures are its own limits")
+        lines.append(f"this client fell behind by up to {report['latest_s']:.2f} s: the figures show its own limits")
     if "offline" in report:
         offline = report["offline"]
         lines.append(
@@ -352,7 +354,9 @@ def render(report: dict[str, Any]) -> str:
             f"the server reaches {100 * offline['share']:.1f} %"
         )
         if offline["other_load"] > 0.2:
-            lines.append(f"others kept {offline['other_load']:.1f} cores busy meanwhile: no figure to keep")
+            lines.append(
+                f"other processes used {offline['other_load']:.1f} cores meanwhile: the figures are unreliable"
+            )
     lines += [f"{code}: {message}" for code, message in report["messages"].items()]
     return "\n".join(lines)
 
@@ -362,13 +366,6 @@ def _write(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InferenceError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return value
 
 
 def _rate(text: str) -> float:

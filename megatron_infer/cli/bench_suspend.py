@@ -1,4 +1,4 @@
-"""What suspending costs a running workload, from the reports that the engine gave on the way."""
+"""The cost of suspends in a running workload, from the engine's reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_infer.cli.bench_workload import RunResult
 
 
 def summarize_suspensions(suspending: list[RunResult], plain: list[RunResult], *, every: int) -> dict[str, Any]:
-    """Medians over every suspend and resume of all rounds; whether tokens stayed those of the rounds without."""
+    """Medians over every suspend and resume of all rounds, and whether the tokens equal those without suspends."""
     reports = [report for result in suspending for report in result.suspensions]
     by_command = {
         command: _summary([report for report in reports if report["command"] == command])
@@ -41,7 +41,7 @@ def _summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def render_suspensions(summary: dict[str, Any]) -> list[str]:
-    """Lines for the report."""
+    """Lines of the report."""
     if not summary["cycles"]:
         return [f"no suspend happened: the workload ended before step {summary['every']}"]
     same = "identical to" if summary["tokens_identical"] else "DIFFERENT from"

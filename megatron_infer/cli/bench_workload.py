@@ -1,4 +1,4 @@
-"""What a benchmark runs and what it measures: the same for every engine, free of engines."""
+"""Workloads of benchmarks and their measurements, the same for every engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts of random tokens and how many tokens each is to be answered with, whatever they are."""
+    """Prompts of random tokens, and the number of output tokens of each."""
 
     prompts: list[list[int]]
     output_lens: list[int]
     concurrency: int
-    """Requests in flight at once, at most."""
+    """Most requests in flight at once."""
 
     @property
     def num_input_tokens(self) -> int:
@@ -53,7 +53,7 @@ def make_workload(
     seed: int,
     shared_prefix: int = 0,
 ) -> Workload:
-    """Lengths uniform in their ranges, tokens uniform over `token_ids`; the first `shared_prefix` tokens are common."""
+    """Lengths are uniform in their ranges, tokens over `token_ids`; all prompts share their first `shared_prefix`."""
     draw = random.Random(seed)
     prefix = draw.choices(token_ids, k=shared_prefix)
     lengths = [(draw.randint(*input_len), draw.randint(*output_len)) for _ in range(num_requests)]
@@ -63,18 +63,18 @@ def make_workload(
 
 @dataclass(slots=True, kw_only=True)
 class RunResult:
-    """One pass of one engine over a workload. Times in seconds since the pass began; None: the engine does not tell."""
+    """One run of an engine over a workload. Times are in seconds since its start; None: not measured."""
 
     seconds: float
     arrivals: list[float] = field(default_factory=list)
     token_times: list[list[float]] | None = None
-    """For each request, when each of its tokens came."""
+    """Times of the tokens of each request."""
     outputs: list[list[int]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     suspensions: list[dict[str, Any]] = field(default_factory=list)
-    """What each suspend and resume on the way reported (MemoryReport.to_dict), in order."""
+    """Reports of the suspends and resumes (MemoryReport.to_dict), in order."""
     other_load: float | None = None
-    """Cores that others kept busy meanwhile; a figure taken beside others is no figure."""
+    """Cores that other processes used meanwhile, which makes the figures unreliable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class CpuClock:
         return cls(time.perf_counter(), times.user + times.system, _machine_busy_s())
 
     def other_load(self, since: CpuClock) -> float | None:
-        """Cores busy with something else since then; None where the machine does not say."""
+        """Cores used by other processes since then; None where the system does not report it."""
         if self.machine is None or since.machine is None:
             return None
         busy = (self.machine - since.machine) - (self.own - since.own)
@@ -108,7 +108,7 @@ def _machine_busy_s() -> float | None:
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """Linear between the two nearest; values must not be empty."""
+    """Linear interpolation; values must not be empty."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * p / 100
     low = int(place)
@@ -134,35 +134,35 @@ def latency_summary(result: RunResult) -> dict[str, dict[str, float]]:
 
 
 def run_engine(engine: Any, params_type: type, workload: Workload, *, suspend_every: int = 0) -> RunResult:
-    """Our engine: at most `concurrency` requests in flight, the next is added when one finishes.
+    """Run a workload on an engine with at most `concurrency` requests in flight.
 
-    suspend_every: steps between two suspends, each resumed at once, with live requests; 0: none.
+    suspend_every: steps between suspends with running requests, each resumed at once; 0: none.
     """
     suspensions: list[dict[str, Any]] = []
     count = len(workload.prompts)
     arrivals, times, outputs = [0.0] * count, [[] for _ in range(count)], [[] for _ in range(count)]
-    place: dict[str, int] = {}
+    index_of: dict[str, int] = {}
     before, clock, added = engine.stats(), CpuClock.now(), 0
     started = clock.wall
-    while place or added < count:
-        while added < count and len(place) < workload.concurrency:
+    while index_of or added < count:
+        while added < count and len(index_of) < workload.concurrency:
             params = params_type(
                 max_tokens=workload.output_lens[added], temperature=0.0, ignore_eos=True, detokenize=False
             )
             arrivals[added] = time.perf_counter() - started
-            place[engine.add_request(workload.prompts[added], params)] = added
+            index_of[engine.add_request(workload.prompts[added], params)] = added
             added += 1
         if suspend_every and engine.num_steps > before.num_steps and not engine.num_steps % suspend_every:
             suspensions += [engine.suspend().to_dict(), engine.resume().to_dict()]
         for output in engine.step():
-            index = place[output.request_id]
+            index = index_of[output.request_id]
             if output.error is not None:
                 raise output.error
             tokens = output.outputs[0].token_ids
             times[index] += [time.perf_counter() - started] * (len(tokens) - len(times[index]))
             if output.finished:
                 outputs[index] = tokens
-                del place[output.request_id]
+                del index_of[output.request_id]
     end = CpuClock.now()
     after = engine.stats()
     counters = {name: value - before.counters.get(name, 0) for name, value in after.counters.items()}

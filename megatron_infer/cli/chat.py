@@ -1,4 +1,4 @@
-"""`megatron-infer chat`: a conversation in the terminal, or from a pipe, streamed as it is drawn."""
+"""`megatron-infer chat`: a streamed conversation in the terminal, or with lines from a pipe."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron_infer.outputs.request_output import RequestOutput
 DEFAULTS = {"max_tokens": 512, "temperature": 0.7, "top_p": 0.9}
 HELP = """\
 /reset          forget the conversation, keep the system message
-/system TEXT    set the system message and start anew (no TEXT: remove it)
+/system TEXT    set the system message and restart the conversation (no TEXT: remove it)
 /stats          tokens, speed and cache of the last answer and of the engine
-/quit           leave (so does Ctrl-D)
-Ctrl-C          stop the answer that is being written; what was written stays in the conversation"""
+/quit           leave (also Ctrl-D)
+Ctrl-C          stop the running answer; its text so far stays in the conversation"""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "chat",
         help="talk with a model",
-        description="Talk with a model; answers stream as they are drawn, and the conversation so far is kept in the "
-        "prefix cache. Reads lines from a pipe as well.",
+        description="Talk with a model. Answers are streamed, and the conversation is kept in the prefix cache. Also "
+        "reads lines from a pipe.",
     )
     add_model_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 at the end of the conversation; 2 when the model has no chat template or a flag makes no sense here."""
+    """-> 0 at the end of the conversation; 2 if the model has no chat template or a flag is not supported here."""
     params = SamplingParams.from_dict(sampling_from(args))
     scored = params.logprobs is not None or params.prompt_logprobs is not None or params.carries
     if params.n != 1 or not params.detokenize or scored:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(tty: bool) -> Iterator[str]:
-    """What the user types, line by line, until end of file. Ctrl-C at the prompt clears the line, twice leaves."""
+    """The user's lines until end of file. Ctrl-C at the prompt clears the line; a second one ends."""
     if not tty:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -85,7 +85,7 @@ def _lines(tty: bool) -> Iterator[str]:
 
 
 class ChatSession:
-    """The conversation and the engine that continues it. Turns come in pairs: the user's, the assistant's."""
+    """A conversation with an engine. Turns come in pairs: the user's, the assistant's."""
 
     def __init__(
         self, llm: Any, params: SamplingParams, *, system: str | None = None, show: Callable[[str], None] | None = None
@@ -98,7 +98,7 @@ class ChatSession:
         self.seconds = 0.0
 
     def handle(self, line: str) -> bool:
-        """One line of input: a command or a message. False when the session ends."""
+        """Handle a line: a command or a message -> False when the session ends."""
         text = line.strip()
         command, _, rest = text.partition(" ")
         if not text:
@@ -113,7 +113,7 @@ class ChatSession:
         elif command == "/system":
             self.system = rest.strip() or None
             self.turns.clear()
-            note("(system message set, conversation starts anew)" if self.system else "(no system message)")
+            note("(system message set, conversation restarted)" if self.system else "(no system message)")
         elif command == "/stats":
             note(self.stats())
         elif command == "/help":
@@ -123,10 +123,10 @@ class ChatSession:
         return True
 
     def answer(self, text: str) -> str | None:
-        """Ask and stream the answer -> its text; None when it was refused, and then the conversation is as before."""
+        """Send a message and stream the answer -> its text; None, and an unchanged conversation, if it is refused."""
         self.turns.append({"role": "user", "content": text})
         try:
-            request_id = self._ask()
+            request_id = self._submit()
         except InferenceError as error:
             self.turns.pop()
             note(f"error: {error}")
@@ -145,7 +145,7 @@ class ChatSession:
         return reply
 
     def stats(self) -> str:
-        """Two lines: the last answer, the engine."""
+        """Two lines: the last answer and the engine."""
         stats = self.engine.stats()
         used = stats.num_blocks - stats.num_free_blocks
         engine = f"engine: {stats.num_steps} steps, {used} of {stats.num_blocks} blocks in use"
@@ -159,8 +159,8 @@ class ChatSession:
             f"prompt {m.num_prompt_tokens} tokens, {m.num_cached_tokens} of them from the cache\n{engine}"
         )
 
-    def _ask(self) -> str:
-        """Queue the conversation; while it does not fit, its oldest exchange is forgotten."""
+    def _submit(self) -> str:
+        """Add the conversation as a request; while it does not fit, drop its oldest exchange."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         turns = list(self.turns)
         while True:
@@ -180,7 +180,7 @@ class ChatSession:
         return request_id
 
     def _stream(self, request_id: str) -> RequestOutput:
-        """Show text as it comes until the answer ends; Ctrl-C ends it here."""
+        """Show text as it comes until the answer ends; Ctrl-C aborts it."""
         shown = 0
         try:
             while True:

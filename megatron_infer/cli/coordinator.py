@@ -1,4 +1,4 @@
-"""`megatron-infer coordinator`: takes requests from clients and spreads them over replicas."""
+"""`megatron-infer coordinator`: distributes the requests of clients over replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.cli.options import field_docs, flag_of
+from megatron_infer.cli.config_flags import field_docs, flag_of
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
 from megatron_infer.errors import ConfigError
 from megatron_infer.utils.stderr_log import log_to_stderr
@@ -20,8 +20,8 @@ POLICY, ALPHA = "prefix_caching_coordinator_policy", "prefix_caching_routing_alp
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "coordinator",
-        help="spread requests over replicas",
-        description="Take requests from InferenceClient and spread them over the replicas that registered here "
+        help="distribute requests over replicas",
+        description="Distribute the requests of InferenceClient over the replicas that have registered "
         "(megatron-infer replica). Needs no model and no torch. Ctrl-C ends it.",
     )
     parser.add_argument(
@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         dest="policy",
         default=None,
         choices=[policy.value for policy in PrefixCachingCoordinatorPolicy],
-        help=f"{docs[POLICY]} (default: what the first replica's config says)",
+        help=f"{docs[POLICY]} (default: the first replica's)",
     )
     parser.add_argument(
         flag_of(ALPHA),
@@ -47,13 +47,17 @@ def add_parser(subparsers: Any) -> None:
         help=f"{docs[ALPHA]} (default: the first replica's, or 0.5 with a policy given here)",
     )
     parser.add_argument(
-        "--max-queue", type=int, default=4096, metavar="N", help="requests that may wait (default 4096)"
+        "--max-queue", type=int, default=4096, metavar="N", help="most requests that wait (default 4096)"
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=5.0, metavar="S", help="silence after which a replica is dead (default 5)"
+        "--timeout-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="silence after which a replica counts as dead (default 5)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seeds of requests that bring none (default 0)"
+        "--seed", type=int, default=0, metavar="N", help="for the seeds of requests without one (default 0)"
     )
     add_key_option(parser)
     parser.set_defaults(run=run)
@@ -66,7 +70,7 @@ def add_key_option(parser: argparse.ArgumentParser) -> None:
 
 
 def key_from(args: argparse.Namespace) -> bytes | None:
-    """The key in --key-file, without blanks around it. Raises ConfigError."""
+    """The key in --key-file, without white space around it. Raises ConfigError."""
     if args.key_file is None:
         return None
     try:
@@ -79,7 +83,7 @@ def key_from(args: argparse.Namespace) -> bytes | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM; 0."""
+    """Serve until SIGINT or SIGTERM -> 0."""
     from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 
     options = CoordinatorOptions(
@@ -97,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             signal.signal(number, lambda *_: coordinator.stop())
         print(f"coordinator at {coordinator.address}", flush=True)
         if options.key is None and not _is_local(coordinator.address):
-            print("warning: whoever reaches this port is served; give --key-file", file=sys.stderr)
+            print("warning: every client that reaches this port is served; give --key-file", file=sys.stderr)
         coordinator.run()
     return 0
 

@@ -1,4 +1,4 @@
-"""`megatron-infer demo`: three questions to a real model at once, and how fast it went."""
+"""`megatron-infer demo`: three questions to a small model at once, and its speed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ or give a model of your own:
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("demo", help="three prompts answered by a real 135M model")
+    parser = subparsers.add_parser("demo", help="three prompts answered by a 135M model")
     parser.add_argument("--model", default=MODEL, metavar="MODEL", help=f"another model than {MODEL}")
     add_run_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the three questions are answered; 1, with what to install, when the model is not there."""
+    """-> 0 when the three questions are answered; 1, with what to install, without the model."""
     try:
         llm = load_llm(args)
     except (ModelError, ModuleNotFoundError) as error:

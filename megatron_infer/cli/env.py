@@ -1,4 +1,4 @@
-"""`megatron-infer env`: versions, CPU features, compilers, and which kernels are chosen and why. Never fails."""
+"""`megatron-infer env`: versions, CPU features, compilers, and the chosen kernels with reasons. Never fails."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_infer.debug.collect_env import Fact, as_dict, as_text, collect
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "env",
-        help="versions, CPU features, and which kernels are chosen and why",
-        description="Versions, CPU features, memory, compilers, GPUs, and which kernels are chosen and why: what a bug "
-        "report needs. A probe that fails says so in its line; the command itself does not fail.",
+        help="versions, CPU features, and the chosen kernels with reasons",
+        description="Versions, CPU features, memory, compilers, GPUs, and the chosen kernels with reasons, for bug "
+        "reports. A probe that fails is reported in its line; the command itself does not fail.",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`megatron-infer generate`: prompts from flags or a JSON Lines file, answered together."""
+"""`megatron-infer generate`: runs prompts from flags or a JSON Lines file in one batch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from megatron_infer.cli.loading import add_model_options, has_chat_template, load_llm, note
-from megatron_infer.cli.prompts import Job, read_jobs, to_token_ids
+from megatron_infer.cli.prompts import PromptJob, read_jobs, to_token_ids
 from megatron_infer.cli.sampling_flags import add_sampling_options, sampling_from
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
 
 DEFAULTS = {"max_tokens": 256, "temperature": 0.0}
-"""This command's own: a whole answer, and the same one each time. Any other sampling default is SamplingParams'."""
+"""Defaults of this command: a whole answer, the same each time. All others are SamplingParams'."""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="answer prompts, many at once",
-        description="Answer prompts, all of them batched together. A plain prompt is asked through the model's chat "
-        "template when it has one; --raw completes it as it stands.",
+        description="Answer prompts, batched together. A plain prompt goes through the chat template, if the model has "
+        "one; --raw completes it without.",
     )
     add_model_options(parser)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; repeatable")
@@ -37,9 +37,9 @@ def add_parser(subparsers: Any) -> None:
         '"id" and sampling fields for this line; - reads standard input',
     )
     parser.add_argument(
-        "--output", metavar="FILE", help="write JSON Lines, one an answer, in prompt order; - is stdout"
+        "--output", metavar="FILE", help="write JSON Lines, one per answer, in prompt order; - is stdout"
     )
-    parser.add_argument("--raw", action="store_true", help="no chat template: complete the text as it stands")
+    parser.add_argument("--raw", action="store_true", help="complete the text without the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message before every plain prompt")
     parser.add_argument("--record", metavar="FILE", help="record the run for megatron-infer replay")
     add_sampling_options(parser, **DEFAULTS)
@@ -47,10 +47,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: all answered; 1: some prompts failed; 130: interrupted. Raises InferenceError when nothing can be answered."""
+    """-> 0 all answered, 1 some prompts failed, 130 interrupted. Raises InferenceError if none can be answered."""
     common = sampling_from(args)
-    SamplingParams.from_dict(common)  # a wrong flag is told before the model loads
-    jobs = [Job(where=f"--prompt {i}", prompt=text) for i, text in enumerate(args.prompt, start=1)]
+    SamplingParams.from_dict(common)  # fails for a wrong flag before the model loads
+    jobs = [PromptJob(where=f"--prompt {i}", prompt=text) for i, text in enumerate(args.prompt, start=1)]
     if args.prompts_file is not None:
         jobs += read_jobs(args.prompts_file)
     if not jobs:
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
             recorder = stack.enter_context(RunRecorder(args.record))
             recorder.attach(llm.engine, model=args.model)
         printer = Printer(jobs, as_ids=llm.tokenizer is None or common.get("detokenize") is False)
-        session = Session(llm, jobs, writer=Writer(sink, jobs) if sink is not None else printer)
-        session.add_all(common, chat=has_chat_template(llm) and not args.raw, system=args.system)
-        return session.run()
+        run = BatchRun(llm, jobs, writer=JsonLinesWriter(sink, jobs) if sink is not None else printer)
+        run.add_all(common, chat=has_chat_template(llm) and not args.raw, system=args.system)
+        return run.run()
 
 
 def _open_output(path: str | None, stack: contextlib.ExitStack) -> TextIO | None:
@@ -82,19 +82,20 @@ def _open_output(path: str | None, stack: contextlib.ExitStack) -> TextIO | None
         raise InferenceError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-class Session:
-    """All jobs through one engine: answers reach the writer in prompt order, as soon as those before them are there."""
+class BatchRun:
+    """Runs all jobs on one engine. Answers are written in prompt order, each as soon as those before it are written."""
 
-    def __init__(self, llm: Any, jobs: list[Job], *, writer: Writer | Printer) -> None:
+    def __init__(self, llm: Any, jobs: list[PromptJob], *, writer: JsonLinesWriter | Printer) -> None:
         self.engine, self.tokenizer = llm.engine, llm.tokenizer
         self.jobs, self.writer = jobs, writer
-        self.place: dict[str, int] = {}
+        self.index_of: dict[str, int] = {}
+        """Request id -> index of its job."""
         self.results: list[RequestOutput | str | None] = [None] * len(jobs)
         self.num_written = 0
         self.num_tokens = 0
 
     def add_all(self, common: dict[str, Any], *, chat: bool, system: str | None) -> None:
-        """Queue every job; one that is refused is reported and leaves the others alone."""
+        """Add every job; one that is refused is reported and does not affect the others."""
         for index, job in enumerate(self.jobs):
             if job.error is not None:
                 self.fail(index, job.error)
@@ -104,38 +105,38 @@ class Session:
                 prompt = to_token_ids(job, self.tokenizer, chat=chat, system=system)
                 streams = self.writer.streams and params.n == 1
                 request = self.engine.add_request(prompt, params, stream="cumulative" if streams else "final")
-                self.place[request] = index
+                self.index_of[request] = index
             except InferenceError as error:
                 self.fail(index, str(error))
 
     def run(self) -> int:
-        """Step until all is answered -> exit code; an interrupt keeps what there is."""
+        """Step until all jobs have finished -> exit code; an interrupt keeps partial answers."""
         started, interrupted = time.perf_counter(), False
         try:
             with _progress(len(self.jobs), show=not self.writer.streams) as bar:
                 bar.update(sum(r is not None for r in self.results))
-                while self.place and self.engine.has_unfinished():
+                while self.index_of and self.engine.has_unfinished():
                     for output in self.engine.step():
                         self.take(output, bar)
                         rate = self.num_tokens / max(time.perf_counter() - started, 1e-9)
                         bar.set_postfix_str(f"{rate:.0f} tok/s", refresh=False)
         except KeyboardInterrupt:
             interrupted = True
-            for request_id in list(self.place):
+            for request_id in list(self.index_of):
                 self.take(self.engine.abort(request_id), None)
         finally:
             self.flush(everything=True)
         return self._summary(time.perf_counter() - started, interrupted)
 
     def take(self, output: RequestOutput, bar: Any) -> None:
-        """A news of one request: shown when streaming, kept when finished."""
-        index = self.place.get(output.request_id)
+        """Handle an output: show it when streaming, store it when finished."""
+        index = self.index_of.get(output.request_id)
         if index is None:
             return
         if not output.finished:
             self.writer.stream(output)
             return
-        del self.place[output.request_id]
+        del self.index_of[output.request_id]
         self.num_tokens += output.metrics.num_output_tokens
         if output.error is not None:
             self.fail(index, str(output.error))
@@ -150,7 +151,7 @@ class Session:
         self.results[index] = message
 
     def flush(self, *, everything: bool = False) -> None:
-        """Write what is next in prompt order; `everything`: also what comes after a gap."""
+        """Write the next answers in prompt order. everything: also those behind a missing one."""
         while self.num_written < len(self.jobs):
             result = self.results[self.num_written]
             if result is None and not everything:
@@ -174,16 +175,16 @@ class Session:
         return 1 if failed else 0
 
 
-class Writer:
-    """JSON Lines, one line an answer (n > 1: one a sample), with the index of its prompt."""
+class JsonLinesWriter:
+    """Writes JSON Lines, one line per sequence, with the index of its prompt."""
 
     streams = False
 
-    def __init__(self, sink: TextIO, jobs: list[Job]) -> None:
+    def __init__(self, sink: TextIO, jobs: list[PromptJob]) -> None:
         self._sink, self._jobs = sink, jobs
 
     def stream(self, output: RequestOutput) -> None:
-        raise AssertionError("a file takes finished answers only")
+        raise AssertionError("only finished answers are written to a file")
 
     def write(self, index: int, result: RequestOutput | str) -> None:
         job = self._jobs[index]
@@ -236,12 +237,12 @@ def _logprobs(entry: dict[int, Any]) -> list[dict[str, Any]]:
 
 
 class Printer:
-    """Answers for reading. A single prompt's answer is its text alone, shown as it comes.
+    """Prints answers. A single prompt's answer is its text only, streamed.
 
-    as_ids: nobody turns tokens into text, so their ids are shown.
+    as_ids: print token ids, as tokens are not detokenized.
     """
 
-    def __init__(self, jobs: list[Job], *, as_ids: bool = False) -> None:
+    def __init__(self, jobs: list[PromptJob], *, as_ids: bool = False) -> None:
         self._jobs, self._as_ids = jobs, as_ids
         self.streams = len(jobs) == 1
         self._shown = 0
@@ -250,7 +251,7 @@ class Printer:
         self._show(self._answer(output.outputs[0]))
 
     def write(self, index: int, result: RequestOutput | str) -> None:
-        if isinstance(result, str):  # stderr has said it
+        if isinstance(result, str):  # already reported on stderr
             return
         if self.streams and len(result.outputs) == 1:
             self._show(self._answer(result.outputs[0]))
@@ -263,7 +264,7 @@ class Printer:
         if any(one.logprobs is not None for one in result.outputs):
             self._print_logprobs(result)
         for one in result.outputs:
-            _print_carried(one)
+            _print_token_details(one)
 
     def _answer(self, one: CompletionOutput) -> str:
         return " ".join(map(str, one.token_ids)) if self._as_ids else one.text
@@ -280,8 +281,8 @@ class Printer:
                 print(f"  {first}   {'  '.join(others)}".rstrip())
 
 
-def _print_carried(one: CompletionOutput) -> None:
-    """What a sample carries by the return_ flags, a line a token; a file has it in full."""
+def _print_token_details(one: CompletionOutput) -> None:
+    """The details that the return_ flags ask for, a line per token; --output writes all of them."""
     for i, token in enumerate(one.token_ids if one.raw_logprobs is not None or one.support is not None else ()):
         words = [f"  {token}"]
         if one.raw_logprobs is not None and one.processed_logprobs is not None:
@@ -295,11 +296,11 @@ def _print_carried(one: CompletionOutput) -> None:
 
 
 def _scored(token: int, entry: Any) -> str:
-    """Example: ' Paris' -0.301; 318 -0.301 where nobody knows the text."""
+    """Example: ' Paris' -0.301; 318 -0.301 for a token without text."""
     return f"{token if entry.decoded_token is None else repr(entry.decoded_token)} {entry.logprob:.3f}"
 
 
-def _headline(job: Job) -> str:
+def _headline(job: PromptJob) -> str:
     if job.is_chat:
         text = str(job.prompt[-1].get("content", ""))  # type: ignore[index,union-attr]
     elif isinstance(job.prompt, str):
@@ -312,7 +313,7 @@ def _headline(job: Job) -> str:
 
 @contextlib.contextmanager
 def _progress(total: int, *, show: bool) -> Iterator[Any]:
-    """A bar on stderr when somebody watches it there."""
+    """A progress bar on stderr, if it is a terminal."""
     from tqdm import tqdm
 
     with tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=None if show else True, file=sys.stderr) as bar:

@@ -1,4 +1,4 @@
-"""A model for a command: the options every command shares, and the LLM they describe."""
+"""Loading a model for a command: the options that commands share, and the LLM they give."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.cli.options import add_config_options, given
+from megatron_infer.cli.config_flags import add_config_options, given
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
@@ -25,13 +25,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto)")
-    parser.add_argument("--threads", type=_positive, default=None, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument(
+        "--threads", type=positive_int, default=None, metavar="N", help="CPU threads (default: all cores)"
+    )
     add_config_options(parser)
 
 
 def load_llm(args: argparse.Namespace) -> LLM:
-    """The LLM that the command line describes; says on stderr what is loading and how long it took."""
-    from megatron_infer.entrypoints.llm import LLM  # torch and megatron-core load here, not for --help
+    """The LLM of a command line; reports progress on stderr."""
+    from megatron_infer.entrypoints.llm import LLM  # imports torch and megatron-core
 
     note(f"loading {args.model} ...")
     config = given(args)
@@ -52,16 +54,17 @@ def describe(llm: Any) -> str:
 
 
 def has_chat_template(llm: Any) -> bool:
-    """Whether messages can be put to the model; one without a tokenizer takes token ids only."""
+    """Whether the model takes messages."""
     return llm.tokenizer is not None and llm.tokenizer.has_chat_template
 
 
 def note(text: str) -> None:
-    """A line for the person watching; standard output is for answers."""
+    """Print a line on standard error; standard output is for results."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _positive(text: str) -> int:
+def positive_int(text: str) -> int:
+    """An argparse type."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")

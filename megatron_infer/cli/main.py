@@ -1,4 +1,4 @@
-"""`megatron-infer`: picks the subcommand and loads that one's module only, so that --help costs no imports."""
+"""`megatron-infer`: picks the subcommand and imports only its module, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ PROGRAM = "megatron-infer"
 COMMANDS = {
     "generate": "answer prompts, many at once",
     "chat": "talk to a model in the terminal",
-    "bench": "throughput and latency, beside a peer and the machine's limits",
-    "serve": "OpenAI's API over HTTP",
-    "bench-serve": "load on a server: latencies, throughput, errors",
-    "coordinator": "spread requests over replicas",
+    "bench": "throughput and latency, beside the machine's limits",
+    "serve": "OpenAI-compatible HTTP server",
+    "bench-serve": "load test of a server: latencies, throughput, errors",
+    "coordinator": "distribute requests over replicas",
     "replica": "serve a model behind a coordinator",
-    "demo": "three prompts answered by a real 135M model",
-    "replay": "run a recording again and compare every token",
-    "plan": "the sizes that follow from a model, the options and the memory",
-    "env": "versions, CPU features, and which kernels are chosen and why",
+    "demo": "three prompts answered by a 135M model",
+    "replay": "replay a recording and compare every token",
+    "plan": "sizes of an engine, from the model, the options and the memory",
+    "env": "versions, CPU features, and the chosen kernels with reasons",
 }
-"""Subcommand -> its line in --help; its module is megatron_infer.cli.NAME, with _ for -."""
-FAILED, MISUSED, INTERRUPTED, NO_READER = 1, 2, 130, 141
+"""Subcommand -> its line in --help. Its module is megatron_infer.cli.NAME, with _ for -."""
+FAILED, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+"""Exit codes."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without guesses: no abbreviated flags, and a mistake is answered in two lines with the nearest name."""
+    """argparse without abbreviated flags; an error is two lines and suggests the nearest name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -48,10 +49,10 @@ class Parser(argparse.ArgumentParser):
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if wrong:
             message += _nearest(wrong[1], re.findall(r"'(.*?)'", wrong[2]))
-        self.exit(MISUSED, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
     def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
-        """Exit over arguments nobody asked for."""
+        """Exit with an error for unknown arguments."""
         flags = [text.split("=")[0] for text in unknown if text.startswith("-") and text != "-"]
         if not flags:
             self.error(f"unexpected argument {unknown[0]!r}")
@@ -64,7 +65,7 @@ def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:
 
 
 def build_parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:
-    """The parser with the flags of `command` alone, and the parsers of the commands by name."""
+    """The parser with the flags of `command` only, and the subparsers by command."""
     parser = Parser(prog=PROGRAM, description="Dynamic LLM inference that lives inside a Megatron training job.")
     parser.add_argument("--version", action="version", version=version_line())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -77,7 +78,7 @@ def build_parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:
 
 
 def version_line() -> str:
-    """Our version and those of what we run on, without importing any of it."""
+    """The versions of the package and of what it runs on, without importing them."""
     parts = [f"{PROGRAM} {__version__}"]
     for package in ("torch", "megatron-core"):
         try:
@@ -88,7 +89,7 @@ def version_line() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; exit code 0 done, 1 failed, 2 misused, 130 interrupted."""
+    """Run a command line -> exit code: 0 done, 1 failed, 2 usage error, 130 interrupted."""
     limit_spinning()
     if argv is None:
         end_without_collection()
@@ -107,15 +108,15 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return int(args.run(args))
     except ConfigError as error:
-        return _fail(args, error, MISUSED)
+        return _fail(args, error, USAGE_ERROR)
     except (InferenceError, NotImplementedError) as error:
         return _fail(args, error, FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left (head, less): point stdout away so that the exit does not write to it again.
+        # The reader of our output (head, less) has ended: redirect stdout, as Python flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NO_READER
+        return BROKEN_PIPE
 
 
 def _fail(args: argparse.Namespace, error: Exception, code: int) -> int:
@@ -124,7 +125,7 @@ def _fail(args: argparse.Namespace, error: Exception, code: int) -> int:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **_: Any) -> None:
-    """Ours in one line for the person at the terminal; others as Python shows them."""
+    """A ConfigWarning as one line; other warnings as Python shows them."""
     if issubclass(category, ConfigWarning):
         print(f"warning: {message}", file=sys.stderr)
     else:

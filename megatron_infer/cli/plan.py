@@ -1,4 +1,4 @@
-"""`megatron-infer plan`: the sizes that follow from a model, the options and the memory, with no weight loaded."""
+"""`megatron-infer plan`: the sizes of an engine, from the model's description, the options and the memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from megatron_infer.cli.config_flags import add_config_options, config_from
 from megatron_infer.cli.loading import DTYPES
-from megatron_infer.cli.options import add_config_options, config_from
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
 from megatron_infer.config.inference import InferenceConfig
@@ -18,20 +18,20 @@ from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.errors import ConfigError
 
 STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
-"""Shown only of models with recurrent state; JSON has them always."""
+"""Rows for models with recurrent state only; JSON has them always."""
 SHOWN_SHAPES = 8
-"""Rows of the table of graphs; JSON has all."""
+"""Most rows of the table of graphs; JSON has all."""
 MIB = 1 << 20
 PIPED_COLUMNS = 140
-"""Width of the table in a file or pipe, which has none."""
+"""Width of the table if the output is no terminal."""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="the sizes that follow from a model, the options and the memory",
-        description="Resolve every size of an engine from the model's description alone: bytes per block, blocks, "
-        "requests, tokens. No weights are loaded. The same options give generate and chat the same sizes.",
+        help="sizes of an engine, from the model, the options and the memory",
+        description="Resolve every size of an engine from the model's description: bytes per block, blocks, requests, "
+        "tokens. No weights are loaded. generate and chat with the same options have the same sizes.",
     )
     parser.add_argument("model", metavar="MODEL", help="alias (smollm2), directory, hub id, .gguf file or checkpoint")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         default=None,
         metavar="GIB",
-        help="plan for so much free memory, not this machine's",
+        help="free memory to plan for, instead of this machine's",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_config_options(parser)
@@ -92,10 +92,11 @@ def as_dict(
     }
 
 
-def _graph(of: ShapeBytes) -> dict[str, int]:
-    """Estimate of one shape, in bytes."""
-    parts = {"activations": of.activations, "scratch": of.scratch, "draw": of.draw, "live": of.live}
-    return asdict(of.shape) | {f"{name}_bytes": count for name, count in parts.items()}
+def _graph(memory: ShapeBytes) -> dict[str, int]:
+    """The estimate for one shape, in bytes."""
+    names = ("activations", "scratch", "draw", "live")
+    parts = {name: getattr(memory, name) for name in names}
+    return asdict(memory.shape) | {f"{name}_bytes": count for name, count in parts.items()}
 
 
 def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: ResolvedSizes) -> None:
@@ -118,11 +119,11 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
     console = _console()
     console.print(table)
     changed = {key: value for key, value in config.to_dict().items() if value != InferenceConfig().to_dict()[key]}
-    console.print(Text("options away from their defaults: " + ", ".join(f"{k}={v}" for k, v in changed.items())))
+    console.print(Text("options that differ from their defaults: " + ", ".join(f"{k}={v}" for k, v in changed.items())))
 
 
 def _print_graphs(model: ModelShape, sizes: ResolvedSizes, tensor_parallel_size: int) -> None:
-    """What each shape needs alive, the least first; of many shapes some, the one that needs most always."""
+    """A table of the memory of each shape, smallest first; of many shapes some, always with the largest."""
     from rich import box
     from rich.table import Table
 
@@ -149,7 +150,7 @@ def _print_graphs(model: ModelShape, sizes: ResolvedSizes, tensor_parallel_size:
         f"All graphs share one pool: {most.live / MIB:,.1f} MiB, the largest of these needs.", highlight=False
     )
     console.print(
-        f"Outputs beside it: {outputs / MIB:,.1f} MiB. The log tells what each took when it was captured.",
+        f"Outputs beside it: {outputs / MIB:,.1f} MiB. The log has the size of each after its capture.",
         highlight=False,
     )
 

@@ -1,4 +1,4 @@
-"""Prompts as people give them (flags, JSON lines) -> what the engine takes; a bad line is that line's error."""
+"""Prompts from flags and JSON lines -> token ids; an invalid line is an error of that line only."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SAMPLING_KEYS = tuple(SamplingParams.__dataclass_fields__)
 
 
 class PromptFileError(InferenceError, ValueError):
-    """A prompts file that cannot be read at all."""
+    """A prompts file that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One prompt to answer, or the reason why it cannot be."""
+class PromptJob:
+    """One prompt to run, or the error that prevents it."""
 
     where: str
-    """For messages: `file:line`, or `--prompt 2`."""
+    """Where it comes from, for errors: `file:line`, or `--prompt 2`."""
     prompt: str | list[int] | list[dict[str, Any]] | None = None
     """Text, token ids, or chat messages."""
     sampling: Mapping[str, Any] | None = None
-    """Sampling fields of this line alone."""
+    """Sampling fields of this line."""
     id: Any = None
-    """The line's own "id", handed through."""
+    """The line's "id", copied to the output."""
     error: str | None = None
 
     @property
@@ -39,10 +39,10 @@ class Job:
         return isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], dict)
 
 
-def read_jobs(path: str) -> Iterator[Job]:
+def read_jobs(path: str) -> Iterator[PromptJob]:
     """The lines of a JSON Lines file ("-": standard input); blank lines are skipped.
 
-    Raises PromptFileError when the file cannot be opened or is not text in UTF-8 at all.
+    Raises PromptFileError when the file cannot be opened or is UTF-16.
     """
     name = "<stdin>" if path == "-" else path
     try:
@@ -56,25 +56,25 @@ def read_jobs(path: str) -> Iterator[Job]:
             yield parse_line(line, where=f"{name}:{number}")
 
 
-def parse_line(line: bytes, *, where: str) -> Job:
-    """One line -> a Job; whatever is wrong with it becomes the job's error."""
+def parse_line(line: bytes, *, where: str) -> PromptJob:
+    """One line -> a PromptJob; an invalid line becomes the job's error."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Job(
+        return PromptJob(
             where=where, error=f"not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
         )
     except json.JSONDecodeError as error:
-        return Job(where=where, error=f"not JSON: {error.msg} at column {error.colno}")
+        return PromptJob(where=where, error=f"not JSON: {error.msg} at column {error.colno}")
     except RecursionError:
-        return Job(where=where, error="JSON nested too deeply")
+        return PromptJob(where=where, error="JSON nested too deeply")
     try:
         return _job_of(value, where)
     except InvalidPrompt as error:
-        return Job(where=where, error=str(error), id=value.get("id") if isinstance(value, dict) else None)
+        return PromptJob(where=where, error=str(error), id=value.get("id") if isinstance(value, dict) else None)
 
 
-def _job_of(value: Any, where: str) -> Job:
+def _job_of(value: Any, where: str) -> PromptJob:
     if not isinstance(value, dict):
         raise InvalidPrompt(f'expected an object such as {{"prompt": "..."}}, got {type(value).__name__}')
     for key in value:
@@ -95,13 +95,13 @@ def _job_of(value: Any, where: str) -> Job:
         wanted = "a list of token ids" if key == "token_ids" else "text or a list of token ids"
         raise InvalidPrompt(f"{key}: expected {wanted}, got {type(prompt).__name__}")
     sampling = {name: value[name] for name in SAMPLING_KEYS if name in value}
-    return Job(where=where, prompt=prompt, sampling=sampling, id=value.get("id"))
+    return PromptJob(where=where, prompt=prompt, sampling=sampling, id=value.get("id"))
 
 
-def to_token_ids(job: Job, tokenizer: Any, *, chat: bool, system: str | None = None) -> str | list[int]:
-    """What the engine takes: ids, or text when the model is to complete it as it stands.
+def to_token_ids(job: PromptJob, tokenizer: Any, *, chat: bool, system: str | None = None) -> str | list[int]:
+    """The prompt for the engine: token ids, or text to be completed.
 
-    chat: plain text is asked as a user's message through the chat template; ids are taken as they are.
+    chat: plain text becomes a user's message in the chat template; token ids are not changed.
     """
     if job.is_chat:
         messages = list(job.prompt)  # type: ignore[arg-type]

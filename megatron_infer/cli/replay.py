@@ -1,4 +1,4 @@
-"""`megatron-infer replay`: give a recorded run to a model again and compare every token."""
+"""`megatron-infer replay`: replay a recorded run on a model and compare every token."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron_infer.cli.loading import add_model_options, load_llm, note
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "replay",
-        help="run a recording again and compare every token",
-        description="Run a recording (generate --record) again and compare every token. Engine options may differ: "
-        "they must not change an answer.",
+        help="replay a recording and compare every token",
+        description="Replay a recording (generate --record) and compare every token. Engine options may differ, as "
+        "they must not change any token.",
     )
-    parser.add_argument("recording", metavar="FILE", help="what generate --record wrote")
+    parser.add_argument("recording", metavar="FILE", help="recording of generate --record")
     add_model_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every token is the same, 1 with the first difference when not."""
+    """-> 0 if every token is the same, else 1, with the first difference."""
     from megatron_infer.debug.record import read, verify
 
     num_requests = sum(event["kind"] == "add" for event in read(args.recording))

@@ -1,4 +1,4 @@
-"""`megatron-infer replica MODEL`: one engine behind a coordinator."""
+"""`megatron-infer replica MODEL`: serves one engine behind a coordinator."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "replica",
         help="serve a model behind a coordinator",
-        description="Load a model and compute the requests that a coordinator (megatron-infer coordinator) sends. "
-        "SIGTERM drains: what is under way ends here, nothing new comes. Ctrl-C leaves at once: others go on with it.",
+        description="Load a model and serve the requests that a coordinator (megatron-infer coordinator) sends. "
+        "SIGTERM drains: running requests finish, and no others are taken. Ctrl-C ends at once, and other replicas "
+        "continue the requests.",
     )
     add_model_options(parser)
     parser.add_argument(
-        "--coordinator", default=DEFAULT_BIND, metavar="ADDRESS", help=f"where it is (default {DEFAULT_BIND})"
+        "--coordinator",
+        default=DEFAULT_BIND,
+        metavar="ADDRESS",
+        help=f"the coordinator's address (default {DEFAULT_BIND})",
     )
-    parser.add_argument("--name", default="", help="how the coordinator calls this replica (default: the host's name)")
+    parser.add_argument("--name", default="", help="name of this replica (default: the host's name)")
     add_key_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to end; 0. An error of the engine or a refusal by the coordinator is raised."""
+    """Serve until SIGTERM or Ctrl-C -> 0. Raises an error of the engine, or AccessRefused."""
     from megatron_infer.coordinator.protocol import checked_address
-    from megatron_infer.coordinator.replica import Replica  # says what is missing before a model is loaded
+    from megatron_infer.coordinator.replica import Replica  # fails for missing packages before a model is loaded
 
     checked_address(args.coordinator)
     key = key_from(args)

@@ -1,4 +1,4 @@
-"""SamplingParams as command-line flags, one a field."""
+"""Command-line flags for the fields of SamplingParams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_infer.errors import RequestError
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """A flag for every SamplingParams field; `defaults` are this command's own where they differ from the class's."""
+    """A flag for every field. defaults: those of this command that differ from the class's."""
     group = parser.add_argument_group("sampling")
 
     def flag(name: str, help: str, **kwargs: Any) -> None:
@@ -20,32 +20,34 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
         shown = "" if default is None or default == () or isinstance(default, bool) else f" (default {default})"
         group.add_argument(f"--{name.replace('_', '-')}", help=help + shown, default=argparse.SUPPRESS, **kwargs)
 
-    flag("max_tokens", "most new tokens of an answer", type=int, metavar="N")
-    flag("min_tokens", "no end before so many new tokens", type=int, metavar="N")
-    flag("temperature", "0 takes the likeliest token, higher is more random", type=float, metavar="T")
-    flag("top_k", "draw from the K likeliest tokens; 0: all", type=int, metavar="K")
-    flag("top_p", "draw from the likeliest tokens that make up P", type=float, metavar="P")
-    flag("min_p", "draw from tokens at least P times as likely as the likeliest", type=float, metavar="P")
-    flag("repetition_penalty", "above 1 discourages tokens already in prompt or answer", type=float, metavar="X")
-    flag("presence_penalty", "above 0 discourages tokens already in the answer", type=float, metavar="X")
-    flag("frequency_penalty", "as presence, for each time it occurred", type=float, metavar="X")
+    flag("max_tokens", "most output tokens", type=int, metavar="N")
+    flag("min_tokens", "fewest output tokens", type=int, metavar="N")
+    flag("temperature", "0 takes the most likely token; higher is more random", type=float, metavar="T")
+    flag("top_k", "sample from the K most likely tokens; 0: all", type=int, metavar="K")
+    flag("top_p", "sample from the most likely tokens with total probability P", type=float, metavar="P")
+    flag("min_p", "sample from tokens at least P times as likely as the most likely one", type=float, metavar="P")
+    flag("repetition_penalty", "above 1 discourages tokens of the prompt and the output", type=float, metavar="X")
+    flag("presence_penalty", "above 0 discourages tokens of the output", type=float, metavar="X")
+    flag("frequency_penalty", "as presence-penalty, for each occurrence", type=float, metavar="X")
     flag("logit_bias", "add BIAS to a token's logit; repeatable", action="append", type=_bias, metavar="ID=BIAS")
-    flag("allowed_token_ids", "draw from these only", type=_ids, metavar="ID,ID")
-    flag("bad_token_ids", "never draw these", type=_ids, metavar="ID,ID")
-    flag("seed", "same seed, same answer", type=int, metavar="S")
-    flag("n", "answers to each prompt", type=int, metavar="N")
+    flag("allowed_token_ids", "sample from these only", type=_ids, metavar="ID,ID")
+    flag("bad_token_ids", "never sample these", type=_ids, metavar="ID,ID")
+    flag("seed", "same seed, same output", type=int, metavar="S")
+    flag("n", "sequences for each prompt", type=int, metavar="N")
     flag("stop", "end at this text; repeatable", action="append", metavar="TEXT")
     flag("stop_token_ids", "end at these tokens", type=_ids, metavar="ID,ID")
-    flag("ignore_eos", "go on after the end-of-sequence token", action="store_true")
-    flag("include_stop_str_in_output", "leave the stop text in the answer", action="store_true")
-    flag("logprobs", "log probability of each token, and of the K likeliest", type=int, metavar="K")
+    flag("ignore_eos", "continue after the end-of-sequence token", action="store_true")
+    flag("include_stop_str_in_output", "keep the stop text in the output", action="store_true")
+    flag("logprobs", "logprobs of each token and of the K most likely ones", type=int, metavar="K")
     flag("prompt_logprobs", "the same for the prompt's tokens", type=int, metavar="K")
-    flag("return_sampled_logprobs", "log probability of each token, raw and as drawn", action="store_true")
-    flag("return_support", "how many ids each token was drawn among", action="store_true")
-    flag("return_routing", "the experts of every position (--output writes them)", action="store_true")
-    how = "the prompt's hidden states as one vector (--output writes it; needs --max-tokens 1)"
+    flag(
+        "return_sampled_logprobs", "logprob of each token before and after the sampling parameters", action="store_true"
+    )
+    flag("return_support", "how many token ids each token was sampled among", action="store_true")
+    flag("return_routing", "the experts chosen at every position (written by --output)", action="store_true")
+    how = "the prompt's hidden states as one vector (written by --output; needs --max-tokens 1)"
     flag("pooling", how, choices=POOLINGS)
-    flag("priority", "smaller is served sooner", type=int, metavar="P")
+    flag("priority", "a smaller value is scheduled sooner", type=int, metavar="P")
     flag("skip_special_tokens", "leave special tokens out of the text (default)", action=argparse.BooleanOptionalAction)
     flag("detokenize", "turn tokens into text (default)", action=argparse.BooleanOptionalAction)
     _add_structured_options(parser)
@@ -53,7 +55,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
 
 
 def _add_structured_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("structured output", "what an answer must be; one of these")
+    group = parser.add_argument_group("structured output", "restricts the output; one of these")
 
     def flag(name: str, help: str, **kwargs: Any) -> None:
         group.add_argument(name, help=help, default=argparse.SUPPRESS, **kwargs)
@@ -67,7 +69,7 @@ def _add_structured_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says, over the command's defaults: keyword arguments of SamplingParams."""
+    """Arguments of SamplingParams: those of the command line, else the command's defaults."""
     values = dict(args.sampling_defaults)
     for name in SamplingParams.__dataclass_fields__:
         if hasattr(args, name):

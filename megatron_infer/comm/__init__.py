@@ -1,1 +1,1 @@
-"""Process groups, and the ranks of one engine in lockstep: links, heartbeats, agreement on every call."""
+"""Process groups, and the ranks of one engine in lockstep: connections, heartbeats, agreement on every call."""

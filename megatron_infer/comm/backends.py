@@ -1,4 +1,4 @@
-"""Which backend carries a process group's tensors."""
+"""Which backend and device a process group uses."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch.distributed import ProcessGroup
 
 
 def backend_on(group: ProcessGroup | None, device_type: str) -> str:
-    """What carries a group's collectives of tensors on such a device.
+    """The backend of a group's collectives on tensors of this device type.
 
-    A trainer may have asked for "nccl", for "cpu:gloo,cuda:nccl" or for nothing, which is the same as the latter where
-    there are GPUs; torch's name for such a group is what was asked for.
+    A trainer may have initialized torch with "nccl", "cpu:gloo,cuda:nccl" or nothing, which is the latter where there
+    are GPUs; torch's own name for the group's backend is what was given.
     """
     config: str = torch.distributed.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair).get(device_type, config)
 
 
-def home_of(group: ProcessGroup | None) -> torch.device:
-    """Where tensors have to be for the group's main backend."""
+def device_of(group: ProcessGroup | None) -> torch.device:
+    """The device that tensors must be on for the group's main backend."""
     return torch.device("cuda" if backend_on(group, "cuda") == "nccl" else "cpu")

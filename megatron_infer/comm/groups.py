@@ -1,4 +1,4 @@
-"""Which process groups an engine spans, and groups for scripts that have none."""
+"""The process groups of an engine, and groups for scripts that have none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_infer.comm.backends import home_of
+from megatron_infer.comm.backends import device_of
 from megatron_infer.comm.lockstep import Lockstep
 from megatron_infer.comm.rank_links import connect
 from megatron_infer.errors import ConfigError
@@ -22,13 +22,13 @@ from megatron_infer.errors import ConfigError
 log = logging.getLogger("megatron_infer")
 
 _WIDE = ("tp", "pp", "ep", "mp", "tp_ep", "expt_tp", "tp_ep_pp", "embd", "pos_embd")
-"""Groups within a replica: whatever the model computes with may wait for one of these."""
+"""Groups within a replica, whose collectives the model waits for."""
 _TEXT_BYTES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """The groups of one replica, and beside which replicas it stands. None: one rank."""
+    """The process groups of one replica, and of the replicas beside it (dp). None: one rank."""
 
     tp: ProcessGroup | None = None
     pp: ProcessGroup | None = None
@@ -52,7 +52,7 @@ class ParallelGroups:
 
     @property
     def is_leader(self) -> bool:
-        """Requests are added on this rank."""
+        """Whether requests are added on this rank."""
         return self.engine_rank == 0
 
     @property
@@ -65,9 +65,9 @@ class ParallelGroups:
 
     @classmethod
     def of(cls, collection: Any, model: Any) -> ParallelGroups:
-        """The groups of InferenceConfig.pg_collection and, for those it lacks, of the live model's own collection.
+        """The groups of InferenceConfig.pg_collection and, where it lacks one, of the model's own collection.
 
-        parallel_state is never read. Raises ConfigError when the two contradict each other or a group is missing.
+        parallel_state is never read. Raises ConfigError if the two contradict each other or a group is missing.
         """
         own = getattr(model, "pg_collection", None)
         found = {name: _wide(collection, name) or _wide(own, name) for name in (*_WIDE, "dp", "expt_dp", "cp")}
@@ -85,24 +85,24 @@ class ParallelGroups:
             )
         inner = tuple({id(group): group for name in _WIDE if (group := found[name]) is not None}.values())
         engine = _spanning(found)
-        # For a trainer the expert-parallel ranks are data-parallel ones, too; here they are one replica.
+        # For a trainer, expert-parallel ranks are data-parallel ranks too; here they belong to one replica.
         replicas = found["dp"] if found["ep"] is None else found["expt_dp"]
         return cls(tp=found["tp"], pp=found["pp"], ep=found["ep"], dp=replicas, engine=engine, inner=inner)
 
     def lockstep(self, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> Lockstep | None:
-        """Link the engine's ranks; None for a process alone. Every rank calls it. give_up: see `Watch`."""
+        """Connect the engine's ranks, on every rank; None for a single process. give_up: see `Heartbeat`."""
         if self.engine is None:
             return None
         links = connect(
-            self.engine_rank, self.engine_size, self._gather, timeout_s=timeout_s, hosts=list(reachable_as())
+            self.engine_rank, self.engine_size, self._gather, timeout_s=timeout_s, hosts=list(own_addresses())
         )
         return Lockstep(links, timeout_s=timeout_s, give_up=give_up)
 
     def _gather(self, text: str) -> list[str]:
-        """Everyone's text over the engine's group."""
+        """The texts of all ranks, over the engine's group."""
         body = text.encode()
         assert len(body) < _TEXT_BYTES, f"{len(body)} bytes"
-        device = home_of(self.engine)
+        device = device_of(self.engine)
         mine = torch.tensor([*body, *bytes(_TEXT_BYTES - len(body))], dtype=torch.uint8, device=device)
         parts = [torch.empty_like(mine) for _ in range(self.engine_size)]
         torch.distributed.all_gather(parts, mine, group=self.engine)
@@ -110,9 +110,9 @@ class ParallelGroups:
 
 
 class TimeLimit:
-    """Between `enter` and `leave` the collectives of an engine's groups wait `timeout_s` at most.
+    """Between `enter` and `leave`, collectives of an engine's groups wait at most `timeout_s`.
 
-    The groups are the trainer's: outside they have the timeouts that it gave them.
+    The groups are the trainer's: outside they have the trainer's timeouts.
     """
 
     def __init__(self, groups: Iterable[ProcessGroup], timeout_s: float) -> None:
@@ -120,7 +120,7 @@ class TimeLimit:
         self._before: list[timedelta] | None = None
         self._lock = threading.Lock()
         self.was_cut = False
-        """Collectives were ended: what they left on the device means nothing."""
+        """Collectives were aborted: their results on the device are undefined."""
 
     def enter(self) -> None:
         if self._before is None:
@@ -137,20 +137,20 @@ class TimeLimit:
                 _backend(group)._set_default_timeout(limit)
 
     def cut(self) -> bool:
-        """End the collectives under way, for good: whoever waits for one goes on -> False outside `enter` and `leave`.
+        """Abort running collectives for good, so that threads waiting for them go on -> False outside `enter`/`leave`.
 
-        Another thread calls it: the one that launched a collective of NCCL may be waiting for the device, where no
-        limit reaches it, until NCCL's watchdog ends the process. gloo's end by the limit, or when the other process
-        does. Not yet run on a GPU.
+        Called from another thread: the one that launched an NCCL collective may be waiting for the device, where no
+        timeout reaches it, until NCCL's watchdog ends the process. gloo's collectives end at the timeout, or when the
+        other process ends. Not yet run on a GPU.
         """
         with self._lock:
             if self._before is None:
                 return False
-            backends = [_backend(group) for group in self._groups if home_of(group).type == "cuda"]
+            backends = [_backend(group) for group in self._groups if device_of(group).type == "cuda"]
             self.was_cut = bool(backends)
         if backends:
             log.error("ending the collectives of %d process groups: a rank is gone", len(backends))
-            # Kernels end at once, but a communicator stays until the last graph that holds it is gone.
+            # Kernels end at once, but a communicator lives until the last CUDA graph with it is destroyed.
             threading.Thread(target=_abort, args=(backends,), daemon=True, name="megatron_infer abort").start()
         return True
 
@@ -163,10 +163,10 @@ def build_groups(
     backend: str | None = None,
     timeout_s: float = 600.0,
 ) -> Any:
-    """A ProcessGroupCollection over all processes of a torchrun script; what is left of the world is data parallel.
+    """A ProcessGroupCollection over all processes of a torchrun script; the remaining dimension is data parallel.
 
-    Sets up torch.distributed (backend None: nccl where there is CUDA, else gloo) and megatron-core's groups, for
-    whichever of the two is not up yet. Raises ConfigError when the world is not a multiple of the product.
+    Initializes torch.distributed (backend None: nccl with CUDA, else gloo) and megatron-core's groups, unless they are.
+    Raises ConfigError when the world is not a multiple of the product.
     """
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -174,7 +174,7 @@ def build_groups(
     if not torch.distributed.is_initialized():
         backend = backend or ("nccl" if torch.accelerator.is_available() else "gloo")
         alone: dict[str, Any] = {}
-        if "RANK" not in os.environ:  # no launcher: one process, which needs no port
+        if "RANK" not in os.environ:  # no launcher: a single process needs no port
             alone = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
     world = torch.distributed.get_world_size()
@@ -189,7 +189,7 @@ def build_groups(
 
 
 def check_world(world: int, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int) -> None:
-    """Raise ConfigError unless `world` processes make up whole replicas."""
+    """Raise ConfigError unless `world` is a multiple of the ranks of a replica."""
     for name, value in (("tp", tensor_parallel), ("pp", pipeline_parallel), ("ep", expert_parallel)):
         if value < 1:
             raise ConfigError(f"{name} is {value}, it must be at least 1")
@@ -231,11 +231,11 @@ def _size(group: ProcessGroup | None) -> int:
 
 
 def _backend(group: ProcessGroup) -> Any:
-    return group._get_backend(home_of(group))
+    return group._get_backend(device_of(group))
 
 
 def _abort(backends: Sequence[Any]) -> None:
-    """As one, for all of NCCL's communicators: one after the other they may wait for each other."""
+    """Abort all NCCL communicators as one group: one after the other they may wait for each other."""
     backends[0]._group_start()
     try:
         for backend in backends:
@@ -244,8 +244,8 @@ def _abort(backends: Sequence[Any]) -> None:
         backends[0]._group_end()
 
 
-def reachable_as() -> Iterable[str]:
-    """Addresses of this machine: the one that leads to the rendezvous store, then what its name stands for."""
+def own_addresses() -> Iterable[str]:
+    """Addresses of this machine: first the one on the route to the rendezvous store, then those of its name."""
     store = torch.distributed.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -253,10 +253,10 @@ def reachable_as() -> Iterable[str]:
     if host:
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))  # nothing is sent: it only looks for the way there
+                probe.connect((host, 9))  # sends nothing: it only finds the route
                 yield probe.getsockname()[0]
         except OSError:
-            pass  # no way there by IPv4
+            pass  # no route by IPv4
     try:
         yield from {item[4][0] for item in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)}
     except OSError:

@@ -65,7 +65,7 @@ class Lockstep:
         """What the engine does: named by errors, here and on the other ranks."""
         self._links = links
         phase = _PhaseOf(self)
-        self._watch = Heartbeat(links.pulses, timeout_s=timeout_s, phase=phase, give_up=give_up)
+        self._watch = Heartbeat(links.heartbeats, timeout_s=timeout_s, phase=phase, give_up=give_up)
         self._broken: RankFailure | LockstepError | None = None
         self._finalizer = weakref.finalize(self, _close, self._watch, links)
 

@@ -1,7 +1,7 @@
-"""TCP connections between the ranks of one engine: the leader with each of the others, one for calls, one for pulses.
+"""TCP connections between the leader and every other rank of an engine: one for calls, one for heartbeats.
 
-Every host decision of an engine passes here and none through the process groups that the model computes with: a wait
-has a deadline whatever the groups' backend, a dead peer is an end of file, and a round trip is a tenth of gloo's.
+The host decisions of an engine are sent here, and not over the process groups of the model: every wait has a deadline
+whatever the groups' backend, a dead peer is an end of file, and a round trip takes a tenth of gloo's.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _LENGTH = struct.Struct("!I")
 _ACCEPT_SLICE_S = 0.2
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_HELLO_BYTES = 4096
-"""Of whoever has not shown the token yet."""
+"""Largest first message of a connection that has not shown the token."""
 
 Gather = Callable[[str], list[str]]
-"""Everyone's text, by rank of the engine: over the process group, once, before there are links."""
+"""Own text -> the texts of all ranks, by rank of the engine; over the process group, before there are connections."""
 
 
 class LinkClosed(Exception):
-    """The other side has closed the connection, or its process has ended."""
+    """The peer has closed the connection, or its process has ended."""
 
 
 class RankLink:
-    """JSON messages over one connection. One thread at a time."""
+    """JSON messages over one connection; one thread at a time may use it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -43,7 +43,7 @@ class RankLink:
         self._buffer = bytearray()
 
     def send(self, message: Any, *, wait_s: float = 5.0) -> None:
-        """Raises LinkClosed when nobody is there to take it, or nobody takes it for `wait_s` seconds."""
+        """Raises LinkClosed if the peer is gone, or does not receive for `wait_s` seconds."""
         body = json.dumps(message, separators=(",", ":")).encode()
         try:
             self._socket.settimeout(wait_s)
@@ -52,20 +52,20 @@ class RankLink:
             raise LinkClosed(str(error)) from error
 
     def receive(self, wait_s: float, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Any | None:
-        """The next message, None if none has come in `wait_s` seconds.
+        """The next message; None if none comes within `wait_s` seconds.
 
-        Raises LinkClosed behind the last one, and for one that says it is larger than `max_bytes`.
+        Raises LinkClosed after the last one, and for one larger than `max_bytes`.
         """
         while True:
-            held = self._buffer
-            if len(held) >= _LENGTH.size:
-                size = _LENGTH.unpack_from(held)[0]
+            buffer = self._buffer
+            if len(buffer) >= _LENGTH.size:
+                size = _LENGTH.unpack_from(buffer)[0]
                 if size > max_bytes:
                     raise LinkClosed(f"a message of {size:,} bytes, the limit is {max_bytes:,}")
                 end = _LENGTH.size + size
-                if len(held) >= end:
-                    message = json.loads(held[_LENGTH.size : end])
-                    del held[:end]
+                if len(buffer) >= end:
+                    message = json.loads(buffer[_LENGTH.size : end])
+                    del buffer[:end]
                     return message
             try:
                 self._socket.settimeout(wait_s)
@@ -76,7 +76,7 @@ class RankLink:
                 raise LinkClosed(str(error)) from error
             if not data:
                 raise LinkClosed("end of file")
-            held += data
+            buffer += data
 
     def close(self) -> None:
         self._socket.close()
@@ -84,45 +84,45 @@ class RankLink:
 
 @dataclass(frozen=True, slots=True)
 class RankLinks:
-    """This rank's ends. The leader (rank 0) has one of each per other rank, the others one of each, by the peer."""
+    """This rank's connections by peer: the leader (rank 0) has both to every other rank, the others to the leader."""
 
     rank: int
     size: int
     calls: dict[int, RankLink]
-    pulses: dict[int, RankLink]
+    heartbeats: dict[int, RankLink]
 
     def close(self) -> None:
-        for link in (*self.calls.values(), *self.pulses.values()):
+        for link in (*self.calls.values(), *self.heartbeats.values()):
             link.close()
 
 
 def connect(rank: int, size: int, gather: Gather, *, timeout_s: float, hosts: Sequence[str] = ()) -> RankLinks:
-    """Link the ranks of an engine; every rank calls it. The port is open until all have come, and for them alone.
+    """Connect the ranks of an engine; every rank calls it. The port closes once all have connected with the token.
 
-    hosts: names by which this process might be reached from other machines. Raises RankFailure when ranks do not come.
+    hosts: addresses that other machines may reach this process by. Raises RankFailure if a rank does not connect.
     """
     machines = gather(_machine())
     token = secrets.token_hex(16)
     if rank:
         leader = json.loads(gather("")[0])
         local = machines[rank] == machines[0]
-        return _join(rank, size, leader, local=local, deadline=time.monotonic() + timeout_s)
-    everyone_is_here = all(machine == machines[0] for machine in machines)
-    with socket.create_server(("127.0.0.1" if everyone_is_here else "", 0), backlog=2 * size) as server:
+        return _connect_to_leader(rank, size, leader, local=local, deadline=time.monotonic() + timeout_s)
+    is_one_machine = all(machine == machines[0] for machine in machines)
+    with socket.create_server(("127.0.0.1" if is_one_machine else "", 0), backlog=2 * size) as server:
         offer = {"port": server.getsockname()[1], "token": token, "hosts": list(dict.fromkeys(hosts))}
         gather(json.dumps(offer))
-        return _await(server, size, token, deadline=time.monotonic() + timeout_s)
+        return _accept_ranks(server, size, token, deadline=time.monotonic() + timeout_s)
 
 
-def _await(server: socket.socket, size: int, token: str, *, deadline: float) -> RankLinks:
+def _accept_ranks(server: socket.socket, size: int, token: str, *, deadline: float) -> RankLinks:
     links = RankLinks(0, size, {}, {})
     server.settimeout(_ACCEPT_SLICE_S)
-    while len(links.calls) + len(links.pulses) < 2 * (size - 1):
+    while len(links.calls) + len(links.heartbeats) < 2 * (size - 1):
         try:
             link = RankLink(server.accept()[0])
         except TimeoutError:
             if time.monotonic() > deadline:
-                missing = next(r for r in range(1, size) if r not in links.calls or r not in links.pulses)
+                missing = next(r for r in range(1, size) if r not in links.calls or r not in links.heartbeats)
                 raise RankFailure(missing, "start", "it did not connect") from None
             continue
         try:
@@ -130,24 +130,24 @@ def _await(server: socket.socket, size: int, token: str, *, deadline: float) -> 
         except (LinkClosed, ValueError):
             hello = None
         if not isinstance(hello, dict) or not hmac.compare_digest(str(hello.get("token")), token):
-            link.close()  # a stranger
+            link.close()  # not a rank of this engine
             continue
-        (links.calls if hello["for"] == "calls" else links.pulses)[hello["rank"]] = link
+        (links.calls if hello["for"] == "calls" else links.heartbeats)[hello["rank"]] = link
         link.send("welcome")
     return links
 
 
-def _join(rank: int, size: int, leader: dict[str, Any], *, local: bool, deadline: float) -> RankLinks:
+def _connect_to_leader(rank: int, size: int, leader: dict[str, Any], *, local: bool, deadline: float) -> RankLinks:
     hosts = (["127.0.0.1"] if local else []) + leader["hosts"]
-    ends = {}
-    for purpose in ("calls", "pulses"):
+    links = {}
+    for purpose in ("calls", "heartbeats"):
         link = None
         while link is None:
             link = _dial(hosts, leader["port"], {"token": leader["token"], "rank": rank, "for": purpose})
             if link is None and time.monotonic() > deadline:
                 raise RankFailure(0, "start", f"cannot be reached at {', '.join(hosts)}, port {leader['port']}")
-        ends[purpose] = link
-    return RankLinks(rank, size, {0: ends["calls"]}, {0: ends["pulses"]})
+        links[purpose] = link
+    return RankLinks(rank, size, {0: links["calls"]}, {0: links["heartbeats"]})
 
 
 def _dial(hosts: Sequence[str], port: int, hello: dict[str, Any]) -> RankLink | None:
@@ -172,4 +172,4 @@ def _machine() -> str:
             f"{name} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
         )
     except OSError:
-        return name  # not Linux: the name has to do
+        return name  # not Linux

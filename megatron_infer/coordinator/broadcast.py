@@ -1,4 +1,4 @@
-"""Commands for all replicas: who was asked, who has answered, and what is said of those that did not in time."""
+"""Commands to all replicas: collects their answers, and answers for those that do not in time."""
 
 from __future__ import annotations
 
@@ -8,101 +8,103 @@ from dataclasses import dataclass
 from megatron_infer.coordinator.peers import ReplicaState
 from megatron_infer.coordinator.protocol import COMMANDS, Answer, Command, Control, ControlResult, Message
 
-STANDSTILLS = {"pause": "unpause", "suspend": "resume"}
-"""Commands that hold until another one: a replica that joins meanwhile gets them, too."""
+INVERSE = {"pause": "unpause", "suspend": "resume"}
+"""Commands that hold until their inverse: replicas that join meanwhile get them too."""
 
 
 @dataclass(slots=True, eq=False)
-class _Round:
+class _Broadcast:
     client: bytes
     control: Control
     deadline: float
     waiting: dict[bytes, str]
+    """Replicas that have not answered, by peer, with their names."""
     answers: dict[str, Answer]
 
 
 class Broadcasts:
-    """Controls under way. Every one ends: by the last answer, or at its deadline."""
+    """Running broadcasts. Each ends with the last answer, or at its deadline."""
 
     def __init__(self, send: Callable[[bytes, Message], None], clock: Callable[[], float]) -> None:
         self._send, self._clock = send, clock
-        self._rounds: dict[int, _Round] = {}
-        self._num_rounds = 0
-        self.standing: dict[str, Control] = {}
-        """Standstills in force, by command."""
+        self._running: dict[int, _Broadcast] = {}
+        self._num_started = 0
+        self._in_force: dict[str, Control] = {}
+        """Commands of INVERSE in force, by command."""
         self.weight_version = 0
-        """Newest version that was asked for: replicas below it compute with old weights."""
+        """Newest version that was set: replicas below it have old weights."""
 
-    def start(self, client: bytes, control: Control, seats: Iterable[ReplicaState]) -> None:
-        """Ask every replica; the client hears once."""
+    def start(self, client: bytes, control: Control, replicas: Iterable[ReplicaState]) -> None:
+        """Send the command to every replica; the client gets one result."""
         if control.command not in COMMANDS:
             message = f"unknown command {control.command[:40]!r}; one of {', '.join(COMMANDS)}"
             answer = Answer(ok=False, kind="ConfigError", message=message)
             self._send(client, ControlResult(control.id, {"coordinator": answer}))
             return
-        self._num_rounds += 1
-        number = self._num_rounds
+        self._num_started += 1
+        number = self._num_started
         timeout_s = max(0.0, control.timeout_s)
-        one = _Round(client, control, self._clock() + timeout_s, {}, {})
-        self._rounds[number] = one
-        for seat in seats:
-            one.waiting[seat.peer] = seat.name
-            self._ask(seat, number, control)
-        self._settle(number)
+        broadcast = _Broadcast(client, control, self._clock() + timeout_s, {}, {})
+        self._running[number] = broadcast
+        for replica in replicas:
+            broadcast.waiting[replica.peer] = replica.name
+            self._send_command(replica, number, control)
+        self._finish_if_answered(number)
 
-    def catch_up(self, seat: ReplicaState) -> None:
-        """A replica that has just joined stands still like the others."""
-        for control in self.standing.values():
-            self._ask(seat, 0, control)
+    def catch_up(self, replica: ReplicaState) -> None:
+        """Send a replica that has just joined the commands in force."""
+        for control in self._in_force.values():
+            self._send_command(replica, 0, control)
 
     def answer(self, peer: bytes, number: int, answer: Answer) -> None:
-        one = self._rounds.get(number)
-        if one is None or peer not in one.waiting:
-            return  # past its deadline: the client was told so
-        one.answers[_free_name(one.waiting.pop(peer), one.answers)] = answer
-        self._settle(number)
+        broadcast = self._running.get(number)
+        if broadcast is None or peer not in broadcast.waiting:
+            return  # past the deadline: the client has its result
+        broadcast.answers[_free_name(broadcast.waiting.pop(peer), broadcast.answers)] = answer
+        self._finish_if_answered(number)
 
     def lost(self, peer: bytes, why: str) -> None:
-        """A replica is gone: it answers nothing any more."""
-        for number in list(self._rounds):
+        """Answer for a replica that is gone."""
+        for number in list(self._running):
             self.answer(peer, number, Answer(ok=False, kind="ReplicaLost", message=why))
 
     def tick(self, now: float) -> None:
-        for number, one in list(self._rounds.items()):
-            if now < one.deadline:
+        for number, broadcast in list(self._running.items()):
+            if now < broadcast.deadline:
                 continue
-            for peer in list(one.waiting):
-                message = f"no answer to {one.control.command} within {one.control.timeout_s:g} s"
+            control = broadcast.control
+            for peer in list(broadcast.waiting):
+                message = f"no answer to {control.command} within {control.timeout_s:g} s"
                 self.answer(peer, number, Answer(ok=False, kind="TransitionTimeout", message=message))
 
-    def _ask(self, seat: ReplicaState, number: int, control: Control) -> None:
-        command = Command(number, seat.incarnation, control.command, control.args, control.timeout_s)
-        self._send(seat.peer, command)
+    def _send_command(self, replica: ReplicaState, number: int, control: Control) -> None:
+        command = Command(number, replica.incarnation, control.command, control.args, control.timeout_s)
+        self._send(replica.peer, command)
 
-    def _settle(self, number: int) -> None:
-        one = self._rounds[number]
-        if one.waiting:
+    def _finish_if_answered(self, number: int) -> None:
+        broadcast = self._running[number]
+        if broadcast.waiting:
             return
-        del self._rounds[number]
-        self._note(one)
-        self._send(one.client, ControlResult(one.control.id, one.answers))
+        del self._running[number]
+        self._record(broadcast)
+        self._send(broadcast.client, ControlResult(broadcast.control.id, broadcast.answers))
 
-    def _note(self, one: _Round) -> None:
-        """What is in force from now on: a command that somebody carried out, or that nobody was there for."""
-        control = one.control
-        if one.answers and not any(answer.ok for answer in one.answers.values()):
+    def _record(self, broadcast: _Broadcast) -> None:
+        """Update what is in force, if a replica carried the command out, or there was none."""
+        control = broadcast.control
+        if broadcast.answers and not any(answer.ok for answer in broadcast.answers.values()):
             return
-        if control.command in STANDSTILLS:
-            self.standing[control.command] = control
-        for command, end in STANDSTILLS.items():
-            if control.command == end:
-                self.standing.pop(command, None)
+        if control.command in INVERSE:
+            self._in_force[control.command] = control
+        for command, inverse in INVERSE.items():
+            if control.command == inverse:
+                self._in_force.pop(command, None)
         version = control.args.get("version")
         if not isinstance(version, int):
             return
         if control.command == "set_weight_version":
             self.weight_version = max(self.weight_version, version)
-        elif control.command in ("finish_weights", "cancel_weights"):  # one that is taken back brings the old one again
+        elif control.command in ("finish_weights", "cancel_weights"):  # a cancel restores the old version
             self.weight_version = version
 
 

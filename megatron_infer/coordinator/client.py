@@ -1,4 +1,4 @@
-"""Clients of a coordinator: prompts in, outputs out, and commands for all replicas; plain or asyncio.
+"""Clients of a coordinator, synchronous and for asyncio: prompts in, outputs out, commands to all replicas.
 
 with InferenceClient("tcp://127.0.0.1:5757") as client:
     outputs = client.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=8))
@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.connection import CoordinatorLink
+from megatron_infer.coordinator.connection import CoordinatorConnection
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from megatron_infer.scheduler.request import VersionSpan
@@ -29,23 +30,22 @@ if TYPE_CHECKING:
     from megatron_infer.outputs.token_support import TokenSupport
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and perhaps "cache_salt"."""
+"""Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and optionally "cache_salt"."""
 DEFAULT_TIMEOUT_S = 300.0
-_Sink = Callable[[RequestOutput | BaseException], None]
+Sink = Callable[[RequestOutput | BaseException], None]
+"""Takes the outputs of a request, or its error."""
 
 
 class Encoder(Protocol):
-    """What a client needs of a tokenizer."""
+    """The part of a tokenizer that a client uses."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 class _Receiver:
-    """One request's outputs, put together from what comes."""
+    """Builds one request's cumulative output from messages, and passes it to `sink`."""
 
-    def __init__(
-        self, submit: protocol.Submit, prompt: str | None, sink: Callable[[RequestOutput | BaseException], None]
-    ) -> None:
+    def __init__(self, submit: protocol.Submit, prompt: str | None, sink: Sink) -> None:
         self._submit, self._sink = submit, sink
         ids = [] if submit.prompt is None else protocol.bytes_to_ids(submit.prompt)
         self._metrics = RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids))
@@ -59,8 +59,8 @@ class _Receiver:
             metrics=self._metrics,
         )
 
-    def take(self, news: protocol.Output) -> bool:
-        """Hand out what has come -> whether it was the last."""
+    def add(self, news: protocol.Output) -> bool:
+        """Add a message and pass the output on -> whether it was the last."""
         if news.refused is not None:
             self._sink(protocol.error_of(news.refused))
             return True
@@ -74,7 +74,7 @@ class _Receiver:
                 text = f"token {piece.offset} of request {news.number} came, {len(one.token_ids)} was next"
                 self._sink(protocol.BadMessage(text))
                 return True
-            _extend(one, piece)
+            _append(one, piece)
         metrics.num_output_tokens = sum(len(one.token_ids) for one in output.outputs)
         if metrics.first_token_time is None and metrics.num_output_tokens:
             metrics.first_token_time = now
@@ -95,7 +95,7 @@ class _Receiver:
         self._sink(error)
 
 
-def _extend(one: CompletionOutput, piece: protocol.Piece) -> None:
+def _append(one: CompletionOutput, piece: protocol.Piece) -> None:
     one.token_ids = one.token_ids + protocol.bytes_to_ids(piece.tokens)
     one.text += piece.text
     one.finish_reason, one.stop_reason = piece.finish_reason, piece.stop_reason
@@ -103,21 +103,21 @@ def _extend(one: CompletionOutput, piece: protocol.Piece) -> None:
         one.cumulative_logprob = piece.cumulative_logprob
     if piece.logprobs is not None:
         one.logprobs = [*(one.logprobs or []), *(_unpacked(entry) or {} for entry in piece.logprobs)]
-    _extend_carried(one, piece)
-    if piece.spans:  # a replica that took over knows only of its own tokens
+    _append_details(one, piece)
+    if piece.spans:  # a replica that took over has spans of its own tokens only
         first = piece.spans[0][0]
         one.spans = [span for span in one.spans if span.first_token < first]
         one.spans += [VersionSpan(*span) for span in piece.spans]
 
 
-def _extend_carried(one: CompletionOutput, piece: protocol.Piece) -> None:
-    """What samples carry; a replica's pieces begin where the last one's ended."""
+def _append_details(one: CompletionOutput, piece: protocol.Piece) -> None:
+    """Append the per-token details of a piece, which begins where the last one ended."""
     if piece.raw_logprobs is not None:
         one.raw_logprobs = [*(one.raw_logprobs or []), *protocol.bytes_to_floats(piece.raw_logprobs)]
     if piece.processed_logprobs is not None:
         one.processed_logprobs = [*(one.processed_logprobs or []), *protocol.bytes_to_floats(piece.processed_logprobs)]
     if piece.support is not None:
-        one.support = _longer(one.support, *piece.support)
+        one.support = _append_support(one.support, *piece.support)
     if piece.routing is not None:
         import numpy as np
 
@@ -125,9 +125,9 @@ def _extend_carried(one: CompletionOutput, piece: protocol.Piece) -> None:
         one.routing = np.frombuffer(content, name).reshape(shape)
 
 
-def _longer(support: TokenSupport | None, vocab_size: int, lengths: bytes, words: bytes) -> TokenSupport:
-    """With the rows of one more piece: int32 numbers of words, and the words."""
-    import numpy as np  # only where somebody asked for it: clients run without
+def _append_support(support: TokenSupport | None, vocab_size: int, lengths: bytes, words: bytes) -> TokenSupport:
+    """`support` with the rows of one more piece: int32 numbers of words, and the words."""
+    import numpy as np  # imported here: other clients do not need it
 
     from megatron_infer.outputs.token_support import TokenSupport
 
@@ -141,16 +141,12 @@ def _unpacked(entry: list[tuple[int, float, int | None, str | None]] | None) -> 
 
 
 def _copy(output: RequestOutput) -> RequestOutput:
-    """A snapshot, as the receiver goes on with its own."""
-    copy = RequestOutput(**{name: getattr(output, name) for name in RequestOutput.__slots__})
-    copy.outputs = [
-        CompletionOutput(**{name: getattr(one, name) for name in CompletionOutput.__slots__}) for one in output.outputs
-    ]
-    return copy
+    """A snapshot for the sink: the receiver changes its own output."""
+    return replace(output, outputs=[replace(one) for one in output.outputs])
 
 
 class _Session:
-    """The link of a client, and who waits for what. Sinks and futures are served on the link's thread."""
+    """A client's connection, with its running requests and queries. Sinks are called on the connection's thread."""
 
     def __init__(
         self, address: str, *, key: bytes | None, name: str, timeout_s: float, tokenizer: Encoder | None
@@ -161,29 +157,29 @@ class _Session:
         self._answers: dict[int, Future[Any]] = {}
         self._num_ids = 0
         self._failure: protocol.CoordinatorError | None = None
-        self.link = CoordinatorLink(address, self, role="client", name=name, key=key, timeout_s=timeout_s)
-        self.link.start()
+        self.connection = CoordinatorConnection(address, self, role="client", name=name, key=key, timeout_s=timeout_s)
+        self.connection.start()
 
-    # the link's thread
+    # the connection's thread
     def on_welcome(self, welcome: protocol.Welcome) -> Sequence[protocol.Message]:
         return ()
 
     def on_message(self, message: protocol.Message) -> None:
         if isinstance(message, protocol.Output):
             receiver = self._receivers.get(message.number)
-            if receiver is not None and receiver.take(message):
+            if receiver is not None and receiver.add(message):
                 self._receivers.pop(message.number, None)
         elif isinstance(message, protocol.ControlResult | protocol.Report):
             future = self._answers.pop(message.id, None)
-            if future is not None and future.set_running_or_notify_cancel():  # else nobody waits any more
+            if future is not None and future.set_running_or_notify_cancel():  # else it was cancelled
                 future.set_result(message)
-        elif isinstance(message, protocol.Refused):  # of a message we sent: whose it was it does not say
+        elif isinstance(message, protocol.Refused):  # it does not say which message was refused
             self._fail(protocol.BadMessage(message.message))
 
     def on_lost(self, error: protocol.CoordinatorError, final: bool) -> None:
         if final:
             self._failure = error
-            self.link.welcomed.set()  # whoever waits to be let in gets the reason
+            self.connection.welcomed.set()  # `ready` raises the failure
         self._fail(error)
 
     def beat(self) -> protocol.Message:
@@ -201,14 +197,14 @@ class _Session:
 
     # any thread
     def ready(self, timeout_s: float | None = None) -> None:
-        """Wait to be let in. Raises AccessRefused or ConnectionLost."""
+        """Wait for the coordinator's welcome. Raises AccessRefused or ConnectionLost."""
         limit = self._timeout_s if timeout_s is None else timeout_s
-        if not self.link.welcomed.wait(limit):
-            raise protocol.ConnectionLost(f"no coordinator answers at {self.link.address} within {limit:g} s")
+        if not self.connection.welcomed.wait(limit):
+            raise protocol.ConnectionLost(f"no coordinator answers at {self.connection.address} within {limit:g} s")
         if self._failure is not None:
             raise self._failure
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None, stream: bool, sink: Callable[[Any], None]) -> int:
+    def submit(self, prompt: Prompt, params: SamplingParams | None, stream: bool, sink: Sink) -> int:
         text, ids, salt = self._parsed(prompt)
         values = {name: value for name, value in (params or SamplingParams()).to_dict().items() if value is not None}
         if params is not None and params.max_tokens is None:
@@ -221,7 +217,7 @@ class _Session:
             submit = protocol.Submit(self._num_ids, data, text if ids is None else None, salt, values, seed, stream)
             self._receivers[submit.id] = _Receiver(submit, text, sink)
         try:
-            self.link.send(submit)
+            self.connection.send(submit)
         except protocol.MessageTooLarge:
             self._receivers.pop(submit.id, None)
             raise
@@ -229,7 +225,7 @@ class _Session:
 
     def abort(self, request_id: int) -> None:
         if request_id in self._receivers:
-            self.link.send(protocol.Abort(request_id))
+            self.connection.send(protocol.Abort(request_id))
 
     def ask(self, make: Callable[[int], protocol.Message]) -> Future[Any]:
         self.ready()
@@ -238,7 +234,7 @@ class _Session:
             self._num_ids += 1
             number = self._num_ids
             self._answers[number] = future
-        self.link.send(make(number))
+        self.connection.send(make(number))
         return future
 
     def control(self, command: str, args: Mapping[str, Any], timeout_s: float | None) -> Future[Any]:
@@ -250,7 +246,9 @@ class _Session:
 
     def close(self) -> None:
         self._fail(protocol.ConnectionLost("the client was closed"))
-        self.link.close(protocol.Goodbye() if self.link.welcomed.is_set() and self._failure is None else None)
+        self.connection.close(
+            protocol.Goodbye() if self.connection.welcomed.is_set() and self._failure is None else None
+        )
 
     def _parsed(self, prompt: Prompt) -> tuple[str | None, list[int] | None, str]:
         salt = ""
@@ -279,7 +277,7 @@ def _checked(result: protocol.ControlResult, command: str) -> dict[str, protocol
 
 
 def _batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Any], bool]:
-    """The prompts, and whether one was given rather than several."""
+    """The prompts, and whether a single one was given."""
     if isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 2) == 1:
         return [prompts], True
     items = list(prompts)
@@ -298,12 +296,12 @@ def _params_for(
 
 
 class InferenceClient:
-    """Talks to a coordinator; safe to use from several threads. Connects when constructed, in the background.
+    """A client of a coordinator, usable from several threads. Connects in the background when constructed.
 
-    timeout_s: how long to wait to be let in. tokenizer: makes token ids of text prompts here, so that they can be
-    routed by prefix; without one the replica does, and they go to whoever has most room. An error of a request is
-    raised by what waits for it: RequestError if no replica takes it as it is, Overloaded when the queue is full,
-    ConnectionLost when the coordinator is gone (what it had is aborted).
+    timeout_s: longest wait for the coordinator's welcome. tokenizer: tokenizes text prompts here, so that they can be
+    routed by prefix; without one the replica does, and they go to the least loaded replica. Errors of a request are
+    raised where its output is awaited: RequestError if it is invalid, Overloaded when the queue is full, ConnectionLost
+    when the coordinator is gone (its requests are aborted).
     """
 
     def __init__(
@@ -320,7 +318,7 @@ class InferenceClient:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Run prompts to the end -> outputs in their order. When one is refused, the others are aborted."""
+        """Run prompts to the end -> outputs in their order. If one is refused, the others are aborted."""
         batch, _ = _batch(prompts)
         futures: dict[int, Future[RequestOutput]] = {}
         try:
@@ -334,17 +332,17 @@ class InferenceClient:
                     self._session.abort(request_id)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Future[RequestOutput]:
-        """Begin one request -> a future of its output; `abort(future)` ends it."""
+        """Submit one request -> a future of its output; `abort(future)` ends it."""
         future: Future[RequestOutput] = Future()
         future.request_id = self._session.submit(prompt, params, False, _settler(future))  # type: ignore[attr-defined]
         return future
 
     def abort(self, future: Future[RequestOutput]) -> None:
-        """End a request of `submit` wherever it stands; its future gets what it has."""
+        """End a request of `submit`; its future gets the output so far."""
         self._session.abort(future.request_id)  # type: ignore[attr-defined]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Outputs of one request as it grows, each with all so far. Leaving the loop early aborts it."""
+        """Cumulative outputs of one request as it grows. Leaving the loop early aborts it."""
         items: queue.SimpleQueue[RequestOutput | BaseException] = queue.SimpleQueue()
         request_id = self._session.submit(prompt, params, True, items.put)
         finished = False
@@ -362,9 +360,9 @@ class InferenceClient:
     def control(
         self, command: str, *, timeout_s: float | None = None, check: bool = True, **args: Any
     ) -> dict[str, protocol.Answer]:
-        """A command for all replicas -> each one's answer by its name, at timeout_s (300) at the latest.
+        """Send a command to all replicas -> each one's answer by its name, within timeout_s (300) seconds.
 
-        Raises ControlFailed, which has the answers, if any did not carry it out (check=False: returns them).
+        Raises ControlFailed, which has the answers, unless all replicas carry it out (check=False: returns them).
         """
         limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         result = self._session.control(command, args, limit).result(limit + 30.0)
@@ -395,12 +393,12 @@ class InferenceClient:
         return self.control("reset_prefix_cache", timeout_s=timeout_s)
 
     def stats(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
-        """The coordinator's counters, and every replica as it stands."""
+        """The coordinator's counters, and the state of every replica."""
         report: protocol.Report = self._session.ask(protocol.Query).result(timeout_s)
         return report.stats
 
     def close(self) -> None:
-        """Requests under way are aborted; whoever waits for them gets ConnectionLost."""
+        """Abort running requests; where their outputs are awaited, ConnectionLost is raised."""
         self._session.close()
 
     def __enter__(self) -> InferenceClient:
@@ -411,7 +409,7 @@ class InferenceClient:
 
 
 class AsyncInferenceClient:
-    """`InferenceClient` for asyncio: the same calls, awaited; errors are the same."""
+    """`InferenceClient` for asyncio: the same methods, awaited, with the same errors."""
 
     def __init__(self, address: str, **options: Any) -> None:
         self._client = InferenceClient(address, **options)
@@ -419,7 +417,7 @@ class AsyncInferenceClient:
 
     @property
     def blocking(self) -> InferenceClient:
-        """The plain client of the same connection, for code outside the event loop; closing it closes both."""
+        """The synchronous client of the same connection, for code outside the event loop; closing it closes both."""
         return self._client
 
     async def generate(
@@ -436,30 +434,33 @@ class AsyncInferenceClient:
             return list(await asyncio.gather(*(asyncio.wrap_future(future) for future in futures.values())))
         finally:
             for request_id in futures:
-                self._session.abort(request_id)  # of those that have ended: nothing
+                self._session.abort(request_id)  # does nothing for those that have ended
 
     def begin(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        sink: Callable[[RequestOutput | BaseException], None],
+        sink: Sink,
         *,
         stream: bool,
     ) -> int:
-        """Begin one request -> its number, for `end`. Its outputs (each with all so far; the last one alone unless
-        `stream`) or its error go to `sink`, on a thread of the client's: it must not wait. Raises as `ready` does."""
+        """Submit one request -> its number, for `end`.
+
+        Its cumulative outputs (only the last one unless `stream`), or its error, are passed to `sink` on a thread of
+        the client, which it must not block. Raises as `ready` does.
+        """
         return self._session.submit(prompt, params, stream, sink)
 
     def end(self, number: int) -> None:
-        """Abort a request of `begin`; of one that has ended: nothing."""
+        """Abort a request of `begin`; does nothing if it has ended."""
         self._session.abort(number)
 
     async def ready(self) -> None:
-        """Wait to be let in. Raises AccessRefused or ConnectionLost."""
+        """Wait for the coordinator's welcome. Raises AccessRefused or ConnectionLost."""
         await self._ready()
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as it grows, each with all so far. Leaving the loop early aborts it."""
+        """Cumulative outputs of one request as it grows. Leaving the loop early aborts it."""
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
@@ -501,7 +502,7 @@ class AsyncInferenceClient:
         return report.stats
 
     async def _ready(self) -> None:
-        if not self._session.link.welcomed.is_set():
+        if not self._session.connection.welcomed.is_set():
             await asyncio.to_thread(self._session.ready)
 
     async def __aenter__(self) -> AsyncInferenceClient:
@@ -511,7 +512,7 @@ class AsyncInferenceClient:
         await asyncio.to_thread(self._client.close)
 
 
-def _settler(future: Future[RequestOutput]) -> Callable[[RequestOutput | BaseException], None]:
+def _settler(future: Future[RequestOutput]) -> Sink:
     def settle(item: RequestOutput | BaseException) -> None:
         if not future.set_running_or_notify_cancel():
             return

@@ -1,4 +1,4 @@
-"""A coordinator's command, carried out by the engine of a replica."""
+"""Executes a coordinator's command on the engine of a replica."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_infer.coordinator.engine_adapter import EngineAdapter
 from megatron_infer.errors import RequestError, TransitionTimeout
 
 
-def obey(
+def execute(
     engine: EngineAdapter, commands: Mapping[str, Callable[..., Any]], command: protocol.Command, came: float
 ) -> protocol.Answer:
-    """Carry out a command between two steps; an error of it is the answer.
+    """Run a command between two steps -> its answer, also if it fails.
 
-    commands: those beside the engine's own, by name. came: when the command did, on time.monotonic's clock.
+    commands: further ones than the engine's methods, by name. came: its arrival on time.monotonic's clock.
     """
     left = command.timeout_s - (time.monotonic() - came)
     try:
@@ -30,7 +30,7 @@ def obey(
             raise NotImplementedError(f"{type(engine).__name__} has no {command.command}()")
         args = command.args if command.command == "reset_prefix_cache" else {**command.args, "timeout_s": left}
         value = method(**args)
-    except Exception as error:  # whatever it is, whoever asked is told, and the replica goes on
+    except Exception as error:  # the error is the answer, and the replica goes on
         return protocol.Answer(ok=False, kind=type(error).__name__, message=str(error))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)

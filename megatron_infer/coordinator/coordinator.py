@@ -1,9 +1,9 @@
-"""The coordinator process: one ROUTER socket, a door that checks who comes in, and the desk that decides.
+"""The coordinator process: one ROUTER socket, the handshake with new peers, and CoordinatorCore, which decides.
 
     with Coordinator("tcp://127.0.0.1:5757") as coordinator:
         coordinator.run()                    # until stop(), from a signal handler or another thread
 
-One poll loop: read everything there is, decide, send everything there is to say in one batch a peer.
+One poll loop: read all messages, decide, then send one batch of messages to each peer.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ log = logging.getLogger("megatron_infer.coordinator")
 
 DEFAULT_ADDRESS = f"tcp://127.0.0.1:{protocol.DEFAULT_PORT}"
 MAX_BATCH = 4096
-"""Batches read before what they led to is sent, at most."""
+"""Most batches that are read before replies are sent."""
 MAX_FRAMES = 256
-"""Messages of one batch."""
+"""Most messages in one batch."""
 MAX_UNSENT = 1 << 14
-"""Batches that may lie ready for a peer that does not read: beyond, it is given up."""
-MAX_STRANGERS = 1024
-"""Peers that may be between hello and proof."""
+"""Most unsent batches for a peer that does not read; beyond, it is removed."""
+MAX_UNPROVEN = 1024
+"""Most peers between hello and proof."""
 ROLES = ("client", "replica")
 
 
 class HandshakeListener:
-    """Checks hellos: schema, role and, where there is a key, that the peer knows it."""
+    """Checks hellos: schema, role and, if there is a key, that the peer knows it."""
 
     def __init__(
         self, options: CoordinatorOptions, send: Callable[[bytes, protocol.Message], None], core: CoordinatorCore
     ) -> None:
         self._options, self._send, self._core = options, send, core
-        self._strangers: OrderedDict[bytes, tuple[protocol.Hello, bytes]] = OrderedDict()
+        self._unproven: OrderedDict[bytes, tuple[protocol.Hello, bytes]] = OrderedDict()
 
     def hello(self, peer: bytes, hello: protocol.Hello) -> None:
         if hello.schema != protocol.SCHEMA:
@@ -58,16 +58,16 @@ class HandshakeListener:
             self._welcome(peer, hello, b"")
         else:
             nonce = protocol.new_nonce()
-            self._strangers[peer] = (hello, nonce)
-            if len(self._strangers) > MAX_STRANGERS:
-                self._strangers.popitem(last=False)
+            self._unproven[peer] = (hello, nonce)
+            if len(self._unproven) > MAX_UNPROVEN:
+                self._unproven.popitem(last=False)
             self._send(peer, protocol.Challenge(nonce))
 
     def prove(self, peer: bytes, proof: protocol.Proof) -> None:
-        hello, nonce = self._strangers.pop(peer, (None, b""))
+        hello, nonce = self._unproven.pop(peer, (None, b""))
         key = self._options.key
         if hello is None or key is None:
-            self._send(peer, protocol.Refused("hello", "a proof of nothing; say hello"))
+            self._send(peer, protocol.Refused("hello", "a proof without a challenge; say hello"))
         elif not protocol.proves(proof.mac, key, hello.role, hello.nonce, nonce):
             log.warning("%s %s was refused: it has another key", hello.role, hello.name)
             self._send(
@@ -88,7 +88,7 @@ class HandshakeListener:
 
 
 class Coordinator:
-    """Bound when constructed, at `address`; serves while `run` runs. Only `stop` may be called from elsewhere."""
+    """Binds `address` when constructed, and serves within `run`. Only `stop` may be called from another thread."""
 
     def __init__(self, bind: str = DEFAULT_ADDRESS, options: CoordinatorOptions | None = None) -> None:
         """bind: tcp://HOST:PORT (port 0 or *: a free one, see `address`) or ipc://PATH.
@@ -99,14 +99,14 @@ class Coordinator:
         self.options = CoordinatorOptions() if options is None else options
         self._outbox: dict[bytes, list[bytes]] = {}
         self.core = CoordinatorCore(self.options, self._put)
-        self._door = HandshakeListener(self.options, self._put, self.core)
+        self._handshakes = HandshakeListener(self.options, self._put, self.core)
         self._stopping = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone raises an error
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
-        # What is a little too large gets an answer; libzmq drops the connection of what is much too large.
+        # A message up to twice the limit gets a reply; for a larger one libzmq drops the connection.
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * self.options.max_message)
         try:
             if bind.startswith("tcp://") and bind.endswith((":0", ":*")):
@@ -131,7 +131,7 @@ class Coordinator:
             self._flush()
 
     def stop(self) -> None:
-        """End `run` within a tick; from any thread or a signal handler."""
+        """End `run` within a tick; callable from any thread or a signal handler."""
         self._stopping = True
 
     def close(self) -> None:
@@ -145,11 +145,11 @@ class Coordinator:
         self.close()
 
     def _put(self, peer: bytes, message: protocol.Message) -> None:
-        """Send with the next flush."""
+        """Queue a message for the next flush."""
         try:
             frame = protocol.encode(message, limit=self.options.max_message)
         except protocol.MessageTooLarge as error:
-            frame = protocol.encode(protocol.Refused("size", f"what is to be said to you is too large: {error}"))
+            frame = protocol.encode(protocol.Refused("size", f"a message for you is too large: {error}"))
         frames = self._outbox.get(peer)
         if frames is None:
             self._outbox[peer] = [frame]
@@ -171,15 +171,15 @@ class Coordinator:
         except protocol.BadMessage as error:
             schema = protocol.schema_of(frame) if len(frame) < 4096 else None
             if schema is not None and schema != protocol.SCHEMA:
-                self._door.refuse_schema(peer, schema)
+                self._handshakes.refuse_schema(peer, schema)
             else:
                 code = "size" if isinstance(error, protocol.MessageTooLarge) else "message"
                 self._put(peer, protocol.Refused(code, str(error)))
             return
         if isinstance(message, protocol.Hello):
-            self._door.hello(peer, message)
+            self._handshakes.hello(peer, message)
         elif isinstance(message, protocol.Proof):
-            self._door.prove(peer, message)
+            self._handshakes.prove(peer, message)
         elif self.core.knows(peer):
             self.core.receive(peer, message)
         else:
@@ -187,7 +187,7 @@ class Coordinator:
             self._put(peer, protocol.Refused("hello", "you are not known here (any more); say hello"))
 
     def _flush(self) -> None:
-        """Send the batches; whoever cannot be reached is gone, which may give more to send."""
+        """Send all batches. Removing a peer that cannot be reached may queue more."""
         while self._outbox:
             outbox, self._outbox = self._outbox, {}
             for peer, frames in outbox.items():
@@ -206,7 +206,7 @@ class Coordinator:
 
 @contextlib.contextmanager
 def running(coordinator: Coordinator) -> Iterator[Coordinator]:
-    """A coordinator in a thread of this process, for a script that wants no process for it."""
+    """Run a coordinator in a thread of this process."""
     thread = threading.Thread(target=coordinator.run, name="megatron-infer-coordinator", daemon=True)
     thread.start()
     try:

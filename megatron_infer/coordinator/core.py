@@ -1,4 +1,10 @@
-"""What the coordinator decides, without sockets: messages in, messages out through `send`, time through `tick`."""
+"""What the coordinator decides, without sockets: messages come to `receive`, leave through `send`; `tick` checks time.
+
+CoordinatorCore           peers, their heartbeats, which replicas take requests
+    |--> Dispatcher       a request from its submission to its last output
+    |        |--> Router  which replica it goes to
+    '--> Broadcasts       commands to all replicas
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ log = logging.getLogger("megatron_infer.coordinator")
 
 
 class CoordinatorCore:
-    """Requests of clients, spread over replicas. A message to a peer that is gone is reported to `unreachable`."""
+    """Spreads the requests of clients over replicas. The owner reports peers it cannot send to with `unreachable`."""
 
     def __init__(
         self,
@@ -45,7 +51,7 @@ class CoordinatorCore:
         return peer in self._clients or peer in self._replicas
 
     def enter(self, peer: bytes, role: str, name: str) -> int:
-        """A peer whose hello was accepted -> its incarnation. One that was here before is lost first."""
+        """Add a peer whose hello was accepted -> its incarnation. Its earlier incarnation is lost first."""
         self.unreachable(peer, "it said hello again")
         self._num_entered += 1
         if role == "client":
@@ -55,17 +61,17 @@ class CoordinatorCore:
         return self._num_entered
 
     def unreachable(self, peer: bytes, why: str = "its connection is gone") -> None:
-        """The peer is gone: a client's requests end, a replica's go elsewhere."""
+        """Remove a peer: a client's requests are cancelled, a replica's go to others."""
         client, replica = self._clients.pop(peer, None), self._replicas.pop(peer, None)
         if client is not None:
             log.info("client %s left: %s", client.name, why)
-            for entry in list(client.entries.values()):
-                self.dispatch.drop(entry)
+            for request in list(client.requests.values()):
+                self.dispatch.cancel(request)
         if replica is not None:
             self._lose(replica, why)
 
     def receive(self, peer: bytes, message: protocol.Message) -> None:
-        """A message of a peer that is known."""
+        """Handle a message of a known peer."""
         client, replica = self._clients.get(peer), self._replicas.get(peer)
         if client is not None:
             client.last_heard = self._clock()
@@ -74,7 +80,7 @@ class CoordinatorCore:
         elif replica is not None:
             replica.last_heard = self._clock()
             if getattr(message, "incarnation", replica.incarnation) != replica.incarnation:
-                self.counts.fenced += 1  # of an earlier life; the present one is welcome
+                self.counts.fenced += 1  # sent by an earlier incarnation
                 return
             if self._from_replica(replica, message):
                 return
@@ -83,22 +89,22 @@ class CoordinatorCore:
         self._send(peer, protocol.Refused("role", text))
 
     def tick(self) -> None:
-        """Time passes: who was silent for too long is lost, deadlines pass."""
+        """Remove peers that were silent for too long, and end broadcasts at their deadlines."""
         now, options = self._clock(), self.options
-        asleep = now - self._last_tick - options.heartbeat_s
+        stalled = now - self._last_tick - options.heartbeat_s
         self._last_tick = now
-        seats: list[ClientState | ReplicaState] = [*self._clients.values(), *self._replicas.values()]
-        if asleep > 0:  # this process stood still: what was said meanwhile is still to be read
-            for seat in seats:
-                seat.last_heard += asleep
-        for seat in seats:
-            silent = now - seat.last_heard
+        states: list[ClientState | ReplicaState] = [*self._clients.values(), *self._replicas.values()]
+        if stalled > 0:  # this process did not run: messages sent meanwhile have not been read yet
+            for state in states:
+                state.last_heard += stalled
+        for state in states:
+            silent = now - state.last_heard
             if silent > options.timeout_s:
-                self.unreachable(seat.peer, f"it was silent for {silent:.1f} s (limit {options.timeout_s:g} s)")
+                self.unreachable(state.peer, f"it was silent for {silent:.1f} s (limit {options.timeout_s:g} s)")
             elif silent > 1.5 * options.heartbeat_s:
-                self._send(seat.peer, protocol.Ping())  # shows at once when the connection is gone
+                self._send(state.peer, protocol.Ping())  # fails at once if the connection is gone
         self.broadcasts.tick(now)
-        self._restand()
+        self._update_availability()
 
     # ------------------------------------------------------------------ clients
 
@@ -110,7 +116,7 @@ class CoordinatorCore:
         elif isinstance(message, protocol.Abort):
             self.dispatch.abort(client, message.id)
         elif isinstance(message, protocol.Control):
-            self.broadcasts.start(client.peer, message, self._seated())
+            self.broadcasts.start(client.peer, message, self._registered())
         elif isinstance(message, protocol.Query):
             self._send(client.peer, protocol.Report(message.id, self.stats()))
         elif isinstance(message, protocol.Goodbye):
@@ -121,118 +127,123 @@ class CoordinatorCore:
 
     # ------------------------------------------------------------------ replicas
 
-    def _from_replica(self, seat: ReplicaState, message: protocol.Message) -> bool:
+    def _from_replica(self, replica: ReplicaState, message: protocol.Message) -> bool:
         if isinstance(message, protocol.Output):
-            if not self.dispatch.output(seat, message):
-                self.unreachable(seat.peer, f"it sent tokens of request {message.number} out of turn")
-                self._send(seat.peer, protocol.Refused("fenced", "an output was out of turn; say hello again"))
+            if not self.dispatch.output(replica, message):
+                self.unreachable(replica.peer, f"it sent tokens of request {message.number} out of turn")
+                self._send(replica.peer, protocol.Refused("fenced", "an output was out of turn; say hello again"))
         elif isinstance(message, protocol.Beat):
-            self._beat(seat, message)
+            self._beat(replica, message)
         elif isinstance(message, protocol.PrefixNews):
-            self._prefix_news(seat, message)
+            self._prefix_news(replica, message)
         elif isinstance(message, protocol.Done):
-            self.broadcasts.answer(seat.peer, message.number, message.answer)
-            self._restand()
+            self.broadcasts.answer(replica.peer, message.number, message.answer)
+            self._update_availability()
         elif isinstance(message, protocol.Register):
-            self._register(seat, message)
+            self._register(replica, message)
         elif isinstance(message, protocol.Goodbye):
-            self._goodbye(seat, message)
+            self._goodbye(replica, message)
         elif isinstance(message, protocol.Pong):
             pass
         else:
             return False
         return True
 
-    def _register(self, seat: ReplicaState, about: protocol.Register) -> None:
-        wrong = _what_is_wrong(seat, about)
+    def _register(self, replica: ReplicaState, register: protocol.Register) -> None:
+        wrong = _what_is_wrong(replica, register)
         if wrong:
-            self._send(seat.peer, protocol.Refused("message", f"this replica cannot register: {wrong}"))
+            self._send(replica.peer, protocol.Refused("message", f"this replica cannot register: {wrong}"))
             return
         router = self.dispatch.router
         if router is None:
-            alpha = about.alpha if self.options.alpha is None else self.options.alpha
-            router = self.dispatch.router = Router(Policy(about.policy), alpha)
-            log.info("routing by %s, alpha %g, as replica %s asks", about.policy, alpha, seat.name)
-        elif about.policy != router.policy.value:
-            log.info("replica %s asks for %s; routing is by %s", seat.name, about.policy, router.policy.value)
-        seat.about, seat.weight_version, seat.state = about, about.weight_version, about.state
-        seat.free_rows = about.capacity
-        seat.view = router.join(seat.peer, capacity=about.capacity, block_size=about.block_size, root=about.root)
-        log.info("replica %s joined: %s, %d requests at once", seat.name, about.model, about.capacity)
-        self.broadcasts.catch_up(seat)
-        self._restand()
-        self.dispatch.reopen(seat)
+            alpha = register.alpha if self.options.alpha is None else self.options.alpha
+            router = self.dispatch.router = Router(Policy(register.policy), alpha)
+            log.info("routing by %s, alpha %g, from the config of replica %s", register.policy, alpha, replica.name)
+        elif register.policy != router.policy.value:
+            policy = router.policy.value
+            log.info("replica %s is configured for %s; routing is by %s", replica.name, register.policy, policy)
+        replica.register, replica.weight_version, replica.state = register, register.weight_version, register.state
+        replica.free_rows = register.capacity
+        replica.view = router.join(
+            replica.peer, capacity=register.capacity, block_size=register.block_size, root=register.root
+        )
+        log.info("replica %s joined: %s, %d requests at once", replica.name, register.model, register.capacity)
+        self.broadcasts.catch_up(replica)
+        self._update_availability()
+        self.dispatch.reopen(replica)
 
-    def _beat(self, seat: ReplicaState, beat: protocol.Beat) -> None:
-        self._send(seat.peer, protocol.Pong())
-        if seat.view is None:
+    def _beat(self, replica: ReplicaState, beat: protocol.Beat) -> None:
+        self._send(replica.peer, protocol.Pong())
+        if replica.view is None:
             return
         limit = self.options.step_timeout_s
         if limit is not None and beat.step_s > limit:
-            self.unreachable(seat.peer, f"its engine is in one step for {beat.step_s:.0f} s (limit {limit:g} s)")
+            self.unreachable(replica.peer, f"its engine is in one step for {beat.step_s:.0f} s (limit {limit:g} s)")
             return
-        seat.free_rows, seat.view.foreign = beat.free_rows, beat.foreign
-        seat.stats = beat.stats or seat.stats
+        replica.free_rows, replica.view.foreign = beat.free_rows, beat.foreign
+        replica.stats = beat.stats or replica.stats
         assert self.dispatch.router is not None
-        self.dispatch.router.set_root(seat.peer, beat.root)
-        if (beat.state, beat.weight_version) != (seat.state, seat.weight_version):
-            seat.state, seat.weight_version = beat.state, beat.weight_version
-            self._restand()
+        self.dispatch.router.set_root(replica.peer, beat.root)
+        if (beat.state, beat.weight_version) != (replica.state, replica.weight_version):
+            replica.state, replica.weight_version = beat.state, beat.weight_version
+            self._update_availability()
 
-    def _prefix_news(self, seat: ReplicaState, news: protocol.PrefixNews) -> None:
+    def _prefix_news(self, replica: ReplicaState, news: protocol.PrefixNews) -> None:
         router = self.dispatch.router
-        if seat.view is None or router is None:
+        if replica.view is None or router is None:
             return
-        router.set_root(seat.peer, news.root)
+        router.set_root(replica.peer, news.root)
         router.report(
-            seat.peer,
+            replica.peer,
             reset=news.reset,
             forgotten=_digests(news.forgotten),
             published=_digests(news.published),
         )
 
-    def _restand(self) -> None:
-        """Who takes requests: not who leaves or has old weights, and who stands still only if all do."""
+    def _update_availability(self) -> None:
+        """A replica that drains or has old weights takes no requests; a paused one, only if none is running."""
         opened, closed = False, []
-        for seat in self._replicas.values():
-            if seat.view is None:
+        for replica in self._replicas.values():
+            if replica.view is None:
                 continue
-            before = seat.view.standing
-            if seat.draining or seat.weight_version < self.broadcasts.weight_version:
-                seat.view.standing = Availability.CLOSED
+            before = replica.view.availability
+            if replica.draining or replica.weight_version < self.broadcasts.weight_version:
+                replica.view.availability = Availability.CLOSED
             else:
-                seat.view.standing = Availability.OPEN if seat.state == "running" else Availability.RESERVE
-            opened |= before is Availability.CLOSED is not seat.view.standing
-            if before is not Availability.CLOSED is seat.view.standing:
-                closed.append(seat)
-        for seat in closed:
-            self.dispatch.clear_backlog(seat)
+                is_running = replica.state == "running"
+                replica.view.availability = Availability.OPEN if is_running else Availability.RESERVE
+            opened |= before is Availability.CLOSED is not replica.view.availability
+            if before is not Availability.CLOSED is replica.view.availability:
+                closed.append(replica)
+        for replica in closed:
+            self.dispatch.clear_backlog(replica)
         if opened:
             self.dispatch.reopen()
 
-    def _goodbye(self, seat: ReplicaState, goodbye: protocol.Goodbye) -> None:
+    def _goodbye(self, replica: ReplicaState, goodbye: protocol.Goodbye) -> None:
         if not goodbye.draining:
-            self.unreachable(seat.peer, goodbye.reason or "goodbye")
+            self.unreachable(replica.peer, goodbye.reason or "goodbye")
             return
-        seat.draining = True
-        self._restand()
-        log.info("replica %s leaves once its %d requests have ended", seat.name, len(seat.running))
+        replica.draining = True
+        self._update_availability()
+        log.info("replica %s leaves once its %d requests have ended", replica.name, len(replica.running))
 
-    def _lose(self, seat: ReplicaState, why: str) -> None:
-        """Its requests go elsewhere with the tokens they have; what it still sends is not known any more."""
-        self.broadcasts.lost(seat.peer, why)
-        if seat.about is None:
+    def _lose(self, replica: ReplicaState, why: str) -> None:
+        """Its requests go to other replicas with the tokens they have; further messages of it are refused."""
+        self.broadcasts.lost(replica.peer, why)
+        if replica.register is None:
             return
-        if not seat.draining or seat.running:
+        if not replica.draining or replica.running:
             self.counts.replicas_lost += 1
-            log.warning("replica %s is gone: %s; %d of its requests go elsewhere", seat.name, why, len(seat.running))
-        self.dispatch.lose(seat)
+            num_running = len(replica.running)
+            log.warning("replica %s is gone: %s; %d of its requests go elsewhere", replica.name, why, num_running)
+        self.dispatch.lose(replica)
 
-    def _seated(self) -> list[ReplicaState]:
-        return [seat for seat in self._replicas.values() if seat.view is not None]
+    def _registered(self) -> list[ReplicaState]:
+        return [replica for replica in self._replicas.values() if replica.view is not None]
 
     def stats(self) -> dict[str, Any]:
-        """Counters, and every replica as it stands."""
+        """Counters, and the state of every replica."""
         router = self.dispatch.router
         return {
             **asdict(self.counts),
@@ -241,21 +252,21 @@ class CoordinatorCore:
             "clients": len(self._clients),
             "policy": None if router is None else router.policy.value,
             "alpha": None if router is None else router.alpha,
-            "replicas": [seat.describe() for seat in self._seated()],
+            "replicas": [replica.describe() for replica in self._registered()],
         }
 
     def check(self) -> None:
-        """Assert that the books agree."""
+        """Assert that every request is in one place."""
         self.dispatch.check(self._clients.values())
 
 
-def _what_is_wrong(seat: ReplicaState, about: protocol.Register) -> str:
-    if seat.view is not None:
+def _what_is_wrong(replica: ReplicaState, register: protocol.Register) -> str:
+    if replica.view is not None:
         return "it has registered before"
-    if about.capacity < 1 or about.block_size < 1:
-        return f"capacity {about.capacity}, block size {about.block_size}; both are at least 1"
-    if about.policy not in {policy.value for policy in Policy} or not 0.0 <= about.alpha <= 1.0:
-        return f"policy {about.policy[:40]!r} with alpha {about.alpha}"
+    if register.capacity < 1 or register.block_size < 1:
+        return f"capacity {register.capacity}, block size {register.block_size}; both are at least 1"
+    if register.policy not in {policy.value for policy in Policy} or not 0.0 <= register.alpha <= 1.0:
+        return f"policy {register.policy[:40]!r} with alpha {register.alpha}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""An engine as a replica sees it: what it is, how a request gets in (halfway, too), its outputs as they travel."""
+"""Adapts an engine to a replica: its description, adding requests (also continued ones), outputs as messages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.coordinator import protocol
@@ -16,12 +18,12 @@ from megatron_infer.outputs.request_output import CompletionOutput, Logprob, Req
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """What the coordinator is told of an engine."""
+class EngineInfo:
+    """An engine's description for the coordinator."""
 
     block_size: int
     capacity: int
-    """Requests it computes at once."""
+    """Most requests in one step."""
     root: bytes
     weight_version: int
     state: str
@@ -29,18 +31,18 @@ class EngineFacts:
     policy: str
     alpha: float
     num_requests: int
-    """Unfinished, whoever sent them."""
+    """Unfinished requests, also of others than the coordinator."""
     limits: dict[str, int] = field(default_factory=dict)
-    """max_sequence_length (prompt and answer), vocab_size, num_blocks, num_ranks (processes of the engine)."""
+    """max_sequence_length (prompt and output), vocab_size, num_blocks, num_ranks (processes of the engine)."""
     dtype: str = "float32"
-    """Of the weights."""
+    """Dtype of the weights."""
 
 
 class EngineAdapter(Protocol):
-    """What a replica needs of an engine; `DynamicInferenceEngine` has it.
+    """The engine that a replica serves; DynamicInferenceEngine is one.
 
-    Beside these it may have the controls (pause, suspend, ...), and, unless it is a DynamicInferenceEngine:
-    `replica_facts() -> Facts`, `prefix_changes: PrefixEvents | None` and `continue_request` (see below).
+    It may also have controls (pause, suspend, ...). An engine that is no DynamicInferenceEngine also has
+    `replica_info() -> EngineInfo`, and may have `prefix_events: PrefixEvents | None` and `continue_request` (below).
     """
 
     def add_request(
@@ -56,14 +58,14 @@ class EngineAdapter(Protocol):
     def step(self) -> list[RequestOutput]: ...
 
 
-def facts_of(engine: Any) -> EngineFacts:
-    """Facts of an engine, as it stands now."""
-    if hasattr(engine, "replica_facts"):
-        facts: EngineFacts = engine.replica_facts()
-        return facts
+def info_of(engine: Any) -> EngineInfo:
+    """The description of an engine now."""
+    if hasattr(engine, "replica_info"):
+        info: EngineInfo = engine.replica_info()
+        return info
     parts, config = engine.parts, engine.config
     lockstep = parts.rank_group.lockstep
-    return EngineFacts(
+    return EngineInfo(
         block_size=config.block_size_tokens,
         capacity=parts.sizes.max_requests,
         root=parts.root(),
@@ -79,7 +81,7 @@ def facts_of(engine: Any) -> EngineFacts:
 
 
 def can_step(engine: Any) -> bool:
-    """Whether the engine has a step to do. With weights that are half written it has none: its requests wait."""
+    """Whether the engine has a step to run; not while its weights are partly written."""
     lifecycle = getattr(engine, "lifecycle", None)
     return bool(engine.can_step()) and (lifecycle is None or lifecycle.torn is None)
 
@@ -95,7 +97,7 @@ def _limits_of(limits: Any, num_ranks: int) -> dict[str, int]:
 
 
 def stats_of(engine: Any) -> dict[str, Any]:
-    """The engine's own figures as plain values; {} for one that keeps none."""
+    """The engine's own figures as plain values; {} if it has none."""
     stats = engine.stats() if hasattr(engine, "stats") else {}
     values: dict[str, Any] = dict(stats) if isinstance(stats, dict) else dataclasses.asdict(stats)
     if hasattr(engine, "figures"):
@@ -103,11 +105,11 @@ def stats_of(engine: Any) -> dict[str, Any]:
     return values
 
 
-def prefix_changes_of(engine: Any) -> PrefixEvents | None:
-    """What tells of the engine's prefix cache; None when it has none."""
-    if hasattr(engine, "replica_facts"):
-        changes: PrefixEvents | None = getattr(engine, "prefix_changes", None)
-        return changes
+def prefix_events_of(engine: Any) -> PrefixEvents | None:
+    """The changes of the engine's prefix cache; None if it has no cache."""
+    if hasattr(engine, "replica_info"):
+        events: PrefixEvents | None = getattr(engine, "prefix_events", None)
+        return events
     context = engine.parts.context
     return PrefixEvents(context.pool) if context.prefix_caching else None
 
@@ -115,10 +117,10 @@ def prefix_changes_of(engine: Any) -> PrefixEvents | None:
 def continue_request(
     engine: Any, request_id: str, ids: list[int], params: SamplingParams, kept: Sequence[protocol.Kept], *, salt: str
 ) -> None:
-    """Let a DynamicInferenceEngine of one process go on with a request that another one began, as if it were its own.
+    """Have a DynamicInferenceEngine of one process continue a request that another engine began.
 
-    Its outputs in delta mode begin behind what is `kept`: penalties, stop texts that lie across the move, min_tokens,
-    text and draws are what they would have been. Raises RequestError, with nothing queued, when it does not fit here.
+    Its outputs in delta mode begin behind `kept`. Penalties, stop texts that span the move, min_tokens, text and
+    sampled tokens are as if the request had not moved. Raises RequestError, with nothing queued, if it does not fit.
     """
     from megatron_infer.scheduler.request import FinishReason, Status
 
@@ -126,7 +128,7 @@ def continue_request(
     members = parts.input_processor.build(request_id, ids, params, salt=salt)
     if len(kept) != len(members):
         raise RequestError(f"{len(kept)} samples to go on with, the request has n={len(members)}")
-    members[0].siblings = ()  # every sample has its own tokens to begin with
+    members[0].siblings = ()  # each sequence starts with tokens of its own
     for request, one in zip(members, kept, strict=True):
         request.tokens += protocol.bytes_to_ids(one.tokens)
         if one.finish_reason is not None:
@@ -151,72 +153,68 @@ def continue_request(
         engine.snapshot_manager.accepted(request_id)
 
 
-class _Sample:
-    """How much of a sample has been sent, or had been before it came here."""
+class _SentSequence:
+    """How much of a sequence has been sent, by this replica or one before."""
 
     def __init__(self, kept: protocol.Kept | None) -> None:
         self.num_tokens = 0 if kept is None else len(kept.tokens) // 4
-        self.closed = kept is not None and kept.finish_reason is not None
+        self.has_ended = kept is not None and kept.finish_reason is not None
         self.skip_tokens: list[int] = []
-        """Drawn elsewhere and still to be drawn here once more."""
+        """Tokens sampled by another replica that this one has to sample again, without sending them."""
         self.skip_chars = 0
 
 
 class ServedRequest:
-    """One request on its way through an engine: engine outputs in, wire outputs out."""
+    """One request at the engine: turns its outputs into messages."""
 
     def __init__(self, run: protocol.Run, params: SamplingParams) -> None:
         self.run, self.params = run, params
-        self._samples = [_Sample(run.kept[i] if run.kept else None) for i in range(params.n)]
-        self._told_prompt = run.prompt is not None
-        self._told_prompt_logprobs = params.prompt_logprobs is None
+        self._sequences = [_SentSequence(run.kept[i] if run.kept else None) for i in range(params.n)]
+        self._sent_prompt = run.prompt is not None
+        self._sent_prompt_logprobs = params.prompt_logprobs is None
         self.held: protocol.Output | None = None
-        """News that waits for more, of a client that does not stream."""
+        """Output held back to be sent with more, for a client that does not stream."""
 
     @property
     def id(self) -> str:
         return f"{self.run.incarnation}.{self.run.number}"
 
     def prepare(self, engine: Any) -> Future[Any] | None:
-        """What the engine would wait for at `begin`, if it is not done; None: nothing."""
+        """A future that `begin` would wait for, such as a grammar's; None: `begin` does not wait."""
         prepare = getattr(engine, "prepare", None)
         future: Future[Any] | None = None if prepare is None else prepare(self.params)
         return None if future is None or future.done() else future
 
     def begin(self, engine: Any) -> None:
-        """Put it into the engine. Raises what the engine refuses it with."""
+        """Add it to the engine. Raises what the engine refuses it with."""
         run, params = self.run, self.params
         ids = None if run.prompt is None else protocol.bytes_to_ids(run.prompt)
         if run.kept:
-            assert ids is not None, "a request that goes on has its token ids"
+            assert ids is not None, "a continued request has token ids"
             if hasattr(engine, "continue_request"):
                 engine.continue_request(self.id, ids, params, run.kept, salt=run.salt)
                 return
             if _is_one_process(engine):
                 continue_request(engine, self.id, ids, params, run.kept, salt=run.salt)
                 return
-            for sample, kept in zip(self._samples, run.kept, strict=True):  # drawn again, and not sent again
-                sample.skip_tokens = protocol.bytes_to_ids(kept.tokens)
-                sample.skip_chars = kept.num_chars
+            for sequence, kept in zip(self._sequences, run.kept, strict=True):  # sampled again, not sent again
+                sequence.skip_tokens = protocol.bytes_to_ids(kept.tokens)
+                sequence.skip_chars = kept.num_chars
         prompt: dict[str, Any] = {"prompt": run.text} if ids is None else {"prompt_token_ids": ids}
         if run.salt:
             prompt["cache_salt"] = run.salt
         engine.add_request(prompt, params, request_id=self.id, stream="delta")
 
-    def news(self, output: RequestOutput) -> protocol.Output | None:
-        """What an engine's delta output says to the client; None: nothing yet."""
-        pieces = []
-        for one in output.outputs:
-            piece = self._piece(one)
-            if piece is not None:
-                pieces.append(piece)
+    def message(self, output: RequestOutput) -> protocol.Output | None:
+        """The message of an engine's delta output; None: it has nothing to send."""
+        pieces = [piece for one in output.outputs if (piece := self._piece(one)) is not None]
         if not pieces and not output.finished:
             return None
         run, prompt, prompt_logprobs = self.run, None, None
-        if not self._told_prompt:
-            prompt, self._told_prompt = protocol.ids_to_bytes(output.prompt_token_ids), True
-        if not self._told_prompt_logprobs and output.prompt_logprobs is not None:
-            prompt_logprobs, self._told_prompt_logprobs = [_packed(one) for one in output.prompt_logprobs], True
+        if not self._sent_prompt:
+            prompt, self._sent_prompt = protocol.ids_to_bytes(output.prompt_token_ids), True
+        if not self._sent_prompt_logprobs and output.prompt_logprobs is not None:
+            prompt_logprobs, self._sent_prompt_logprobs = [_packed(one) for one in output.prompt_logprobs], True
         return protocol.Output(
             run.number,
             run.incarnation,
@@ -230,30 +228,30 @@ class ServedRequest:
             protocol.floats_to_bytes(output.pooled) if output.finished else None,
         )
 
-    def hold(self, news: protocol.Output) -> protocol.Output:
-        """Everything held so far with `news`, as one."""
-        self.held = news if self.held is None else _merged(self.held, news)
+    def hold(self, output: protocol.Output) -> protocol.Output:
+        """Hold an output back -> everything held, as one output."""
+        self.held = output if self.held is None else _merged(self.held, output)
         return self.held
 
     def _piece(self, one: CompletionOutput) -> protocol.Piece | None:
-        sample = self._samples[one.index]
-        if sample.closed:
+        sequence = self._sequences[one.index]
+        if sequence.has_ended:
             return None
         tokens, text, logprobs, first = one.token_ids, one.text, one.logprobs, 0
-        if sample.skip_tokens or sample.skip_chars:
-            count = min(len(tokens), len(sample.skip_tokens))
-            if tokens[:count] != sample.skip_tokens[:count]:
-                raise DrawnAnew(
-                    f"drew tokens {tokens[:count]} where another replica drew {sample.skip_tokens[:count]}: do both "
+        if sequence.skip_tokens or sequence.skip_chars:
+            count = min(len(tokens), len(sequence.skip_tokens))
+            if tokens[:count] != sequence.skip_tokens[:count]:
+                raise ResampledDifferently(
+                    f"drew tokens {tokens[:count]} where another replica drew {sequence.skip_tokens[:count]}: do both "
                     "have the same weights, and a model that computes the same in every batch?"
                 )
-            tokens, sample.skip_tokens, first = tokens[count:], sample.skip_tokens[count:], count
-            text, sample.skip_chars = text[sample.skip_chars :], max(0, sample.skip_chars - len(text))
+            tokens, sequence.skip_tokens, first = tokens[count:], sequence.skip_tokens[count:], count
+            text, sequence.skip_chars = text[sequence.skip_chars :], max(0, sequence.skip_chars - len(text))
             logprobs = None if logprobs is None else logprobs[count:]
         if not tokens and not text and one.finish_reason is None:
             return None
-        offset, sample.num_tokens = sample.num_tokens, sample.num_tokens + len(tokens)
-        sample.closed = one.finish_reason is not None
+        offset, sequence.num_tokens = sequence.num_tokens, sequence.num_tokens + len(tokens)
+        sequence.has_ended = one.finish_reason is not None
         return protocol.Piece(
             one.index,
             offset,
@@ -264,12 +262,12 @@ class ServedRequest:
             one.cumulative_logprob,
             None if logprobs is None else [_packed(entry) or [] for entry in logprobs],
             [(*span,) for span in one.spans],
-            *_carried(one, first),
+            *_details(one, first),
         )
 
 
-class DrawnAnew(InferenceError):
-    """A request that was moved drew other tokens than those its client already has."""
+class ResampledDifferently(InferenceError):
+    """A request that moved to another replica sampled other tokens than those its client already has."""
 
 
 def params_of(run: protocol.Run) -> SamplingParams:
@@ -278,23 +276,23 @@ def params_of(run: protocol.Run) -> SamplingParams:
 
 
 def _is_one_process(engine: Any) -> bool:
-    """Whether its books are this process's alone: ranks in lockstep are told of whole requests only."""
+    """Whether no other rank has to be told of its requests: ranks in lockstep can only add whole requests."""
     return hasattr(engine, "output_processor") and getattr(engine, "relay", None) is None
 
 
-def _carried(one: CompletionOutput, first: int) -> tuple[Any, Any, Any, Any]:
-    """The last four fields of a Piece, without the first `first` tokens."""
+def _details(one: CompletionOutput, first: int) -> tuple[Any, Any, Any, Any]:
+    """The last four fields of a Piece, from token `first` on."""
     raw, processed, support, routing = one.raw_logprobs, one.processed_logprobs, one.support, one.routing
-    among = None
+    packed = None
     if support is not None:
         import numpy as np
 
         lengths, words = np.diff(support.offsets[first:]), support.ids[support.offsets[first] :]
-        among = (support.vocab_size, lengths.tobytes(), words.tobytes())
+        packed = (support.vocab_size, lengths.tobytes(), words.tobytes())
     return (
         protocol.floats_to_bytes(None if raw is None else raw[first:]),
         protocol.floats_to_bytes(None if processed is None else processed[first:]),
-        among,
+        packed,
         None if routing is None else (routing.dtype.name, list(routing.shape), routing.tobytes()),
     )
 
@@ -311,37 +309,27 @@ def _merged(first: protocol.Output, second: protocol.Output) -> protocol.Output:
     for piece in second.pieces:
         before = pieces.get(piece.index)
         pieces[piece.index] = piece if before is None else _joined(before, piece)
-    return protocol.Output(
-        first.number,
-        first.incarnation,
-        list(pieces.values()),
-        second.finished,
-        second.refused,
-        second.error,
-        first.prompt if second.prompt is None else second.prompt,
-        max(first.num_cached, second.num_cached),
-        first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
-        second.pooled,
+    return msgspec.structs.replace(
+        second,
+        pieces=list(pieces.values()),
+        prompt=first.prompt if second.prompt is None else second.prompt,
+        num_cached=max(first.num_cached, second.num_cached),
+        prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
     )
 
 
 def _joined(first: protocol.Piece, second: protocol.Piece) -> protocol.Piece:
-    logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
-    support = second.support
+    """Two pieces of a sequence as one; fields that are not joined are the second's."""
+    raw, processed, support = second.raw_logprobs, second.processed_logprobs, second.support
     if first.support is not None and support is not None:
         support = (support[0] or first.support[0], first.support[1] + support[1], first.support[2] + support[2])
-    return protocol.Piece(
-        first.index,
-        first.offset,
-        first.tokens + second.tokens,
-        first.text + second.text,
-        second.finish_reason,
-        second.stop_reason,
-        second.cumulative_logprob,
-        logprobs,
-        second.spans,
-        None if second.raw_logprobs is None else (first.raw_logprobs or b"") + second.raw_logprobs,
-        None if second.processed_logprobs is None else (first.processed_logprobs or b"") + second.processed_logprobs,
-        support,
-        second.routing,
+    return msgspec.structs.replace(
+        second,
+        offset=first.offset,
+        tokens=first.tokens + second.tokens,
+        text=first.text + second.text,
+        logprobs=None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs],
+        raw_logprobs=None if raw is None else (first.raw_logprobs or b"") + raw,
+        processed_logprobs=None if processed is None else (first.processed_logprobs or b"") + processed,
+        support=support,
     )

@@ -1,4 +1,4 @@
-"""What the coordinator knows of its clients, its replicas and their requests."""
+"""The coordinator's state of its clients, its replicas and their requests; its options and counters."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from megatron_infer.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions:
-    """How a coordinator serves; wrong values raise ConfigError."""
+    """Options of a coordinator; an invalid value raises ConfigError."""
 
     policy: PrefixCachingCoordinatorPolicy | None = None
-    """None: what the config of the first replica says, with its alpha."""
+    """None: that of the first replica's config, with its alpha."""
     alpha: float | None = None
-    """None: that config's, too; 0.5 when the policy is given."""
+    """None: that of the first replica's config; 0.5 when the policy is given here."""
     key: bytes | None = None
-    """Shared secret that every peer must know. None: whoever reaches the port is served."""
+    """Shared secret that every peer must prove. None: every peer that reaches the port is served."""
     max_queue: int = 4096
-    """Requests that may wait here for a replica; beyond, they are refused."""
+    """Most requests that wait for a replica; further ones are refused."""
     max_attempts: int = 4
-    """Replicas a request may outlive before it is given up: it may be what kills them."""
+    """Most replicas that a request is sent to: it may be what makes them fail."""
     heartbeat_s: float = 0.5
     timeout_s: float = 5.0
-    """A replica or client that was silent so long is dead."""
+    """Seconds of silence after which a replica or client counts as dead."""
     step_timeout_s: float | None = 600.0
-    """An engine that is in one step so long is dead, whatever its heartbeat says. None: never."""
+    """Seconds in one step after which an engine counts as dead, despite its heartbeat. None: never."""
     max_message: int = MAX_MESSAGE
     seed: int = 0
-    """Requests without a seed get one derived from it, in the order they come."""
+    """Requests without a seed get one derived from this, in the order of arrival."""
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -57,7 +57,7 @@ class CoordinatorOptions:
 
 @dataclass(slots=True)
 class Progress:
-    """What a client has been sent of one sample, and where another replica goes on."""
+    """The output of one sequence that the client has, and that another replica continues from."""
 
     tokens: bytearray = field(default_factory=bytearray)
     num_chars: int = 0
@@ -65,7 +65,7 @@ class Progress:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def take(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:
         self.tokens += piece.tokens
         self.num_chars += len(piece.text)
         if piece.cumulative_logprob is not None:
@@ -83,11 +83,11 @@ class PendingRequest:
     client: ClientState
     submit: Submit
     seed: int
-    samples: list[Progress]
+    sequences: list[Progress]
     prompt: bytes | None
-    """Its token ids; None until a replica has told those of a text."""
+    """Its token ids; of a text None, until a replica has tokenized it."""
     number: int = 0
-    """Its number on the replica it is on; 0 while it waits."""
+    """Its number at its replica; 0 while it waits."""
     route: Route | None = None
     attempts: int = 0
     aborted: bool = False
@@ -95,16 +95,16 @@ class PendingRequest:
 
     @property
     def priority(self) -> int:
-        """Smaller is sooner."""
+        """A smaller value is scheduled sooner."""
         number: int = self.submit.params.get("priority", 0)
         return number
 
-    def stand_in(self, line: deque[PendingRequest]) -> None:
-        """Behind all of its priority, before those of larger ones."""
-        index = len(line)
-        while index and line[index - 1].priority > self.priority:
+    def insert_into(self, queue: deque[PendingRequest]) -> None:
+        """Behind all requests of its priority, before those of larger values."""
+        index = len(queue)
+        while index and queue[index - 1].priority > self.priority:
             index -= 1
-        line.insert(index, self)
+        queue.insert(index, self)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,23 +112,23 @@ class ClientState:
     peer: bytes
     name: str
     last_heard: float
-    entries: dict[int, PendingRequest] = field(default_factory=dict)
+    requests: dict[int, PendingRequest] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaState:
-    """A live replica. It is seated by its Register; until then `view` is None."""
+    """A connected replica; `register` and `view` are None until it registers."""
 
     peer: bytes
     name: str
     incarnation: int
     last_heard: float
-    about: Register | None = None
+    register: Register | None = None
     view: ReplicaView | None = None
     running: dict[int, PendingRequest] = field(default_factory=dict)
-    """By number: sent to it and not ended."""
+    """Requests sent to it and not ended, by number."""
     backlog: deque[PendingRequest] = field(default_factory=deque)
-    """Assigned to it, kept here while it is full."""
+    """Requests assigned to it and not sent yet, as it is full."""
     free_rows: int = 0
     weight_version: int = 0
     state: str = "running"
@@ -137,9 +137,9 @@ class ReplicaState:
 
     @property
     def limit(self) -> int:
-        """Requests to send it at once: a few more than it computes, so that it never waits for the next."""
-        assert self.about is not None
-        return self.about.capacity + max(1, self.about.capacity // 4)
+        """Most requests at the replica: a few more than it computes at once, so that it never waits for the next."""
+        assert self.register is not None
+        return self.register.capacity + max(1, self.register.capacity // 4)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -148,30 +148,30 @@ class ReplicaState:
             "state": "draining" if self.draining else self.state,
             "weight_version": self.weight_version,
             "running": len(self.running),
-            "waiting": sum(not entry.ended for entry in self.backlog),
-            "capacity": 0 if self.about is None else self.about.capacity,
+            "waiting": sum(not request.ended for request in self.backlog),
+            "capacity": 0 if self.register is None else self.register.capacity,
             "free_rows": self.free_rows,
             "cached_blocks": 0 if self.view is None else len(self.view.table),
-            "model": "" if self.about is None else self.about.model,
-            "limits": {} if self.about is None else self.about.limits,
-            "dtype": "" if self.about is None else self.about.dtype,
+            "model": "" if self.register is None else self.register.model,
+            "limits": {} if self.register is None else self.register.limits,
+            "dtype": "" if self.register is None else self.register.dtype,
             "stats": self.stats,
         }
 
 
 @dataclass(slots=True)
 class Counts:
-    """Since the coordinator started."""
+    """Counters since the coordinator started."""
 
     submitted: int = 0
     finished: int = 0
     refused: int = 0
-    """Not taken: the queue was full."""
+    """Refused because the queue was full."""
     resent: int = 0
-    """Sent once more because a replica was lost."""
+    """Sent again because a replica was lost."""
     replicas_lost: int = 0
     fenced: int = 0
-    """Messages dropped because their sender's incarnation was over."""
+    """Messages of earlier incarnations, dropped."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of those, served from a replica's prefix cache."""
+    """Those of `prompt_tokens` that a replica's prefix cache served."""

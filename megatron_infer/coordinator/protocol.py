@@ -1,17 +1,17 @@
-"""What coordinator, replicas and clients say to each other: typed messages in msgpack, one to a frame. No pickle.
+"""The messages between coordinator, replicas and clients: typed, in msgpack, one per frame; no pickle.
 
     client                      coordinator                       replica
       Hello ------------------->           <------------------- Hello
       <-- Challenge, Proof -->   (with a shared key)   <-- Proof, Challenge -->
       <--------------- Welcome             Welcome ------------------>
-                                           <---- Register (what it is, what it has cached)
+                                           <---- Register (its sizes), PrefixNews
       Submit ------------------>           Run --------------------->
       <---------------- Output             <---- Output, Beat, PrefixNews
       Control ----------------->           Command ----------------->
       <--------- ControlResult             <---- Done
 
-A message is an array whose first item names its type. A type that schema SCHEMA does not have, a field of another type
-and a frame beyond the limit are refused with a `Refused` that says which. Token ids travel as int32, little endian.
+A message is an array whose first item is its type: the class name in lower case. An unknown type, a field of another
+type and a frame beyond the limit are refused with a `Refused` that says which. Token ids are int32, little endian.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ for _needed in ("msgspec", "zmq"):
 import msgspec  # noqa: E402
 
 SCHEMA = 2
-"""Raised with every change that an older peer would misread; peers of another schema are refused at the hello."""
+"""Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
 DEFAULT_PORT = 5757
@@ -51,12 +51,12 @@ WEIGHT_COMMANDS = (
     "check_weights",
 )
 COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache", *WEIGHT_COMMANDS)
-"""What a `Control` may ask of replicas; those about weights of replicas that were given them."""
-assert sys.byteorder == "little", "token ids travel as they lie in memory, which is little endian"
+"""Commands of a `Control`. WEIGHT_COMMANDS need replicas that were given them (`Replica(commands=)`)."""
+assert sys.byteorder == "little", "token ids are sent as they are in memory, which must be little endian"
 
 
 def checked_address(address: str) -> str:
-    """`address` as it is. Raises ConfigError when it is not one that can be reached or listened at."""
+    """`address`, unchanged. Raises ConfigError unless it is tcp://HOST:PORT, ipc://PATH or inproc://NAME."""
     if not address.startswith(("tcp://", "ipc://", "inproc://")) or (
         address.startswith("tcp://") and ":" not in address[len("tcp://") :]
     ):
@@ -65,11 +65,11 @@ def checked_address(address: str) -> str:
 
 
 class CoordinatorError(InferenceError):
-    """Root of what can go wrong between a client, the coordinator and its replicas."""
+    """Base of errors between clients, the coordinator and its replicas."""
 
 
 class BadMessage(CoordinatorError, ValueError):
-    """Bytes that are no message of this schema."""
+    """Bytes that are not a message of this schema."""
 
 
 class MessageTooLarge(BadMessage):
@@ -81,15 +81,15 @@ class AccessRefused(CoordinatorError, PermissionError):
 
 
 class Overloaded(CoordinatorError):
-    """The coordinator's queue is full; the request was not taken."""
+    """The coordinator's queue is full; the request was refused."""
 
 
 class ConnectionLost(CoordinatorError, ConnectionError):
-    """The coordinator does not answer, or has forgotten this peer."""
+    """The coordinator does not answer, or has removed this peer."""
 
 
 class ReplicaLost(CoordinatorError):
-    """Every replica that took the request has died."""
+    """Every replica that the request was sent to has died."""
 
 
 class ControlFailed(CoordinatorError, RuntimeError):
@@ -117,7 +117,7 @@ class Hello(_Message):
 
 
 class Challenge(_Message):
-    """The coordinator has a key: prove that you know it."""
+    """The coordinator has a key, which the peer must prove to know."""
 
     nonce: bytes
 
@@ -127,8 +127,8 @@ class Proof(_Message):
 
 
 class Welcome(_Message):
-    """mac: the coordinator's own proof, b"" without a key. incarnation: of this peer; a replica says it with all it
-    sends, and what carries an older one is dropped."""
+    """mac: the coordinator's own proof, b"" without a key. incarnation: of this peer; a replica sends it with every
+    message, and messages with an older one are dropped."""
 
     incarnation: int
     mac: bytes
@@ -156,18 +156,18 @@ class Pong(_Message):
 
 
 class Kept(_Message):
-    """What a sample has so far; the request goes on behind it."""
+    """The output of one sequence so far; the request continues behind it."""
 
     tokens: bytes
     num_chars: int = 0
-    """Characters of text that were handed out."""
+    """Characters of text that the client has."""
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
 class Submit(_Message):
-    """A client's request; exactly one of prompt (token ids) and text. id: the client's own number."""
+    """A client's request, with either prompt (token ids) or text. id: the client's own number."""
 
     id: int
     prompt: bytes | None
@@ -179,7 +179,7 @@ class Submit(_Message):
 
 
 class Run(_Message):
-    """A request for a replica. number: the coordinator's, new with every attempt. kept: one a sample, [] at first."""
+    """A request for a replica. number: the coordinator's, new for each attempt. kept: one per sequence, [] at first."""
 
     number: int
     incarnation: int
@@ -193,7 +193,7 @@ class Run(_Message):
 
 
 class Piece(_Message):
-    """What is new of one sample. offset: tokens of it that came before."""
+    """What is new in one sequence. offset: number of its tokens before this piece."""
 
     index: int
     offset: int
@@ -203,36 +203,36 @@ class Piece(_Message):
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[list[tuple[int, float, int | None, str | None]]] | None = None
-    """Of each token: (token id, logprob, rank, text), the drawn one first."""
+    """For each token (token id, logprob, rank, text) of several, the sampled one first."""
     spans: list[tuple[int, int, int, int]] = []
     raw_logprobs: bytes | None = None
-    """Of each token, fp32; the processed ones likewise."""
+    """One per token, fp32; processed_logprobs too."""
     processed_logprobs: bytes | None = None
     support: tuple[int, bytes, bytes] | None = None
-    """Of a TokenSupport of these tokens: vocabulary size, words of each token and the words, int32."""
+    """A TokenSupport of these tokens: vocabulary size, number of words per token, the words; int32."""
     routing: tuple[str, list[int], bytes] | None = None
-    """With the last piece: dtype (uint8, uint16), shape and content of the whole sample's."""
+    """With the last piece, for the whole sequence: dtype (uint8, uint16), shape, content."""
 
 
 class Failure(_Message):
-    """An error by the name of its class."""
+    """An error. kind: the name of its class."""
 
     kind: str
     message: str
 
 
 class Output(_Message):
-    """News of a request. number: the coordinator's on its way there, the client's own on its way to the client."""
+    """New output of a request. number: the coordinator's from a replica, the client's own to the client."""
 
     number: int
     incarnation: int
     pieces: list[Piece]
     finished: bool
     refused: Failure | None = None
-    """It was not taken at all."""
+    """Why the request was not accepted."""
     error: Failure | None = None
     prompt: bytes | None = None
-    """Token ids of a prompt that came as text, with the first output."""
+    """Token ids of a prompt given as text, with the first output."""
     num_cached: int = 0
     prompt_logprobs: list[list[tuple[int, float, int | None, str | None]] | None] | None = None
     pooled: bytes | None = None
@@ -240,20 +240,20 @@ class Output(_Message):
 
 
 class Abort(_Message):
-    """Client to coordinator: end a request; what it has comes as its last output."""
+    """Client to coordinator: end a request; its last output has the tokens so far."""
 
     id: int
 
 
 class Cancel(_Message):
-    """Coordinator to replica. silent: nobody waits for what it has."""
+    """Coordinator to replica: end a request. silent: without a last output."""
 
     number: int
     silent: bool
 
 
 class Goodbye(_Message):
-    """A client leaves (its requests are aborted), or a replica does: draining ends what it has and takes no more."""
+    """A client leaves and its requests are aborted; or a replica leaves. draining: once its requests have finished."""
 
     draining: bool = False
     reason: str = ""
@@ -263,7 +263,7 @@ class Goodbye(_Message):
 
 
 class Register(_Message):
-    """What a replica is. Its cached prefixes follow as PrefixNews."""
+    """A replica's sizes and state. Its cached prefixes follow as PrefixNews."""
 
     incarnation: int
     block_size: int
@@ -275,28 +275,28 @@ class Register(_Message):
     policy: str
     alpha: float
     limits: dict[str, int] = {}
-    """What requests are held against: max_sequence_length, vocab_size, num_blocks."""
+    """Limits on requests: max_sequence_length, vocab_size, num_blocks, num_ranks."""
     dtype: str = ""
-    """Of the weights."""
+    """Dtype of the weights."""
 
 
 class Beat(_Message):
-    """I am alive. step_s: how long the engine has been in the step it is in."""
+    """A replica's heartbeat. step_s: seconds that the engine has been in its present step."""
 
     incarnation: int
     free_rows: int
     foreign: int
-    """Requests it has that no coordinator sent."""
+    """Requests that the coordinator did not send."""
     root: bytes
     weight_version: int
     state: str
     step_s: float
     stats: dict[str, Any] = {}
-    """Its engine's own figures, see `served.stats_of`; {}: as they were."""
+    """Figures of its engine, see `engine_adapter.stats_of`; {}: unchanged."""
 
 
 class PrefixNews(_Message):
-    """Apply in this order: root, reset, forgotten, published (digests one behind the other)."""
+    """Changes of a prefix cache, in this order: root, reset, forgotten, published (concatenated digests)."""
 
     incarnation: int
     root: bytes
@@ -326,7 +326,7 @@ class Command(_Message):
 
 
 class Answer(_Message):
-    """What a replica made of a command. kind: the error's class."""
+    """A replica's answer to a command. kind: the name of the error's class."""
 
     ok: bool
     kind: str = ""
@@ -348,7 +348,7 @@ class ControlResult(_Message):
 
 
 class Query(_Message):
-    """How do you stand?"""
+    """Asks for a Report."""
 
     id: int
 
@@ -389,7 +389,7 @@ _tags = {kind.__name__.lower() for kind in Message.__args__}
 
 
 def encode(message: Message, *, limit: int = MAX_MESSAGE) -> bytes:
-    """The frame of a message. Raises MessageTooLarge."""
+    """Encode a message as a frame. Raises MessageTooLarge."""
     frame = _encoder.encode(message)
     if len(frame) > limit:
         kind = type(message).__name__
@@ -398,7 +398,7 @@ def encode(message: Message, *, limit: int = MAX_MESSAGE) -> bytes:
 
 
 def decode(frame: bytes, *, limit: int = MAX_MESSAGE) -> Message:
-    """The message in a frame. Raises BadMessage, which says what is wrong with it."""
+    """Decode a frame. Raises BadMessage, which says what is wrong with it."""
     if len(frame) > limit:
         raise MessageTooLarge(f"a message of {len(frame):,} bytes, the limit is {limit:,}; send less at once")
     try:
@@ -410,7 +410,7 @@ def decode(frame: bytes, *, limit: int = MAX_MESSAGE) -> Message:
 def _what_is_wrong(frame: bytes, error: BaseException) -> str:
     try:
         tag = msgspec.msgpack.decode(frame)[0]
-    except Exception:  # whatever these bytes are, they are not ours
+    except Exception:  # not msgpack, or not an array
         return f"{len(frame):,} bytes that are no message (msgpack array expected)"
     if not isinstance(tag, str) or tag not in _tags:
         return f"messages of type {str(tag)[:40]!r} are unknown to schema {SCHEMA}; known: {', '.join(sorted(_tags))}"
@@ -418,7 +418,7 @@ def _what_is_wrong(frame: bytes, error: BaseException) -> str:
 
 
 def schema_of(frame: bytes) -> int | None:
-    """The schema that a hello names, of whichever schema the hello itself is; None: it is no hello."""
+    """The schema in a hello of any schema; None: the frame is no hello."""
     try:
         tag, schema = msgspec.msgpack.decode(frame)[:2]
     except Exception:
@@ -440,7 +440,7 @@ def bytes_to_ids(data: bytes) -> list[int]:
 
 
 def floats_to_bytes(values: Sequence[float] | None) -> bytes | None:
-    """As fp32, which log probabilities are."""
+    """As fp32, the precision of logprobs."""
     return None if values is None else array("f", values).tobytes()
 
 
@@ -461,8 +461,11 @@ def new_nonce() -> bytes:
 
 
 def proof(key: bytes, side: str, peer_nonce: bytes, coordinator_nonce: bytes) -> bytes:
-    """Shows knowledge of the key without sending it; side ("client", "replica", "coordinator") keeps it from being
-    sent back. It guards the hello: what follows is neither signed nor hidden (use a private network or a tunnel)."""
+    """Proves knowledge of the key without sending it.
+
+    side ("client", "replica", "coordinator") prevents that a proof is sent back. Only the handshake is protected: later
+    messages are neither signed nor encrypted (use a private network or a tunnel).
+    """
     return hmac.new(key, b"|".join([side.encode(), peer_nonce, coordinator_nonce]), hashlib.sha256).digest()
 
 
@@ -475,9 +478,9 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def error_of(failure: Failure) -> InferenceError:
-    """An error of the class of that name with that message; of the family's root when the class is not known here."""
+    """An InferenceError of the class of that name; a CoordinatorError when the class is not known here."""
     known: list[type[InferenceError]] = [InferenceError]
     for cls in known:
         known += cls.__subclasses__()
     cls = next((cls for cls in known if cls.__name__ == failure.kind), CoordinatorError)
-    return cls.__new__(cls, failure.message)  # its own arguments are gone, its message is not
+    return cls.__new__(cls, failure.message)  # without __init__, whose arguments are not known

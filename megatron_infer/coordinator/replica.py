@@ -1,10 +1,10 @@
-"""A replica: an engine behind a coordinator. The caller's thread steps the engine, another one talks.
+"""A replica: an engine behind a coordinator. The caller's thread steps the engine, another one owns the connection.
 
     with Replica(engine, "tcp://127.0.0.1:5757") as replica:
         replica.run()                      # until stop(), or drain() and the last request has ended
 
-Heartbeats come from the talking thread: a long step is not death, a stopped process is. When the coordinator has lost
-sight of it, the replica aborts what it was given (others go on with it) and registers anew.
+Heartbeats come from the connection's thread, so that a long step does not count as death, but a stopped process does.
+When the coordinator has removed it, the replica aborts its requests, which others continue, and registers again.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 from megatron_infer.context.prefix_events import PrefixReport
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.commands import obey
-from megatron_infer.coordinator.connection import CoordinatorLink
+from megatron_infer.coordinator.commands import execute
+from megatron_infer.coordinator.connection import CoordinatorConnection
 from megatron_infer.coordinator.engine_adapter import (
     EngineAdapter,
-    EngineFacts,
+    EngineInfo,
     ServedRequest,
     can_step,
-    facts_of,
+    info_of,
     params_of,
-    prefix_changes_of,
+    prefix_events_of,
     stats_of,
 )
 from megatron_infer.errors import InferenceError, UnknownRequest
@@ -37,15 +37,13 @@ from megatron_infer.outputs.request_output import RequestOutput
 log = logging.getLogger("megatron_infer.coordinator")
 
 HOLD_S = 0.25
-"""How long tokens for a client that does not stream may wait here for more; they would be drawn again if lost."""
-
-
-MAX_NEWS = 1 << 14
-"""Digests in one message."""
+"""Seconds that tokens for a client that does not stream are held back; if lost, they are sampled again."""
+MAX_DIGESTS = 1 << 14
+"""Most digests in one message."""
 
 
 class Replica:
-    """Serves a coordinator's requests with `engine`. Raises AccessRefused from `run` when it is not let in."""
+    """Serves a coordinator's requests with `engine`. `run` raises AccessRefused if the coordinator refuses it."""
 
     def __init__(
         self,
@@ -57,16 +55,16 @@ class Replica:
         timeout_s: float = 10.0,
         commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """commands: what it obeys beside the engine's own controls, by name (`wire.COMMANDS`)."""
+        """commands: further ones than the engine's methods, by name (`protocol.COMMANDS`)."""
         self.engine = engine
         self._commands = dict(commands or {})
-        self._changes = prefix_changes_of(engine)
+        self._prefix_events = prefix_events_of(engine)
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
-        self._preparing: dict[int, protocol.Cancel | None] = {}  # wait for their grammars, perhaps cancelled meanwhile
-        self._incarnation = self._welcomed_as = 0  # what the engine's thread knows of, and the talking one
+        self._preparing: dict[int, protocol.Cancel | None] = {}  # waiting for grammars; the message that cancelled them
+        self._incarnation = self._welcomed_as = 0  # as the engine's thread and the connection's thread know it
         self._num_foreign = 0
-        self._facts: EngineFacts = facts_of(engine)
+        self._info: EngineInfo = info_of(engine)
         self._step_began: float | None = None
         self._inbox: deque[tuple[float, protocol.Message | int | None]] = deque()
         self._wake = threading.Condition()
@@ -74,13 +72,15 @@ class Replica:
         self._failure: BaseException | None = None
         self._next_flush = self._next_stats = 0.0
         self._stats: dict[str, Any] = {}
-        self.link = CoordinatorLink(coordinator, self, role="replica", name=name, key=key, timeout_s=timeout_s)
+        self.connection = CoordinatorConnection(
+            coordinator, self, role="replica", name=name, key=key, timeout_s=timeout_s
+        )
 
     # ------------------------------------------------------------------ for the caller
 
     def run(self) -> None:
         """Serve until `stop`, or until `drain` is done. An error of the engine's loop passes through."""
-        self.link.start()
+        self.connection.start()
         reason = "it was stopped"
         try:
             while self._take_messages():
@@ -97,18 +97,18 @@ class Replica:
             raise
         finally:
             self._abort_all()
-            self.link.close(protocol.Goodbye(reason=reason))
+            self.connection.close(protocol.Goodbye(reason=reason))
 
     def stop(self) -> None:
-        """End after the step under way; others go on with its requests. From any thread or a signal handler."""
+        """End after the present step; others continue its requests. From any thread or a signal handler."""
         self._stopping = True
-        self.link.ring()
+        self.connection.wake()
         self._post(None)
 
     def drain(self) -> None:
-        """Take no more requests and end when those under way have; from any thread."""
+        """Take no more requests, and end when the running ones have; from any thread."""
         self._draining = True
-        self.link.send(protocol.Goodbye(draining=True))
+        self.connection.send(protocol.Goodbye(draining=True))
         self._post(None)
 
     def __enter__(self) -> Replica:
@@ -117,10 +117,10 @@ class Replica:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    # ------------------------------------------------------------------ the talking thread
+    # ------------------------------------------------------------------ the connection's thread
 
     def on_welcome(self, welcome: protocol.Welcome) -> Sequence[protocol.Message]:
-        self._welcomed_as = welcome.incarnation  # the engine may be in a long step: it is alive all the same
+        self._welcomed_as = welcome.incarnation  # at once: the engine may be in a long step
         self._post(welcome.incarnation)
         return ()
 
@@ -134,20 +134,20 @@ class Replica:
         self._post(0)
 
     def beat(self) -> protocol.Message:
-        facts, began = self._facts, self._step_began
+        info, began = self._info, self._step_began
         return protocol.Beat(
             self._welcomed_as,
-            max(0, facts.capacity - facts.num_requests),
+            max(0, info.capacity - info.num_requests),
             self._num_foreign,
-            facts.root,
-            facts.weight_version,
-            facts.state,
+            info.root,
+            info.weight_version,
+            info.state,
             0.0 if began is None else time.monotonic() - began,
             self._stats,
         )
 
     def _post(self, message: protocol.Message | int | None) -> None:
-        """To the engine's thread: a message, a new incarnation, or just a nudge."""
+        """Pass a message or a new incarnation to the engine's thread; None only wakes it."""
         with self._wake:
             self._inbox.append((time.monotonic(), message))
             self._wake.notify()
@@ -155,18 +155,18 @@ class Replica:
     # ------------------------------------------------------------------ the engine's thread
 
     def _take_messages(self) -> bool:
-        """Apply what has come, waiting while there is nothing to compute -> False when it is time to end."""
+        """Apply the messages, waiting for one if there is no step to run -> False when it is time to end."""
         while not self._stopping:
             with self._wake:
                 if not self._inbox and not can_step(self.engine) and not self._may_end():
-                    self._wake.wait(HOLD_S if self._held() else None)
+                    self._wake.wait(HOLD_S if self._has_held() else None)
                 messages = list(self._inbox)
                 self._inbox.clear()
             for came, message in messages:
                 self._apply(came, message)
             if messages:
-                self._look()
-            if can_step(self.engine) or self._held() or self._may_end():
+                self._report_changes()
+            if can_step(self.engine) or self._has_held() or self._may_end():
                 return not self._stopping
         return False
 
@@ -184,46 +184,35 @@ class Replica:
         elif isinstance(message, protocol.Cancel):
             self._cancel(message)
         elif isinstance(message, protocol.Command) and message.incarnation == self._incarnation:
-            answer = obey(self.engine, self._commands, message, came)
-            self._look()  # first: whoever has the answer sees the state that it led to
-            self.link.send(protocol.Done(message.number, message.incarnation, answer))
+            answer = execute(self.engine, self._commands, message, came)
+            self._report_changes()  # before the answer, so that the coordinator has the new state with it
+            self.connection.send(protocol.Done(message.number, message.incarnation, answer))
         elif isinstance(message, protocol.Refused):
-            log.error("the coordinator refuses what this replica said: %s", message.message)
+            log.error("the coordinator refuses a message of this replica: %s", message.message)
 
     def _register(self) -> None:
-        facts = self._facts = facts_of(self.engine)
-        self.link.send(
-            protocol.Register(
-                self._incarnation,
-                facts.block_size,
-                facts.capacity,
-                facts.root,
-                facts.weight_version,
-                facts.state,
-                facts.model,
-                facts.policy,
-                facts.alpha,
-                facts.limits,
-                facts.dtype,
-            )
-        )
-        if self._changes is not None:
-            self._tell_prefixes(self._changes.everything())
+        info = self._info = info_of(self.engine)
+        fields = {name: getattr(info, name) for name in protocol.Register.__struct_fields__ if name != "incarnation"}
+        self.connection.send(protocol.Register(incarnation=self._incarnation, **fields))
+        if self._prefix_events is not None:
+            self._send_prefix_news(self._prefix_events.everything())
         if self._draining:
-            self.link.send(protocol.Goodbye(draining=True))
+            self.connection.send(protocol.Goodbye(draining=True))
 
     def _begin(self, run: protocol.Run) -> None:
         try:
             request = ServedRequest(run, params_of(run))
             preparing = request.prepare(self.engine)
-            if preparing is not None:  # it comes again, so that steps go on meanwhile
+            if preparing is not None:  # posted again when it is prepared; steps go on meanwhile
                 self._preparing.setdefault(run.number)
                 preparing.add_done_callback(lambda _: self._post(run))
                 return
             request.begin(self.engine)
         except (InferenceError, NotImplementedError) as error:
             self._preparing.pop(run.number, None)
-            self.link.send(protocol.Output(run.number, run.incarnation, [], True, refused=protocol.failure_of(error)))
+            self.connection.send(
+                protocol.Output(run.number, run.incarnation, [], True, refused=protocol.failure_of(error))
+            )
             return
         self._requests[request.id] = self._numbers[run.number] = request
         cancel = self._preparing.pop(run.number, None)
@@ -238,7 +227,7 @@ class Replica:
             return
         try:
             output = self.engine.abort(request.id)
-        except UnknownRequest:  # a pause has ended it, and the next step hands it out
+        except UnknownRequest:  # a pause has ended it; the next step returns its output
             return
         if cancel.silent:
             del self._requests[request.id], self._numbers[cancel.number]
@@ -255,43 +244,43 @@ class Replica:
             request = self._requests.get(output.request_id)
             if request is not None:
                 self._deliver(request, output)
-        self._look()
+        self._report_changes()
 
     def _deliver(self, request: ServedRequest, output: RequestOutput) -> None:
         try:
-            news = request.news(output)
+            message = request.message(output)
         except InferenceError as error:
             if not output.finished:
                 self.engine.abort(request.id)
             run = request.run
-            news = protocol.Output(run.number, run.incarnation, [], True, error=protocol.failure_of(error))
-        if news is None:
+            message = protocol.Output(run.number, run.incarnation, [], True, error=protocol.failure_of(error))
+        if message is None:
             return
-        if request.held is not None or not (request.run.stream or news.finished):
-            news = request.hold(news)
-        if not (request.run.stream or news.finished):
+        if request.held is not None or not (request.run.stream or message.finished):
+            message = request.hold(message)
+        if not (request.run.stream or message.finished):
             return
-        if news.finished:
+        if message.finished:
             del self._requests[request.id], self._numbers[request.run.number]
-        self._send(news)
+        self._send(message)
 
-    def _send(self, news: protocol.Output) -> None:
+    def _send(self, message: protocol.Output) -> None:
         try:
-            self.link.send(news)
-        except protocol.MessageTooLarge as error:  # hundreds of logprobs for each of many thousand tokens
+            self.connection.send(message)
+        except protocol.MessageTooLarge as error:  # such as hundreds of logprobs for thousands of tokens
             refused = protocol.failure_of(error)
-            self.link.send(protocol.Output(news.number, news.incarnation, [], True, error=refused))
-            request = self._numbers.pop(news.number, None)
+            self.connection.send(protocol.Output(message.number, message.incarnation, [], True, error=refused))
+            request = self._numbers.pop(message.number, None)
             if request is not None:
                 self._requests.pop(request.id, None)
                 with contextlib.suppress(InferenceError):
                     self.engine.abort(request.id)
 
-    def _held(self) -> bool:
+    def _has_held(self) -> bool:
         return any(request.held is not None for request in self._requests.values())
 
     def _flush(self, now: float) -> None:
-        """Send what is held, now and then: those tokens are kept should this replica be lost."""
+        """Send what is held, every HOLD_S seconds: sent tokens survive the loss of this replica."""
         if now < self._next_flush:
             return
         self._next_flush = now + HOLD_S
@@ -300,32 +289,32 @@ class Replica:
             if held is not None:
                 self._send(held)
 
-    def _look(self) -> None:
-        """After a step or commands: tell what has changed."""
+    def _report_changes(self) -> None:
+        """Send what a step or command has changed: state, weight version, prefixes."""
         if not self._incarnation:
             return
-        before, facts = self._facts, facts_of(self.engine)
-        self._facts, self._num_foreign = facts, max(0, facts.num_requests - len(self._requests))
+        before, info = self._info, info_of(self.engine)
+        self._info, self._num_foreign = info, max(0, info.num_requests - len(self._requests))
         now = time.monotonic()
-        if now >= self._next_stats or not facts.num_requests or before.state != facts.state:
+        if now >= self._next_stats or not info.num_requests or before.state != info.state:
             self._next_stats, self._stats = now + HOLD_S, stats_of(self.engine)
-        if (before.root, before.weight_version, before.state) != (facts.root, facts.weight_version, facts.state):
-            self.link.send(self.beat())
-        if self._changes is not None:
-            report = self._changes.take()
+        if (before.root, before.weight_version, before.state) != (info.root, info.weight_version, info.state):
+            self.connection.send(self.beat())
+        if self._prefix_events is not None:
+            report = self._prefix_events.take()
             if report is not None:
-                self._tell_prefixes(report)
+                self._send_prefix_news(report)
 
-    def _tell_prefixes(self, report: PrefixReport) -> None:
-        root, reset = self._facts.root, report.reset
+    def _send_prefix_news(self, report: PrefixReport) -> None:
+        root, reset = self._info.root, report.reset
         forgotten, published = list(report.forgotten), list(report.published)
         while reset or forgotten or published:
-            parts = [b"".join(digests[:MAX_NEWS]) for digests in (forgotten, published)]
-            self.link.send(protocol.PrefixNews(self._incarnation, root, reset, *parts))
-            reset, forgotten, published = False, forgotten[MAX_NEWS:], published[MAX_NEWS:]
+            parts = [b"".join(digests[:MAX_DIGESTS]) for digests in (forgotten, published)]
+            self.connection.send(protocol.PrefixNews(self._incarnation, root, reset, *parts))
+            reset, forgotten, published = False, forgotten[MAX_DIGESTS:], published[MAX_DIGESTS:]
 
     def _abort_all(self) -> None:
-        """Others go on with them, or nobody waits."""
+        """Abort every request: other replicas continue it, or its client is gone."""
         for request_id in list(self._requests):
             with contextlib.suppress(InferenceError):
                 self.engine.abort(request_id)

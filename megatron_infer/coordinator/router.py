@@ -1,8 +1,8 @@
-"""Which replica a request goes to: what each has cached, how full it is, whose turn it is. Pure Python.
+"""Chooses a replica for each request, by its cached prefixes, its load, or in turn. Pure Python.
 
-A replica's table holds the digests of blocks that its cache can be hit with, under the same hash chain as the cache
-itself (`context.prefix_hash`), and follows what the replica reports: published, forgotten, reset, another root (weights
-changed). Blocks that a request under way is going to publish count as held until it ends.
+A replica's table holds the digests of its cached blocks, with the hash chain of the cache (`context.prefix_hash`). It
+follows the replica's reports: published, forgotten, reset, another root (weights changed). Blocks that a running
+request will publish count as held until it ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_infer.context.prefix_hash import TOKEN_SIZE, digest_of, salted
 from megatron_infer.errors import ConfigError, UnknownRequest
 
 MAX_DIGESTS = 1 << 17
-"""Digests kept of one replica, oldest forgotten first: 2 million tokens in blocks of 16."""
+"""Most digests per replica, oldest forgotten first: 2 million tokens in blocks of 16."""
 
 
 def chain_of(root: bytes, salt: str, tokens: bytes, block_size: int) -> list[bytes]:
-    """Digests of the full blocks of a prompt that a cache may serve: never the last token's.
+    """Digests of a prompt's full blocks that a cache may serve, which excludes the last token's block.
 
     tokens: int32 in the machine's order, as `array("i").tobytes()` gives them.
     """
@@ -34,7 +34,7 @@ def chain_of(root: bytes, salt: str, tokens: bytes, block_size: int) -> list[byt
 
 
 class PrefixTable:
-    """Digests that one replica's cache can be hit with; the least recently used go when there are too many."""
+    """Digests of one replica's cached blocks; beyond the limit the least recently used are dropped."""
 
     def __init__(self, limit: int = MAX_DIGESTS) -> None:
         assert limit >= 1, f"a table of {limit} digests"
@@ -49,7 +49,7 @@ class PrefixTable:
         return digest in self._stamps or digest in self._expected
 
     def publish(self, digests: Sequence[bytes], stamp: int) -> None:
-        """Digests in the order of their chains; a parent outlives its children."""
+        """Add digests, given in the order of their chains; a parent is dropped after its children."""
         for digest in reversed(digests):
             self._stamps[digest] = stamp
             self._stamps.move_to_end(digest)
@@ -61,17 +61,17 @@ class PrefixTable:
             self._stamps.pop(digest, None)
 
     def clear(self) -> None:
-        """The cache was reset, or its content belongs to other weights."""
+        """The cache was reset, or belongs to other weights."""
         self._stamps.clear()
         self._expected.clear()
 
     def expect(self, chain: Iterable[bytes]) -> None:
-        """A request that will publish `chain` is on its way."""
+        """A request that will publish `chain` was assigned."""
         for digest in chain:
             self._expected[digest] = self._expected.get(digest, 0) + 1
 
     def expect_no_more(self, chain: Iterable[bytes]) -> None:
-        """That request has ended: what it published was reported meanwhile."""
+        """That request has ended; the replica has reported what it published."""
         for digest in chain:
             count = self._expected.get(digest, 0) - 1
             if count > 0:
@@ -80,7 +80,7 @@ class PrefixTable:
                 self._expected.pop(digest, None)
 
     def match(self, chain: Sequence[bytes]) -> int:
-        """Leading blocks of `chain` that are held or on their way."""
+        """How many leading blocks of `chain` are held or expected."""
         stamps, expected = self._stamps, self._expected
         for count, digest in enumerate(chain):
             if digest not in stamps and digest not in expected:
@@ -88,7 +88,7 @@ class PrefixTable:
         return len(chain)
 
     def recency(self, digest: bytes) -> int:
-        """When it was used last; 0 if it is only expected."""
+        """Stamp of its last use; 0 if it is only expected."""
         return self._stamps.get(digest, 0)
 
     def touch(self, chain: Sequence[bytes], stamp: int) -> None:
@@ -103,14 +103,14 @@ class Availability(Enum):
 
     OPEN = "open"
     RESERVE = "reserve"
-    """Only while none is open: it stands still (paused, suspended) and requests would wait."""
+    """Gets requests only while none is open: it is paused or suspended, and requests would wait."""
     CLOSED = "closed"
-    """None: it is leaving, or computes with weights that are out of date."""
+    """Gets no requests: it is draining, or has old weights."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ReplicaView:
-    """What the router knows of a replica."""
+    """The router's state of a replica."""
 
     key: Hashable
     index: int
@@ -120,22 +120,22 @@ class ReplicaView:
     block_size: int
     root: bytes
     table: PrefixTable
-    standing: Availability = Availability.OPEN
+    availability: Availability = Availability.OPEN
     load: int = 0
     """Requests assigned to it and not ended."""
     foreign: int = 0
-    """Requests it got elsewhere."""
+    """Requests that it got from elsewhere."""
     last_assigned: int = 0
 
     @property
     def free_share(self) -> float:
-        """1 when idle, 0 when every row is taken, less when requests wait there."""
+        """1 when idle, 0 when every row is in use, less when requests wait there."""
         return 1.0 - (self.load + self.foreign) / self.capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A choice: where to, and which blocks it will publish there."""
+    """The replica chosen for a request, and the blocks it will publish there."""
 
     key: Hashable
     chain: Sequence[bytes] = ()
@@ -145,7 +145,7 @@ class Route:
 
 @dataclass(slots=True)
 class Router:
-    """Chooses replicas by one policy; `assign` and `release` tell it what became of a choice."""
+    """Chooses replicas by one policy; the caller reports each choice with `assign`, and its end with `release`."""
 
     policy: Policy = Policy.FIRST_PREFIX_BLOCK
     alpha: float = 0.5
@@ -161,7 +161,7 @@ class Router:
             raise ConfigError(f"alpha is {self.alpha}, it must be between 0 and 1")
 
     def join(self, key: Hashable, *, capacity: int, block_size: int, root: bytes) -> ReplicaView:
-        """A replica that may be chosen from now on; its table is empty until it reports."""
+        """Add a replica; its table is empty until it reports."""
         if key in self.replicas:
             raise ConfigError(f"replica {key!r} is there already")
         if capacity < 1 or block_size < 1:
@@ -175,7 +175,7 @@ class Router:
         return view
 
     def leave(self, key: Hashable) -> None:
-        """Forget a replica and its table; routes to it need no release."""
+        """Remove a replica and its table; routes to it need no release."""
         self.replicas.pop(key, None)
 
     def report(
@@ -186,7 +186,7 @@ class Router:
         published: Sequence[bytes] = (),
         forgotten: Iterable[bytes] = (),
     ) -> None:
-        """What a replica's cache holds since its last report."""
+        """Changes of a replica's cache since its last report."""
         table = self._view(key).table
         if reset:
             table.clear()
@@ -194,14 +194,14 @@ class Router:
         table.publish(published, self._tick())
 
     def set_root(self, key: Hashable, root: bytes) -> None:
-        """Another root: other weights. Nothing published before can be hit by what comes now."""
+        """Another root means other weights: new requests cannot match blocks published before."""
         view = self._view(key)
         if view.root != root:
             view.root = root
             view.table.clear()
 
     def choose(self, tokens: bytes, *, salt: str = "") -> Route | None:
-        """A replica for a prompt of these token ids (int32; b"" when they are not known); None: nobody takes any."""
+        """A replica for a prompt (int32 token ids; b"" if unknown); None: no replica takes requests."""
         candidates = self._candidates()
         if not candidates:
             return None
@@ -213,7 +213,7 @@ class Router:
         return self._by_prefix(candidates, tokens, salt)
 
     def assign(self, route: Route) -> None:
-        """The request goes to `route`."""
+        """The request is assigned to `route`."""
         view, stamp = self._view(route.key), self._tick()
         view.load += 1
         view.last_assigned, self._last_index = stamp, view.index
@@ -222,7 +222,7 @@ class Router:
             view.table.expect(route.chain)
 
     def release(self, route: Route) -> None:
-        """The request has ended there, or never began."""
+        """The request has ended there, or goes elsewhere."""
         view = self.replicas.get(route.key)
         if view is None:
             return
@@ -233,7 +233,7 @@ class Router:
 
     def _by_prefix(self, candidates: list[ReplicaView], tokens: bytes, salt: str) -> Route:
         chains: dict[tuple[bytes, int], list[bytes]] = {}
-        if self.policy is Policy.FIRST_PREFIX_BLOCK:  # one hash per kind of replica; the rest is not looked at
+        if self.policy is Policy.FIRST_PREFIX_BLOCK:  # only the first block is hashed, once per kind of replica
             tokens = tokens[: TOKEN_SIZE * (max(view.block_size for view in candidates) + 1)]
         best: tuple[float, int, int] | None = None
         chosen, route_matched = candidates[0], 0
@@ -249,9 +249,9 @@ class Router:
             if not matched:
                 continue
             score = self.alpha * matched / len(chain) + (1.0 - self.alpha) * view.free_share
-            rank = (score, view.table.recency(chain[matched - 1]), -view.index)
-            if best is None or rank > best:
-                best, chosen, route_matched = rank, view, matched
+            order = (score, view.table.recency(chain[matched - 1]), -view.index)
+            if best is None or order > best:
+                best, chosen, route_matched = order, view, matched
         fallback = _least_loaded(candidates)
         if best is None or best[0] < (1.0 - self.alpha) * fallback.free_share:
             chosen, route_matched = fallback, 0
@@ -260,8 +260,8 @@ class Router:
 
     def _candidates(self) -> list[ReplicaView]:
         views = list(self.replicas.values())  # in the order of joining
-        chosen = [view for view in views if view.standing is Availability.OPEN]
-        return chosen or [view for view in views if view.standing is Availability.RESERVE]
+        chosen = [view for view in views if view.availability is Availability.OPEN]
+        return chosen or [view for view in views if view.availability is Availability.RESERVE]
 
     def _view(self, key: Hashable) -> ReplicaView:
         try:
@@ -275,5 +275,5 @@ class Router:
 
 
 def _least_loaded(candidates: list[ReplicaView]) -> ReplicaView:
-    """Largest free share; among equals the one that waits longest for a request, then the first that joined."""
+    """The largest free share; among equals the one assigned to longest ago, then the first that joined."""
     return max(candidates, key=lambda view: (view.free_share, -view.last_assigned, -view.index))

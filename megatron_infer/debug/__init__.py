@@ -1,1 +1,1 @@
-"""Tools for finding out what happened: recording and replaying runs."""
+"""Debugging tools: recording and replay of runs, reports on the environment."""

@@ -1,6 +1,6 @@
-"""What a bug report needs to say about a machine. Stdlib only at import; never fails: a probe that does shows how.
+"""Collects what a bug report needs about a machine. Imports only the stdlib; a probe that fails is part of the report.
 
-python -m megatron_infer.debug.collect_env     as text, even where the package's requirements are missing
+python -m megatron_infer.debug.collect_env     as text, also where the package's requirements are not installed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES = {
     "wandb": "optional: metrics",
 }
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
-"""As /proc/cpuinfo names them, x86 and Arm."""
+"""Names in /proc/cpuinfo, x86 and Arm."""
 VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -64,7 +64,7 @@ class Fact:
 
 
 def collect() -> list[Fact]:
-    """Every fact, section by section; takes seconds where torch and kernels are loaded."""
+    """Every fact, section by section; takes seconds to load torch and kernels."""
     sections: dict[str, Callable[[], Iterator[Fact]]] = {
         "versions": _versions,
         "cpu": _cpu,
@@ -96,7 +96,7 @@ def as_text(facts: list[Fact]) -> str:
 
 
 def as_dict(facts: list[Fact]) -> dict[str, list[dict[str, str]]]:
-    """Section -> its facts, for JSON."""
+    """Facts by section, for JSON."""
     sections: dict[str, list[dict[str, str]]] = {}
     for fact in facts:
         sections.setdefault(fact.section, []).append({"name": fact.name, "value": fact.value, "note": fact.note})
@@ -104,7 +104,7 @@ def as_dict(facts: list[Fact]) -> dict[str, list[dict[str, str]]]:
 
 
 def _guarded(section: str, probe: Callable[[], Iterator[Fact]]) -> Iterator[Fact]:
-    """The facts of a probe, and its failure as the last of them: broken machines need the report most."""
+    """The facts of a probe; an error of the probe is its last fact, as broken machines need the report most."""
     try:
         yield from probe()
     except Exception as error:
@@ -182,7 +182,7 @@ def _compilers() -> Iterator[Fact]:
 def _compiler(name: str) -> Iterator[Fact]:
     lines = _output([name, "--version"]).splitlines()
     picked = [line for line in lines if "release" in line] if name == "nvcc" else lines
-    yield Fact("compilers", name, picked[0].strip() if picked else "says nothing of its version")
+    yield Fact("compilers", name, picked[0].strip() if picked else "prints no version")
 
 
 def _gpu() -> Iterator[Fact]:
@@ -195,7 +195,7 @@ def _gpu() -> Iterator[Fact]:
 
 
 def _gpu_packages() -> Iterator[Fact]:
-    """NVIDIA's packages, and what moves tensors between GPUs."""
+    """Optional GPU packages, and the communication between GPUs."""
     from megatron_infer.debug import gpu_packages
 
     for name, value, note in gpu_packages.packages():
@@ -226,7 +226,7 @@ def _environment() -> Iterator[Fact]:
 
 
 def _kernels() -> Iterator[Fact]:
-    """What a hybrid model, grouped-query with heads of 64, would run on here, for each dtype of a CPU and of a GPU."""
+    """Kernels that a hybrid model (GQA, head size 64) would get here, for each dtype on CPU and GPU."""
     import torch
 
     from megatron_infer.errors import ConfigError
@@ -251,7 +251,7 @@ def _kernels() -> Iterator[Fact]:
             yield Fact("kernels", f"exact mode: {row.operation}, cpu {label}", row.chosen, _why(row.reasons))
     if not torch.accelerator.is_available() or torch.version.cuda is None:
         candidates = [item.name for group in (backend_candidates.ATTENTION, backend_candidates.SCAN) for item in group]
-        yield Fact("kernels", "cuda", "no GPU", f"would be looked at: {', '.join(dict.fromkeys(candidates))}, torch")
+        yield Fact("kernels", "cuda", "no GPU", f"candidates: {', '.join(dict.fromkeys(candidates))}, torch")
         return
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         label = str(dtype).removeprefix("torch.")
@@ -261,7 +261,7 @@ def _kernels() -> Iterator[Fact]:
 
 
 def _cache_memory() -> Iterator[Fact]:
-    """What the KV cache would be in, by what is asked for."""
+    """The memory that the KV cache would be in, by option."""
     from megatron_infer.memory.regions.choose import devices, table
 
     for device in devices():

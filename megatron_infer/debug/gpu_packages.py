@@ -1,6 +1,6 @@
-"""NVIDIA's packages on this machine: which are there, whether they import, what they speed up here. Stdlib only.
+"""Optional GPU packages on this machine: version, whether they import, what they are used for. Stdlib only.
 
-Each import is tried in a process of its own: an extension built against another CUDA may end the process it is in.
+Each import is tried in a subprocess, as an extension built against another CUDA may crash the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from importlib import metadata
 
 IMPORT_TIMEOUT_S = 90
 _SCAN = (
-    "from megatron_infer.kernels import mamba_ssm_scan as m, packages; packages.import_below('mamba_ssm', m.OPERATIONS)"
+    "from megatron_infer.kernels import mamba_ssm_scan as m, optional_packages as p; "
+    "p.import_below('mamba_ssm', m.OPERATIONS)"
 )
 
 
@@ -24,12 +25,12 @@ class Package:
     """One optional package."""
 
     name: str
-    """Of its distribution."""
+    """Name of its distribution."""
     module: str
     use: str
-    """What it is used for here."""
+    """What this package uses it for."""
     code: str = ""
-    """What has to work; empty: importing `module`."""
+    """Python code that must run; empty: `import module`."""
 
 
 PACKAGES = (
@@ -43,12 +44,12 @@ PACKAGES = (
     ),
     Package("flash-attn", "flash_attn", "attention (attention_backend=flash_attn), in blocks of 256"),
     Package("flash-attn-3", "flash_attn_interface", "the same on Hopper, in blocks of any size"),
-    Package("mamba-ssm", "mamba_ssm", "selective scan, where Triton's of this package cannot", _SCAN),
+    Package("mamba-ssm", "mamba_ssm", "selective scan, where this package's own Triton kernels cannot", _SCAN),
     Package("causal-conv1d", "causal_conv1d", "the convolution of mamba-ssm's scan"),
     Package(
         "transformer-engine",
         "transformer_engine",
-        "models built from its specs are adopted as they are; products in FP8 of models that train in FP8",
+        "models built from its specs are adopted as they are; FP8 matrix products of models that train in FP8",
         "import transformer_engine.pytorch",
     ),
     Package(
@@ -62,7 +63,7 @@ PACKAGES = (
 
 
 def packages() -> Iterator[tuple[str, str, str]]:
-    """(name, version and whether it imports, use) of each."""
+    """(name, version and whether it imports, use) of each package."""
     for package in PACKAGES:
         yield package.name, _state(package), package.use
 
@@ -77,20 +78,20 @@ def _state(package: Package) -> str:
         return (
             "not installed" if version == "unknown version" else f"{version}, but there is no module {package.module}"
         )
-    error = run_apart(package.code or f"import {package.module}")[1]
+    error = run_in_subprocess(package.code or f"import {package.module}")[1]
     return f"{version}, imports" if error is None else f"{version}, does not import: {error}"
 
 
 def _spec_of(module: str) -> object:
     try:
         return importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # put into sys.modules by hand, without a spec
+    except (ImportError, ValueError):  # a module in sys.modules without a spec
         return None
 
 
 @functools.cache
-def run_apart(code: str) -> tuple[str, str | None]:
-    """(what Python code printed, why it failed or None), in a process of its own."""
+def run_in_subprocess(code: str) -> tuple[str, str | None]:
+    """Run Python code in a subprocess -> (its output, its error or None)."""
     try:
         run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
@@ -111,7 +112,7 @@ _SYMMETRIC = (
 
 
 def communication(*, cuda: str | None) -> Iterator[tuple[str, str, str]]:
-    """NCCL and symmetric memory, as rows of `packages`. cuda: what torch is built for; None: not for CUDA."""
+    """NCCL and symmetric memory, as rows like those of `packages`. cuda: version torch is built for; None: without."""
     for name, code, use in (
         ("NCCL", _NCCL, "collectives between GPUs"),
         ("symmetric memory", _SYMMETRIC, "all-reduce of tensor parallelism within a node"),
@@ -119,5 +120,5 @@ def communication(*, cuda: str | None) -> Iterator[tuple[str, str, str]]:
         if cuda is None:
             yield name, "none: torch is built without CUDA", use
             continue
-        value, error = run_apart(code)
+        value, error = run_in_subprocess(code)
         yield name, value if error is None else f"not available: {error}", use

@@ -1,4 +1,4 @@
-"""Record what an engine was told and what it answered; replay it and get the same tokens.
+"""Records an engine's commands and outputs, and replays them to check that the tokens are the same.
 
 A recording is JSON Lines, one event a line, in order:
 
@@ -8,8 +8,8 @@ A recording is JSON Lines, one event a line, in order:
     {"kind": "done", "step": 30, "id": "1", "outputs": [{"tokens": [...], "reason": "length"}]}
     {"kind": "end", "step": 30}
 
-`step` counts the steps made between attaching and the command, so that a replay gives each command at the same step.
-Lines are flushed as they are written: a run that dies leaves everything up to its last step.
+`step` is the number of steps between `attach` and the command, so that a replay issues each command at the same step.
+Every line is flushed, so that the recording of a crashed run is complete up to its last step.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ VERSION = 1
 
 
 class RecordError(InferenceError, ValueError):
-    """A file that is no recording, or that does not fit the engine it is replayed on."""
+    """A file that is no recording, or a recording that the engine cannot replay."""
 
 
 class RunRecorder:
-    """Listens to an engine from `attach` to `close` and writes a recording. Attach it to an idle engine."""
+    """Records an engine, as its listener, from `attach` to `close`. Attach it to an idle engine."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -47,7 +47,7 @@ class RunRecorder:
         self._tokens: dict[tuple[str, int], list[int]] = {}
 
     def attach(self, engine: DynamicInferenceEngine, *, model: str = "") -> RunRecorder:
-        """Begin: the engine's configuration goes into the first line."""
+        """Begin to record; the first line has the engine's configuration."""
         if engine.has_unfinished():
             raise RecordError("recording must begin on an idle engine; finish or abort its requests first")
         self._engine = engine
@@ -57,7 +57,7 @@ class RunRecorder:
         return self
 
     def close(self) -> None:
-        """Stop listening and end the file; harmless when repeated."""
+        """Detach and end the file; may be called again."""
         if self._file.closed:
             return
         if self._engine is not None:
@@ -77,7 +77,7 @@ class RunRecorder:
     def on_add(self, request_id: str, token_ids: list[int], params: SamplingParams, step: int) -> None:
         assert self._engine is not None
         group = self._engine.output_processor.get(request_id)
-        assert group is not None, f"request {request_id!r} was announced before its account was opened"
+        assert group is not None, f"request {request_id!r} was added before its state was created"
         request = group.samples[0].request
         salt = {"salt": request.cache.salt} if request.cache.salt else {}
         self._write(
@@ -106,11 +106,11 @@ class RunRecorder:
                 self._write(kind="done", step=step - self._first_step, id=output.request_id, outputs=results)
 
     def _collect(self, output: RequestOutput) -> None:
-        """Keep all tokens so far: an output holds either all of them or, in delta mode, the new ones only."""
-        cumulative = sum(len(o.token_ids) for o in output.outputs) == output.metrics.num_output_tokens
+        """Collect all tokens so far: an output has all of them or, in delta mode, only the new ones."""
+        is_cumulative = sum(len(o.token_ids) for o in output.outputs) == output.metrics.num_output_tokens
         for one in output.outputs:
             kept = self._tokens.setdefault((output.request_id, one.index), [])
-            if cumulative:
+            if is_cumulative:
                 kept.clear()
             kept.extend(one.token_ids)
 
@@ -121,7 +121,7 @@ class RunRecorder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay first left the recording."""
+    """The first difference between a replay and its recording."""
 
     request_id: str
     sample: int
@@ -139,10 +139,10 @@ class Difference:
 
 
 def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutput]:
-    """Give an idle engine the recorded commands at their recorded steps -> outputs, in the order they finished.
+    """Issue the recorded commands to an idle engine at their steps -> outputs, in the order they finished.
 
-    Outputs are cumulative. An aborted request's output is what it had when it was aborted, in its place.
-    Draws need no seed of the engine's: every request's own is in the recording.
+    Outputs are cumulative; an aborted request's output, with the tokens until then, is among them. The engine's seed
+    does not matter, as the recording has every request's own.
     """
     if engine.has_unfinished():
         raise RecordError("replay needs an idle engine; finish or abort its requests first")
@@ -170,7 +170,7 @@ def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutp
 
 
 def verify(path: str | Path, engine: DynamicInferenceEngine) -> Difference | None:
-    """Replay and compare -> the first difference in the order requests finished; None: every token is the same."""
+    """Replay and compare -> the first difference, in the order requests finished; None: every token is the same."""
     outputs = {output.request_id: output for output in replay(path, engine)}
     for event in read(path):
         if event["kind"] != "done":
@@ -191,7 +191,7 @@ def verify(path: str | Path, engine: DynamicInferenceEngine) -> Difference | Non
 
 
 def read(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The events of a recording. A last line cut short by a crash is left out; anything else wrong is a RecordError."""
+    """The events of a recording, without a last line that a crash has cut short. Raises RecordError."""
     path = Path(path)
     try:
         *lines, cut_short = path.read_text(encoding="utf-8").split("\n")
@@ -224,7 +224,7 @@ def _at(tokens: list[int], index: int) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value that shows `value`; what JSON cannot hold (a metrics writer) becomes its type's name."""
+    """`value` as JSON; what JSON cannot represent (a metrics writer) becomes its type's name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):

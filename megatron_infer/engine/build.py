@@ -38,8 +38,8 @@ from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.choose import make_region
 from megatron_infer.memory.store import StateStore
 from megatron_infer.memory.store_layout import StoreLayout
-from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.engine_meter import EngineMeter
+from megatron_infer.metrics.engine_snapshot import StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.exact_forward import inexact_part

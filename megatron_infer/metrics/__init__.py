@@ -1,1 +1,1 @@
-"""Watching the engine: typed metrics (core) and the sinks that show them."""
+"""Metrics: their definitions, what collects them, and the sinks Prometheus and wandb."""

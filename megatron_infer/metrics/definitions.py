@@ -1,4 +1,4 @@
-"""Every metric there is: name, type, unit, meaning; and how figures become series of them."""
+"""Definitions of all metrics: name, type, unit, help; and how snapshots become series of them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_infer.metrics.core import Counter, Family, Gauge, Histogram, Registry
 from megatron_infer.metrics.engine_snapshot import GRAPH_STEPS, BucketCounts, EngineSnapshot, Reading
+from megatron_infer.metrics.registry import Counter, Family, Gauge, Histogram, Registry
 
 PREFIX = "megatron_infer_"
 STATES = ("running", "paused", "suspended", "changing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
+class MetricSpec:
     name: str
-    """Without the prefix; counters end in _total."""
+    """Without PREFIX; counters end in _total."""
     kind: str
     unit: str
     help: str
@@ -27,111 +27,127 @@ class Spec:
         return PREFIX + self.name
 
 
-def _specs(*rows: tuple[str, str, str, str] | tuple[str, str, str, str, tuple[str, ...]]) -> dict[str, Spec]:
+def _specs(*rows: tuple[str, str, str, str] | tuple[str, str, str, str, tuple[str, ...]]) -> dict[str, MetricSpec]:
     made = {}
     for name, kind, unit, text, *labels in rows:
-        made[name] = Spec(name=name, kind=kind, unit=unit, help=text, labels=labels[0] if labels else ())
+        made[name] = MetricSpec(name=name, kind=kind, unit=unit, help=text, labels=labels[0] if labels else ())
     return made
 
 
 ENGINE = _specs(
     ("engine_state", "gauge", "1", "1 for the state the engine is in, 0 for the others", ("state",)),
     ("engine_weight_version", "gauge", "version", "Version of the weights in use"),
-    ("engine_requests", "gauge", "requests", "Requests by where they stand: waiting, running, paused", ("status",)),
-    ("engine_capacity", "gauge", "requests", "Requests computed at once, at most"),
+    ("engine_requests", "gauge", "requests", "Requests by status: waiting, running, paused", ("status",)),
+    ("engine_capacity", "gauge", "requests", "Most requests in one step"),
     ("engine_blocks", "gauge", "blocks", "Blocks of the KV cache: used, cached, paused, free", ("kind",)),
     ("engine_state_slots", "gauge", "slots", "Recurrent-state slots: used, cached, free; hybrid models", ("kind",)),
     ("engine_steps_total", "counter", "steps", "Steps computed"),
-    ("engine_prompt_tokens_total", "counter", "tokens", "Prompt tokens of requests that have drawn a token"),
-    ("engine_cached_prompt_tokens_total", "counter", "tokens", "Of these, served from the prefix cache"),
-    ("engine_output_tokens_total", "counter", "tokens", "Tokens drawn"),
+    ("engine_prompt_tokens_total", "counter", "tokens", "Prompt tokens of requests that have sampled a token"),
+    ("engine_cached_prompt_tokens_total", "counter", "tokens", "Those of them that the prefix cache served"),
+    ("engine_output_tokens_total", "counter", "tokens", "Tokens sampled"),
     ("engine_requests_ended_total", "counter", "requests", "Requests by outcome", ("outcome",)),
-    ("engine_prefix_queries_total", "counter", "admissions", "Admissions that looked for a cached prefix"),
-    ("engine_prefix_hits_total", "counter", "admissions", "Those that found one"),
-    ("engine_prefix_hit_tokens_total", "counter", "tokens", "Tokens they found, readmissions included"),
+    ("engine_prefix_queries_total", "counter", "admissions", "Admissions that looked up a cached prefix"),
+    ("engine_prefix_hits_total", "counter", "admissions", "Those of them that found one"),
+    ("engine_prefix_hit_tokens_total", "counter", "tokens", "Tokens found, readmissions included"),
     ("engine_pauses_total", "counter", "preemptions", "Requests paused for lack of blocks"),
     ("engine_evictions_total", "counter", "preemptions", "Requests whose memory was taken, to the host or dropped"),
     ("engine_swaps_total", "counter", "evictions", "Evictions to the host (out) and returns from it (in)", ("way",)),
     ("engine_recomputed_tokens_total", "counter", "tokens", "Computed tokens that evictions dropped"),
-    ("engine_graphs", "gauge", "graphs", "CUDA graphs that are captured now"),
-    ("engine_graph_bytes", "gauge", "bytes", "Device memory that they take, as measured"),
+    ("engine_graphs", "gauge", "graphs", "CUDA graphs that exist now"),
+    ("engine_graph_bytes", "gauge", "bytes", "Device memory of the CUDA graphs, measured"),
     ("engine_graph_captures_total", "counter", "captures", "CUDA graphs captured"),
     ("engine_graph_steps_total", "counter", "steps", "Steps with graphs on: replayed, padded, eager", ("how",)),
-    ("engine_graph_draws_outside_total", "counter", "steps", "Those not eager whose tokens were drawn outside of them"),
+    (
+        "engine_graph_draws_outside_total",
+        "counter",
+        "steps",
+        "Those not eager that sampled outside the graph",
+    ),
     ("engine_transitions_total", "counter", "transitions", "Suspends and resumes", ("command",)),
-    ("engine_transition_seconds_total", "counter", "seconds", "Time that the calls took", ("command",)),
+    ("engine_transition_seconds_total", "counter", "seconds", "Duration of suspends and resumes", ("command",)),
     ("engine_ttft_seconds", "histogram", "seconds", "From a request's arrival at the engine to its first token"),
     ("engine_itl_seconds", "histogram", "seconds", "Between two tokens of a sequence"),
-    ("engine_e2e_seconds", "histogram", "seconds", "From arrival to the end, of requests that were completed"),
+    ("engine_e2e_seconds", "histogram", "seconds", "From arrival to the end, of completed requests"),
 )
-"""Of an engine; behind a coordinator with the label replica."""
+"""Metrics of an engine; behind a coordinator with the label replica."""
 MISMATCH = _specs(
-    ("mismatch_num_tokens", "gauge", "tokens", "Drawn tokens that were scored by the trainer's forward"),
-    ("mismatch_num_samples", "gauge", "samples", "Samples they belong to"),
+    ("mismatch_num_tokens", "gauge", "tokens", "Sampled tokens that the trainer's forward scored"),
+    ("mismatch_num_samples", "gauge", "samples", "Samples with such tokens"),
     (
         "mismatch_num_stale_tokens",
         "gauge",
         "tokens",
-        "Tokens of chosen samples drawn by, or from keys of, other weights",
+        "Tokens of chosen samples sampled by, or from keys of, other weights",
     ),
     ("mismatch_num_unscored_samples", "gauge", "samples", "Chosen samples without log probabilities"),
     ("mismatch_abs_diff_mean_nats", "gauge", "nats", "Mean of |log p_train - log p_rollout|"),
-    ("mismatch_abs_diff_max_nats", "gauge", "nats", "Largest of them"),
+    ("mismatch_abs_diff_max_nats", "gauge", "nats", "Largest of these"),
     ("mismatch_kl_k1_nats", "gauge", "nats", "KL(rollout || train), estimator k1"),
     ("mismatch_kl_k3_nats", "gauge", "nats", "KL(rollout || train), estimator k3; never negative"),
     ("mismatch_token_mult_prob_error", "gauge", "ratio", "Mean of exp(|d|); 1 where both agree"),
     ("mismatch_ratio_mean", "gauge", "ratio", "Mean of exp(d)"),
     ("mismatch_share_outside", "gauge", "share", "Tokens with exp(d) outside 0.9 .. 1.1"),
-    ("mismatch_num_processed_tokens", "gauge", "tokens", "Tokens compared behind the sampler, too"),
-    ("mismatch_processed_abs_diff_mean_nats", "gauge", "nats", "Mean difference there"),
-    ("mismatch_processed_abs_diff_max_nats", "gauge", "nats", "Largest of them"),
+    ("mismatch_num_processed_tokens", "gauge", "tokens", "Tokens compared after the sampler too"),
+    ("mismatch_processed_abs_diff_mean_nats", "gauge", "nats", "Mean difference after the sampler"),
+    ("mismatch_processed_abs_diff_max_nats", "gauge", "nats", "Largest of these"),
     ("mismatch_sampler_excess_mean_nats", "gauge", "nats", "Mean of those differences beyond |d| of the same token"),
     ("mismatch_seconds", "gauge", "seconds", "Spent on scoring"),
-    ("mismatch_weight_version", "gauge", "version", "Of the weights that both sides have"),
+    ("mismatch_weight_version", "gauge", "version", "Weight version that both sides have"),
 )
-"""Of the latest window of a mismatch meter that was given the engine's `EngineMeter.registry`."""
+"""The latest window of a mismatch meter that writes to the engine's `EngineMeter.registry`."""
 SERVER = _specs(
-    ("http_requests_total", "counter", "calls", "Calls by route and status; 499: left", ("method", "route", "code")),
-    ("http_request_seconds", "histogram", "seconds", "From a call's head to its last byte", ("route",)),
-    ("http_calls", "gauge", "calls", "Calls under way"),
-    ("requests_total", "counter", "requests", "Requests to engines by outcome; refused: not taken", ("outcome",)),
-    ("requests_in_flight", "gauge", "requests", "Requests to engines under way"),
-    ("prompt_tokens_total", "counter", "tokens", "Prompt tokens of requests that have brought a token"),
-    ("cached_prompt_tokens_total", "counter", "tokens", "Of these, served from prefix caches"),
-    ("output_tokens_total", "counter", "tokens", "Tokens that engines brought"),
+    (
+        "http_requests_total",
+        "counter",
+        "calls",
+        "Calls; status 499: client disconnected",
+        ("method", "route", "code"),
+    ),
+    ("http_request_seconds", "histogram", "seconds", "From a call's headers to its last byte", ("route",)),
+    ("http_calls", "gauge", "calls", "Calls in flight"),
+    ("requests_total", "counter", "requests", "Requests to engines by outcome; refused: not accepted", ("outcome",)),
+    ("requests_in_flight", "gauge", "requests", "Requests to engines in flight"),
+    ("prompt_tokens_total", "counter", "tokens", "Prompt tokens of requests that have returned a token"),
+    ("cached_prompt_tokens_total", "counter", "tokens", "Those of them that prefix caches served"),
+    ("output_tokens_total", "counter", "tokens", "Tokens that engines returned"),
     ("ttft_seconds", "histogram", "seconds", "To the first token, of streams"),
-    ("itl_seconds", "histogram", "seconds", "Between tokens, of streams; of a larger piece its mean, once a token"),
-    ("e2e_seconds", "histogram", "seconds", "To the end, of requests that were completed"),
+    (
+        "itl_seconds",
+        "histogram",
+        "seconds",
+        "Between tokens, of streams; for several tokens at once the mean of each",
+    ),
+    ("e2e_seconds", "histogram", "seconds", "To the end, of completed requests"),
 )
-"""Of the HTTP process: what its clients see."""
+"""Metrics of the HTTP process, as its clients see them."""
 COORDINATOR = _specs(
     ("coordinator_up", "gauge", "1", "1 while the coordinator answers"),
     ("coordinator_waiting", "gauge", "requests", "Requests that wait for a replica"),
     ("coordinator_clients", "gauge", "clients", "Clients connected"),
     ("coordinator_replicas", "gauge", "replicas", "Replicas that serve"),
-    ("coordinator_submitted_total", "counter", "requests", "Requests taken"),
+    ("coordinator_submitted_total", "counter", "requests", "Requests accepted"),
     ("coordinator_finished_total", "counter", "requests", "Requests that ended on a replica"),
-    ("coordinator_refused_total", "counter", "requests", "Requests not taken, the queue being full"),
-    ("coordinator_resent_total", "counter", "requests", "Requests sent once more, a replica being lost"),
+    ("coordinator_refused_total", "counter", "requests", "Requests refused because the queue was full"),
+    ("coordinator_resent_total", "counter", "requests", "Requests sent again after a replica was lost"),
     ("coordinator_replicas_lost_total", "counter", "replicas", "Replicas lost"),
-    ("coordinator_fenced_total", "counter", "messages", "Messages of earlier incarnations, dropped"),
+    ("coordinator_fenced_total", "counter", "messages", "Dropped messages of earlier incarnations"),
     ("replica_up", "gauge", "1", "1 while the replica serves, 0 once it is lost", ("replica",)),
     (
         "replica_requests",
         "gauge",
         "requests",
-        "At the replica (running), or kept for it (waiting)",
+        "At the replica (running), or queued for it (waiting)",
         ("replica", "status"),
     ),
-    ("replica_free_rows", "gauge", "rows", "Requests it could compute beside", ("replica",)),
+    ("replica_free_rows", "gauge", "rows", "Further requests that the replica has rows for", ("replica",)),
     ("worker_up", "gauge", "1", "1 while the engine's process serves", ("worker",)),
-    ("worker_restarts_total", "counter", "restarts", "Times its process was started again", ("worker",)),
+    ("worker_restarts_total", "counter", "restarts", "Restarts of its process", ("worker",)),
 )
 SPECS = ENGINE | MISMATCH | SERVER | COORDINATOR
 
 
-class Sheet:
-    """A registry whose metrics are those of the catalog."""
+class MetricSet:
+    """A registry of metrics that are in SPECS, by their short names."""
 
     def __init__(self) -> None:
         self._registry = Registry()
@@ -151,22 +167,22 @@ class Sheet:
     def families(self) -> list[Family]:
         return list(self._registry.collect())
 
-    def _spec(self, name: str, kind: str) -> Spec:
+    def _spec(self, name: str, kind: str) -> MetricSpec:
         spec = SPECS[name]
         assert spec.kind == kind, f"{name} is a {spec.kind}"
         return spec
 
 
-def engine_families(figures: EngineSnapshot, **labels: str) -> list[Family]:
+def engine_families(snapshot: EngineSnapshot, **labels: str) -> list[Family]:
     """An engine's series, each with `labels`."""
-    sheet = Sheet()
-    f = figures
+    metrics = MetricSet()
+    f = snapshot
 
     def gauge(name: str, value: float, **more: str) -> None:
-        sheet.gauge(name, **labels, **more).set(value)
+        metrics.gauge(name, **labels, **more).set(value)
 
     def count(name: str, value: float, **more: str) -> None:
-        sheet.counter(name, **labels, **more).inc(value)
+        metrics.counter(name, **labels, **more).inc(value)
 
     current = f.state if f.state in STATES else "changing"
     for state in STATES:
@@ -196,8 +212,8 @@ def engine_families(figures: EngineSnapshot, **labels: str) -> list[Family]:
         count("engine_transition_seconds_total", f.transition_seconds[command], command=command)
     for name, buckets in (("ttft", f.ttft), ("itl", f.itl), ("e2e", f.e2e)):
         if buckets is not None:
-            _fill(sheet.histogram(f"engine_{name}_seconds", buckets.bounds, **labels), buckets)
-    return [*sheet.families(), *_of_others(f.beside, labels)]
+            _fill(metrics.histogram(f"engine_{name}_seconds", buckets.bounds, **labels), buckets)
+    return [*metrics.families(), *_external_families(f.beside, labels)]
 
 
 def _plain_counts(f: EngineSnapshot) -> dict[str, int]:
@@ -217,7 +233,7 @@ def _plain_counts(f: EngineSnapshot) -> dict[str, int]:
     }
 
 
-def _of_others(readings: Iterable[Reading], labels: Mapping[str, str]) -> list[Family]:
+def _external_families(readings: Iterable[Reading], labels: Mapping[str, str]) -> list[Family]:
     registry = Registry()
     for one in readings:
         shown = {**dict(one.labels), **labels}
@@ -234,9 +250,9 @@ def _fill(histogram: Histogram, buckets: BucketCounts) -> None:
 
 
 def as_row(families: Iterable[Family], prefix: str = "inference/") -> dict[str, float]:
-    """Series as names and numbers for a metrics writer: inference/engine_blocks/used, .../engine_ttft_seconds/p99.
+    """Series as numbers by name, for a metrics writer: inference/engine_blocks/used, .../engine_ttft_seconds/p99.
 
-    A histogram is count, sum and, once it holds anything, p50 and p99.
+    A histogram gives count, sum and, unless it is empty, p50 and p99.
     """
     row: dict[str, float] = {}
     for family in families:
@@ -252,14 +268,14 @@ def as_row(families: Iterable[Family], prefix: str = "inference/") -> dict[str, 
 
 
 def coordinator_families(stats: Mapping[str, Any] | None) -> list[Family]:
-    """A coordinator's series from its report; None: it does not answer."""
-    sheet = Sheet()
-    sheet.gauge("coordinator_up").set(float(stats is not None))
+    """A coordinator's series. stats: its report; None: it does not answer."""
+    metrics = MetricSet()
+    metrics.gauge("coordinator_up").set(float(stats is not None))
     if stats is None:
-        return sheet.families()
+        return metrics.families()
     for name in ("waiting", "clients"):
-        sheet.gauge(f"coordinator_{name}").set(stats[name])
-    sheet.gauge("coordinator_replicas").set(len(stats["replicas"]))
+        metrics.gauge(f"coordinator_{name}").set(stats[name])
+    metrics.gauge("coordinator_replicas").set(len(stats["replicas"]))
     for name in ("submitted", "finished", "refused", "resent", "replicas_lost", "fenced"):
-        sheet.counter(f"coordinator_{name}_total").inc(stats[name])
-    return sheet.families()
+        metrics.counter(f"coordinator_{name}_total").inc(stats[name])
+    return metrics.families()

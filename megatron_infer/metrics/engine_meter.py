@@ -1,4 +1,4 @@
-"""Counts what an engine's requests live through: first tokens, gaps between tokens, ends; suspends and resumes."""
+"""Measures an engine's requests: first tokens, gaps between tokens, ends; and suspends and resumes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter as Tally
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_infer.metrics.core import Histogram, Registry
 from megatron_infer.metrics.engine_snapshot import BucketCounts, Reading
+from megatron_infer.metrics.registry import Histogram, Registry
 
 TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10, 60)
@@ -17,7 +17,7 @@ OUTCOMES = ("stop", "length", "abort", "error")
 
 
 class EngineMeter:
-    """An engine's counts; its owner tells it what happens. Every count only grows."""
+    """An engine's counts, which only grow; its owner calls a method for each event."""
 
     def __init__(self) -> None:
         self.born = time.time()
@@ -29,43 +29,43 @@ class EngineMeter:
         self.transitions: Tally[str] = Tally(suspend=0, resume=0)
         self.transition_seconds = {"suspend": 0.0, "resume": 0.0}
         self.registry = Registry()
-        """For who looks at the engine from beside, as a mismatch meter does: shown with the engine's own."""
+        """Metrics of others, such as the mismatch meter's, that are exported with the engine's own."""
         self._last: dict[str, float] = {}
-        """When each sequence drew last, but those of the last step."""
-        self._together: list[str] = []
-        self._together_at = 0.0
+        """Time of the last token of each sequence, except those of the last step."""
+        self._step_ids: list[str] = []
+        self._step_time = 0.0
 
     def first_token(self, seconds: float, *, prompt: int, cached: int) -> None:
-        """A request has drawn its first token, `seconds` after it came."""
+        """A request has sampled its first token, `seconds` after its arrival."""
         self.ttft.observe(seconds)
         self.prompt_tokens += prompt
         self.cached_prompt_tokens += cached
 
     def tokens(self, sequence_ids: list[str], now: float) -> None:
-        """Each of these sequences has drawn a token."""
+        """Each of these sequences has sampled a token."""
         self.output_tokens += len(sequence_ids)
-        if sequence_ids and sequence_ids == self._together:  # most steps are: the same ones again
-            self.itl.observe(now - self._together_at, len(sequence_ids))
+        if sequence_ids and sequence_ids == self._step_ids:  # most steps have the sequences of the step before
+            self.itl.observe(now - self._step_time, len(sequence_ids))
         else:
-            self._part()
+            self._store_step()
             last = self._last
             since = Tally(last[one] for one in sequence_ids if one in last)
             for before, number in since.items():
                 self.itl.observe(now - before, number)
-            self._together = sequence_ids
-        self._together_at = now
+            self._step_ids = sequence_ids
+        self._step_time = now
 
-    def _part(self) -> None:
-        """Every sequence of the last step has its time by itself."""
-        self._last.update(dict.fromkeys(self._together, self._together_at))
-        self._together = []
+    def _store_step(self) -> None:
+        """Move the time of the last step to each of its sequences."""
+        self._last.update(dict.fromkeys(self._step_ids, self._step_time))
+        self._step_ids = []
 
     def end(self, outcome: str, seconds: float, sequence_ids: Iterable[str]) -> None:
-        """A request has ended, `seconds` after it came; what was aborted or failed has no latency."""
+        """A request has ended, `seconds` after its arrival; aborted and failed requests have no latency."""
         self.ended[outcome] += 1
         if outcome in ("stop", "length"):
             self.e2e.observe(seconds)
-        self._part()
+        self._store_step()
         for one in sequence_ids:
             self._last.pop(one, None)
 
@@ -74,7 +74,7 @@ class EngineMeter:
         self.transition_seconds[command] += seconds
 
     def as_figures(self) -> dict[str, Any]:
-        """Its part of `EngineSnapshot`."""
+        """The fields of `EngineSnapshot` that are counted here."""
         return {
             "born": self.born,
             "prompt_tokens": self.prompt_tokens,
@@ -91,6 +91,6 @@ class EngineMeter:
 
 
 def outcome_of(reasons: Iterable[str | None]) -> str:
-    """A request's outcome from its samples' finish reasons: the worst one."""
+    """A request's outcome: the worst of its sequences' finish reasons."""
     given = {reason if reason in OUTCOMES else "stop" for reason in reasons if reason is not None}
     return next(name for name in ("error", "abort", "length", "stop") if name in given or name == "stop")

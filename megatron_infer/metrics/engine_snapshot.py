@@ -1,22 +1,68 @@
-"""An engine's figures at a moment: the one place that wandb, Prometheus and a coordinator's report are fed from."""
+"""Snapshots of an engine's figures, which wandb, Prometheus and a coordinator's report are made from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from megatron_infer.metrics.core import Histogram, Labels, Registry
+from megatron_infer.metrics.registry import Histogram, Labels, Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSnapshot:
+    """The engine after one step, with the keys that Megatron's engine logs (`inference/...`)."""
+
+    step: int
+    """Steps since the engine was built; the x axis, logged as `inference/inference_step`."""
+    step_time_s: float
+    waiting_queue_len: int
+    total_requests_dict_size: int
+    """Unfinished requests: waiting, running and paused."""
+    total_blocks: int
+    allocated_blocks: int
+    """Blocks held by requests or kept by the prefix cache."""
+    active_unique_blocks: int
+    """Blocks held by running requests, a shared one counted once."""
+    active_request_count: int
+    paused_request_count: int
+    block_count_avail: int
+    active_token_count: int
+    """Tokens computed by the step."""
+    total_request_count: int
+    """Requests that hold a row: active and paused."""
+    max_requests: int
+    prefix_cache_hits: int
+    """Admissions that found cached blocks, since the engine was built."""
+    prefix_cache_blocks_matched: int
+
+    @property
+    def allocated_utilization(self) -> float:
+        """Percent of the blocks that are allocated."""
+        return 100.0 * self.allocated_blocks / max(self.total_blocks, 1)
+
+    @property
+    def active_utilization(self) -> float:
+        """Percent of the blocks that running requests hold."""
+        return 100.0 * self.active_unique_blocks / max(self.total_blocks, 1)
+
+    def as_metrics(self) -> dict[str, float]:
+        """Every key with the prefix `inference/`, the two utilizations (percent) included."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["inference_step"] = values.pop("step")
+        values["allocated_utilization"] = self.allocated_utilization
+        values["active_utilization"] = self.active_utilization
+        return {f"inference/{name}": value for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketCounts:
-    """A histogram's content: counts[i] observations in bounds[i-1] < x <= bounds[i], the last one beyond all."""
+    """A histogram's content: counts[i] observations with bounds[i-1] < x <= bounds[i], the last above all bounds."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
-    """Sum of what was observed."""
+    """Sum of the observations."""
 
     @classmethod
     def of(cls, histogram: Histogram) -> BucketCounts:
@@ -29,10 +75,10 @@ class BucketCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A counter or gauge that somebody beside the engine keeps, as the mismatch meter does."""
+    """A counter or gauge that is not the engine's own, such as those of the mismatch meter."""
 
     name: str
-    """In full."""
+    """The full name."""
     kind: str
     help: str
     value: float
@@ -40,7 +86,7 @@ class Reading:
 
     @classmethod
     def all_of(cls, registry: Registry) -> tuple[Reading, ...]:
-        """Every counter and gauge of a registry, as it stands; histograms are left out."""
+        """Every counter and gauge of a registry, with its value now; histograms are left out."""
         return tuple(
             cls(name=family.name, kind=family.kind, help=family.help, value=metric.value, labels=labels)
             for family in list(registry.collect())
@@ -54,75 +100,75 @@ GRAPH_STEPS = ("replayed", "padded", "eager")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
-    """Where an engine stands, and what it has counted since it was built (`born`)."""
+    """An engine's state, and what it has counted since it was built."""
 
     born: float
-    """Unix time at which it was built: another one means that counts began anew."""
+    """Unix time at which it was built; another value means that the counts have started again at zero."""
     state: str
     weight_version: int
     num_waiting: int
     num_running: int
     num_paused: int
     capacity: int
-    """Requests it computes at once."""
+    """Most requests in one step."""
     blocks_used: int
-    """Held by requests that are not paused; a shared one once."""
+    """Held by requests that are not paused; a shared block counts once."""
     blocks_cached: int
     """Free, and kept for the prefix cache."""
     blocks_paused: int
     """Held by paused requests alone."""
     blocks_free: int
-    """Blank."""
+    """Free without cached content."""
     state_slots_used: int = 0
-    """Recurrent state: slots of rows that requests hold. All three are 0 for models without recurrent state."""
+    """Recurrent-state slots of rows that requests hold. All three are 0 for models without recurrent state."""
     state_slots_cached: int = 0
     """Slots that keep a state for the prefix cache."""
     state_slots_free: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
-    """Of requests that have drawn a token."""
+    """Of requests that have sampled a token."""
     cached_prompt_tokens: int = 0
-    """Of these, served from the prefix cache."""
+    """Those of `prompt_tokens` that the prefix cache served."""
     output_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prefix_hit_tokens: int = 0
     pauses: int = 0
     evictions: int = 0
-    """Preemptions that took a request's memory; those to the host included."""
+    """Preemptions that took a request's memory, swaps to the host included."""
     swaps_out: int = 0
     swaps_in: int = 0
     recomputed_tokens: int = 0
     graphs: int = 0
-    """CUDA graphs captured now; this and the next four are 0 where no steps are captured."""
+    """CUDA graphs that exist now; this and the next four are 0 where steps are not captured."""
     graph_bytes: int = 0
     graph_captures: int = 0
     graph_steps: Mapping[str, int] = field(default_factory=dict)
-    """By GRAPH_STEPS: replayed from a graph, padded to a shape without one, or run as they are."""
+    """Steps by GRAPH_STEPS: replayed from a graph, padded to a shape without a graph, or eager."""
     graph_draws_outside: int = 0
-    """Steps of the first two kinds that had a row no captured draw serves: see `CapturedDraw.drawn_outside`."""
+    """Replayed and padded steps with a row that the captured sampling cannot serve: see `CapturedDraw.drawn_outside`."""
     ended: Mapping[str, int] = field(default_factory=dict)
     """Requests by outcome: stop, length, abort, error."""
     transitions: Mapping[str, int] = field(default_factory=dict)
-    """How often memory was given back and taken: suspend, resume."""
+    """Number of suspends and resumes."""
     transition_seconds: Mapping[str, float] = field(default_factory=dict)
     ttft: BucketCounts | None = None
     itl: BucketCounts | None = None
     e2e: BucketCounts | None = None
     beside: tuple[Reading, ...] = ()
-    """What others keep in `EngineMeter.registry`: figures of mismatch."""
+    """Metrics that others keep in `EngineMeter.registry`, such as the mismatch meter's."""
 
     @property
     def num_blocks(self) -> int:
         return self.blocks_used + self.blocks_cached + self.blocks_paused + self.blocks_free
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a wire; `from_dict` takes them back."""
+        """Plain values to send; `from_dict` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineSnapshot:
-        """Names that this version does not know are left out, as a replica may be newer."""
+        """Ignores unknown names: a replica may be newer."""
         known = {name: values[name] for name in cls.__slots__ if name in values}
         for name in ("ttft", "itl", "e2e"):
             one = known.get(name)

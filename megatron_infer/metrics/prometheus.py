@@ -1,9 +1,9 @@
 """Metrics for Prometheus, through its client library, in three modes:
 
-instrument_only          they stand in the library's registry; whose process it is serves them
-launch_server            a server of its own answers GET /metrics
-launch_multiproc_server  several processes (ranks, replicas of a host) write into the folder PROMETHEUS_MULTIPROC_DIR,
-                         one of them serves all; when it ends, another one takes over
+instrument_only          metrics are in the library's registry; the application serves them
+launch_server            a separate server answers GET /metrics
+launch_multiproc_server  several processes (ranks, replicas of a host) write into the folder PROMETHEUS_MULTIPROC_DIR;
+                         one of them serves the metrics of all, and another takes over when it ends
 
     with PrometheusExporter.of_engine(llm.engine, mode="launch_server", port=9400) as exporter:
         ...                                                    # curl http://127.0.0.1:9400/metrics
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.metrics.core import Family, Histogram, Labels
 from megatron_infer.metrics.definitions import engine_families
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.metrics.registry import Family, Histogram, Labels
 
 try:
     import prometheus_client
@@ -38,13 +38,13 @@ log = logging.getLogger("megatron_infer")
 
 MULTIPROC_DIR = "PROMETHEUS_MULTIPROC_DIR"
 WRITE_S = 1.0
-"""How often a process of several writes its figures."""
+"""Seconds between two writes of a process in launch_multiproc_server."""
 Read = Callable[[], Iterable[Family]]
 
 
 class PrometheusMetricsMode(str, Enum):
     INSTRUMENT_ONLY = "instrument_only"
-    """The application serves them."""
+    """The application serves the metrics."""
     LAUNCH_SERVER = "launch_server"
     LAUNCH_MULTIPROC_SERVER = "launch_multiproc_server"
 
@@ -60,13 +60,13 @@ def mode_of(mode: str | PrometheusMetricsMode) -> PrometheusMetricsMode:
 
 
 class FamilyCollector:
-    """What the library asks when it is scraped."""
+    """The collector that the library calls at each scrape."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
 
     def describe(self) -> list[Any]:
-        return []  # else the library would read the figures to learn their names
+        return []  # without it the library would read all metrics to learn their names
 
     def collect(self) -> Iterator[Any]:
         for family in self._read():
@@ -105,7 +105,7 @@ def _text(bound: float) -> str:
 
 
 def exposition(read: Read, accept: str = "") -> tuple[bytes, str]:
-    """The text of one scrape and its Content-Type, as `accept` asks."""
+    """The text of one scrape and its Content-Type, in the format that the header `accept` asks for."""
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(FamilyCollector(read))
     encode, content_type = prometheus_client.exposition.choose_encoder(accept)
@@ -113,7 +113,7 @@ def exposition(read: Read, accept: str = "") -> tuple[bytes, str]:
 
 
 class PrometheusExporter:
-    """Shows what `read` gives at every scrape, until `close`."""
+    """Exports what `read` returns at every scrape, until `close`."""
 
     def __init__(
         self,
@@ -124,13 +124,13 @@ class PrometheusExporter:
         host: str = "127.0.0.1",
         registry: Any = None,
     ) -> None:
-        """port: of a server that is launched; 0: a free one, see `url`. registry: the library's own by default.
+        """port: of the separate server; 0: a free one, see `url`. registry: None is the library's own.
 
         Raises ConfigError for an unknown mode, a taken port, or launch_multiproc_server without its folder.
         """
         self.mode = mode_of(mode)
         self.url: str | None = None
-        """Where it is served; None where the application does, or another process."""
+        """URL of the separate server; None where the application or another process serves the metrics."""
         self._registry = prometheus_client.REGISTRY if registry is None else registry
         self._collector: FamilyCollector | None = None
         self._server: tuple[Any, threading.Thread] | None = None
@@ -151,17 +151,17 @@ class PrometheusExporter:
 
     @classmethod
     def of_engine(cls, engine: Any, *, replica: str | None = None, **options: Any) -> PrometheusExporter:
-        """Metrics of an engine (DynamicInferenceEngine, `llm.engine`); replica: a label that tells several apart."""
+        """Metrics of a DynamicInferenceEngine. replica: a label to distinguish several engines."""
         labels = {} if replica is None else {"replica": replica}
 
         def read() -> list[Family]:
-            figures: EngineSnapshot = engine.figures()
-            return engine_families(figures, **labels)
+            snapshot: EngineSnapshot = engine.figures()
+            return engine_families(snapshot, **labels)
 
         return cls(read, **options)
 
     def close(self) -> None:
-        """Nothing is shown any more; counts of launch_multiproc_server stay in the sums of the others."""
+        """Stop exporting; with launch_multiproc_server the counts stay in the sums of the other processes."""
         if self._shared is not None:
             self._shared.close()
         if self._server is not None:
@@ -191,7 +191,7 @@ class PrometheusExporter:
 
 
 class _SharedFolder:
-    """One process's part of the folder, written every WRITE_S; whoever holds its lock serves everybody's."""
+    """One process's files in the folder, written every WRITE_S; the process with the lock serves all files."""
 
     def __init__(self, read: Read, serve: Callable[[Any], None]) -> None:
         folder = os.environ.get(MULTIPROC_DIR)
@@ -204,17 +204,17 @@ class _SharedFolder:
         self._value_class = values.MultiProcessValue()  # type: ignore[no-untyped-call]
         self._values: dict[tuple[str, Labels, str], Any] = {}
         self._lock = (self._folder / "megatron_infer.lock").open("w")
-        self._serves = False
+        self._is_serving = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megatron-infer-metrics", daemon=True)
 
     def start(self) -> None:
         self.write()
-        self._lead()
+        self._try_serving()
         self._thread.start()
 
     def close(self) -> None:
-        """A last write; gauges go, counts stay."""
+        """Write once more, then remove gauges and keep counts."""
         self._stop.set()
         self._thread.join()
         self.write()
@@ -225,15 +225,15 @@ class _SharedFolder:
         while not self._stop.wait(WRITE_S):
             self.write()
             try:
-                self._lead()
-            except ConfigError as error:  # others may still hold the port; tried again with the next write
+                self._try_serving()
+            except ConfigError as error:  # the port may still be taken; the next write tries again
                 log.warning("%s", error)
 
-    def _lead(self) -> None:
-        """Serve, if nobody does."""
+    def _try_serving(self) -> None:
+        """Serve, unless another process does."""
         import fcntl
 
-        if self._serves:
+        if self._is_serving:
             return
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,10 +246,10 @@ class _SharedFolder:
         except ConfigError:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             raise
-        self._serves = True
+        self._is_serving = True
 
     def write(self) -> None:
-        """What `read` gives now."""
+        """Write the values that `read` returns now."""
         now = time.time()
         for family in self._read():
             for labels, metric in family.series.items():
@@ -274,7 +274,7 @@ class _SharedFolder:
 
 
 class _LiveCollector:
-    """Everybody's files, without the gauges of processes that are gone."""
+    """Collects the files of all processes, without the gauges of processes that have ended."""
 
     def __init__(self, write: Callable[[], None], folder: Path) -> None:
         self._write, self._folder = write, folder

@@ -1,4 +1,4 @@
-"""What a server's clients see: calls by route and status, tokens, latencies; beside what replicas report."""
+"""Metrics of the HTTP server: calls by route and status, tokens, latencies; and those that replicas report."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_infer.metrics.core import Family
-from megatron_infer.metrics.definitions import Sheet, coordinator_families, engine_families
+from megatron_infer.metrics.definitions import MetricSet, coordinator_families, engine_families
 from megatron_infer.metrics.engine_meter import E2E_BOUNDS, ITL_BOUNDS, TTFT_BOUNDS, outcome_of
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.metrics.monotonic import MonotonicCounts, copied, merged
+from megatron_infer.metrics.registry import Family
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 OTHER = "other"
 CLIENT_LEFT = 499
+"""nginx's status for a client that disconnects before the reply."""
 
 
 class ServerMeter:
-    """Counts of one HTTP process; told from any thread, read from any thread."""
+    """The metrics of one HTTP process; usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sheet = Sheet()
-        self._ttft = self._sheet.histogram("ttft_seconds", TTFT_BOUNDS)
-        self._itl = self._sheet.histogram("itl_seconds", ITL_BOUNDS)
-        self._e2e = self._sheet.histogram("e2e_seconds", E2E_BOUNDS)
-        self._prompt = self._sheet.counter("prompt_tokens_total")
-        self._cached = self._sheet.counter("cached_prompt_tokens_total")
-        self._output = self._sheet.counter("output_tokens_total")
-        self._calls = self._sheet.gauge("http_calls")
-        self._in_flight = self._sheet.gauge("requests_in_flight")
+        self._own = MetricSet()
+        self._ttft = self._own.histogram("ttft_seconds", TTFT_BOUNDS)
+        self._itl = self._own.histogram("itl_seconds", ITL_BOUNDS)
+        self._e2e = self._own.histogram("e2e_seconds", E2E_BOUNDS)
+        self._prompt = self._own.counter("prompt_tokens_total")
+        self._cached = self._own.counter("cached_prompt_tokens_total")
+        self._output = self._own.counter("output_tokens_total")
+        self._calls = self._own.gauge("http_calls")
+        self._in_flight = self._own.gauge("requests_in_flight")
         for outcome in ("stop", "length", "abort", "error", "refused"):
-            self._sheet.counter("requests_total", outcome=outcome)
-        self._books = MonotonicCounts()
+            self._own.counter("requests_total", outcome=outcome)
+        self._engines = MonotonicCounts()
         self._coordinator = MonotonicCounts()
-        self._beside: list[Family] = coordinator_families(None)
+        self._replicas: list[Family] = coordinator_families(None)
         self._workers: list[Family] = []
 
     # ------------------------------------------------------------------ calls
@@ -46,22 +47,22 @@ class ServerMeter:
             self._calls.inc()
 
     def call_ended(self, method: str, route: str | None, status: int, seconds: float) -> None:
-        """route: as registered, None where there is none; what clients make up is no label."""
+        """route: as registered, None for an unknown path, which must not become a label."""
         shown, path = method if method in METHODS else OTHER, route or OTHER
         with self._lock:
             self._calls.inc(-1)
-            self._sheet.counter("http_requests_total", method=shown, route=path, code=str(status)).inc()
-            self._sheet.histogram("http_request_seconds", E2E_BOUNDS, route=path).observe(seconds)
+            self._own.counter("http_requests_total", method=shown, route=path, code=str(status)).inc()
+            self._own.histogram("http_request_seconds", E2E_BOUNDS, route=path).observe(seconds)
 
     # ------------------------------------------------------------------ requests
 
-    def request(self, *, stream: bool) -> RequestWatch:
-        """A request to the engines begins."""
+    def request(self, *, stream: bool) -> RequestMeter:
+        """A request is submitted to the engines."""
         with self._lock:
             self._in_flight.inc()
-        return RequestWatch(self, stream)
+        return RequestMeter(self, stream)
 
-    def first_news(self, seconds: float | None, *, prompt: int, cached: int) -> None:
+    def first_tokens(self, seconds: float | None, *, prompt: int, cached: int) -> None:
         with self._lock:
             self._prompt.inc(prompt)
             self._cached.inc(cached)
@@ -69,7 +70,7 @@ class ServerMeter:
                 self._ttft.observe(seconds)
 
     def tokens(self, count: int, *, gap_s: float | None) -> None:
-        """gap_s: seconds since the last tokens of a stream."""
+        """gap_s: seconds since the tokens before, for streams."""
         with self._lock:
             self._output.inc(count)
             if gap_s is not None and count:
@@ -78,69 +79,70 @@ class ServerMeter:
     def request_ended(self, outcome: str, seconds: float) -> None:
         with self._lock:
             self._in_flight.inc(-1)
-            self._sheet.counter("requests_total", outcome=outcome).inc()
+            self._own.counter("requests_total", outcome=outcome).inc()
             if outcome in ("stop", "length"):
                 self._e2e.observe(seconds)
 
     # ------------------------------------------------------------------ engines
 
-    def saw(self, stats: Mapping[str, Any] | None, workers: Iterable[Mapping[str, Any]] = ()) -> None:
-        """The coordinator's report, None if it does not answer; processes of engines that are kept alive here."""
+    def update(self, stats: Mapping[str, Any] | None, workers: Iterable[Mapping[str, Any]] = ()) -> None:
+        """stats: the coordinator's report, None if it does not answer. workers: status of the engines' processes."""
         with self._lock:
             self._workers = _worker_families(workers)
             if stats is None:
-                self._beside = coordinator_families(None)
+                self._replicas = coordinator_families(None)
                 self._coordinator.set_present(())
-                self._books.set_present(())
+                self._engines.set_present(())
                 return
             names = _names(stats["replicas"])
             for name, replica in names.items():
-                self._books.know(name)
+                self._engines.add(name)
                 figures = replica["stats"].get("figures")
                 if figures:
-                    known = EngineSnapshot.from_dict(figures)
-                    self._books.take(name, known.born, engine_families(known, replica=name))
-            self._books.set_present(names)
-            sheet = Sheet()
-            for name, is_there in self._books.sources.items():
-                sheet.gauge("replica_up", replica=name).set(float(is_there))
+                    snapshot = EngineSnapshot.from_dict(figures)
+                    self._engines.update(name, snapshot.born, engine_families(snapshot, replica=name))
+            self._engines.set_present(names)
+            metrics = MetricSet()
+            for name, is_present in self._engines.sources.items():
+                metrics.gauge("replica_up", replica=name).set(float(is_present))
             for name, replica in names.items():
                 for status in ("running", "waiting"):
-                    sheet.gauge("replica_requests", replica=name, status=status).set(replica[status])
-                sheet.gauge("replica_free_rows", replica=name).set(replica["free_rows"])
-            self._coordinator.take("", stats["started"], coordinator_families(stats))
+                    metrics.gauge("replica_requests", replica=name, status=status).set(replica[status])
+                metrics.gauge("replica_free_rows", replica=name).set(replica["free_rows"])
+            self._coordinator.update("", stats["started"], coordinator_families(stats))
             self._coordinator.set_present([""])
-            self._beside = sheet.families()
+            self._replicas = metrics.families()
 
     def families(self) -> list[Family]:
-        """Everything, as it stands now."""
+        """All metrics, with their values now."""
         with self._lock:
-            own = [copied(family) for family in self._sheet.families()]
-            return merged([*own, *self._books.families(), *self._coordinator.families(), *self._beside, *self._workers])
+            own = [copied(family) for family in self._own.families()]
+            engines, coordinator = self._engines.families(), self._coordinator.families()
+            return merged([*own, *engines, *coordinator, *self._replicas, *self._workers])
 
 
-class RequestWatch:
-    """One request's way: told of its news by one thread, and of its end by whoever ends it first."""
+class RequestMeter:
+    """Measures one request. Outputs come on one thread; the first of several ends counts."""
 
     def __init__(self, meter: ServerMeter, stream: bool) -> None:
         self._meter, self._stream = meter, stream
         self._began = self._last = time.monotonic()
         self._num_tokens = 0
-        self._seen = self._ended = False
+        self._has_tokens = self._ended = False
         self._lock = threading.Lock()
 
-    def news(self, output: Any) -> None:
-        """A `RequestOutput` with all so far."""
+    def output(self, output: Any) -> None:
+        """A cumulative `RequestOutput`."""
         with self._lock:
             if self._ended:
                 return
             now, count = time.monotonic(), output.metrics.num_output_tokens
-            new, first = count - self._num_tokens, not self._seen and count > 0
+            new, first = count - self._num_tokens, not self._has_tokens and count > 0
             if first:
                 seconds = now - self._began if self._stream else None
                 prompt, cached = len(output.prompt_token_ids), output.num_cached_tokens
-                self._meter.first_news(seconds, prompt=prompt, cached=cached)
-                self._seen = True
+                self._meter.first_tokens(seconds, prompt=prompt, cached=cached)
+                self._has_tokens = True
             if new:
                 gap = None if first or not self._stream else now - self._last
                 self._meter.tokens(new, gap_s=gap)
@@ -150,12 +152,12 @@ class RequestWatch:
                 self._end(outcome)
 
     def failed(self, outcome: str) -> None:
-        """It was "refused", or came to an "error"."""
+        """outcome: "refused" or "error"."""
         with self._lock:
             self._end(outcome)
 
-    def left(self) -> None:
-        """Nobody waits for it any more; of one that has ended: nothing."""
+    def abandoned(self) -> None:
+        """Its output is not read any more; does nothing if it has ended."""
         with self._lock:
             self._end("abort")
 
@@ -166,17 +168,17 @@ class RequestWatch:
 
 
 def _names(replicas: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Replicas by name; one whose name another bears, too, by name and incarnation."""
-    made: dict[str, dict[str, Any]] = {}
+    """Replicas by name; further ones of the same name by name and incarnation."""
+    by_name: dict[str, dict[str, Any]] = {}
     for replica in replicas:
         name = replica["name"] or "replica"
-        made[name if name not in made else f"{name}#{replica['incarnation']}"] = replica
-    return made
+        by_name[name if name not in by_name else f"{name}#{replica['incarnation']}"] = replica
+    return by_name
 
 
 def _worker_families(workers: Iterable[Mapping[str, Any]]) -> list[Family]:
-    sheet = Sheet()
+    metrics = MetricSet()
     for worker in workers:
-        sheet.gauge("worker_up", worker=worker["name"]).set(float(worker["state"] == "running"))
-        sheet.counter("worker_restarts_total", worker=worker["name"]).inc(worker["restarts"])
-    return sheet.families()
+        metrics.gauge("worker_up", worker=worker["name"]).set(float(worker["state"] == "running"))
+        metrics.counter("worker_restarts_total", worker=worker["name"]).inc(worker["restarts"])
+    return metrics.families()

@@ -1,7 +1,7 @@
-"""Steps of the engine as wandb metrics and console lines; the engine calls it every `logging_step_interval` steps.
+"""Writes the engine's steps as wandb metrics and console lines, every `logging_step_interval` steps.
 
-The writer is the wandb module the training script has already imported and initialised, or a wandb run: this module
-never imports wandb and makes no network call of its own.
+The writer is the wandb module that the training script has imported and initialized, or a wandb run: this module
+never imports wandb and makes no network call.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.metrics.core import StepSnapshot
 from megatron_infer.metrics.definitions import as_row, engine_families
-from megatron_infer.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.metrics.engine_snapshot import EngineSnapshot, StepSnapshot
 
 STEP_METRIC = "inference/inference_step"
 logger = logging.getLogger("megatron_infer")
 
 
 class MetricsWriter(Protocol):
-    """What is asked of `metrics_writer`: the wandb module and a wandb run both offer it."""
+    """The interface of `metrics_writer`, which the wandb module and a wandb run both have."""
 
     def log(self, data: dict[str, float]) -> Any: ...
 
@@ -30,8 +29,8 @@ class MetricsWriter(Protocol):
 class WandbSink:
     """Writes snapshots as console lines and, with a writer, as rows of its run.
 
-    The x axis goes on from the run's own summary, so that an engine rebuilt in one run, or a resumed run, does not
-    draw over earlier steps. Raises ConfigError (a ValueError) for a writer without log and define_metric, and for the
+    The x axis continues from the run's summary, so that a rebuilt engine or a resumed run does not overwrite earlier
+    steps. Raises ConfigError (a ValueError) for a writer without log and define_metric, and for the
     wandb module before wandb.init().
     """
 
@@ -62,11 +61,11 @@ class WandbSink:
             self._families.add(name)
         self.writer.log(dict(values))
 
-    def write(self, snapshot: StepSnapshot, figures: EngineSnapshot | None = None) -> None:
-        """One console line and, with a writer, one row: Megatron's keys, and the series that Prometheus gets, too."""
+    def write(self, snapshot: StepSnapshot, engine: EngineSnapshot | None = None) -> None:
+        """One console line and, with a writer, one row: Megatron's keys, and the series that Prometheus gets."""
         logger.info("%s", console_line(snapshot))
         if self.writer is not None:
-            values = snapshot.as_metrics() | ({} if figures is None else as_row(engine_families(figures)))
+            values = snapshot.as_metrics() | ({} if engine is None else as_row(engine_families(engine)))
             values[STEP_METRIC] += self.offset
             self.writer.log(values)
 
@@ -97,7 +96,7 @@ def console_line(s: StepSnapshot) -> str:
 
 
 def _last_step(writer: object) -> int:
-    """The x value the run already holds: its summary is local, unlike its history."""
+    """The run's last x value, from its summary, which is local, unlike its history."""
     run = getattr(writer, "run", writer)
     summary: Any = getattr(run, "summary", None)
     return int(summary.get(STEP_METRIC) or 0) if hasattr(summary, "get") else 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.metrics.core import Registry
+from megatron_infer.metrics.registry import Registry
 from megatron_infer.scheduler.request import VersionSpan
 
 BAND = (0.9, 1.1)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, MismatchAlarm, unknown_name
-from megatron_infer.metrics.core import Registry
+from megatron_infer.metrics.registry import Registry
 from megatron_infer.rl.mismatch_figures import Alarm, MismatchFigures, Tally, WorstToken, describe_tripped
 from megatron_infer.rl.mismatch_layers import LayerSearch, MismatchPlace, SuspectSequence
 from megatron_infer.rl.mismatch_replay import only_temperature

@@ -1,4 +1,15 @@
-"""The ASGI application: `create_app` lets every module register what it serves and ties it together."""
+"""The ASGI application of the server.
+
+create_app                          each module of MODULES registers its operations and fields in Routes
+    |
+Middleware                          request id, API key, log line, metrics
+    |  TrafficLog                   only with `record`
+Starlette, Endpoint                 path and method; body read and checked; client's disconnect watched
+    |  Call
+handler of a module                 chat_completions, completions, embeddings, control/*, health, ...
+    |  generate() (generation.py)   whole reply or server-sent events
+EngineClient                        see engine_client.py
+"""
 
 from __future__ import annotations
 
@@ -12,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_infer.server import (
-    chat,
+    chat_completions,
     completions,
     control,
     embeddings,
@@ -22,29 +33,29 @@ from megatron_infer.server import (
     openapi,
     reasoning_splitter,
     status_page,
-    structured_fields,
+    structured_outputs,
     tokenize,
-    tools,
+    tool_calls,
 )
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.middleware import Middleware
-from megatron_infer.server.routes import App
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.traffic_log import TrafficLog
 
 
 class Module(Protocol):
-    """A module of routes, request fields or both."""
+    """Adds operations, request fields or both."""
 
-    def register(self, app: App, service: EngineClient, settings: ServerConfig) -> None: ...
+    def register(self, routes: Routes, client: EngineClient, settings: ServerConfig) -> None: ...
 
 
 MODULES: tuple[Module, ...] = (
     completions,
-    chat,
-    tools,
-    structured_fields,
+    chat_completions,
+    tool_calls,
+    structured_outputs,
     reasoning_splitter,
     embeddings,
     models_route,
@@ -54,34 +65,34 @@ MODULES: tuple[Module, ...] = (
     metrics_route,
     control,
 )
-"""The package's own, in the order in which fields apply; `openapi` comes last, as it shows all of them."""
+"""In the order in which their fields apply. `openapi` registers last, as it describes all of them."""
 
 
-def create_app(service: EngineClient, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Middleware:
-    """The application; `modules` register after the package's own."""
-    app = App(settings)
+def create_app(client: EngineClient, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Middleware:
+    """The application. modules: register after those of the package."""
+    routes = Routes(settings)
     for module in (*MODULES, *modules, openapi):
-        module.register(app, service, settings)
+        module.register(routes, client, settings)
 
-    async def refused(request: Request, error: Exception) -> Response:
-        return _refused(request, error, app)
+    async def refuse(request: Request, error: Exception) -> Response:
+        return _refusal(request, error, routes)
 
-    routed = Starlette(routes=app.routes(), exception_handlers={HTTPException: refused})
-    routed.router.redirect_slashes = False
-    inner = routed if settings.record is None else TrafficLog(routed, settings.record)
-    open_paths = {operation.path for operation in app.operations.values() if operation.open}
-    return Middleware(inner, service, settings, open_paths=frozenset(open_paths))
+    starlette = Starlette(routes=routes.starlette_routes(), exception_handlers={HTTPException: refuse})
+    starlette.router.redirect_slashes = False
+    inner = starlette if settings.record is None else TrafficLog(starlette, settings.record)
+    open_paths = {operation.path for operation in routes.operations.values() if operation.open}
+    return Middleware(inner, client, settings, open_paths=frozenset(open_paths))
 
 
-def _refused(request: Request, error: Exception, app: App) -> Response:
-    """Paths and methods that there are not."""
+def _refusal(request: Request, error: Exception, routes: Routes) -> Response:
+    """The reply to an unknown path or method."""
     assert isinstance(error, HTTPException)
     shown = f"{request.method} {request.url.path[:200]}"
     text, code = {
         404: (f"there is no {shown}; GET /openapi.json lists what there is", "unknown_path"),
         405: (f"{shown} is not served", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "refused"))
-    if error.status_code == 404 and request.url.path in app.withheld:
-        text, code = f"{shown} steers the engines: it is served with --control only", "control_off"
+    if error.status_code == 404 and request.url.path in routes.control_paths_off:
+        text, code = f"{shown} controls the engines: it is served with --control only", "control_off"
     body = msgspec.json.encode(ApiError(error.status_code, text, code=code).body())
     return Response(body, error.status_code, dict(error.headers or {}), media_type="application/json")

@@ -1,4 +1,4 @@
-"""From messages to token ids: the model's chat template, and turns that keep the tokens they were drawn as."""
+"""Messages -> token ids of the prompt: the chat template, and assistant messages that keep their sampled tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.schemas import Message
+from megatron_infer.server.openai_protocol import Message
 from megatron_infer.text import tool_prompt
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_parsers import HERMES, CallFormat
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of a template that have fields of their own."""
+"""Template variables that chat_template_kwargs may not set: they have fields of their own."""
 
 
 def prompt_ids(
@@ -26,65 +26,68 @@ def prompt_ids(
     tools: list[dict[str, Any]] | None = None,
     call_format: CallFormat = HERMES,
     variables: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
     continue_final: bool = False,
     keep_tokens: bool = True,
 ) -> list[int]:
-    """The conversation as token ids. keep_tokens: assistant turns that bring their token ids are made of these.
-    call_format: how calls are written where the chat template knows no tools.
+    """The conversation as token ids.
 
-    Text of a turn drawn by a model and encoded anew may give other tokens than were drawn; a trainer needs the same
-    ones. Raises ApiError 400, or InvalidPrompt from the template.
+    call_format: of tool calls, where the chat template has no tools. variables: further ones of the template.
+    add_generation_prompt: None is True unless continue_final. keep_tokens: an assistant message with
+    generation_token_ids becomes these tokens. Its text, tokenized again, may give other tokens than were sampled, and
+    a trainer needs the sampled ones. Raises ApiError 400, or InvalidPrompt from the template.
     """
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final
     if continue_final and add_generation_prompt:
         text = "continue_final_message goes on with the last message; give add_generation_prompt: false with it"
         raise bad_request(text, "continue_final_message")
-    given = [_plain(message, place) for place, message in enumerate(messages)]
-    marks = _put_marks(given, messages) if keep_tokens else {}
-    cut = ""
+    plain = [_plain_message(message, index) for index, message in enumerate(messages)]
+    markers = _put_markers(plain, messages) if keep_tokens else {}
+    end = ""
     if continue_final:
-        last = given[-1]
+        last = plain[-1]
         if not last["content"]:
             raise bad_request("continue_final_message: the last message is empty", "continue_final_message")
-        cut = last["content"] if last["content"] in marks else _mark()
-        if cut not in marks:
-            last["content"] += cut
+        end = last["content"] if last["content"] in markers else _new_marker()
+        if end not in markers:
+            last["content"] += end
     for name in RESERVED:
         if name in (variables or {}):
             raise bad_request(f"chat_template_kwargs: {name} has a field of its own", "chat_template_kwargs")
     if not tokenizer.knows_tools:
-        given, tools = tool_prompt.as_plain(given, tools, call_format), None
+        plain, tools = tool_prompt.as_plain(plain, tools, call_format), None
     text = tokenizer.apply_chat_template(
-        given, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        plain, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
     )
-    if cut:
-        text = _cut(text, cut, keep=cut in marks)
-    if not marks:
+    if end:
+        text = _cut_behind(text, end, keep_marker=end in markers)
+    if not markers:
         return tokenizer.encode(text, add_special=False)
-    return _spliced(tokenizer, text, marks, messages)
+    return _encode_with_kept_tokens(tokenizer, text, markers, messages)
 
 
-def _plain(message: Message, place: int) -> dict[str, Any]:
-    """A message as templates expect it: content as one text, arguments of calls as objects."""
+def _plain_message(message: Message, index: int) -> dict[str, Any]:
+    """A message in the form that templates expect: content as one text, arguments of tool calls as objects."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     if content is None and not message.tool_calls and message.role != "assistant":
-        raise bad_request(f"messages[{place}]: content must be given", f"messages[{place}].content")
+        raise bad_request(f"messages[{index}]: content must be given", f"messages[{index}].content")
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     plain["content"] = "" if content is None else content
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
     if message.tool_calls:
-        plain["tool_calls"] = [_call(call, place) for call in message.tool_calls]
+        plain["tool_calls"] = [_plain_call(call, index) for call in message.tool_calls]
     return plain
 
 
-def _call(call: dict[str, Any], place: int) -> dict[str, Any]:
+def _plain_call(call: dict[str, Any], index: int) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        where = f"messages[{place}].tool_calls"
+        where = f"messages[{index}].tool_calls"
         raise bad_request(f"{where}: a call has a function with a name and arguments", where)
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
@@ -93,52 +96,54 @@ def _call(call: dict[str, Any], place: int) -> dict[str, Any]:
     return {**call, "function": {"name": function["name"], **function, "arguments": arguments}}
 
 
-def _mark() -> str:
-    """A text that no template changes and nobody else writes."""
+def _new_marker() -> str:
+    """A text that no template changes and no message contains."""
     return f"\ue000{secrets.token_hex(8)}\ue001"
 
 
-def _put_marks(given: list[dict[str, Any]], messages: Sequence[Message]) -> dict[str, int]:
-    """Put a mark in place of each turn that brings its tokens -> the turn's place by its mark."""
-    marks: dict[str, int] = {}
-    for place, message in enumerate(messages):
+def _put_markers(plain: list[dict[str, Any]], messages: Sequence[Message]) -> dict[str, int]:
+    """Replace the content of each message that has its tokens by a marker -> index of the message by marker."""
+    markers: dict[str, int] = {}
+    for index, message in enumerate(messages):
         if message.generation_token_ids is None:
             if message.prompt_token_ids is not None:
-                where = f"messages[{place}].prompt_token_ids"
+                where = f"messages[{index}].prompt_token_ids"
                 raise bad_request(f"{where} comes with generation_token_ids; give both or none", where)
             continue
         if message.role != "assistant":
-            where = f"messages[{place}].generation_token_ids"
+            where = f"messages[{index}].generation_token_ids"
             raise bad_request(f"{where}: only assistant turns were drawn", where)
-        mark = _mark()
-        given[place]["content"] = mark
-        given[place].pop("reasoning_content", None)  # the drawn tokens hold it, and calls too
-        given[place].pop("tool_calls", None)
-        marks[mark] = place
-    return marks
+        marker = _new_marker()
+        plain[index]["content"] = marker
+        plain[index].pop("reasoning_content", None)  # the sampled tokens contain it, and tool calls too
+        plain[index].pop("tool_calls", None)
+        markers[marker] = index
+    return markers
 
 
-def _cut(text: str, mark: str, *, keep: bool) -> str:
-    """The text up to the mark, where the last message ends."""
-    at = text.rfind(mark)
+def _cut_behind(text: str, marker: str, *, keep_marker: bool) -> str:
+    """The text up to the marker, where the last message ends."""
+    at = text.rfind(marker)
     if at < 0:
         raise bad_request("continue_final_message: the chat template does not show the last message", "messages")
-    return text[: at + len(mark)] if keep else text[:at]
+    return text[: at + len(marker)] if keep_marker else text[:at]
 
 
-def _spliced(tokenizer: Tokenizer, text: str, marks: Mapping[str, int], messages: Sequence[Message]) -> list[int]:
-    """Token ids of the text, with those of the turns in place of their marks.
+def _encode_with_kept_tokens(
+    tokenizer: Tokenizer, text: str, markers: Mapping[str, int], messages: Sequence[Message]
+) -> list[int]:
+    """Token ids of the text, with the sampled tokens of messages in place of their markers.
 
-    A turn that gives prompt_token_ids, too, replaces all before it. Where a turn's tokens end with the end token that
-    the template writes behind it, it comes once.
+    prompt_token_ids of a message replace everything before it. Where the sampled tokens end with the end token that
+    the template writes behind the message, it comes once.
     """
     ids: list[int] = []
-    for mark, place in marks.items():
-        before, found, text = text.partition(mark)
-        if not found:  # templates drop old turns: then there is nothing to keep
+    for marker, index in markers.items():
+        before, found, text = text.partition(marker)
+        if not found:  # templates may drop old messages, and their tokens with them
             text = before
             continue
-        message = messages[place]
+        message = messages[index]
         assert message.generation_token_ids is not None
         if message.prompt_token_ids is not None:
             ids = list(message.prompt_token_ids)

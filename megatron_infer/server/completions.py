@@ -1,98 +1,77 @@
-"""/v1/completions: texts, token ids or lists of either, continued."""
+"""/v1/completions: continues texts, token ids or lists of either."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
-from megatron_infer.server.calls import Call, Events, Reply
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.extra_fields import Draft
+from megatron_infer.server.extra_fields import ParsedBody
+from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.inflight import Job, params_from
+from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, completion_logprobs
-from megatron_infer.server.routes import App, Operation
-from megatron_infer.server.sampling_fields import Delta, Reader, check_limit, sampling_of, spans_of, usage_of
-from megatron_infer.server.schemas import CompletionBody
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.openai_protocol import CompletionBody
+from megatron_infer.server.reply_fields import (
+    Delta,
+    DeltaReader,
+    num_output_tokens,
+    sampled_logprobs,
+    usage_of,
+    version_spans_of,
+)
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.sampling_fields import check_limit, params_from, sampling_of
+from megatron_infer.server.server_config import ServerConfig
 
 ROUTE = "completions"
 DEFAULT_MAX_TOKENS = 16
 
 
-def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
-    app.add(
-        Operation(
-            method="POST",
-            path="/v1/completions",
-            handler=Completions(app, service, settings).answer,
-            body=lambda: app.fields.extend(ROUTE, CompletionBody),
-            summary="Continue texts or token ids",
-            media_types=("application/json", "text/event-stream"),
-            statuses=(404, 429, 503, 504),
-        )
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+    routes.add(
+        "POST",
+        "/v1/completions",
+        Completions(routes, client, settings).reply,
+        "Continue texts or token ids",
+        body=lambda: routes.fields.extend(ROUTE, CompletionBody),
+        media_types=("application/json", "text/event-stream"),
+        statuses=(404, 429, 503, 504),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One call, ready to run."""
-
-    id: str
-    created: int
-    body: CompletionBody
-    jobs: list[Job]
-    texts: list[str]
-    """Of the prompts, where they are echoed."""
-    num_given: int
-    """Samples of each prompt in the reply: n of best_of."""
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.body.logprobs
-
-
 class Completions:
-    """The handler, and how its replies look."""
+    """The handler: a body -> one engine request per prompt."""
 
-    def __init__(self, app: App, service: EngineClient, settings: ServerConfig) -> None:
-        self._app, self._service, self._settings = app, service, settings
-        self._token_texts = TokenTexts(service.tokenizer)
+    def __init__(self, routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+        self._fields, self._client, self._settings = routes.fields, client, settings
+        self._token_texts = TokenTexts(client.tokenizer)
 
-    async def answer(self, call: Call) -> Reply | Events:
+    async def reply(self, call: Call) -> Reply | Events:
         body: CompletionBody = call.body
-        asked = await self._prepare(body)
-        if body.stream:
-            items = self._stream(asked, call.id)
-            await anext(items)  # refusals are answers with a status of their own
-            return Events(items)
-        async with self._service.fly(asked.jobs, names=(asked.id, call.id)) as flight:
-            outputs = await flight.results()
-        return Reply(self._whole(asked, outputs))
+        client = self._client
+        client.check_model(body.model)
+        parsed = ParsedBody(sampling=sampling_of(body, self._settings))
+        await self._fields.apply(ROUTE, body, parsed)
+        self._apply_limits(body, parsed.sampling)
+        params = params_from(parsed.sampling)
+        prompts = await client.encode_prompts(
+            body.prompt, field="prompt", add_special=body.add_special_tokens is not False
+        )
+        salt = body.cache_salt or ""
+        requests = [EngineRequest(prompt_ids=ids, params=params, cache_salt=salt) for ids in prompts]
+        for request in requests:
+            client.check_request(request)
+        echoed = await self._echoed(body, prompts) if body.echo else []
+        reply = CompletionReply(body, client.model_names[0], requests, echoed, self._token_texts)
+        return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))
 
-    # ------------------------------------------------------------------ what is asked
-
-    async def _prepare(self, body: CompletionBody) -> _Asked:
-        service, settings = self._service, self._settings
-        service.check_model(body.model)
-        draft = Draft(sampling=sampling_of(body, settings))
-        await self._app.fields.apply(ROUTE, body, draft)
-        values = draft.sampling
-        self._settle(body, values)
-        params = params_from(values)
-        prompts = await self._prompts(body)
-        jobs = [Job(prompt_ids=ids, params=params, salt=body.cache_salt or "") for ids in prompts]
-        for job in jobs:
-            await service.check(job)
-        texts = await self._echoed(body, jobs) if body.echo else []
-        return _Asked(f"cmpl-{uuid.uuid4().hex}", int(time.time()), body, jobs, texts, body.n or 1)
-
-    def _settle(self, body: CompletionBody, values: dict[str, Any]) -> None:
-        """Fields that act together. Raises ApiError 400."""
+    def _apply_limits(self, body: CompletionBody, values: dict[str, Any]) -> None:
+        """Set max_tokens, n and logprobs in `values`. Raises ApiError 400."""
         check_limit("best_of", body.best_of or 1, self._settings.max_n, "max_n")
         check_limit("logprobs", body.logprobs or 0, self._settings.max_logprobs, "max_logprobs")
         if body.max_tokens == 0 and not body.echo:
@@ -102,7 +81,7 @@ class Completions:
         if body.max_tokens == 0 and (body.min_tokens or 0) > 0:
             raise bad_request("min_tokens is more than max_tokens, which is 0", "min_tokens")
         given = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        values["max_tokens"] = max(1, given)  # one has to be drawn, and is dropped
+        values["max_tokens"] = max(1, given)  # for 0 the engine samples one token, which the reply leaves out
         if body.logprobs is not None:
             values["logprobs"] = body.logprobs
             if body.echo:
@@ -119,156 +98,136 @@ class Completions:
                 values["n"] = body.best_of
                 values.setdefault("logprobs", 0)
 
-    async def _prompts(self, body: CompletionBody) -> list[list[int]]:
-        """Token ids of each prompt. Raises ApiError 400."""
-        given = body.prompt
-        add_special = body.add_special_tokens is not False
-        if isinstance(given, str):
-            return [await self._service.encode(given, add_special=add_special)]
-        kinds = {type(item) for item in given}
-        if len(kinds) > 1:
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise bad_request(
-                f"prompt holds {names}; give texts, token ids, or lists of token ids, not a mixture", "prompt"
-            )
-        if kinds == {int}:
-            return [list(given)]  # type: ignore[arg-type]
-        if len(given) > self._settings.max_prompts:
-            limit = self._settings.max_prompts
-            raise bad_request(f"prompt holds {len(given):,} prompts, the limit is {limit:,} (max_prompts)", "prompt")
-        if kinds == {str}:
-            return [await self._service.encode(text, add_special=add_special) for text in given]  # type: ignore[arg-type]
-        return [list(ids) for ids in given]  # type: ignore[arg-type]
-
-    async def _echoed(self, body: CompletionBody, jobs: list[Job]) -> list[str]:
-        """The prompts as texts; as they came where they were texts."""
+    async def _echoed(self, body: CompletionBody, prompts: list[list[int]]) -> list[str]:
+        """The prompts as texts: the given ones, or token ids decoded."""
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if isinstance(given[0], str):
             return list(given)  # type: ignore[arg-type]
-        if self._service.tokenizer is None:
-            return ["" for _ in jobs]
-        skip = body.skip_special_tokens is not False
-        return [await self._service.decode(job.prompt_ids, skip_special=skip) for job in jobs]
+        if self._client.tokenizer is None:
+            return ["" for _ in prompts]
+        skip_special = body.skip_special_tokens is not False
+        return [await self._client.decode(ids, skip_special=skip_special) for ids in prompts]
 
-    # ------------------------------------------------------------------ whole replies
 
-    def _whole(self, asked: _Asked, outputs: list[RequestOutput]) -> dict[str, Any]:
+class CompletionReply:
+    """The ReplyFormat of one call."""
+
+    def __init__(
+        self,
+        body: CompletionBody,
+        model: str,
+        requests: Sequence[EngineRequest],
+        echoed: list[str],
+        token_texts: TokenTexts,
+    ) -> None:
+        """echoed: each prompt as text, with `echo`."""
+        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._body, self._model, self._echoed, self._token_texts = body, model, echoed, token_texts
+        self._num_sequences = requests[0].params.n
+        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._hides_output = body.max_tokens == 0
+        self._readers = [[DeltaReader() for _ in range(self._num_sequences)] for _ in requests]
+        self._latest: dict[int, RequestOutput] = {}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self._created, "model": self._model}
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return usage_of(outputs, num_hidden=num_output_tokens(outputs) if self._hides_output else 0)
+
+    # ------------------------------------------------------------------ whole reply
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
-        uncounted = 0
-        for place, output in enumerate(outputs):
-            for one in _best(output.outputs, asked.num_given):
-                choices.append(self._choice(asked, place, output, one, len(choices)))
-        if asked.body.max_tokens == 0:
-            uncounted = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-        reply = self._head(asked)
-        return {**reply, "choices": choices, "usage": usage_of(outputs, uncounted=uncounted)}
+        for request_index, output in enumerate(outputs):
+            for one in _best(output.outputs, self._body.n or 1):
+                echoed = self._echoed[request_index] if self._body.echo else ""
+                choices.append(self._choice(len(choices), echoed, output, one))
+        return {**self._head(), "choices": choices, "usage": self._usage(outputs)}
 
-    def _head(self, asked: _Asked) -> dict[str, Any]:
-        return {"id": asked.id, "object": "text_completion", "created": asked.created, "model": self._service.names[0]}
-
-    def _choice(
-        self, asked: _Asked, place: int, output: RequestOutput, one: CompletionOutput, index: int
-    ) -> dict[str, Any]:
-        body = asked.body
+    def _choice(self, index: int, echoed: str, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        body = self._body
         text, tokens, entries, reason = one.text, one.token_ids, one.logprobs, one.finish_reason
-        if body.max_tokens == 0:
+        if self._hides_output:
             text, tokens, entries, reason = "", [], None if entries is None else [], "length"
-        echoed = asked.texts[place] if body.echo else ""
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": echoed + text,
-            "logprobs": None,
-            "finish_reason": reason,
-            "stop_reason": one.stop_reason,
-        }
-        if asked.num_logprobs is not None and entries is not None:
+        choice = _plain_choice(index, echoed + text)
+        choice |= {"finish_reason": reason, "stop_reason": one.stop_reason}
+        if body.logprobs is not None and entries is not None:
             shown: list[Any] = list(entries)
             ids = list(tokens)
             if body.echo:
                 shown = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *shown]
                 ids = [*output.prompt_token_ids, *ids]
-            choice["logprobs"] = completion_logprobs(ids, shown, self._token_texts, num_top=asked.num_logprobs)
+            choice["logprobs"] = completion_logprobs(ids, shown, self._token_texts, num_top=body.logprobs)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = by_id(output.prompt_logprobs)
         if body.return_token_ids:
             choice |= _token_fields(output.prompt_token_ids, tokens, entries)
-            choice["version_spans"] = spans_of(one)
+            choice["version_spans"] = version_spans_of(one)
         return choice
 
-    # ------------------------------------------------------------------ streams
+    # ------------------------------------------------------------------ stream
 
-    async def _stream(self, asked: _Asked, call_id: str) -> AsyncGenerator[Any]:
-        """None once the call is accepted, then chunks."""
-        body = asked.body
-        number = asked.jobs[0].params.n
-        readers = [[Reader() for _ in range(number)] for _ in asked.jobs]
-        latest: dict[int, RequestOutput] = {}
-        async with self._service.fly(asked.jobs, stream=True, names=(asked.id, call_id)) as flight:
-            await flight.taken(min(1.0, self._settings.keep_alive_s))
-            yield None
-            for place, text in enumerate(asked.texts):
-                for index in range(number):
-                    yield self._chunk(asked, _plain_choice(place * number + index, text))
-            async for news in flight.updates(self._settings.keep_alive_s):
-                if not news:
-                    yield None
-                latest.update(news)
-                for place, output in news.items():
-                    for one in output.outputs:
-                        delta = readers[place][one.index].read(one)
-                        if delta is not None:
-                            index = place * number + one.index
-                            yield self._chunk(asked, self._piece(asked, index, output, one, delta))
-        if body.stream_options is not None and body.stream_options.include_usage:
-            dropped = sum(len(o.token_ids) for out in latest.values() for o in out.outputs) if _none(body) else 0
-            yield {**self._head(asked), "choices": [], "usage": usage_of(latest.values(), uncounted=dropped)}
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        for index, text in enumerate(text for text in self._echoed for _ in range(self._num_sequences)):
+            yield self._chunk(_plain_choice(index, text))
 
-    def _chunk(self, asked: _Asked, choice: dict[str, Any]) -> dict[str, Any]:
-        options = asked.body.stream_options
-        extra = {"usage": None} if options is not None and options.include_usage else {}
-        return {**self._head(asked), "choices": [choice], **extra}
+    def events(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        self._latest[index] = output
+        for one in output.outputs:
+            delta = self._readers[index][one.index].read(one)
+            if delta is not None:
+                choice_index = index * self._num_sequences + one.index
+                yield self._chunk(self._choice_of_delta(choice_index, output, one, delta))
 
-    def _piece(
-        self, asked: _Asked, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        if self._has_usage:
+            yield {**self._head(), "choices": [], "usage": self._usage([*self._latest.values()])}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self._has_usage else {}
+        return {**self._head(), "choices": [choice], **usage}
+
+    def _choice_of_delta(
+        self, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta
     ) -> dict[str, Any]:
-        if _none(asked.body):
+        body = self._body
+        if self._hides_output:
             delta = Delta("", [], [], 0, "length" if delta.finish_reason else None, None, delta.is_first)
         choice = _plain_choice(index, delta.text)
         choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        if asked.num_logprobs is not None and delta.logprobs is not None:
+        if body.logprobs is not None and delta.logprobs is not None:
             choice["logprobs"] = completion_logprobs(
-                delta.token_ids, delta.logprobs, self._token_texts, num_top=asked.num_logprobs, offset=delta.offset
+                delta.token_ids, delta.logprobs, self._token_texts, num_top=body.logprobs, offset=delta.offset
             )
-        if asked.body.return_token_ids:
+        if body.return_token_ids:
             choice |= _token_fields(
                 output.prompt_token_ids if delta.is_first else None, delta.token_ids, delta.logprobs
             )
             if delta.finish_reason is not None:
-                choice["version_spans"] = spans_of(one)
+                choice["version_spans"] = version_spans_of(one)
         return choice
-
-
-def _none(body: CompletionBody) -> bool:
-    """The prompt alone is asked for."""
-    return body.max_tokens == 0
 
 
 def _plain_choice(index: int, text: str) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
-def _token_fields(prompt: list[int] | None, tokens: list[int], entries: Any) -> dict[str, Any]:
-    """Token ids under the names of both families of RL clients."""
+def _token_fields(
+    prompt: list[int] | None, tokens: list[int], entries: Sequence[dict[int, Logprob]] | None
+) -> dict[str, Any]:
+    """Token ids and logprobs under both names that RL clients read."""
     fields: dict[str, Any] = {"token_ids": tokens, "generation_token_ids": tokens}
     if prompt is not None:
         fields["prompt_token_ids"] = prompt
     if entries is not None:
-        fields["generation_log_probs"] = [next(iter(entry.values())).logprob for entry in entries]
+        fields["generation_log_probs"] = sampled_logprobs(entries)
     return fields
 
 
-def _best(samples: list[CompletionOutput], number: int) -> list[CompletionOutput]:
-    """`number` samples, the likeliest first where there are more."""
-    if len(samples) == number:
-        return samples
-    return sorted(samples, key=lambda one: -(one.cumulative_logprob or 0.0))[:number]
+def _best(outputs: list[CompletionOutput], number: int) -> list[CompletionOutput]:
+    """`number` sequences, those with the largest cumulative logprob first where there are more."""
+    if len(outputs) == number:
+        return outputs
+    return sorted(outputs, key=lambda one: -(one.cumulative_logprob or 0.0))[:number]

@@ -1,6 +1,14 @@
-"""The seam between HTTP and the engines: what they are, whether they serve, requests in, news out, text and back.
+"""The engines as the routes of the HTTP server see them: their state and limits, requests in, outputs out.
 
-Everything here is for one event loop; tokenizing, templates and longer texts of answers run in threads of their own.
+routes, control/*                                HTTP calls: bodies in, JSON out
+    |  check_request(), submit(), abort()
+EngineClient                                     admission, limits, state, meters; one per HTTP process
+    |  InFlightCall (inflight.py)                the requests of one call; detokenizes their outputs
+AsyncInferenceClient (coordinator/client.py)     one connection
+    |  ZMQ
+coordinator process --> replicas                 each steps one engine
+
+All methods run on one event loop; tokenization, chat templates and the detokenization of long outputs run in threads.
 """
 
 from __future__ import annotations
@@ -18,235 +26,267 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.server_meter import ServerMeter
-from megatron_infer.server.detokenize import Texts
+from megatron_infer.server.detokenize import OutputDetokenizer
 from megatron_infer.server.http_errors import ApiError, bad_request, context_overflow, unavailable
-from megatron_infer.server.inflight import InFlightCall, Job
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.inflight import EngineRequest, InFlightCall
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-LOOK_S = 0.5
-"""How often the coordinator is asked how it stands."""
+POLL_S = 0.5
+"""Seconds between two reports of the coordinator."""
 
 
-class Fleet(Protocol):
-    """Who starts the engines, as far as the server asks. A server whose engines others start has none."""
+class EngineProcesses(Protocol):
+    """What the server asks of the supervisor that started the engines' processes."""
 
     def failure(self) -> str | None:
-        """Why there will be no engine any more; None: there is one, or there will be."""
+        """Why no engine will serve again; None while one serves or may still come up."""
 
     def status(self) -> list[dict[str, Any]]:
-        """Each worker: name, state, restarts, the last exit."""
+        """Each engine's process: name, state, restarts, last exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What requests are held against; the least of all replicas."""
+class EngineLimits:
+    """Limits on requests: the smallest of all replicas'."""
 
     max_length: int
+    """Tokens of prompt and output together."""
     vocab_size: int
 
 
 class EngineClient:
-    """Engines behind a coordinator, for the modules of the server."""
+    """Requests, state and text of the engines behind a coordinator."""
 
     def __init__(
         self,
-        client: AsyncInferenceClient,
+        coordinator: AsyncInferenceClient,
         tokenizer: Tokenizer | None,
         settings: ServerConfig,
         *,
         model: str,
-        fleet: Fleet | None = None,
+        processes: EngineProcesses | None = None,
     ) -> None:
-        self.client, self.tokenizer, self.settings = client, tokenizer, settings
-        self.names = settings.served_model_name or (model,)
-        """What the model goes by, the first one in replies."""
+        """processes: None where the engines were not started by this server."""
+        self.coordinator, self.tokenizer, self.settings = coordinator, tokenizer, settings
+        self.model_names = settings.served_model_name or (model,)
+        """Names that requests may use; replies have the first one."""
         self.started = int(time.time())
         self.stats: dict[str, Any] = {}
-        """The coordinator's report, at most LOOK_S old while `is_connected`."""
+        """The coordinator's report, at most POLL_S old while `is_connected`."""
         self.is_connected = False
         self.meter = ServerMeter()
-        self._fleet = fleet
-        self._facts: Facts | None = None
-        self._draining = False
-        self.gates: list[Callable[[], Awaitable[None]]] = []
-        """Asked before requests begin: each may wait, or raise ApiError."""
-        self._flights: set[InFlightCall] = set()
+        self.admission_hooks: list[Callable[[], Awaitable[None]]] = []
+        """Awaited before requests are submitted: each may wait, or raise ApiError."""
+        self._processes = processes
+        self._limits: EngineLimits | None = None
+        self._is_draining = False
+        self._calls: set[InFlightCall] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._threads = ThreadPoolExecutor(settings.token_threads, thread_name_prefix="megatron-infer-text")
-        self._texts = None if tokenizer is None else Texts(tokenizer, self.off_loop)
-        self._looking: asyncio.Task[None] | None = None
+        self._detokenizer = None if tokenizer is None else OutputDetokenizer(tokenizer, self.run_in_thread)
+        self._polling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> EngineClient:
-        self._looking = asyncio.create_task(self._look())
+        self._polling = asyncio.create_task(self._poll())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._polling is not None:
+            self._polling.cancel()
         await asyncio.to_thread(self._threads.shutdown)
 
-    # ------------------------------------------------------------------ how the engines stand
+    # ------------------------------------------------------------------ state of the engines
 
     @property
     def replicas(self) -> list[dict[str, Any]]:
-        """Every replica that serves now, as the coordinator describes it."""
+        """Every serving replica, as the coordinator describes it."""
         return self.stats.get("replicas", []) if self.is_connected else []
 
     @property
     def workers(self) -> list[dict[str, Any]]:
-        return [] if self._fleet is None else self._fleet.status()
+        """The engines' processes, where this server started them."""
+        return [] if self._processes is None else self._processes.status()
+
+    @property
+    def failure(self) -> str | None:
+        """Why no engine will serve again; None while one serves or may still come up."""
+        return None if self._processes is None else self._processes.failure()
 
     @property
     def state(self) -> str:
-        """ "ok", "loading" (no engine yet, or not again yet), "draining" or "failed"."""
-        if self._draining:
+        """ "ok", "loading" (no replica serves now), "draining" or "failed"."""
+        if self._is_draining:
             return "draining"
-        if self._fleet is not None and self._fleet.failure() is not None:
+        if self.failure is not None:
             return "failed"
         return "ok" if self.replicas else "loading"
 
-    async def facts(self) -> Facts:
-        """What requests are held against. Raises ApiError 503 while no engine has ever been there."""
-        if self._facts is None:
+    @property
+    def limits(self) -> EngineLimits:
+        """Raises ApiError 503 until the first replica has registered."""
+        if self._limits is None:
             raise unavailable("the model is loading; ask again in a moment", "loading")
-        return self._facts
+        return self._limits
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of prompt and answer together; None while no engine has ever been there."""
-        return None if self._facts is None else self._facts.max_length
+        """Tokens of prompt and output together; None until the first replica has registered."""
+        return None if self._limits is None else self._limits.max_length
 
-    async def look(self) -> None:
-        """Ask the coordinator now; afterwards `stats` is fresh or `is_connected` False."""
+    async def refresh(self) -> None:
+        """Ask the coordinator for its report; afterwards `stats` is current or `is_connected` is False."""
         try:
             async with asyncio.timeout(2.0):
-                self.stats = await self.client.stats()
+                self.stats = await self.coordinator.stats()
             self.is_connected = True
         except (InferenceError, TimeoutError):
             self.is_connected = False
-            self.meter.saw(None, self.workers)
+            self.meter.update(None, self.workers)
             return
-        self.meter.saw(self.stats, self.workers)
+        self.meter.update(self.stats, self.workers)
         limits = [replica["limits"] for replica in self.stats["replicas"] if replica["limits"]]
         if limits:
-            self._facts = Facts(
+            self._limits = EngineLimits(
                 max_length=min(one["max_sequence_length"] for one in limits),
                 vocab_size=min(one["vocab_size"] for one in limits),
             )
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         while True:
-            await self.look()
-            reason = None if self._fleet is None else self._fleet.failure()
-            if reason is not None:
-                self.end_all(protocol.ReplicaLost(reason))
-            await asyncio.sleep(LOOK_S if self._facts is not None else LOOK_S / 5)
+            await self.refresh()
+            if (failure := self.failure) is not None:
+                self.fail_all(protocol.ReplicaLost(failure))
+            await asyncio.sleep(POLL_S if self._limits is not None else POLL_S / 5)
 
-    # ------------------------------------------------------------------ taking calls, or not
+    # ------------------------------------------------------------------ calls in flight
 
     def refusal(self) -> ApiError | None:
-        """Why no call is taken now."""
-        if self._draining:
+        """The error that every call is refused with now; None: calls are accepted."""
+        if self._is_draining:
             return unavailable("the server is shutting down and takes no more requests", "draining")
         return None
 
     def begin_drain(self) -> None:
-        """Take no more calls; those under way go on."""
-        self._draining = True
+        """Refuse further calls; running calls go on."""
+        self._is_draining = True
 
-    def end_all(self, error: BaseException) -> None:
-        """End every call that is under way with `error`."""
-        for flight in self._flights:
-            flight.fail(error)
+    def fail_all(self, error: BaseException) -> None:
+        """Fail every running call with `error`."""
+        for call in self._calls:
+            call.fail(error)
 
-    async def idle(self) -> None:
-        """Wait until nothing is under way."""
+    async def wait_idle(self) -> None:
+        """Wait until no call is running."""
         await self._idle.wait()
 
-    def abort(self, names: Iterable[str] | None = None) -> int:
-        """End the requests of calls that go by one of `names` (None: all), which get what they have -> how many."""
-        wanted = None if names is None else set(names)
-        chosen = [flight for flight in self._flights if wanted is None or flight.names & wanted]
-        count = sum(flight.num_unfinished for flight in chosen)
-        for flight in chosen:
-            flight.end()
+    def abort(self, ids: Iterable[str] | None = None) -> int:
+        """Abort the requests of the calls that have one of these abort ids (None: of all calls) -> how many requests.
+
+        Their replies hold what was generated so far.
+        """
+        wanted = None if ids is None else set(ids)
+        chosen = [call for call in self._calls if wanted is None or call.abort_ids & wanted]
+        count = sum(call.num_unfinished for call in chosen)
+        for call in chosen:
+            call.abort()
         return count
 
     @property
     def num_calls(self) -> int:
-        """Calls whose requests are under way."""
-        return len(self._flights)
+        """Calls with requests at the engines."""
+        return len(self._calls)
 
     # ------------------------------------------------------------------ requests
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that is not served here."""
-        if name is not None and name not in self.names:
-            message = f"the model {name[:200]!r} is not served here; there is {', '.join(self.names)}"
+        """Raises ApiError 404 for a model that this server does not serve."""
+        if name is not None and name not in self.model_names:
+            message = f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def check(self, job: Job, *, field: str = "prompt") -> None:
-        """Raises ApiError for a job that the engines would refuse or could not do as asked. field: the prompt's."""
-        facts, num_prompt = await self.facts(), len(job.prompt_ids)
+    def check_request(self, request: EngineRequest, *, field: str = "prompt") -> None:
+        """Raises ApiError for a request that the engines would refuse. field: the body's field with the prompt."""
+        limits, num_prompt = self.limits, len(request.prompt_ids)
         if num_prompt == 0:
             raise bad_request("the prompt is empty (0 tokens); give at least one", field, "empty_prompt")
-        asked = job.params.max_tokens
-        if num_prompt + (asked or 1) > facts.max_length:
-            raise context_overflow(facts.max_length, num_prompt, asked or 1, field=field)
-        wrong = next((i for i in job.prompt_ids if not 0 <= i < facts.vocab_size), None)
+        max_tokens = request.params.max_tokens
+        if num_prompt + (max_tokens or 1) > limits.max_length:
+            raise context_overflow(limits.max_length, num_prompt, max_tokens or 1, field=field)
+        wrong = next((i for i in request.prompt_ids if not 0 <= i < limits.vocab_size), None)
         if wrong is not None:
-            message = f"token id {wrong} is outside the vocabulary (0 to {facts.vocab_size - 1})"
+            message = f"token id {wrong} is outside the vocabulary (0 to {limits.vocab_size - 1})"
             raise bad_request(message, field, "invalid_token_id")
 
     @asynccontextmanager
-    async def fly(
-        self, jobs: Sequence[Job], *, stream: bool = False, names: Iterable[str] = ()
+    async def submit(
+        self, requests: Sequence[EngineRequest], *, stream: bool = False, abort_ids: Iterable[str] = ()
     ) -> AsyncIterator[InFlightCall]:
-        """Begin requests; leaving the context aborts what has not ended. Raises ApiError 503 without engines.
+        """Submit the requests of a call; leaving the context aborts those that have not finished.
 
-        stream: news come as tokens are drawn, not only at the end. names: for `abort`.
+        stream: outputs come as tokens are sampled, not only at the end. abort_ids: see `abort`.
+        Raises ApiError 503 while no engine can take requests.
         """
-        for gate in self.gates:
-            await gate()
+        for hook in self.admission_hooks:
+            await hook()
         refused = self.refusal()
         if refused is not None:
             raise refused
-        reason = None if self._fleet is None else self._fleet.failure()
-        if reason is not None:
-            raise unavailable(reason, "engine_failed")
-        flight = InFlightCall(
-            self.client, jobs, stream=stream, meter=self.meter, names=frozenset(names), texts=self._texts
+        if (failure := self.failure) is not None:
+            raise unavailable(failure, "engine_failed")
+        call = InFlightCall(
+            self.coordinator,
+            requests,
+            stream=stream,
+            meter=self.meter,
+            abort_ids=frozenset(abort_ids),
+            detokenizer=self._detokenizer,
         )
-        self._flights.add(flight)
+        self._calls.add(call)
         self._idle.clear()
         try:
-            async with flight:
-                yield flight
+            async with call:
+                yield call
         finally:
-            self._flights.discard(flight)
-            if not self._flights:
+            self._calls.discard(call)
+            if not self._calls:
                 self._idle.set()
 
     # ------------------------------------------------------------------ text
 
-    async def off_loop(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run what computes in a thread, so that streams go on meanwhile."""
+    async def run_in_thread(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a computation in a thread, so that the event loop goes on with streams."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
     def require_tokenizer(self) -> Tokenizer:
-        """Raises ApiError 400 where the model has none."""
+        """Raises ApiError 400 for a model without one."""
         if self.tokenizer is None:
             raise bad_request("this model has no tokenizer: give prompts as token ids", "prompt", "no_tokenizer")
         return self.tokenizer
 
     async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         tokenizer = self.require_tokenizer()
-        return await self.off_loop(tokenizer.encode, text, add_special=add_special)
+        return await self.run_in_thread(tokenizer.encode, text, add_special=add_special)
+
+    async def encode_prompts(self, given: Any, *, field: str, add_special: bool = True) -> list[list[int]]:
+        """A body's text, token ids, or list of either -> the token ids of each prompt. Raises ApiError 400."""
+        if isinstance(given, str):
+            given = [given]
+        kinds = {type(item) for item in given}
+        if len(kinds) > 1:
+            raise bad_request(f"{field} mixes texts and token ids or lists of them; give one, not a mixture", field)
+        if kinds == {int}:
+            return [list(given)]
+        limit = self.settings.max_prompts
+        if len(given) > limit:
+            raise bad_request(f"{field} holds {len(given):,} prompts, the limit is {limit:,} (max_prompts)", field)
+        if kinds == {str}:
+            return [await self.encode(text, add_special=add_special) for text in given]
+        return [list(ids) for ids in given]
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         tokenizer = self.require_tokenizer()
-        return await self.off_loop(tokenizer.decode, ids, skip_special=skip_special)
+        return await self.run_in_thread(tokenizer.decode, ids, skip_special=skip_special)

@@ -1,4 +1,4 @@
-"""Request fields that modules add: a name, a type, and what honours it. What nobody added is refused by name."""
+"""Request fields that modules add to the OpenAI bodies: name, type, and how they act. All other fields are refused."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ NOT_SERVED: dict[str, str] = {
     "functions": "functions: use tools",
     "function_call": "function_call: use tool_choice",
     "guided_whitespace_pattern": "guided_whitespace_pattern: use structured_outputs with disable_any_whitespace",
-    "guided_decoding_backend": "guided_decoding_backend: there is one, llguidance; leave it out",
-    "reasoning_effort": "reasoning_effort: give what the model's template knows in chat_template_kwargs",
+    "guided_decoding_backend": "guided_decoding_backend: llguidance is the only one; leave it out",
+    "reasoning_effort": "reasoning_effort: give the chat template's own variable in chat_template_kwargs",
     "audio": "audio: this server makes text",
     "prediction": "prediction: predicted outputs are not served",
     "web_search_options": "web_search_options: this server does not search",
-    "verbosity": "verbosity: this server does not steer it; say it in a message",
+    "verbosity": "verbosity: not supported; ask for it in a message",
     "metadata": "metadata: this server stores no completions",
     "use_beam_search": "use_beam_search: beam search is not served; use best_of",
     "length_penalty": "length_penalty: beam search is not served",
 }
-"""Fields of OpenAI's and others' APIs -> why they are refused here, unless a module serves them."""
+"""Fields of OpenAI's and vLLM's APIs that no module serves -> the error message."""
 
 
 class Splitter(Protocol):
-    """Turns one sample's text, as it grows, into deltas of a chat message: content, reasoning, tool calls."""
+    """Turns the growing text of one sequence into deltas of a chat message: content, reasoning, tool calls."""
 
     def feed(self, text: str, *, finished: bool) -> list[dict[str, Any]]:
-        """What the next piece of text says, as deltas in their order: {"content": "..."}, {"tool_calls": [...]}."""
+        """The deltas of the next piece of text, in order: {"content": "..."}, {"tool_calls": [...]}."""
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason to give for `reason`: "tool_calls" where the text was calls."""
+        """The finish_reason to reply with: "tool_calls" where the text was tool calls, else `reason`."""
 
 
 class PlainSplitter:
@@ -51,46 +51,48 @@ class PlainSplitter:
 
 
 @dataclass(slots=True)
-class Draft:
-    """A call on its way to the engine; fields of modules may change it."""
+class ParsedBody:
+    """What the fields of a body ask for, collected field by field before the engine requests are made."""
 
     sampling: dict[str, Any]
-    """Of SamplingParams, by name."""
+    """Fields of SamplingParams by name."""
     tools: list[dict[str, Any]] | None = None
-    """Given to the chat template."""
+    """Tools for the chat template."""
     call_format: CallFormat = HERMES
-    """How calls are written for a chat template that knows no tools."""
+    """Format of tool calls for a chat template without tools."""
     template: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template."""
     structured: tuple[str, dict[str, Any]] | None = None
-    """(a field, what it asks of the answer: fields of StructuredOutput), for a rule of `structured` to settle."""
+    """(field to blame, fields of StructuredOutput) that another module needs; `structured_outputs` applies them."""
     make_splitter: Callable[[], Splitter] = PlainSplitter
-    """One for each sample of a chat, made when `prompt_end` is known."""
+    """Makes the splitter of each sequence of a chat, once `prompt_end` is known."""
     prompt_end: str = ""
-    """The last words of a chat's prompt, special tokens too."""
+    """The end of a chat's prompt as text, special tokens included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraField:
-    """A field of a module. `apply` is called with its value where it was given and is not null, in the order of
-    registration; it raises ApiError (400) for what it cannot honour. None: a rule of the module reads it."""
+    """A field of a module.
+
+    `apply` is awaited with the field's value, unless it is missing or null, in the order of registration; it raises
+    ApiError 400 for a value it cannot honour. None: a rule of the module reads the field.
+    """
 
     name: str
     type: Any
-    apply: Callable[[Any, Draft], Awaitable[None]] | None
+    apply: Callable[[Any, ParsedBody], Awaitable[None]] | None
 
 
-Rule = Callable[[Any, Draft], Awaitable[None]]
+Rule = Callable[[Any, ParsedBody], Awaitable[None]]
 
 
 class ExtraFields:
-    """Fields by the route they belong to: "chat", "completions"."""
+    """Fields and rules by the route they belong to: "chat", "completions"."""
 
     def __init__(self) -> None:
         self._fields: dict[str, list[ExtraField]] = {}
         self._rules: dict[str, list[Rule]] = {}
         self.hints = dict(NOT_SERVED)
-        """Field -> why it is refused, of those that nobody serves."""
 
     def add(self, route: str, extra: ExtraField) -> None:
         fields = self._fields.setdefault(route, [])
@@ -98,12 +100,11 @@ class ExtraFields:
         fields.append(extra)
 
     def add_rule(self, route: str, rule: Rule) -> None:
-        """`rule` is called with the body of every call and its draft, after all fields: for what acts together, or
-        though no field was given."""
+        """`rule` is awaited with every body and its ParsedBody, after all fields."""
         self._rules.setdefault(route, []).append(rule)
 
     def extend(self, route: str, base: type[msgspec.Struct]) -> type[msgspec.Struct]:
-        """`base` with the route's fields: what its bodies are decoded as."""
+        """`base` with the route's fields: the type that its bodies are decoded as."""
         added = self._fields.get(route, ())
         if not added:
             return base
@@ -112,10 +113,10 @@ class ExtraFields:
             base.__name__, fields, bases=(base,), kw_only=True, forbid_unknown_fields=True, module=base.__module__
         )
 
-    async def apply(self, route: str, body: Any, draft: Draft) -> None:
+    async def apply(self, route: str, body: Any, parsed: ParsedBody) -> None:
         for extra in self._fields.get(route, ()):
             value = getattr(body, extra.name, None)
             if value is not None and extra.apply is not None:
-                await extra.apply(value, draft)
+                await extra.apply(value, parsed)
         for rule in self._rules.get(route, ()):
-            await rule(body, draft)
+            await rule(body, parsed)

@@ -1,4 +1,4 @@
-"""What goes wrong with a call, as OpenAI's clients expect it: {"error": {"message", "type", "param", "code"}}."""
+"""Errors -> replies in OpenAI's form, {"error": {"message", "type", "param", "code"}}, and their statuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RETRY_AFTER_S = 2
 
 
 class ApiError(InferenceError):
-    """An answer other than 2xx."""
+    """A reply with a status other than 2xx."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def context_overflow(limit: int, num_prompt: int, num_asked: int, *, field: str = "prompt") -> ApiError:
-    """A prompt, with the answer that was asked for, that has no room."""
+    """The prompt and `num_asked` output tokens exceed the context length. field: the one that holds the prompt."""
     asked = f"you requested {num_prompt + num_asked:,} tokens ({num_prompt:,} in the prompt, {num_asked:,} to generate)"
     if num_prompt >= limit:
         asked = f"your prompt has {num_prompt:,} tokens, and one more must fit"
@@ -66,7 +66,7 @@ def context_overflow(limit: int, num_prompt: int, num_asked: int, *, field: str 
 
 
 def api_error_of(error: BaseException) -> ApiError:
-    """The answer to a call that failed with `error`. What is no error of ours says nothing of its inside."""
+    """The reply to a call that failed with `error`. An error of no known class reveals nothing of its content."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, protocol.Overloaded):
@@ -94,13 +94,13 @@ def api_error_of(error: BaseException) -> ApiError:
 
 
 def _named_field(message: str) -> str | None:
-    """The field that an error of the engine begins with."""
+    """The field name that the message of an engine's error begins with."""
     found = re.match(r"([a-z_]+)(?:\[.*?\])?(?: is | holds | has | maps |: )", message)
     return found[1] if found else None
 
 
 def of_validation(error: Exception, body: Any, hints: dict[str, str]) -> ApiError:
-    """The answer to a body that its type refuses. hints: field that is not served -> what to say of it."""
+    """The reply to a body that its msgspec type rejects. hints: field that is not supported -> error message."""
     if not isinstance(error, msgspec.ValidationError):
         return bad_request(f"the body is not valid JSON: {error}", None, "invalid_json")
     text, _, place = str(error).partition(" - at `")

@@ -1,8 +1,8 @@
-"""Requests of one call on their way through the engine, and their news.
+"""The engine requests of one HTTP call and their newest outputs.
 
-The client's thread leaves the newest output of each request in a mailbox; the event loop takes what is there when it
-gets to it. Outputs carry all so far, so one that is replaced before it was read is not missed: a reader however slow
-holds one output a request, and nobody waits for it.
+The client's thread stores the newest output of each request; the event loop takes all stored outputs at once. Outputs
+are cumulative, so an output that is replaced before it was taken loses nothing: however slowly a client reads, the
+server holds one output per request, and no request waits for it.
 """
 
 from __future__ import annotations
@@ -16,152 +16,156 @@ from typing import Any
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import AsyncInferenceClient
-from megatron_infer.errors import RequestError
-from megatron_infer.metrics.server_meter import RequestWatch, ServerMeter
+from megatron_infer.metrics.server_meter import RequestMeter, ServerMeter
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.server.detokenize import RequestTexts, Texts, without_text
+from megatron_infer.server.detokenize import OutputDetokenizer, RequestDetokenizer, without_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request for the engine."""
+class EngineRequest:
+    """One request to the engines."""
 
     prompt_ids: list[int]
     params: SamplingParams
-    salt: str = ""
+    cache_salt: str = ""
 
 
-class Mailbox:
-    """The newest item of each sender; taken by the event loop that it was made on."""
+class LatestOutputs:
+    """The newest output or error of each request, passed from any thread to the event loop it was created on."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._items: dict[int, RequestOutput | BaseException] = {}
-        self._bell = asyncio.Event()
-        self._rung = False
+        self._has_items = asyncio.Event()
+        self._is_signalled = False
 
-    def put(self, sender: int, item: RequestOutput | BaseException) -> None:
+    def put(self, index: int, item: RequestOutput | BaseException) -> None:
         """From any thread; never waits."""
         with self._lock:
-            self._items[sender] = item
-            if self._rung:
+            self._items[index] = item
+            if self._is_signalled:
                 return
-            self._rung = True
+            self._is_signalled = True
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._bell.set)
+            self._loop.call_soon_threadsafe(self._has_items.set)
 
     async def take(self, timeout_s: float | None = None) -> dict[int, RequestOutput | BaseException]:
-        """What has come since, waiting until there is something; {} after timeout_s without news."""
+        """Everything put since the last call, waiting until there is something; {} after timeout_s seconds."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._bell.wait()
+                await self._has_items.wait()
         except TimeoutError:
             return {}
         with self._lock:
-            self._bell.clear()
-            self._rung = False
+            self._has_items.clear()
+            self._is_signalled = False
             items, self._items = self._items, {}
         return items
 
 
 class InFlightCall:
-    """The requests of one call, as an async context: leaving it aborts what has not ended.
+    """The requests of one call, as an async context: leaving it aborts those that have not finished.
 
-    `updates` and `results` raise the first request's error; then the others are of no use to anyone, either.
+    `updates` and `results` raise the error of the first request that fails; the call then drops the others.
     """
 
     def __init__(
         self,
         client: AsyncInferenceClient,
-        jobs: Sequence[Job],
+        requests: Sequence[EngineRequest],
         *,
         stream: bool,
         meter: ServerMeter,
-        names: frozenset[str] = frozenset(),
-        texts: Texts | None = None,
+        abort_ids: frozenset[str] = frozenset(),
+        detokenizer: OutputDetokenizer | None = None,
     ) -> None:
-        """names: what it can be ended by, see `Service.abort`. texts: makes the outputs' texts; None: engines do."""
-        self.names = names
-        self._texts = texts
-        self._makers: dict[int, RequestTexts] = {}
-        self._client, self._jobs, self._stream, self._meter = client, jobs, stream, meter
-        self._watches: dict[int, RequestWatch] = {}
+        """abort_ids: see `EngineClient.abort`. detokenizer: None leaves all detokenization to the engines."""
+        self.abort_ids = abort_ids
+        self._detokenizer = detokenizer
+        self._detokenizers: dict[int, RequestDetokenizer] = {}
+        self._client, self._requests, self._stream, self._meter = client, requests, stream, meter
+        self._meters: dict[int, RequestMeter] = {}
         self._numbers: dict[int, int] = {}
-        self._mailbox = Mailbox()
-        self._early: dict[int, RequestOutput] = {}
+        """Index of an unfinished request -> its number at the coordinator's client."""
+        self._latest = LatestOutputs()
 
     async def __aenter__(self) -> InFlightCall:
         await self._client.ready()
         try:
-            for index, job in enumerate(self._jobs):
-                self._begin(index, job)
+            for index, request in enumerate(self._requests):
+                self._submit(index, request)
         except BaseException:
-            self._abort()
+            self._drop()
             raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._abort()
+        self._drop()
 
-    def _begin(self, index: int, job: Job) -> None:
-        prompt: dict[str, Any] = {"prompt_token_ids": job.prompt_ids}
-        if job.salt:
-            prompt["cache_salt"] = job.salt
-        params, maker = job.params, None if self._texts is None else self._texts.of(job.prompt_ids, job.params)
-        if maker is not None:
-            params, self._makers[index] = without_text(params), maker
-        mailbox, watch = self._mailbox, self._meter.request(stream=self._stream)
-        self._watches[index] = watch
+    def _submit(self, index: int, request: EngineRequest) -> None:
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        if request.cache_salt:
+            prompt["cache_salt"] = request.cache_salt
+        params = request.params
+        if self._detokenizer is not None:
+            detokenizer = self._detokenizer.for_request(request.prompt_ids, params)
+            if detokenizer is not None:
+                params, self._detokenizers[index] = without_text(params), detokenizer
+        latest, meter = self._latest, self._meter.request(stream=self._stream)
+        self._meters[index] = meter
 
         def sink(item: RequestOutput | BaseException) -> None:
-            _note(watch, item)
-            mailbox.put(index, item)
+            _record(meter, item)
+            latest.put(index, item)
 
         self._numbers[index] = self._client.begin(prompt, params, sink, stream=self._stream)
-
-    def end(self) -> None:
-        """End what is under way; its last outputs, with what it has, come as ever."""
-        for number in self._numbers.values():
-            self._client.end(number)
 
     @property
     def num_unfinished(self) -> int:
         return len(self._numbers)
 
-    def _abort(self) -> None:
-        for watch in self._watches.values():
-            watch.left()
+    def abort(self) -> None:
+        """Abort the unfinished requests; `updates` and `results` still return what they have."""
         for number in self._numbers.values():
             self._client.end(number)
+
+    def _drop(self) -> None:
+        """Abort the unfinished requests; their outputs are not read any more."""
+        for meter in self._meters.values():
+            meter.abandoned()
+        self.abort()
         self._numbers.clear()
 
     def fail(self, error: BaseException) -> None:
-        """End every request with `error`; from the event loop."""
+        """Fail every unfinished request with `error`; on the event loop."""
         for index in self._numbers:
-            self._watches[index].failed("error")
-            self._mailbox.put(index, error)
-
-    async def taken(self, patience_s: float) -> None:
-        """Wait until there are first news, or for patience_s. Raises what the call is refused with."""
-        self._early = await self._take(patience_s)
+            self._meters[index].failed("error")
+            self._latest.put(index, error)
 
     async def updates(self, keep_alive_s: float) -> AsyncIterator[dict[int, RequestOutput]]:
-        """Outputs that have news, by the place of their job; {} after keep_alive_s without. Ends with the last one."""
-        while self._numbers or self._early:
-            news, self._early = self._early, {}
-            yield news or await self._take(keep_alive_s)
+        """New outputs by the index of their request, until all have finished.
+
+        The first item is {}: the requests were accepted, or no message about them came within a second. Every other {}
+        says that there was nothing new for keep_alive_s seconds. Raises the error a request was refused with.
+        """
+        first = await self._take(min(1.0, keep_alive_s))
+        yield {}
+        if first:
+            yield first
+        while self._numbers:
+            yield await self._take(keep_alive_s)
 
     async def results(self) -> list[RequestOutput]:
-        """Every request's last output, in the order of the jobs."""
+        """Every request's last output, in the order of the requests."""
         last: dict[int, RequestOutput] = {}
         while self._numbers:
             last.update(await self._take(None))
-        return [last[index] for index in range(len(self._jobs))]
+        return [last[index] for index in range(len(self._requests))]
 
     async def _take(self, timeout_s: float | None) -> dict[int, RequestOutput]:
-        news: dict[int, RequestOutput] = {}
-        for index, item in (await self._mailbox.take(timeout_s)).items():
+        outputs: dict[int, RequestOutput] = {}
+        for index, item in (await self._latest.take(timeout_s)).items():
             if isinstance(item, BaseException):
                 self._numbers.pop(index, None)
                 raise item
@@ -169,24 +173,16 @@ class InFlightCall:
                 raise item.error
             if item.finished:
                 self._numbers.pop(index, None)
-            news[index] = item
-        if self._texts is not None:
-            await self._texts.fill(news, self._makers)
-        return news
+            outputs[index] = item
+        if self._detokenizer is not None:
+            await self._detokenizer.fill(outputs, self._detokenizers)
+        return outputs
 
 
-def _note(watch: RequestWatch, item: RequestOutput | BaseException) -> None:
+def _record(meter: RequestMeter, item: RequestOutput | BaseException) -> None:
     if isinstance(item, protocol.CoordinatorError) and not isinstance(item, protocol.Overloaded):
-        watch.failed("error")
+        meter.failed("error")
     elif isinstance(item, BaseException):
-        watch.failed("refused")
+        meter.failed("refused")
     else:
-        watch.news(item)
-
-
-def params_from(values: dict[str, Any]) -> SamplingParams:
-    """Raises RequestError naming the field."""
-    try:
-        return SamplingParams.from_dict(values)
-    except TypeError as error:
-        raise RequestError(str(error)) from None
+        meter.output(item)

@@ -1,7 +1,9 @@
-"""Around the whole application: request ids, the API key, the last word on errors, a log line, the count of calls."""
+"""The outermost ASGI application: request ids, the API key, unexpected errors, a log line per call, call metrics."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import re
 import time
@@ -12,23 +14,38 @@ import msgspec
 from starlette.responses import Response
 
 from megatron_infer.metrics.server_meter import CLIENT_LEFT, ServerMeter
-from megatron_infer.server.auth import KeyCheck
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import ApiError
-from megatron_infer.server.limits import discard
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.request_body import discard
+from megatron_infer.server.server_config import ServerConfig
 
 log = logging.getLogger("megatron_infer.server")
 
 
+class ApiKey:
+    """Checks the Authorization header in constant time; without a key every call is allowed."""
+
+    def __init__(self, api_key: str | None) -> None:
+        self._digest = None if api_key is None else hashlib.sha256(api_key.encode()).digest()
+
+    def allows(self, authorization: bytes | None) -> bool:
+        """authorization: the header's value, "Bearer KEY". Digests are compared, so a key's length does not show."""
+        if self._digest is None:
+            return True
+        scheme, _, key = (authorization or b"").partition(b" ")
+        is_same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
+        return is_same and scheme.lower() == b"bearer"
+
+
 class Middleware:
-    """The outermost ASGI application. Every reply bears X-Request-Id: the caller's if it is one, else a new one."""
+    """Every reply has X-Request-Id: the client's, where it is a valid one, else a new one."""
 
     def __init__(
-        self, inner: Any, service: EngineClient, settings: ServerConfig, *, open_paths: frozenset[str] = frozenset()
+        self, inner: Any, client: EngineClient, settings: ServerConfig, *, open_paths: frozenset[str] = frozenset()
     ) -> None:
-        self._inner, self._service, self._open = inner, service, open_paths
-        self._key = KeyCheck(settings.api_key)
+        """open_paths: served without the API key."""
+        self._inner, self._client, self._open_paths = inner, client, open_paths
+        self._key = ApiKey(settings.api_key)
         self._log_requests = settings.log_requests
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -38,23 +55,22 @@ class Middleware:
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
-        await _GuardedCall(scope, send, self._log_requests, self._service.meter).run(
-            self._inner, receive, self._refusal(scope)
-        )
+        call = _WrappedCall(scope, send, self._log_requests, self._client.meter)
+        await call.run(self._inner, receive, self._refusal(scope))
 
     def _refusal(self, scope: Any) -> ApiError | None:
-        """What stands in the way of the call, before anything of it is read."""
-        if scope["path"] not in self._open and not self._key.allows(_header(scope, b"authorization")):
+        """The error that the call is refused with before its body is read; None: it is accepted."""
+        if scope["path"] not in self._open_paths and not self._key.allows(_header(scope, b"authorization")):
             message = "this server asks for an API key: send Authorization: Bearer KEY with the right one"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] == "POST":
-            return self._service.refusal()
+            return self._client.refusal()
         return None
 
 
-class _GuardedCall:
-    def __init__(self, scope: Any, send: Any, logged: bool, meter: ServerMeter) -> None:
-        self._scope, self._send, self._logged, self._meter = scope, send, logged, meter
+class _WrappedCall:
+    def __init__(self, scope: Any, send: Any, is_logged: bool, meter: ServerMeter) -> None:
+        self._scope, self._send, self._is_logged, self._meter = scope, send, is_logged, meter
         meter.call_began()
         self._status = 0
         self._began = time.perf_counter()
@@ -69,7 +85,7 @@ class _GuardedCall:
                     await discard(receive)
                 await self._refuse(refusal, receive)
             else:
-                await inner(self._scope, receive, self._tagged)
+                await inner(self._scope, receive, self._send_with_id)
         except Exception:
             log.exception("request %s failed", self._id)
             if not self._status:
@@ -77,16 +93,16 @@ class _GuardedCall:
                 await self._refuse(ApiError(500, message, code="internal_error"), receive)
         finally:
             self._count()
-            if self._logged:
-                self._write()
+            if self._is_logged:
+                self._log()
 
     async def _refuse(self, error: ApiError, receive: Any) -> None:
         self._scope["state"]["error"] = error.message
         headers = {**error.headers, "Connection": "close"}
         reply = Response(msgspec.json.encode(error.body()), error.status, headers, media_type="application/json")
-        await reply(self._scope, receive, self._tagged)
+        await reply(self._scope, receive, self._send_with_id)
 
-    async def _tagged(self, message: Any) -> None:
+    async def _send_with_id(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
@@ -94,17 +110,18 @@ class _GuardedCall:
 
     def _count(self) -> None:
         state = self._scope["state"]
-        status = CLIENT_LEFT if state.get("left") or not self._status else self._status
+        status = CLIENT_LEFT if state.get("disconnected") or not self._status else self._status
         seconds = time.perf_counter() - self._began
         self._meter.call_ended(self._scope["method"], state.get("route"), status, seconds)
 
-    def _write(self) -> None:
-        """One line; neither query nor body, where secrets and prompts may be."""
+    def _log(self) -> None:
+        """One line, without query and body, which may hold secrets and prompts."""
         state, ms = self._scope["state"], 1e3 * (time.perf_counter() - self._began)
-        left = " (the client left)" if state.get("left") else ""
+        disconnected = " (the client disconnected)" if state.get("disconnected") else ""
         reason = f": {state['error'][:300]}" if "error" in state else ""
         path = self._scope["path"][:200].encode("unicode_escape").decode()
-        log.info("%s %s %s %d %.0f ms%s%s", self._id, self._scope["method"], path, self._status, ms, left, reason)
+        method, status = self._scope["method"], self._status
+        log.info("%s %s %s %d %.0f ms%s%s", self._id, method, path, status, ms, disconnected, reason)
 
 
 def _header(scope: Any, name: bytes) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's two routes show them."""
+"""Logprobs in the forms of OpenAI's two routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Entry = dict[int, Logprob] | None
 
 
 class TokenTexts:
-    """What tokens look like alone: their bytes, and these as text."""
+    """The bytes of single tokens, and these as text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -30,13 +30,13 @@ class TokenTexts:
 
 
 def chat_content(entries: Sequence[dict[int, Logprob]], texts: TokenTexts, *, num_top: int) -> list[dict[str, Any]]:
-    """`logprobs.content` of a chat's choice: one object a token."""
+    """`logprobs.content` of a chat's choice: one object per token."""
     content = []
     for entry in entries:
-        drawn = next(iter(entry))
+        sampled = next(iter(entry))
         top = sorted(entry.items(), key=_by_rank)[:num_top]
         shown = [_one(token, value, texts) for token, value in top]
-        content.append({**_one(drawn, entry[drawn], texts), "top_logprobs": shown})
+        content.append({**_one(sampled, entry[sampled], texts), "top_logprobs": shown})
     return content
 
 
@@ -49,7 +49,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """`logprobs` of a completion's choice. offset: characters before the first of these tokens.
 
-    The first token of a prompt has none (null). Where two tokens look alike, top_logprobs has the likelier one's.
+    The first token of a prompt has no logprob (null). Of two tokens with the same text, top_logprobs has the larger.
     """
     shown = [texts.text(token) for token in tokens]
     offsets = []
@@ -70,9 +70,9 @@ def _top(entry: Entry, texts: TokenTexts, num_top: int) -> dict[str, float] | No
     if entry is None:
         return None
     found: dict[str, float] = {}
-    drawn = next(iter(entry))
-    # The drawn token belongs to it though it were none of the likeliest, as with OpenAI.
-    chosen = [*sorted(entry.items(), key=_by_rank)[:num_top], (drawn, entry[drawn])]
+    sampled = next(iter(entry))
+    # As with OpenAI, the sampled token is included even where it is not among the top ones.
+    chosen = [*sorted(entry.items(), key=_by_rank)[:num_top], (sampled, entry[sampled])]
     for token, value in chosen:
         text = texts.text(token)
         found[text] = max(value.logprob, found.get(text, value.logprob))
@@ -84,7 +84,7 @@ def _by_rank(item: tuple[int, Logprob]) -> tuple[int, float]:
 
 
 def by_id(entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | None:
-    """`prompt_logprobs`: of each prompt token {id: {logprob, rank, decoded_token}}, null for the first."""
+    """`prompt_logprobs`: for each prompt token {id: {logprob, rank, decoded_token}}, null for the first."""
     if entries is None:
         return None
     return [

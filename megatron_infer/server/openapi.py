@@ -1,4 +1,4 @@
-"""/openapi.json: every operation that was registered, its body's schema and its statuses."""
+"""/openapi.json: every registered operation with its body's schema and its statuses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from megatron_infer import __version__
-from megatron_infer.server.calls import Call, Reply
+from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.routes import App, Operation
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.routes import Operation, Routes
+from megatron_infer.server.server_config import ServerConfig
 
 REFERENCE = "#/components/schemas/{name}"
 
@@ -28,25 +28,25 @@ class ErrorReply(msgspec.Struct):
     error: ErrorObject
 
 
-def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     async def document(call: Call) -> Reply:
-        return Reply(describe(app, settings, service.names))
+        return Reply(describe(routes, settings, client.model_names))
 
-    app.add(Operation(method="GET", path="/openapi.json", handler=document, summary="This document"))
+    routes.add("GET", "/openapi.json", document, "This document")
 
 
-def describe(app: App, settings: ServerConfig, names: Sequence[str]) -> dict[str, Any]:
-    """The OpenAPI document of what is served, with the limits of this server and the names of its model."""
+def describe(routes: Routes, settings: ServerConfig, model_names: Sequence[str]) -> dict[str, Any]:
+    """The OpenAPI document of all operations, with the limits of this server and the names of its model."""
     has_key = settings.api_key is not None
-    bodies = {key: app.body_of(operation) for key, operation in app.operations.items()}
+    bodies = {key: routes.body_of(operation) for key, operation in routes.operations.items()}
     types = [body for body in bodies.values() if body is not None]
     schemas, components = msgspec.json.schema_components([*types, ErrorReply], ref_template=REFERENCE)
     for component in components.values():
         _put_limits(component, settings)
-        _put_names(component, names)
+        _put_model_names(component, model_names)
     body_schemas = iter(schemas)
     paths: dict[str, Any] = {}
-    for (path, method), operation in app.operations.items():
+    for (path, method), operation in routes.operations.items():
         schema = None if bodies[path, method] is None else next(body_schemas)
         shown = paths.setdefault(re.sub(r":\w+\}", "}", path), {})
         shown[method.lower()] = _operation(operation, schema, has_key)
@@ -62,17 +62,17 @@ def describe(app: App, settings: ServerConfig, names: Sequence[str]) -> dict[str
 
 
 def _put_limits(component: dict[str, Any], settings: ServerConfig) -> None:
-    """The server's own limits in place of those that hold everywhere."""
-    own = {"n": settings.max_n, "best_of": settings.max_n}
-    own |= dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), settings.max_logprobs)
-    for name, limit in own.items():
+    """Put this server's limits in place of the types' own maxima."""
+    limits = {"n": settings.max_n, "best_of": settings.max_n}
+    limits |= dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), settings.max_logprobs)
+    for name, limit in limits.items():
         for choice in component.get("properties", {}).get(name, {}).get("anyOf", ()):
             if "maximum" in choice:
                 choice["maximum"] = min(choice["maximum"], limit)
 
 
-def _put_names(component: dict[str, Any], names: Sequence[str]) -> None:
-    """What `model` may be, in place of any text."""
+def _put_model_names(component: dict[str, Any], names: Sequence[str]) -> None:
+    """Restrict `model` to the served names."""
     for choice in component.get("properties", {}).get("model", {}).get("anyOf", ()):
         if choice.get("type") == "string":
             choice["enum"] = list(names)

@@ -1,4 +1,4 @@
-"""Replicas as Ray actors, for those who run Ray: it finds the machines, starts the engines there, and starts them anew.
+"""Replicas as Ray actors: Ray places them on the machines of a cluster, starts their engines and restarts them.
 
     with RayReplicas("smollm2", 4, resources={"CPU": 8}) as replicas:
         outputs = replicas.generate(prompts, SamplingParams(max_tokens=64))
@@ -7,12 +7,12 @@
                    |    |    requests, tokens and commands: ZMQ, with a key of this run
     Ray actors  Replica Replica ...           placed and restarted by Ray; each has an engine of one process
 
-Ray carries none of these requests. They pass through the coordinator as they do without Ray, so that routing by prefix,
-streams, commands with deadlines, and what becomes of a dead replica's requests are the same in both worlds.
+Requests do not pass through Ray but through the coordinator, so that prefix routing, streams, commands with deadlines
+and the recovery of a dead replica's requests are the same as without Ray.
 
     serve.run(serve_application("smollm2", 2, resources={"CPU": 8}), route_prefix="/generate")
 
-is for those whose requests come in by Ray Serve: its proxy, its choice of a replica, its scaling; no coordinator.
+serves through Ray Serve instead: its proxy, its routing to replicas, its scaling; without a coordinator.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ INSTALL_SERVE = 'pip install "ray[serve]"'
 _WATCH_S = 0.5
 
 Model = str | Callable[[], Any]
-"""A model's name, or a function that makes an engine or an LLM; the function travels to the actors by Ray's pickle."""
+"""A model's name, or a function that returns an engine or an LLM; Ray pickles the function for the actors."""
 
 
 class RayMissing(InferenceError, ImportError):
-    """Ray, or what its replicas need besides, is not installed."""
+    """Ray, or another package that its replicas need, is not installed."""
 
 
 class ReplicasLost(InferenceError, RuntimeError):
-    """No actor could be started, or every one has died more often than Ray was told to start it anew."""
+    """No actor could be started, or every actor has died and used up its restarts."""
 
 
 class RayReplicas:
-    """Replicas of one engine as Ray actors, and everything a client of theirs can ask for.
+    """Replicas of one engine as Ray actors, with the methods of a client.
 
-    The driver must be on a node of the cluster (no ray:// address): the actors connect to it. Ray is initialised as by
-    `ray.init()` unless it is already; it is not shut down at the end. A request of an actor that dies goes on
-    elsewhere with the tokens it has; the actor is started anew up to `max_restarts` times and joins again.
+    The driver must be on a node of the cluster (no ray:// address), as the actors connect to it. Calls `ray.init()`
+    unless Ray is initialized, and never shuts it down. A request of an actor that dies continues on another with the
+    tokens it has; the actor is restarted up to `max_restarts` times.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class RayReplicas:
     ) -> None:
         """config and model_options (dtype, threads, ...) are LLM's, for a model given by name.
 
-        resources: of each replica, in Ray's words, {"CPU": 8, "GPU": 1, "big_memory": 1}; None is {"CPU": 1}. As many
-        threads as it has CPUs compute. tokenizer: makes token ids of texts in the driver, so that they can be routed
-        by prefix. host: the driver's address for the actors; None is its node's in Ray. Returns when all replicas
-        serve. Raises RayMissing, ConfigError, and ReplicasLost when they do not start in start_timeout_s seconds.
+        resources: Ray's, for each replica, {"CPU": 8, "GPU": 1, "big_memory": 1}; None is {"CPU": 1}. CPU is also the
+        number of threads. tokenizer: tokenizes texts in the driver, so that they can be routed by prefix. host: the
+        driver's address for the actors; None is its node's in Ray. Returns when all replicas serve.
+        Raises RayMissing, ConfigError, and ReplicasLost when they do not start within start_timeout_s seconds.
         """
         self._ray = require_ray()
         from megatron_infer.coordinator.client import AsyncInferenceClient
@@ -104,7 +104,7 @@ class RayReplicas:
         self._resources = dict({"CPU": 1} if resources is None else resources)
         self._max_restarts = max_restarts
         self._closing = threading.Event()
-        self._lost = ""
+        self._lost_reason = ""
         self._stack = contextlib.ExitStack()
         try:
             served = self._stack.enter_context(running(Coordinator(f"tcp://{_bracketed(host)}:0", coordinator)))
@@ -112,11 +112,14 @@ class RayReplicas:
             self._async_client = AsyncInferenceClient(**self.access, name="ray driver", tokenizer=tokenizer)
             self._client = self._async_client.blocking
             self._stack.callback(self._client.close)
-            make = self._ray.remote(_Home).options(max_restarts=max_restarts, **_actor_options(self._resources))
-            self._homes = [make.remote(model, options, self.access, f"ray-{i}") for i in range(num_replicas)]
+            remote = self._ray.remote(_ReplicaActor).options(
+                max_restarts=max_restarts, **_actor_options(self._resources)
+            )
+            self._actors = [remote.remote(model, options, self.access, f"ray-{i}") for i in range(num_replicas)]
             self._stack.callback(self._kill_all)
-            self._lifelines: dict[Any, int] = {home.serve.remote(): i for i, home in enumerate(self._homes)}
-            self._await_all(start_timeout_s)
+            self._serving: dict[Any, int] = {actor.serve.remote(): i for i, actor in enumerate(self._actors)}
+            """Ray's reference of each running `serve` call, which ends with its actor -> the actor's index."""
+            self._wait_until_serving(start_timeout_s)
         except BaseException:
             self.shutdown()
             raise
@@ -130,12 +133,12 @@ class RayReplicas:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Run prompts to the end -> outputs in their order."""
-        with self._telling_why():
+        with self._explaining_loss():
             return self._client.generate(prompts, params)
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as it grows, each with all so far. Closing the iterator aborts the request."""
-        with self._telling_why():
+        """Cumulative outputs of one request as it grows. Closing the iterator aborts the request."""
+        with self._explaining_loss():
             stream: Any = self._async_client.stream(prompt, params)
             async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
@@ -144,8 +147,10 @@ class RayReplicas:
     # ------------------------------------------------------------------ all replicas together
 
     def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> dict[str, Answer]:
-        """Every replica's answer by its name, as with all commands below. Raises ControlFailed, which has them, unless
-        all did it in time."""
+        """Every replica's answer by its name, as with all commands below.
+
+        Raises ControlFailed, which has the answers, unless all replicas carry it out in time.
+        """
         return self._control("pause", timeout_s, mode=mode)
 
     def unpause(self, *, timeout_s: float | None = None) -> dict[str, Answer]:
@@ -168,23 +173,23 @@ class RayReplicas:
         return self._control("reset_prefix_cache", timeout_s)
 
     def _control(self, command: str, timeout_s: float | None, **args: Any) -> dict[str, Answer]:
-        with self._telling_why():
+        with self._explaining_loss():
             return self._client.control(command, timeout_s=timeout_s, **args)
 
     def stats(self) -> dict[str, Any]:
-        """The coordinator's counters, and every replica as it stands."""
-        with self._telling_why():
+        """The coordinator's counters, and the state of every replica."""
+        with self._explaining_loss():
             return self._client.stats()
 
     @property
     def actors(self) -> tuple[Any, ...]:
-        """Ray's handles, `ray-0` first."""
-        return tuple(self._homes)
+        """Ray's actor handles, `ray-0` first."""
+        return tuple(self._actors)
 
-    # ------------------------------------------------------------------ from start to end
+    # ------------------------------------------------------------------ start, restarts, end
 
     def shutdown(self) -> None:
-        """Kill the actors and end the coordinator; whoever waits for a request gets ConnectionLost."""
+        """Kill the actors and end the coordinator; pending requests fail with ConnectionLost."""
         self._closing.set()
         self._stack.close()
 
@@ -194,16 +199,16 @@ class RayReplicas:
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
-    def _await_all(self, timeout_s: float) -> None:
-        deadline, total = time.monotonic() + timeout_s, len(self._homes)
+    def _wait_until_serving(self, timeout_s: float) -> None:
+        deadline, total = time.monotonic() + timeout_s, len(self._actors)
         while True:
             num_serving = len(self._client.stats()["replicas"])
             if num_serving >= total:
                 return
-            ended, _ = self._ray.wait(list(self._lifelines), timeout=_WATCH_S)
+            ended, _ = self._ray.wait(list(self._serving), timeout=_WATCH_S)
             if ended:
-                error = self._why(ended[0])
-                raise ReplicasLost(f"ray-{self._lifelines[ended[0]]} did not start: {error}") from error
+                error = self._error_of(ended[0])
+                raise ReplicasLost(f"ray-{self._serving[ended[0]]} did not start: {error}") from error
             if time.monotonic() > deadline:
                 raise ReplicasLost(
                     f"{num_serving} of {total} replicas serve after {timeout_s:g} s (start_timeout_s); does the "
@@ -212,66 +217,66 @@ class RayReplicas:
                 )
 
     def _watch(self) -> None:
-        """Let restarted actors serve again; when none is left, fail what waits."""
-        budgets = [self._max_restarts] * len(self._homes)
-        began = [time.monotonic()] * len(self._homes)
-        while not self._closing.is_set() and self._lifelines:
-            ended, _ = self._ray.wait(list(self._lifelines), timeout=_WATCH_S)
-            for lifeline in ended:
-                index, error = self._lifelines.pop(lifeline), self._why(lifeline)
+        """Have restarted actors serve again; when none is left, fail pending requests."""
+        restarts_left = [self._max_restarts] * len(self._actors)
+        began = [time.monotonic()] * len(self._actors)
+        while not self._closing.is_set() and self._serving:
+            ended, _ = self._ray.wait(list(self._serving), timeout=_WATCH_S)
+            for call in ended:
+                index, error = self._serving.pop(call), self._error_of(call)
                 if self._closing.is_set():
                     return
-                returns = isinstance(error, self._ray.exceptions.ActorUnavailableError)  # as Ray says, from death on
-                if not returns and not budgets[index]:
-                    log.error("ray-%d has died for good: %s", index, error)
-                    self._lost = f"every replica has died; the last was ray-{index}: {error}"
+                restarts = isinstance(error, self._ray.exceptions.ActorUnavailableError)  # raised while Ray restarts it
+                if not restarts and not restarts_left[index]:
+                    log.error("ray-%d has died and used up its restarts: %s", index, error)
+                    self._lost_reason = f"every replica has died; the last was ray-{index}: {error}"
                     continue
-                if not returns:  # in some versions the call that death cut short says no more than that it died
-                    budgets[index] -= 1
+                if not restarts:  # in some versions of Ray the interrupted call only says that the actor has died
+                    restarts_left[index] -= 1
                 if time.monotonic() - began[index] > 10 * _WATCH_S:
-                    log.warning("ray-%d has died and is started again: %s", index, error)
+                    log.warning("ray-%d has died and is restarted: %s", index, error)
                 began[index] = time.monotonic()
                 self._closing.wait(_WATCH_S)
-                self._lifelines[self._homes[index].serve.remote()] = index
+                self._serving[self._actors[index].serve.remote()] = index
         if not self._closing.is_set():
             self._client.close()
 
-    def _why(self, lifeline: Any) -> BaseException:
+    def _error_of(self, call: Any) -> BaseException:
         try:
-            self._ray.get(lifeline)
+            self._ray.get(call)
         except Exception as error:  # Ray's, with the actor's own inside
             return error
-        return InferenceError("it was told to stop")
+        return InferenceError("it was stopped")
 
     def _kill_all(self) -> None:
-        for home in self._homes:
-            self._ray.kill(home, no_restart=True)
+        for actor in self._actors:
+            self._ray.kill(actor, no_restart=True)
 
     @contextlib.contextmanager
-    def _telling_why(self) -> Iterator[None]:
+    def _explaining_loss(self) -> Iterator[None]:
         from megatron_infer.coordinator.protocol import ConnectionLost
 
         try:
             yield
         except ConnectionLost as error:
-            if self._lost and not self._closing.is_set():
-                raise ReplicasLost(self._lost) from error
+            if self._lost_reason and not self._closing.is_set():
+                raise ReplicasLost(self._lost_reason) from error
             raise
 
 
-class _Home:
-    """The actor: one engine, where Ray has put it."""
+class _ReplicaActor:
+    """The Ray actor of one engine."""
 
     def __init__(self, model: Model, options: dict[str, Any], access: dict[str, Any], name: str) -> None:
         from megatron_infer.coordinator.replica import Replica
         from megatron_infer.rl.remote_weights import RemoteWeights
 
-        engine = _engine_of(model, options)
+        engine = _build_engine(model, options)
         commands = RemoteWeights(engine).commands()
         self._replica = Replica(engine, access["address"], key=access["key"], name=name, commands=commands)
 
     def serve(self) -> None:
-        """For life. An engine that has failed takes its process along: Ray starts another."""
+        """Serve until the actor ends. If the engine fails, the process exits, so that Ray restarts it."""
         from megatron_infer.coordinator.protocol import AccessRefused
 
         try:
@@ -292,15 +297,15 @@ def serve_application(
     resources: Mapping[str, float] | None = None,
     **deployment: Any,
 ) -> Any:
-    """A Ray Serve application, each of whose replicas has an engine of one process; give it to `serve.run`.
+    """A Ray Serve application for `serve.run`; each replica has an engine of one process.
 
-    POST {"prompt": text or token ids, "params": {"max_tokens": 64, ...}, "stream": false} gives {"prompt_token_ids",
-    "outputs": [{"index", "text", "token_ids", "finish_reason"}]}; with "stream" such a line for each piece of news,
-    with what is new in it. A wrong request is 400 and {"error"}. Python code calls `handle.generate.remote(prompt,
-    params)` for the same. What a replica was at when it died fails (500): repeating it is the caller's.
+    POST {"prompt": text or token ids, "params": {"max_tokens": 64, ...}, "stream": false} returns {"prompt_token_ids",
+    "outputs": [{"index", "text", "token_ids", "finish_reason"}]}; with "stream" one such line per update, with what is
+    new. An invalid request gets 400 and {"error"}. Python code calls `handle.generate.remote(prompt, params)` instead.
+    Requests of a replica that dies fail with 500; the caller may repeat them.
 
-    A function as `model` makes an LLM. deployment: options of `serve.deployment` (max_ongoing_requests, ...); Serve's
-    default of 5 requests at a time a replica would leave most rows empty, so it is 256 here.
+    model: a function returns an LLM. deployment: options of `serve.deployment` (max_ongoing_requests, ...); here 256
+    requests at a time per replica, as Serve's default of 5 would leave most rows empty.
     """
     require_ray()
     try:
@@ -310,12 +315,12 @@ def serve_application(
     options = _llm_options(model, config, model_options)
     actor = _actor_options({"CPU": 1} if resources is None else resources)
     settings = {"name": "megatron_infer", "max_ongoing_requests": 256} | deployment
-    made = serve.deployment(_Answerer).options(num_replicas=num_replicas, ray_actor_options=actor, **settings)
+    made = serve.deployment(_ServeDeployment).options(num_replicas=num_replicas, ray_actor_options=actor, **settings)
     return made.bind(model, options)
 
 
-class _Answerer:
-    """What Serve runs."""
+class _ServeDeployment:
+    """The deployment class: one replica of Ray Serve."""
 
     def __init__(self, model: Model, options: dict[str, Any]) -> None:
         from megatron_infer.entrypoints.async_llm import AsyncLLM
@@ -328,9 +333,9 @@ class _Answerer:
         from megatron_infer.errors import RequestError
 
         try:
-            prompt, params, stream = _asked_in(await request.json())
+            prompt, params, stream = _parse_body(await request.json())
             outputs = self._outputs(prompt, params, stream=stream)
-            first = await anext(outputs)  # whatever is wrong with the request shows here
+            first = await anext(outputs)  # raises what is wrong with the request
         except (RequestError, ValueError) as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         if not stream:
@@ -346,25 +351,25 @@ class _Answerer:
 
     async def generate(self, prompt: Any, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """For a DeploymentHandle."""
-        prompt, checked, _ = _asked_in({"prompt": prompt, "params": params})
+        prompt, checked, _ = _parse_body({"prompt": prompt, "params": params})
         async with contextlib.aclosing(self._outputs(prompt, checked, stream=False)) as outputs:
             return await anext(outputs)
 
     async def _outputs(self, prompt: Any, params: SamplingParams, *, stream: bool) -> AsyncGenerator[dict[str, Any]]:
-        news: Any = self._llm.generate(prompt, params, stream="delta" if stream else "final")
-        async with contextlib.aclosing(news):
-            async for output in news:
-                yield _in_json(output)
+        outputs: Any = self._llm.generate(prompt, params, stream="delta" if stream else "final")
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield _to_json(output)
 
     async def check_health(self) -> None:
-        """Raises EngineStopped, upon which Serve replaces this replica, when the engine has failed."""
+        """Raises EngineStopped when the engine has failed; Serve then replaces this replica."""
         from megatron_infer.errors import UnknownRequest
 
         with contextlib.suppress(UnknownRequest):
-            await self._llm.abort("")  # no request has this id; but the engine's thread must have looked
+            await self._llm.abort("")  # no request has this id, but the engine's thread has to answer
 
 
-def _asked_in(body: Any) -> tuple[Any, SamplingParams, bool]:
+def _parse_body(body: Any) -> tuple[Any, SamplingParams, bool]:
     """Raises RequestError."""
     from megatron_infer.config.sampling_params import SamplingParams
     from megatron_infer.errors import RequestError, unknown_name
@@ -377,7 +382,7 @@ def _asked_in(body: Any) -> tuple[Any, SamplingParams, bool]:
     return body["prompt"], SamplingParams.from_dict(dict(body.get("params") or {})), bool(body.get("stream", False))
 
 
-def _in_json(output: RequestOutput) -> dict[str, Any]:
+def _to_json(output: RequestOutput) -> dict[str, Any]:
     outputs = [
         {"index": one.index, "text": one.text, "token_ids": list(one.token_ids), "finish_reason": one.finish_reason}
         for one in output.outputs
@@ -387,7 +392,7 @@ def _in_json(output: RequestOutput) -> dict[str, Any]:
 
 
 def require_ray() -> Any:
-    """The module `ray`. Raises RayMissing, which says how to get it."""
+    """The module `ray`. Raises RayMissing, which says how to install it."""
     try:
         import msgspec  # noqa: F401
         import ray
@@ -408,7 +413,7 @@ def _llm_options(
     return {}
 
 
-def _engine_of(model: Model, options: dict[str, Any]) -> Any:
+def _build_engine(model: Model, options: dict[str, Any]) -> Any:
     if isinstance(model, str):
         from megatron_infer.entrypoints.llm import LLM
 
@@ -427,5 +432,5 @@ def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _bracketed(host: str) -> str:
-    """An address as it stands in a URL."""
+    """A host as part of a URL."""
     return f"[{host}]" if ":" in host else host

@@ -1,59 +1,59 @@
-"""A chat's thoughts apart from its answer: reasoning_content, whole and streamed, before tool calls and content."""
+"""Splits reasoning from the answer of a chat: reasoning_content, whole and streamed, before tool calls and content."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.extra_fields import Draft, Splitter
-from megatron_infer.server.routes import App
-from megatron_infer.server.schemas import ChatBody
-from megatron_infer.server.settings import ServerConfig
-from megatron_infer.server.tools import keep_special
-from megatron_infer.text.reasoning import REASONING, ReasoningFormat, ReasoningParser
+from megatron_infer.server.extra_fields import ParsedBody, Splitter
+from megatron_infer.server.openai_protocol import ChatBody
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.tool_calls import keep_special_marks
+from megatron_infer.text.reasoning_parsers import REASONING, ReasoningFormat, ReasoningParser
 
 
-def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     if settings.reasoning_parser is None:
         return
-    form = REASONING[settings.reasoning_parser]
+    reasoning = REASONING[settings.reasoning_parser]
 
-    async def split(body: ChatBody, draft: Draft) -> None:
-        keep_special(service.tokenizer, draft, form.starts + form.ends, "thoughts")
-        make_inner = draft.make_splitter
+    async def split(body: ChatBody, parsed: ParsedBody) -> None:
+        keep_special_marks(client.tokenizer, parsed, reasoning.starts + reasoning.ends, "reasoning")
+        make_inner = parsed.make_splitter
 
         def make() -> Splitter:
-            end = _continued(body, form) if body.continue_final_message else draft.prompt_end
-            if draft.sampling.get("structured") is not None:
-                end = form.ends[0]  # held to a form from the first letter: no thoughts
-            return ReasoningSplitter(ReasoningParser(form, end), make_inner())
+            end = _mark_of_continued(body, reasoning) if body.continue_final_message else parsed.prompt_end
+            if parsed.sampling.get("structured") is not None:
+                end = reasoning.ends[0]  # structured output begins at once, without reasoning
+            return ReasoningSplitter(ReasoningParser(reasoning, end), make_inner())
 
-        draft.make_splitter = make
+        parsed.make_splitter = make
 
-    app.fields.add_rule("chat", split)
+    routes.fields.add_rule("chat", split)
 
 
-def _continued(body: ChatBody, form: ReasoningFormat) -> str:
-    """The mark that says whether a last message which is continued is still in its thoughts."""
+def _mark_of_continued(body: ChatBody, reasoning: ReasoningFormat) -> str:
+    """The mark that ends the prompt, in effect, when the last message is continued: it is in its reasoning or not."""
     content = body.messages[-1].content
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    begun = max(text.rfind(mark) for mark in form.starts)
-    ended = max(text.rfind(mark) for mark in form.ends)
-    return form.starts[0] if begun > ended else form.ends[0]
+    begun = max(text.rfind(mark) for mark in reasoning.starts)
+    ended = max(text.rfind(mark) for mark in reasoning.ends)
+    return reasoning.starts[0] if begun > ended else reasoning.ends[0]
 
 
 class ReasoningSplitter:
-    """Thoughts as reasoning_content; what follows them goes to `inner`."""
+    """Reasoning becomes reasoning_content; the text behind it goes to `inner`."""
 
     def __init__(self, parser: ReasoningParser, inner: Splitter) -> None:
         self._parser, self._inner = parser, inner
 
     def feed(self, text: str, *, finished: bool) -> list[dict[str, Any]]:
-        said = self._parser.feed(text)
+        parts = self._parser.feed(text)
         if finished:
-            said += self._parser.finish()
+            parts += self._parser.finish()
         deltas: list[dict[str, Any]] = []
-        for one in said:
+        for one in parts:
             if one.reasoning:
                 deltas.append({"reasoning_content": one.reasoning})
             if one.content:

@@ -1,21 +1,20 @@
-"""What is served: operations and request fields, which modules register.
+"""The routes of the server: each module of the package registers its operations and request fields here.
 
-def register(app: App, service: Service, settings: ServerConfig) -> None:
-    app.add(Operation(method="POST", path="/v1/things", handler=handler, body=ThingBody, summary="..."))
-    app.fields.add("chat", ExtraField(name="tools", type=list[Tool], apply=apply_tools))
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+    routes.add("POST", "/v1/things", handler, "Make a thing", body=ThingBody)
+    routes.fields.add("chat", ExtraField(name="tools", type=list[Tool], apply=apply_tools))
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.routing import Route
 
-from megatron_infer.server.calls import Call, CallEndpoint
+from megatron_infer.server.endpoint import Endpoint, Handler
 from megatron_infer.server.extra_fields import ExtraFields
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.server_config import ServerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,69 +23,69 @@ class Operation:
 
     method: str
     path: str
-    """As Starlette writes it: /v1/models/{model:path}."""
-    handler: Callable[[Call], Awaitable[Any]]
-    """Returns a Reply, an Events or a Starlette Response; raises ApiError or an error of the package's family."""
+    """In Starlette's form: /v1/models/{model:path}."""
+    handler: Handler
     summary: str
     body: Any = None
-    """msgspec type of the JSON body; or a function that gives it once every module has registered. None: no body."""
+    """msgspec type of the JSON body, or a function that returns it once every module has registered. None: no body."""
     statuses: tuple[int, ...] = ()
-    """Statuses it may answer with, beside 200 and what is refused before the handler is asked."""
+    """Statuses the handler may reply with, beside 200 and those of calls that do not reach it."""
     media_types: tuple[str, ...] = ("application/json",)
-    """Of its answers."""
+    """Media types of its replies."""
     open: bool = False
     """Served without the API key."""
     control: bool = False
-    """It steers the engines: served only with `ServerConfig.control`."""
+    """It controls the engines: served only with `ServerConfig.control`."""
     optional_body: bool = False
-    """No body at all counts as {}."""
+    """An empty body counts as {}."""
     body_limit: str = "max_body_bytes"
-    """Option that says how many bytes its body may have."""
+    """The option with the most bytes its body may have."""
 
 
-class App:
-    """What is served: operations by path, and request fields beyond the core's."""
+class Routes:
+    """Operations by path and method, and request fields that modules add to the OpenAI bodies."""
 
     def __init__(self, settings: ServerConfig) -> None:
         self._settings = settings
         self.operations: dict[tuple[str, str], Operation] = {}
         self.fields = ExtraFields()
-        self.withheld: set[str] = set()
-        """Paths that would be served with `ServerConfig.control`."""
+        self.control_paths_off: set[str] = set()
+        """Paths that `ServerConfig.control` would serve."""
 
-    def add(self, operation: Operation) -> None:
-        assert not (operation.open and operation.control), f"{operation.path} would steer engines without a key"
+    def add(self, method: str, path: str, handler: Handler, summary: str, **options: Any) -> None:
+        """options: the other fields of `Operation`."""
+        operation = Operation(method=method, path=path, handler=handler, summary=summary, **options)
+        assert not (operation.open and operation.control), f"{path} would control engines without a key"
         if operation.control and not self._settings.control:
-            self.withheld.add(operation.path)
+            self.control_paths_off.add(path)
             return
-        key = (operation.path, operation.method)
-        assert key not in self.operations, f"{operation.method} {operation.path} is registered already"
-        self.operations[key] = operation
+        assert (path, method) not in self.operations, f"{method} {path} is registered already"
+        self.operations[path, method] = operation
 
     def body_of(self, operation: Operation) -> Any:
-        """The type of its body, with every field that was registered; None: it has none."""
+        """The type of its body, with every registered field; None: no body."""
         body = operation.body
         return body() if callable(body) and not isinstance(body, type) else body
 
-    def routes(self) -> list[Route]:
-        paths: dict[str, dict[str, CallEndpoint]] = {}
+    def starlette_routes(self) -> list[Route]:
+        paths: dict[str, dict[str, Endpoint]] = {}
         for operation in self.operations.values():
-            endpoint = CallEndpoint(
+            endpoint = Endpoint(
                 operation.handler,
                 self.body_of(operation),
                 self._settings,
                 self.fields.hints,
-                optional=operation.optional_body,
-                limit=operation.body_limit,
+                optional_body=operation.optional_body,
+                body_limit=operation.body_limit,
             )
             paths.setdefault(operation.path, {})[operation.method] = endpoint
         return [Route(path, _ByMethod(path, methods), methods=list(methods)) for path, methods in paths.items()]
 
 
 class _ByMethod:
-    """The endpoint of each method of a path."""
+    """The endpoints of a path, by method."""
 
-    def __init__(self, path: str, endpoints: dict[str, CallEndpoint]) -> None:
+    def __init__(self, path: str, endpoints: dict[str, Endpoint]) -> None:
         self._path, self._endpoints = path, endpoints
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

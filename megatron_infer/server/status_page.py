@@ -1,7 +1,7 @@
-"""The page at / for the person who runs the server, and /v1/status, which it is drawn from.
+"""The status page at / for operators, and /v1/status, which has its figures.
 
-The page, its script and its style are open to whoever reaches the port: they are the same for everyone. What the server
-does is told, and chats are answered, with the API key only, which the page asks for and keeps in memory.
+The page, its script and its style are served without the API key: they are the same on every server. Status and chats
+need the key, which the page asks for and keeps in memory.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 from starlette.responses import Response
 
-from megatron_infer.server.calls import Call, Reply
+from megatron_infer.server.endpoint import Call, Handler, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.routes import App, Operation
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/static/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/static/page.css": ("page.css", "text/css; charset=utf-8"),
 }
-"""Path -> file of the package and its type; no other file can be asked for."""
+"""Path -> file of the package and its media type; no other file is served."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -33,63 +33,51 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 KINDS = ("used", "cached", "paused", "free")
-"""Of blocks: held by requests that run, free but kept for the prefix cache, held by paused requests, blank."""
-UNTOLD = dict.fromkeys(["num_paused", "output_tokens", *(f"blocks_{kind}" for kind in KINDS)], 0)
-"""Of a replica that has not beaten yet."""
+"""Kinds of blocks: held by running requests, free but kept for the prefix cache, held by paused requests, free."""
+NO_FIGURES = dict.fromkeys(["num_paused", "output_tokens", *(f"blocks_{kind}" for kind in KINDS)], 0)
+"""Figures of a replica that has not sent a heartbeat yet."""
 
 
-def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     folder = resources.files("megatron_infer.server") / "static"
     for path, (name, media_type) in FILES.items():
-        handler = _File((folder / name).read_bytes(), media_type).answer
-        summary, kind = f"The page's {name}", media_type.split(";")[0]
-        app.add(
-            Operation(method="GET", path=path, handler=handler, summary=summary, media_types=(kind,), open=True),
-        )
+        handler, kind = _file_handler((folder / name).read_bytes(), media_type), media_type.split(";")[0]
+        routes.add("GET", path, handler, f"The page's {name}", media_types=(kind,), open=True)
 
     async def status(call: Call) -> Reply:
-        return Reply(_status(app, service), headers={"Cache-Control": "no-store"})
+        return Reply(_status(routes, client), headers={"Cache-Control": "no-store"})
 
-    summary = "How the server stands: requests, tokens, blocks of each replica"
-    app.add(Operation(method="GET", path="/v1/status", handler=status, summary=summary))
-
-
-class _File:
-    """A file of the package, read once."""
-
-    def __init__(self, content: bytes, media_type: str) -> None:
-        self._content, self._media_type = content, media_type
-
-    async def answer(self, call: Call) -> Response:
-        return Response(self._content, headers=HEADERS, media_type=self._media_type)
+    routes.add("GET", "/v1/status", status, "State, requests, tokens and blocks of each replica")
 
 
-def _status(app: App, service: EngineClient) -> dict[str, Any]:
-    replicas = [_replica(one) for one in service.replicas]
+def _file_handler(content: bytes, media_type: str) -> Handler:
+    async def file(call: Call) -> Response:
+        return Response(content, headers=HEADERS, media_type=media_type)
+
+    return file
+
+
+def _status(routes: Routes, client: EngineClient) -> dict[str, Any]:
     return {
-        "status": service.state,
-        "model": service.names[0],
-        "max_model_len": service.max_length,
+        "status": client.state,
+        "model": client.model_names[0],
+        "max_model_len": client.max_length,
         "time": time.time(),
-        "started": service.started,
-        "calls": service.num_calls,
-        "waiting": service.stats.get("waiting", 0) if service.is_connected else 0,
-        "controls": sorted(operation.path for operation in app.operations.values() if operation.control),
-        "replicas": replicas,
-        "workers": service.workers,
+        "started": client.started,
+        "calls": client.num_calls,
+        "waiting": client.stats.get("waiting", 0) if client.is_connected else 0,
+        "controls": sorted(operation.path for operation in routes.operations.values() if operation.control),
+        "replicas": [_replica(replica) for replica in client.replicas],
+        "workers": client.workers,
     }
 
 
-def _replica(seat: dict[str, Any]) -> dict[str, Any]:
-    """A replica's figures, of what the coordinator says of it."""
-    figures: dict[str, Any] = seat["stats"].get("figures", UNTOLD)
+def _replica(replica: dict[str, Any]) -> dict[str, Any]:
+    """A replica's figures from the coordinator's description of it."""
+    figures: dict[str, Any] = replica["stats"].get("figures", NO_FIGURES)
+    names = ("name", "state", "weight_version", "capacity", "running", "waiting")
     return {
-        "name": seat["name"],
-        "state": seat["state"],
-        "weight_version": seat["weight_version"],
-        "capacity": seat["capacity"],
-        "running": seat["running"],
-        "waiting": seat["waiting"],
+        **{name: replica[name] for name in names},
         "paused": figures["num_paused"],
         "output_tokens": figures["output_tokens"],
         "blocks": {kind: figures[f"blocks_{kind}"] for kind in KINDS},

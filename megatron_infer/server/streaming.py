@@ -1,4 +1,4 @@
-"""Server-sent events: chunks of JSON, comments that keep the connection alive, an error inside a started stream."""
+"""Server-sent events: JSON chunks, keep-alive comments, and errors within a stream that has begun."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_infer.server.http_errors import api_error_of
 log = logging.getLogger("megatron_infer.server")
 
 DONE = b"data: [DONE]\n\n"
-LAST_WORD_S = 5.0
-"""How long a client that does not read is waited for when its stream is at an end."""
+LAST_EVENT_TIMEOUT_S = 5.0
+"""Most seconds to send the last event of a stream to a client that does not read."""
 COMMENT = b": keep-alive\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -25,15 +25,15 @@ _HEADERS = [
 
 
 class EventSender:
-    """Sends events as they come; `send` waits while the client does not read, and so does whoever makes them."""
+    """Sends events as they come. `send` waits while the client does not read, and the generator with it."""
 
     def __init__(self, send: Any) -> None:
         self._send = send
 
     async def send_all(self, items: AsyncGenerator[Any], *, deadline: float, call_id: str) -> None:
-        """Every item as an event, None as a comment, an error of the generator as a last object; then [DONE].
+        """Send every item as an event, None as a comment, an error of the generator as the last event; then [DONE].
 
-        deadline: on the event loop's clock. The generator is closed, whatever happens.
+        deadline: on the event loop's clock. The generator is closed in every case.
         """
         try:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -41,14 +41,14 @@ class EventSender:
                 async for item in items:
                     await self._body(COMMENT if item is None else b"data: %b\n\n" % msgspec.json.encode(item))
         except Exception as error:
-            answer = api_error_of(error)
-            if answer.code == "internal_error":
+            reply = api_error_of(error)
+            if reply.code == "internal_error":
                 log.error("request %s failed in its stream", call_id, exc_info=error)
-            async with asyncio.timeout(LAST_WORD_S):
-                await self._body(b"data: %b\n\n" % msgspec.json.encode(answer.body()))
+            async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
+                await self._body(b"data: %b\n\n" % msgspec.json.encode(reply.body()))
         finally:
             await items.aclose()
-        async with asyncio.timeout(LAST_WORD_S):
+        async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
             await self._body(DONE, more=False)
 
     async def _body(self, data: bytes, *, more: bool = True) -> None:

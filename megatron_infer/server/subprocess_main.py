@@ -1,7 +1,8 @@
-"""Processes that end with the one that started them: `python -m megatron_infer.server.subprocess_main ROLE`.
+"""Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE`.
 
-What a child is told comes as JSON through a pipe, not by arguments that every user of the machine can read; what it
-tells comes as lines of JSON on its standard output: {"ready": {...}} once it serves, {"error": "..."} when it cannot.
+A subprocess reads its options as JSON from standard input, as every user of the machine can see arguments. It reports
+with JSON lines on standard output: {"ready": {...}} once it serves, {"error": "..."} when it cannot. It is killed when
+the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -17,41 +18,37 @@ from typing import Any
 from megatron_infer.errors import InferenceError
 from megatron_infer.utils.stderr_log import log_to_stderr
 
-PARENT_DEATH = 1
-"""PR_SET_PDEATHSIG of <linux/prctl.h>."""
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>."""
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the thread that started this process ends; where there is no such thing, nothing happens."""
+def die_with_parent(parent: int) -> None:
+    """Have Linux kill this process when the thread that started it ends; elsewhere nothing happens."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             sys.exit(1)
 
 
-def tell(**message: Any) -> None:
-    """A line for the parent."""
+def report(**message: Any) -> None:
+    """Write a line for the parent process."""
     print(json.dumps(message), flush=True)
 
 
 def main() -> int:
-    """0: it has done what it was told; 1: it could not, and has told why."""
-    told = json.loads(sys.stdin.readline())
-    die_with(told.pop("parent"))
+    """0: done; 1: failed, and the error was reported."""
+    options = json.loads(sys.stdin.readline())
+    die_with_parent(options.pop("parent"))
     try:
-        _roles()[sys.argv[1]](**told)
+        ROLES[sys.argv[1]](**options)
     except (InferenceError, NotImplementedError) as error:
-        tell(error=str(error))
+        report(error=str(error))
         return 1
     return 0
 
 
-def _roles() -> dict[str, Callable[..., None]]:
-    return {"coordinator": coordinator, "card": card, "worker": worker, "front": front}
-
-
 def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
-    """Spread requests until SIGTERM."""
+    """Run a coordinator until SIGTERM."""
     from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 
     log_to_stderr("megatron_infer.coordinator")
@@ -59,30 +56,74 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
     with Coordinator(bind, options) as one:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: one.stop())
-        tell(ready={"address": one.address})
+        report(ready={"address": one.address})
         one.run()
 
 
-def card(*, model: str, folder: str) -> None:
-    """Put a model's tokenizer into a folder: whoever reads it there needs no torch."""
-    from megatron_infer.server.model_card import write_card
+def tokenizer(*, model: str, folder: str) -> None:
+    """Write a model's tokenizer to a folder."""
+    from megatron_infer.server.tokenizer_files import save_tokenizer
 
-    tell(ready=write_card(model, folder))
-
-
-def worker(**told: Any) -> None:
-    """Serve a model behind the coordinator until SIGTERM."""
-    from megatron_infer.server.engine_process import serve
-
-    serve(**told)
+    report(ready=save_tokenizer(model, folder))
 
 
-def front(**told: Any) -> None:
-    """Serve HTTP until SIGTERM."""
-    from megatron_infer.server.http_process import serve_beside
+def engine(
+    *,
+    model: str,
+    coordinator: str,
+    name: str,
+    config: dict[str, Any],
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+) -> None:
+    """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish."""
+    from megatron_infer.coordinator.replica import Replica
+    from megatron_infer.entrypoints.llm import LLM  # imports torch
+    from megatron_infer.rl.remote_weights import RemoteWeights
 
-    serve_beside(**told)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
+    llm = LLM(model, config=config, dtype=dtype, device=device, threads=threads)
+    replica = Replica(llm.engine, coordinator, name=name, commands=RemoteWeights(llm.engine).commands())
+    signal.signal(signal.SIGTERM, lambda *_: replica.drain())
+    shape = llm.engine.parts.shape
+    report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
+    with replica:
+        replica.run()
 
+
+def http(
+    *,
+    settings: dict[str, Any],
+    coordinator: str,
+    key: str | None,
+    tokenizer: dict[str, Any],
+    folder: str,
+    model: str,
+) -> None:
+    """Serve HTTP for the engines of all ranks until SIGTERM. tokenizer: arguments of `load_tokenizer`."""
+    from megatron_infer.server.http_server import HttpServer, listen
+    from megatron_infer.server.server_config import ServerConfig
+    from megatron_infer.server.tokenizer_files import load_tokenizer
+
+    log_to_stderr("megatron_infer.server", times=True)
+    config = ServerConfig(**settings)
+    server = HttpServer(
+        config,
+        coordinator=coordinator,
+        key=None if key is None else key.encode(),
+        tokenizer=load_tokenizer(folder, **tokenizer),
+        model=model,
+    )
+    server.run(listen(config.host, config.port), on_ready=lambda url: report(ready={"url": url}))
+
+
+ROLES: dict[str, Callable[..., None]] = {
+    "coordinator": coordinator,
+    "tokenizer": tokenizer,
+    "engine": engine,
+    "http": http,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

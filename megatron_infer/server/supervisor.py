@@ -1,6 +1,6 @@
-"""Processes beside the HTTP server's, kept alive: one that ends is started again, later each time, or given up.
+"""Supervises the server's subprocesses: one that ends is restarted after a growing wait, or given up.
 
-A thread of its own starts and watches all of them: they die with it, so none outlives the server.
+One thread starts and watches all of them. Each is killed when that thread ends, so none outlives the server.
 """
 
 from __future__ import annotations
@@ -18,58 +18,76 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_infer.errors import ModelError
+
 log = logging.getLogger("megatron_infer.server")
 
-LOOK_S = 0.1
+WATCH_S = 0.1
 STEADY_S = 60.0
-"""Who has served so long since its last start begins anew to count its failures."""
+"""After a run of this length the count of failures starts again."""
 MAX_FAILURES = 5
-"""Ends in a row, without being steady in between, after which a process is given up."""
+"""Failures in a row, without a steady run between them, after which a process is given up."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """A process to keep alive: the `child` role and what it is told."""
+class ProcessSpec:
+    """A subprocess to start."""
 
     name: str
     role: str
-    told: dict[str, Any]
-    reported: bool = False
-    """Whether it belongs into what /health says: engines do."""
+    """Of `subprocess_main.ROLES`."""
+    options: dict[str, Any]
+    """Arguments of the role."""
+    is_worker: bool = False
+    """Listed by /health; engines are."""
 
 
 class Process:
-    """One role's process, and what it has told."""
+    """One subprocess, and what it has reported."""
 
-    def __init__(self, role: Role) -> None:
-        self.role = role
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
         self.restarts = self.num_failures = 0
         self.ready: dict[str, Any] | None = None
-        """What it said once it served; None while it does not."""
-        self.ever_ready = False
+        """What it reported when it began to serve; None while it does not serve."""
+        self.was_ready = False
         self.error: str | None = None
         self.last_exit: str | None = None
         self.next_start = 0.0
-        self.given_up = False
+        self.is_given_up = False
         self._popen: subprocess.Popen[str] | None = None
-        self._listener: threading.Thread | None = None
+        self._reader: threading.Thread | None = None
         self._started = 0.0
 
     def start(self) -> None:
-        """From the thread that it shall die with."""
+        """The process is killed when the calling thread ends."""
         self.ready, self.error, self._started = None, None, time.monotonic()
-        command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.role.role]
+        command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
         self._popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        told = json.dumps({**self.role.told, "parent": os.getpid()})
+        options = json.dumps({**self.spec.options, "parent": os.getpid()})
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.write(told + "\n")
+            self._popen.stdin.write(options + "\n")
             self._popen.stdin.close()
-        self._listener = threading.Thread(target=self._listen, args=(self._popen,), daemon=True)
-        self._listener.start()
+        self._reader = threading.Thread(target=self._read_reports, args=(self._popen,), daemon=True)
+        self._reader.start()
+
+    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
+        """What it reports when it begins to serve. Raises ModelError if it ends before, or not in time."""
+        deadline = time.monotonic() + timeout_s
+        while self.ready is None:
+            if not self.is_running:
+                self.finish_reading()
+                if self.ready is None:
+                    raise ModelError(self.error or f"{self.spec.name} ended with code {self.exit_code}")
+            if time.monotonic() > deadline:
+                self.signal(signal.SIGKILL)
+                raise ModelError(f"{self.spec.name} is not ready after {timeout_s:g} s")
+            time.sleep(0.02)
+        return self.ready
 
     @property
     def is_running(self) -> bool:
@@ -88,7 +106,7 @@ class Process:
             self._popen.send_signal(number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within the time."""
+        """Whether it ends within the time."""
         if self._popen is None:
             return True
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -96,92 +114,92 @@ class Process:
             return True
         return False
 
-    def heard_out(self) -> None:
-        """Wait until all that it said before it ended has been read."""
-        if self._listener is not None:
-            self._listener.join(5.0)
+    def finish_reading(self) -> None:
+        """Of a process that has ended: wait until all its reports have been read."""
+        if self._reader is not None:
+            self._reader.join(5.0)
 
-    def describe(self) -> dict[str, Any]:
-        state = "failed" if self.given_up else "running" if self.ready is not None else "starting"
-        return {"name": self.role.name, "state": state, "restarts": self.restarts, "last_exit": self.last_exit}
+    def status(self) -> dict[str, Any]:
+        state = "failed" if self.is_given_up else "running" if self.ready is not None else "starting"
+        return {"name": self.spec.name, "state": state, "restarts": self.restarts, "last_exit": self.last_exit}
 
-    def ended(self) -> bool:
-        """Take note of its end -> whether to start it again, at `next_start`."""
+    def handle_exit(self) -> bool:
+        """Record that it has ended -> whether to restart it, at `next_start`."""
         code, now = self.exit_code, time.monotonic()
         self.last_exit = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
         self.ready = None
         if now - self._started > STEADY_S:
             self.num_failures = 0
         self.num_failures += 1
-        mistaken = self.error is not None and not self.ever_ready  # a wrong option stays wrong
-        self.given_up = mistaken or self.num_failures >= MAX_FAILURES
+        is_misconfigured = self.error is not None and not self.was_ready  # a restart would fail in the same way
+        self.is_given_up = is_misconfigured or self.num_failures >= MAX_FAILURES
         wait = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (self.num_failures - 1))
         self.next_start = now + wait
-        what = "is given up" if self.given_up else f"starts again in {wait:g} s"
-        log.warning("%s has ended (%s): it %s", self.role.name, self.last_exit, what)
-        return not self.given_up
+        what = "is given up" if self.is_given_up else f"starts again in {wait:g} s"
+        log.warning("%s has ended (%s): it %s", self.spec.name, self.last_exit, what)
+        return not self.is_given_up
 
-    def _listen(self, popen: subprocess.Popen[str]) -> None:
+    def _read_reports(self, popen: subprocess.Popen[str]) -> None:
         assert popen.stdout is not None
         for line in popen.stdout:
             try:
                 message = json.loads(line)
             except ValueError:
-                log.info("%s: %s", self.role.name, line.rstrip())
+                log.info("%s: %s", self.spec.name, line.rstrip())
                 continue
             if "ready" in message and popen is self._popen:
-                self.ready, self.ever_ready = message["ready"], True
+                self.ready, self.was_ready = message["ready"], True
             self.error = message.get("error", self.error)
         popen.stdout.close()
 
 
 class Supervisor:
-    """Keeps roles alive until `stop`."""
+    """Keeps subprocesses running until `stop`."""
 
-    def __init__(self, roles: Sequence[Role]) -> None:
-        self.processes = [Process(role) for role in roles]
-        self._stopping = False
+    def __init__(self, specs: Sequence[ProcessSpec]) -> None:
+        self.processes = [Process(spec) for spec in specs]
+        self._workers = [process for process in self.processes if process.spec.is_worker]
+        self._is_stopping = False
         self._all_ended = threading.Event()
         self._all_started = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="megatron-infer-fleet", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="megatron-infer-supervisor", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
         self._all_started.wait()
 
     def process(self, name: str) -> Process:
-        return next(process for process in self.processes if process.role.name == name)
+        return next(process for process in self.processes if process.spec.name == name)
 
     def failure(self) -> str | None:
-        """Why there will be no engine any more; None: there is one, or there will be."""
-        engines = [process for process in self.processes if process.role.reported]
-        lost = [process for process in self.processes if process.given_up and not process.role.reported]
-        if not lost and not (engines and all(process.given_up for process in engines)):
+        """Why no engine will serve again; None while one serves or may still come up."""
+        lost = [process for process in self.processes if process.is_given_up and not process.spec.is_worker]
+        if not lost and not (self._workers and all(process.is_given_up for process in self._workers)):
             return None
-        first = (lost or engines)[0]
-        return first.error or f"{first.role.name} has ended ({first.last_exit}) and was given up; see the log"
+        first = (lost or self._workers)[0]
+        return first.error or f"{first.spec.name} has ended ({first.last_exit}) and was given up; see the log"
 
     @property
     def was_ready(self) -> bool:
         """Whether any engine has served."""
-        return any(process.ever_ready for process in self.processes if process.role.reported)
+        return any(process.was_ready for process in self._workers)
 
     def status(self) -> list[dict[str, Any]]:
-        return [process.describe() for process in self.processes if process.role.reported]
+        return [process.status() for process in self._workers]
 
-    def end_one(self, name: str) -> None:
-        """SIGTERM to one, which is not started again."""
-        self._stopping = True
+    def terminate(self, name: str) -> None:
+        """Send SIGTERM to one process; none is restarted any more."""
+        self._is_stopping = True
         self.process(name).signal(signal.SIGTERM)
 
-    def stop(self, *, number: int, patience_s: float) -> None:
-        """End all: `number` to each, SIGKILL to whoever is there patience_s later."""
-        self._stopping = True
-        alive = [process for process in self.processes if process.is_running]
-        for process in alive:
+    def stop(self, *, number: int, timeout_s: float) -> None:
+        """End all: signal `number` to each, then SIGKILL to those that still run after timeout_s seconds."""
+        self._is_stopping = True
+        running = [process for process in self.processes if process.is_running]
+        for process in running:
             process.signal(number)
-        deadline = time.monotonic() + patience_s
-        for process in alive:
+        deadline = time.monotonic() + timeout_s
+        for process in running:
             if not process.wait(max(0.0, deadline - time.monotonic())):
                 process.signal(signal.SIGKILL)
                 process.wait(5.0)
@@ -192,15 +210,15 @@ class Supervisor:
             process.start()
         self._all_started.set()
         ended: set[int] = set()
-        while not self._all_ended.wait(LOOK_S):  # whoever it started dies with this thread
-            for place, process in enumerate(self.processes):
-                if self._stopping or process.is_running or process.given_up:
+        while not self._all_ended.wait(WATCH_S):  # the thread lives as long as its processes: they die with it
+            for index, process in enumerate(self.processes):
+                if self._is_stopping or process.is_running or process.is_given_up:
                     continue
-                if place not in ended:
-                    process.heard_out()
-                    if not self._stopping and process.ended():
-                        ended.add(place)
+                if index not in ended:
+                    process.finish_reading()
+                    if not self._is_stopping and process.handle_exit():
+                        ended.add(index)
                 elif time.monotonic() >= process.next_start:
-                    ended.discard(place)
+                    ended.discard(index)
                     process.restarts += 1
                     process.start()

@@ -4,52 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_infer.server.calls import Call, Reply
 from megatron_infer.server.chat_prompt import prompt_ids
+from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.routes import App, Operation
-from megatron_infer.server.schemas import DetokenizeBody, TokenizeBody
-from megatron_infer.server.settings import ServerConfig
-from megatron_infer.server.tools import form_of
+from megatron_infer.server.openai_protocol import DetokenizeBody, TokenizeBody
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.tool_calls import call_format_of
 from megatron_infer.text.tool_parsers import HERMES, CallFormat
 
 
-def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
-    form = form_of(service.tokenizer, settings) or HERMES
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+    call_format = call_format_of(client.tokenizer, settings) or HERMES
 
     async def tokenize(call: Call) -> Reply:
         body: TokenizeBody = call.body
-        service.check_model(body.model)
-        ids = await _ids(body, service, form)
-        reply: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids}
+        client.check_model(body.model)
+        ids = await _token_ids(body, client, call_format)
+        reply: dict[str, Any] = {"count": len(ids), "max_model_len": client.max_length, "tokens": ids}
         if body.return_token_strs:
-            tokenizer = service.require_tokenizer()
+            tokenizer = client.require_tokenizer()
             reply["token_strs"] = [tokenizer.token_str(token) for token in ids]
         return Reply(reply)
 
     async def detokenize(call: Call) -> Reply:
         body: DetokenizeBody = call.body
-        service.check_model(body.model)
-        skip = bool(body.skip_special_tokens)
-        return Reply({"prompt": await service.decode(body.tokens, skip_special=skip)})
+        client.check_model(body.model)
+        return Reply({"prompt": await client.decode(body.tokens, skip_special=bool(body.skip_special_tokens))})
 
     summary = "Token ids of a text or of a conversation"
-    add = app.add
-    add(
-        Operation(
-            method="POST", path="/tokenize", handler=tokenize, body=TokenizeBody, summary=summary, statuses=(404,)
-        )
-    )
-    summary = "The text of token ids"
-    add(
-        Operation(
-            method="POST", path="/detokenize", handler=detokenize, body=DetokenizeBody, summary=summary, statuses=(404,)
-        )
-    )
+    routes.add("POST", "/tokenize", tokenize, summary, body=TokenizeBody, statuses=(404,))
+    routes.add("POST", "/detokenize", detokenize, "The text of token ids", body=DetokenizeBody, statuses=(404,))
 
 
-async def _ids(body: TokenizeBody, service: EngineClient, form: CallFormat) -> list[int]:
+async def _token_ids(body: TokenizeBody, client: EngineClient, call_format: CallFormat) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give prompt (a text) or messages (a conversation), and not both", "prompt")
     if body.messages is None:
@@ -57,17 +46,16 @@ async def _ids(body: TokenizeBody, service: EngineClient, form: CallFormat) -> l
             if getattr(body, name) is not None:
                 raise bad_request(f"{name} goes with messages, not with prompt", name)
         assert body.prompt is not None
-        return await service.encode(body.prompt, add_special=body.add_special_tokens is not False)
+        return await client.encode(body.prompt, add_special=body.add_special_tokens is not False)
     if body.add_special_tokens is not None:
         text = "add_special_tokens goes with prompt; the chat template writes its own"
         raise bad_request(text, "add_special_tokens")
-    continued = bool(body.continue_final_message)
-    return await service.off_loop(
+    return await client.run_in_thread(
         prompt_ids,
-        service.require_tokenizer(),
+        client.require_tokenizer(),
         body.messages,
-        call_format=form,
+        call_format=call_format,
         variables=body.chat_template_kwargs,
-        add_generation_prompt=not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final=continued,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final=bool(body.continue_final_message),
     )

@@ -1,10 +1,11 @@
-"""`serve` under torchrun: every group of tp x pp x ep ranks is one engine; rank 0 starts coordinator and HTTP besides.
+"""`serve` under torchrun: every group of tp x pp x ep ranks is one engine; rank 0 also starts coordinator and HTTP.
 
-rank 0      coordinator and HTTP processes, and its part of replica 0
-leaders     Replica.run(): the first rank of each engine talks to the coordinator
-others      engine.follow()
+rank 0                    coordinator and HTTP subprocesses, and its rank of replica 0
+first rank of an engine   Replica.run(): connects the engine to the coordinator
+other ranks               engine.follow()
 
-When HTTP has ended (SIGTERM lets running requests end first), rank 0 says so in the rendezvous store and all leave.
+When HTTP has ended (SIGTERM lets running requests finish first), rank 0 sets a key in the rendezvous store and all
+ranks leave.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ limit_spinning()  # before torch is imported
 # ruff: noqa: E402
 import torch
 
-from megatron_infer.comm.backends import home_of
+from megatron_infer.comm.backends import device_of
 from megatron_infer.comm.groups import build_groups
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.coordinator.replica import Replica
@@ -41,16 +42,22 @@ from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.remote_weights import RemoteWeights
-from megatron_infer.server.launch import CARD_TIMEOUT_S, STOP_S, EngineOptions, make_card, told_by
-from megatron_infer.server.settings import ServerConfig
-from megatron_infer.server.supervisor import Role, Supervisor
+from megatron_infer.server.launch import (
+    STOP_TIMEOUT_S,
+    TOKENIZER_TIMEOUT_S,
+    EngineOptions,
+    save_tokenizer_in_subprocess,
+)
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.supervisor import ProcessSpec, Supervisor
 
-MEETING, ENDED = "megatron_infer/serve", "megatron_infer/serve/ended"
-LOOK_S = 0.2
+ADDRESS_KEY, ENDED_KEY = "megatron_infer/serve", "megatron_infer/serve/ended"
+"""Keys in the rendezvous store: the coordinator's address, and that HTTP has ended."""
+POLL_S = 0.2
 
 
 def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: int, pp: int, ep: int) -> None:
-    """This rank's part, until SIGTERM. Raises on every rank what stands in the way."""
+    """Serve on this rank until SIGTERM. An error is raised on every rank."""
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if dp * tp * pp * ep != world:
         raise ConfigError(
@@ -59,35 +66,35 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         )
     groups = build_groups(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep)
     store = torch.distributed.distributed_c10d._get_default_store()
-    frontage = Frontage(options, settings) if rank == 0 else None
+    frontend = FrontendProcesses(options, settings) if rank == 0 else None
     try:
-        if frontage is not None:
-            store.set(MEETING, json.dumps(frontage.open()))
-        store.wait([MEETING], timedelta(seconds=CARD_TIMEOUT_S))
-        meeting = json.loads(store.get(MEETING))
-        engine = _engine(options, groups)
+        if frontend is not None:
+            store.set(ADDRESS_KEY, json.dumps(frontend.start()))
+        store.wait([ADDRESS_KEY], timedelta(seconds=TOKENIZER_TIMEOUT_S))
+        coordinator = json.loads(store.get(ADDRESS_KEY))
+        engine = _build_engine(options, groups)
         rank_group, weights = engine.parts.rank_group.groups, RemoteWeights(engine)
         if not rank_group.is_leader:
             _ignore_signals()
             engine.follow(weights.followed())
             return
-        key = None if meeting["key"] is None else meeting["key"].encode()
+        key = None if coordinator["key"] is None else coordinator["key"].encode()
         name, commands = f"replica{rank_group.dp_rank}", weights.commands()
-        replica = Replica(engine, meeting["address"], name=name, key=key, commands=commands)
-        leaving = threading.Thread(target=_leave, args=(store, frontage, replica), daemon=True)
-        _ignore_signals() if frontage is None else frontage.pass_signals_on()
-        leaving.start()
+        replica = Replica(engine, coordinator["address"], name=name, key=key, commands=commands)
+        stopping = threading.Thread(target=_stop_with_http, args=(store, frontend, replica), daemon=True)
+        _ignore_signals() if frontend is None else frontend.forward_signals()
+        stopping.start()
         with replica:
             replica.run()
         engine.dismiss()
     finally:
-        if frontage is not None:
-            frontage.close()
+        if frontend is not None:
+            frontend.close()
 
 
-def _engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine:
-    """This rank's engine."""
-    device = Device(_place(options.device))
+def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine:
+    """This rank's part of its engine."""
+    device = Device(_device_of(options.device))
     if not device.is_cuda:
         apply_cpu_settings(options.threads)
     source = open_source(options.model)
@@ -96,10 +103,10 @@ def _engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine:
     model = build_model(source, dtype=dtype, device=str(device.torch), pg_collection=groups, expert_parallel=experts)
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
     available = device.available_bytes() // (1 if device.is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    asked = options.config | {"pg_collection": groups}
-    config = machine_config(asked, shape, is_cuda=device.is_cuda, available_bytes=available)
-    if "buffer_size_gb" not in asked:  # every rank of an engine has the same, whatever was free when it looked
-        config = dataclasses.replace(config, buffer_size_gb=_least(config.buffer_size_gb))
+    given = options.config | {"pg_collection": groups}
+    config = machine_config(given, shape, is_cuda=device.is_cuda, available_bytes=available)
+    if "buffer_size_gb" not in given:  # free memory differs between ranks, but the ranks of an engine need one size
+        config = dataclasses.replace(config, buffer_size_gb=_min_over_ranks(config.buffer_size_gb))
     return DynamicInferenceEngine(
         model,
         config,
@@ -111,10 +118,10 @@ def _engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine:
     )
 
 
-def _least(value: float) -> float:
-    found = torch.tensor([value], dtype=torch.float64, device=home_of(None))
-    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN)
-    return float(found.item())
+def _min_over_ranks(value: float) -> float:
+    least = torch.tensor([value], dtype=torch.float64, device=device_of(None))
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
+    return float(least.item())
 
 
 def _tokenizer_of(source: Any) -> Any:
@@ -124,91 +131,96 @@ def _tokenizer_of(source: Any) -> Any:
         return None
 
 
-def _place(asked: str) -> str:
-    """This process's device."""
-    if asked not in ("auto", "cuda") or not torch.accelerator.is_available():
-        return asked
+def _device_of(name: str) -> str:
+    """This rank's device, where `name` leaves it open."""
+    if name not in ("auto", "cuda") or not torch.accelerator.is_available():
+        return name
     index = int(os.environ.get("LOCAL_RANK", "0"))
     torch.accelerator.set_device_index(index)
     return f"cuda:{index}"
 
 
-def _leave(store: Any, frontage: Frontage | None, replica: Replica) -> None:
-    """Stop the replica once HTTP has ended; on rank 0 say so to the others."""
+def _stop_with_http(store: Any, frontend: FrontendProcesses | None, replica: Replica) -> None:
+    """Stop the replica once HTTP has ended; rank 0 also sets ENDED_KEY for the other ranks."""
     try:
-        if frontage is not None:
-            frontage.wait()
-            store.set(ENDED, "1")
+        if frontend is not None:
+            frontend.wait()
+            store.set(ENDED_KEY, "1")
         else:
-            while not store.check([ENDED]):
-                time.sleep(LOOK_S)
-    except RuntimeError:  # the store has gone: so has rank 0
+            while not store.check([ENDED_KEY]):
+                time.sleep(POLL_S)
+    except RuntimeError:  # the store has gone, and rank 0 with it
         print("the rendezvous store has gone; leaving", file=sys.stderr)
     replica.stop()
 
 
 def _ignore_signals() -> None:
-    """Launchers signal every rank; when to leave is told by rank 0, once requests have ended."""
+    """Launchers signal every rank; a rank leaves when rank 0 sets ENDED_KEY, after running requests have finished."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
-class Frontage:
-    """Rank 0's processes: the coordinator and HTTP."""
+class FrontendProcesses:
+    """Rank 0's subprocesses: the coordinator and HTTP."""
 
     def __init__(self, options: EngineOptions, settings: ServerConfig) -> None:
         self._options, self._settings = options, settings
         self._folder = tempfile.mkdtemp(prefix="megatron-infer-")
         self._coordinator: Supervisor | None = None
         self._http: Supervisor | None = None
-        self._asked_to_end = 0
+        self._num_signals = 0
 
-    def open(self) -> dict[str, Any]:
-        """Start them -> where replicas find the coordinator: address, key. Raises ModelError, ConfigError."""
-        far = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ["WORLD_SIZE"]
-        key = secrets.token_hex(16) if far else None
-        bind = f"tcp://{_own_address()}:0" if far else f"ipc://{self._folder}/coordinator"
-        told: dict[str, Any] = {"bind": bind, "max_queue": self._settings.max_queue, "key": key}
-        self._coordinator = Supervisor([Role(name="coordinator", role="coordinator", told=told)])
+    def start(self) -> dict[str, Any]:
+        """Start both -> where replicas reach the coordinator: address, key. Raises ModelError, ConfigError."""
+        is_multi_node = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ["WORLD_SIZE"]
+        key = secrets.token_hex(16) if is_multi_node else None
+        bind = f"tcp://{_own_address()}:0" if is_multi_node else f"ipc://{self._folder}/coordinator"
+        options: dict[str, Any] = {"bind": bind, "max_queue": self._settings.max_queue, "key": key}
+        self._coordinator = Supervisor([ProcessSpec(name="coordinator", role="coordinator", options=options)])
         self._coordinator.start()
-        address = told_by(self._coordinator.process("coordinator"), 60.0)["address"]
-        card = make_card(self._options.model, self._folder)
-        settings = {item.name: getattr(self._settings, item.name) for item in dataclasses.fields(self._settings)}
-        told = {"settings": settings, "coordinator": address, "key": key, "card": card, "folder": self._folder}
-        told["model"] = self._options.model
-        self._http = Supervisor([Role(name="http", role="front", told=told)])
+        address = self._coordinator.process("coordinator").wait_ready(60.0)["address"]
+        model = self._options.model
+        options = {
+            "settings": {item.name: getattr(self._settings, item.name) for item in dataclasses.fields(self._settings)},
+            "coordinator": address,
+            "key": key,
+            "tokenizer": save_tokenizer_in_subprocess(model, self._folder),
+            "folder": self._folder,
+            "model": model,
+        }
+        self._http = Supervisor([ProcessSpec(name="http", role="http", options=options)])
         self._http.start()
         return {"address": address, "key": key}
 
-    def pass_signals_on(self) -> None:
-        """What this rank is sent goes to HTTP, which lets requests end; the third time it ends all."""
+    def forward_signals(self) -> None:
+        """Forward SIGTERM and SIGINT to HTTP: the first drains it, the second ends it at once."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._end)
+            signal.signal(number, self._terminate_http)
 
-    def _end(self, *_: Any) -> None:
-        self._asked_to_end += 1
+    def _terminate_http(self, *_: Any) -> None:
+        self._num_signals += 1
         if self._http is not None:
-            self._http.end_one("http")
+            self._http.terminate("http")
 
     def wait(self) -> None:
-        """Until HTTP has ended because it was asked to, or for good."""
+        """Until HTTP has ended after a signal, or was given up."""
         assert self._http is not None
         http = self._http.process("http")
-        told = False
-        while not (http.given_up or (self._asked_to_end and not http.is_running)):
-            if http.ready is not None and not told:
+        is_announced = False
+        while not (http.is_given_up or (self._num_signals and not http.is_running)):
+            if http.ready is not None and not is_announced:
                 print(f"serving {self._options.model} at {http.ready['url']}", file=sys.stderr, flush=True)
-                told = True
-            time.sleep(LOOK_S)
+                is_announced = True
+            time.sleep(POLL_S)
 
     def close(self) -> None:
-        for fleet in (self._http, self._coordinator):
-            if fleet is not None:
-                fleet.stop(number=signal.SIGTERM, patience_s=STOP_S)
+        for supervisor in (self._http, self._coordinator):
+            if supervisor is not None:
+                supervisor.stop(number=signal.SIGTERM, timeout_s=STOP_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _own_address() -> str:
-    from megatron_infer.comm.groups import reachable_as
+    from megatron_infer.comm.groups import own_addresses
 
-    return next(iter(reachable_as()))
+    return next(iter(own_addresses()))

@@ -1,4 +1,4 @@
-"""Keeps generation calls in a file, with their times, so that `megatron-infer bench-serve --replay` repeats them."""
+"""Records generation calls with their times in a file, for `megatron-infer bench-serve --replay`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 class TrafficLog:
-    """An ASGI application around another: a line of JSON for each generation call that was answered 200.
+    """ASGI middleware that writes a line of JSON for each generation call that was answered 200.
 
-    {"at": seconds since the server came up, "path": ..., "body": ..., "seconds": ..., "first_s": ..., "complete": ...}.
-    Of headers nothing is written; a call that was refused is not, either: it may hold anything.
+    {"at": seconds since the server started, "path": ..., "body": ..., "seconds": ..., "first_s": ..., "complete": ...}.
+    Headers and refused calls, whose body may be anything, are not written.
     """
 
     def __init__(self, inner: Any, path: str) -> None:
-        """Appends to the file, made for its owner alone. Raises ConfigError when it cannot be written."""
+        """Appends to the file, which only its owner can read. Raises ConfigError when it cannot be written."""
         self._inner, self._began = inner, time.monotonic()
         try:
             self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab", buffering=0)
@@ -32,14 +32,14 @@ class TrafficLog:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
             await self._inner(scope, receive, send)
             return
-        call = _Recorded(receive, send)
+        call = _RecordedCall(receive, send)
         try:
             await self._inner(scope, call.receive, call.send)
         finally:
             if call.status == 200:
                 self._write(scope["path"], call)
 
-    def _write(self, path: str, call: _Recorded) -> None:
+    def _write(self, path: str, call: _RecordedCall) -> None:
         line = {
             "at": round(call.began - self._began, 6),
             "path": path,
@@ -48,10 +48,10 @@ class TrafficLog:
             "first_s": None if call.first is None else round(call.first - call.began, 6),
             "complete": call.complete,
         }
-        self._file.write(msgspec.json.encode(line) + b"\n")  # one write: lines of calls that end together do not mix
+        self._file.write(msgspec.json.encode(line) + b"\n")  # one write, so that lines of concurrent calls do not mix
 
 
-class _Recorded:
+class _RecordedCall:
     def __init__(self, receive: Any, send: Any) -> None:
         self._receive, self._send = receive, send
         self.began = time.monotonic()

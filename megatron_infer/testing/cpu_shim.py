@@ -1,7 +1,7 @@
-"""megatron-core's training stack on a CPU, for tests: torch answers as if CUDA were the CPU. Inference never needs it.
+"""Runs megatron-core's training on a CPU, for tests: patches torch so that CUDA means the CPU.
 
-megatron-core assumes CUDA in its DDP, optimizers, schedules and checkpoint writer. Each level adds what the next part
-needs; megatron-core itself is not touched.
+Inference never needs it. megatron-core assumes CUDA in its DDP, optimizers, schedules and checkpoint writer. Each level
+adds patches for further parts; megatron-core itself is not patched.
 
     1  torch.cuda.current_device / synchronize           sequence and expert parallel, checkpoints, building DDP
     2  + device="cuda" and .cuda() mean the CPU          FP32 optimizer without clipping, pipeline schedules
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites cuda devices to the CPU in every torch call."""
+    """Replaces cuda devices by the CPU in every torch call."""
 
     def __init__(self, *, fake_type: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _NullStream:
-    """A stream and an event on which everything has already happened."""
+    """A stream and event without pending work."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -81,7 +81,7 @@ class _NullStream:
 
 @contextlib.contextmanager
 def cpu_shim(level: int = 4) -> Iterator[None]:
-    """Within the block megatron-core trains on the CPU, up to `level`. Raises RuntimeError where CUDA is available."""
+    """Within the block megatron-core trains on the CPU, to `level`. Raises RuntimeError where CUDA is available."""
     if torch.cuda.is_available():
         raise RuntimeError("cpu_shim would hide the CUDA device of this machine; it is for machines without one")
     if level not in range(1, 5):

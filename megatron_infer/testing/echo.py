@@ -19,7 +19,7 @@ from megatron_infer.context.leases import Lease
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.context.prefix_hash import root_of, salted
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.engine_adapter import EngineFacts
+from megatron_infer.coordinator.engine_adapter import EngineInfo
 from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
 from megatron_infer.metrics.engine_meter import EngineMeter
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
@@ -103,7 +103,7 @@ class EchoEngine(EchoControls):
             prefix_caching=prefix_caching,
             keep_cached=True,
         )
-        self.prefix_changes = PrefixEvents(self.context.pool)
+        self.prefix_events = PrefixEvents(self.context.pool)
         self.prefill_s_per_token, self.step_s = prefill_s_per_token, step_s
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.meter = EngineMeter()
@@ -113,8 +113,8 @@ class EchoEngine(EchoControls):
         self._running: list[tuple[_Request, _Sequence]] = []
         self._ended: list[RequestOutput] = []
 
-    def replica_facts(self) -> EngineFacts:
-        return EngineFacts(
+    def replica_info(self) -> EngineInfo:
+        return EngineInfo(
             block_size=self.context.block_size,
             capacity=self.context.num_rows,
             root=self._root(),

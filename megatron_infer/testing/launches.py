@@ -1,7 +1,7 @@
-"""Which specialisations of Triton kernels a run launches: noted where kernels are interpreted, compiled elsewhere.
+"""Records which specializations of Triton kernels a run launches in the interpreter, to compile them elsewhere.
 
-An interpreter takes what a compiler refuses, and a list of what to compile can miss what is launched. Tests note every
-launch as the compiler would be given it, `tools/aot_compile.py --launches` compiles the distinct ones.
+The interpreter accepts code that the compiler refuses, and a list of kernels to compile may miss launched ones.
+Tests record every launch with the compiler's arguments; `tools/aot_compile.py --launches` compiles the distinct ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from megatron_infer.kernels.triton.launch import AotVariant, listening
 
 ALIGNMENT = 16
-"""Triton compiles again for pointers and numbers that are multiples of it."""
+"""Triton compiles another specialization for pointers and numbers that are multiples of it."""
 POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -40,33 +40,33 @@ POINTERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """One specialisation: hashable, JSON all through."""
+    """One specialization, hashable and made of JSON values."""
 
     module: str
     kernel: str
     types: tuple[tuple[str, str], ...]
     """(argument, Triton's type of it, "constexpr" where its value is compiled in)."""
     values: tuple[tuple[str, Any], ...]
-    """(argument, value) of the latter: a number, a string, None."""
+    """(argument, value) of those compiled in: a number, a string, None."""
     aligned: tuple[str, ...]
     """Arguments that are multiples of 16."""
     options: tuple[tuple[str, Any], ...]
 
     @property
     def name(self) -> str:
-        """The kernel's, and enough to tell it from its others."""
+        """The kernel's name and a hash of the specialization."""
         return f"{self.kernel}-launched-{hashlib.sha256(repr(self).encode()).hexdigest()[:8]}"
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What a kernel was written for: all but which plain numbers are 1 or multiples of 16."""
+        """The specialization without which plain numbers are 1 or multiples of 16."""
         constants = constexprs_of(self._function())
         kinds = [(name, kind) for name, kind in self.types if kind.startswith("*")]
         values = [(name, value) for name, value in self.values if value is None or name in constants]
         return self.module, self.kernel, tuple(kinds), tuple(sorted(values)), self.options
 
-    def settled(self) -> Launched:
-        """The same without what the kernel asks Triton not to tell apart; only where kernels are not interpreted."""
+    def canonical(self) -> Launched:
+        """Without what the kernel's do_not_specialize ignores; only where kernels are not interpreted."""
         loose = {one.name for one in self._function().params if one.do_not_specialize}
         unaligned = loose | {one.name for one in self._function().params if one.do_not_specialize_on_alignment}
         values = dict(self.values)
@@ -79,7 +79,7 @@ class Launched:
         )
 
     def variant(self) -> AotVariant:
-        """For the compiler."""
+        """The variant to compile."""
         return AotVariant(
             name=self.name,
             kernel=self._function(),
@@ -94,12 +94,12 @@ class Launched:
 
 
 def constexprs_of(kernel: Any) -> set[str]:
-    """Its arguments that are always compiled in."""
+    """The kernel's arguments that are always compiled in."""
     return {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
 
 
 def launched(kernel: Any, args: Iterable[Any], options: Mapping[str, Any]) -> Launched:
-    """What Triton would compile for this launch."""
+    """The specialization that Triton would compile for this launch."""
     values = dict(zip(kernel.arg_names, args, strict=False))
     values |= {name: options[name] for name in kernel.arg_names if name in options}
     constants = constexprs_of(kernel)
@@ -122,7 +122,7 @@ def launched(kernel: Any, args: Iterable[Any], options: Mapping[str, Any]) -> La
 
 
 def type_of(value: Any) -> str:
-    """Triton's type of an argument; None and 1 are compiled in."""
+    """Triton's type of an argument; None and 1 are "constexpr"."""
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype]
     if value is None or (value == 1 and not isinstance(value, bool | float)):
@@ -135,8 +135,8 @@ def type_of(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def noting(folder: Path, package: str) -> Iterator[None]:
-    """Write what the body launches of `package`'s kernels to a file of this process in `folder`."""
+def recording(folder: Path, package: str) -> Iterator[None]:
+    """Record the launches of `package`'s kernels within the block in a file of this process in `folder`."""
     seen: dict[Launched, None] = {}
 
     def note(launch: Any, kernel: Any, grid: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
@@ -151,17 +151,17 @@ def noting(folder: Path, package: str) -> Iterator[None]:
 
 
 def read(folder: Path) -> list[Launched]:
-    """What all processes noted, each specialisation once, in an order that does not depend on them."""
+    """The specializations that all processes recorded, each once, sorted by name."""
     found = set()
     for path in folder.glob("*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
-            found.add(Launched(**{name: _frozen(value) for name, value in entry.items()}).settled())
+            found.add(Launched(**{name: _frozen(value) for name, value in entry.items()}).canonical())
     return sorted(found, key=lambda one: one.name)
 
 
 def unlisted(found: Iterable[Launched], listed: Iterable[AotVariant]) -> tuple[list[Launched], list[Launched]]:
-    """(the first of each `shape` that no variant of the list has, all others)."""
+    """(the first of each `shape` that no listed variant has, all others)."""
     known = {_shape_of(variant) for variant in listed}
     new, others = [], []
     for one in found:
@@ -171,7 +171,7 @@ def unlisted(found: Iterable[Launched], listed: Iterable[AotVariant]) -> tuple[l
 
 
 def some_of(found: Sequence[Launched], most: int) -> list[Launched]:
-    """The first `most`, kernels taking turns: those with few specialisations have all of theirs among them."""
+    """At most `most`, taken from the kernels in turn, so that kernels with few specializations have all of them."""
     turns: Counter[tuple[str, str]] = Counter()
     numbered = []
     for one in found:

@@ -1,9 +1,9 @@
-"""Tiny random models with every feature, in one process on gloo, with no port and no file.
+"""Tiny random models with every feature, for one process on gloo, without ports and files.
 
 tiny_gpt()                                                        GQA, RoPE, RMSNorm, SwiGLU, untied
 tiny_hybrid("M*-ME")                                              Mamba-2, attention, MLP, experts; no positions
 tiny_mamba(num_layers=3)                                          Mamba-2 alone
-tiny_gpt(num_query_groups=1, position_embedding_type="none")      any field of TransformerConfig or argument of GPTModel
+tiny_gpt(num_query_groups=1, position_embedding_type="none")      any field of TransformerConfig, argument of GPTModel
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "params_dtype": torch.float32,
-    # Each fusion costs a C++ compile of seconds on a CPU.
+    # On a CPU each fusion costs seconds of C++ compilation.
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "masked_softmax_fusion": False,
@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "persist_layer_norm": False,
     "moe_token_dispatcher_type": "allgather",
-    "cuda_graph_scope": [],  # 0.16's own default is one that it warns about
+    "cuda_graph_scope": [],  # 0.16 warns about its own default
 }
 MODEL: dict[str, Any] = {
     "vocab_size": 128,
@@ -68,14 +68,14 @@ EXPERTS: dict[str, Any] = {
 
 
 def init_single_process() -> None:
-    """torch.distributed and megatron-core's groups for this one process, where they are not up yet."""
+    """Initialize torch.distributed and megatron-core's groups for this one process, unless they are."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not mcore.parallel_state.model_parallel_is_initialized():
         mcore.parallel_state.initialize_model_parallel()
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
-    # Without CUDA the tracker must be the one whose fork() does nothing; with it, one that knows its states.
+    # Without CUDA the tracker's fork() must do nothing; with CUDA it needs initialized states.
     if not torch.cuda.is_available():
         model_parallel_cuda_manual_seed(1234, inference_rng_tracker=True)
     elif not get_cuda_rng_tracker().is_initialized():
@@ -96,11 +96,11 @@ def tiny_config(**overrides: Any) -> Any:
 
 
 def tiny_gpt(*, spec: Any = None, seed: int = 0, randomize: bool = True, **overrides: Any) -> Any:
-    """A GPTModel in eval mode; equal arguments give equal weights, whatever the global generator holds.
+    """A GPTModel in eval mode; equal arguments give equal weights, independent of the global generator's state.
 
     `overrides` are fields of TransformerConfig or arguments of GPTModel. `spec` is a layer or block spec, or a function
-    of the config that makes one; None is specs.gpt_spec. With `randomize` biases and norm weights are random too, so
-    that a forgotten one shows. Sets up torch.distributed for one process if nobody has.
+    config -> spec; None is specs.gpt_spec. With `randomize` biases and norm weights are random too, so that one that is
+    not applied shows. Initializes torch.distributed for one process, unless it is.
     """
     config, model_arguments = _settings(mcore.GPTModel, "tiny_gpt", "transformer_layer_spec", overrides)
     layer_spec = gpt_spec(config) if spec is None else spec(config) if inspect.isroutine(spec) else spec
@@ -118,8 +118,8 @@ def tiny_hybrid(
 ) -> Any:
     """A MambaModel with the layers of `pattern` in eval mode; otherwise as `tiny_gpt`.
 
-    M Mamba-2 (16 heads of 8, state 16, 2 groups), * attention, - MLP, E experts (4, 2 of them a token). No positions
-    unless position_embedding_type says so. Recurrences decay as megatron-core initialises them: over 10 to 1000 tokens.
+    M Mamba-2 (16 heads of 8, state 16, 2 groups), * attention, - MLP, E experts (4, 2 per token). No positions unless
+    position_embedding_type sets them. Recurrences decay as megatron-core initializes them: over 10 to 1000 tokens.
     norm_groups: see `hybrid_spec`.
     """
     settings = HYBRID | (EXPERTS if "E" in pattern else {}) | overrides | {"num_layers": len(pattern)}
@@ -133,22 +133,22 @@ def tiny_hybrid(
 
 
 def tiny_mamba(*, num_layers: int = 2, **settings: Any) -> Any:
-    """A MambaModel of Mamba layers alone; otherwise as `tiny_hybrid`."""
+    """A MambaModel with Mamba layers only; otherwise as `tiny_hybrid`."""
     return tiny_hybrid("M" * num_layers, **settings)
 
 
 def _settings(model: type, function: str, spec: str, overrides: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(config, arguments of the model) of a tiny model; sets up torch.distributed."""
+    """(config, arguments of the model) of a tiny model; initializes torch.distributed."""
     init_single_process()
     arguments: set[str] = set()
-    for base in model.__mro__[:2]:  # 0.19's MambaModel passes on what it does not name
+    for base in model.__mro__[:2]:  # 0.19's MambaModel passes further arguments to its base
         arguments |= set(inspect.signature(base.__init__).parameters)  # type: ignore[misc]
     arguments -= {"self", "args", "kwargs", "config", spec}
     known = mcore.config_fields()
     for name in overrides:
         if name not in arguments | known:
             raise TypeError(unknown_name(f"argument of {function}", name, arguments | known))
-    # Some names are both (0.19): those belong to the model.
+    # A name that is both (in 0.19) is an argument of the model.
     model_arguments = MODEL | {name: value for name, value in overrides.items() if name in arguments}
     return tiny_config(**{name: value for name, value in overrides.items() if name not in arguments}), model_arguments
 
@@ -171,7 +171,7 @@ def randomize_vectors(model: torch.nn.Module) -> None:
 
 
 def stock_spec(config: Any) -> Any:
-    """megatron-core's own local spec, as a training script takes it; its attention cannot run forward on a CPU."""
+    """megatron-core's own local spec, as training scripts use it; its attention cannot run on a CPU."""
     return mcore.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,

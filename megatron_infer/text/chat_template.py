@@ -19,7 +19,7 @@ from megatron_infer.errors import InvalidPrompt, ModelError
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said (for training masks); when rendering it is its body."""
+    """`{% generation %}` marks an assistant's text for training masks; rendering keeps its body."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -69,7 +69,7 @@ def _compile(template: str) -> jinja2.Template:
 
 @lru_cache(maxsize=16)
 def reads(template: str, variable: str) -> bool:
-    """Whether a template looks at a variable. Raises ModelError for one that does not parse."""
+    """Whether a template uses a variable. Raises ModelError for one that does not parse."""
     try:
         return variable in jinja2.meta.find_undeclared_variables(_environment().parse(template))
     except jinja2.TemplateSyntaxError as error:
@@ -84,7 +84,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The conversation as the text the model was trained on.
+    """The conversation as text.
 
     `variables` are further names the template may use (bos_token, eos_token, enable_thinking, ...).
     Raises ModelError for a template that does not parse, InvalidPrompt for messages that it refuses.

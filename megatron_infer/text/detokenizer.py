@@ -1,4 +1,4 @@
-"""Incremental detokenising: text of a growing list of ids, piece by piece, never half a character."""
+"""Incremental detokenization: the text of a growing list of token ids in pieces, none with half a character."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from megatron_infer.text.tokenizer import Tokenizer  # needs packages that an engine without a tokenizer does not
+    from megatron_infer.text.tokenizer import Tokenizer  # imports packages that an engine without one does not need
 
 # A UTF-8 character has at most four bytes, so at most three tokens can wait for its end.
 _MAX_WAITING = 3
@@ -18,11 +18,11 @@ _REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """The text of one output as it grows.
+    """The text of one sequence as it grows.
 
-    What `push` and `flush` return, joined, is `tokenizer.decode(output ids)`, seen after the prompt: a character or
-    a leading space that depends on the prompt's last tokens comes out as it would in the whole text.
-    Amortised cost of a token is constant.
+    The joined results of `push` and `flush` are `tokenizer.decode(output ids)` as it stands behind the prompt: a
+    character or a leading space that depends on the prompt's last tokens is as in the whole text. The amortized cost of
+    a token is constant.
     """
 
     __slots__ = ("_impl",)
@@ -37,16 +37,16 @@ class IncrementalDetokenizer:
             self._impl = _Windowed(tokenizer, skip_special, skipped, tail)
 
     def push(self, ids: Iterable[int]) -> str:
-        """Text that these ids complete."""
+        """The text that these ids complete."""
         return self._impl.push(ids)
 
     def flush(self) -> str:
-        """Text still held at the end of the output: what cannot become a character any more."""
+        """At the end of the output: the text held back, with replacement characters for incomplete ones."""
         return self._impl.flush()
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes that one token stands for in any text: half a character's where it is only that."""
+    """The bytes of one token, which may be part of a character."""
     if _is_byte_level(tokenizer):
         return _vocabulary_bytes(tokenizer)[token_id]
     piece = tokenizer.token_str(token_id)
@@ -69,7 +69,7 @@ class _ByteLevel:
         self._bytes_of = bytes_of
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.push(prompt_tail)  # only the bytes of a character that the prompt left unfinished stay behind
+        self.push(prompt_tail)  # keeps the bytes of a character that the prompt ends within
 
     def push(self, ids: Iterable[int]) -> str:
         bytes_of, skipped = self._bytes_of, self._skipped
@@ -82,9 +82,9 @@ class _ByteLevel:
 
 
 class _Windowed:
-    """Any other decoder: decode a short window twice, without and with the new tokens, and show the difference.
+    """Any other decoder: decode a short window twice, without and with the new tokens; the difference is new text.
 
-    ids:  ... [context][shown last][pending]      context and shown last give the decoder its surroundings
+    ids:  ... [context][shown last][pending]      the decoder needs context and shown last to decode pending
                       ^start       ^read    ^end
     """
 
@@ -130,7 +130,7 @@ class _Windowed:
 
 
 class _VocabularyBytes(dict[int, bytes]):
-    """Bytes of each token of a byte-level vocabulary, worked out at first use."""
+    """Bytes of each token of a byte-level vocabulary, computed at first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A tokenizer from GGUF metadata, built with the `tokenizers` library directly."""
+"""Builds a tokenizer from GGUF metadata, with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Kind(IntEnum):
     BYTE = 6
 
 
-# How text is cut before BPE, per `tokenizer.ggml.pre`: the patterns of the models' own tokenizer.json files.
+# How text is split before BPE, per `tokenizer.ggml.pre`: the patterns of the models' own tokenizer.json files.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -51,8 +51,8 @@ _QWEN2_LIKE = ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")
 def tokenizer_from_metadata(metadata: Mapping[str, Any], *, name: str = "") -> Tokenizer:
     """The tokenizer that a GGUF file describes under `tokenizer.*`.
 
-    Byte-level BPE ("gpt2") and SentencePiece-style BPE with byte fall-back ("llama", when the file lists merges) are
-    built; other kinds, and pre-tokenizers whose pattern is not known here, are refused by name.
+    Supports byte-level BPE ("gpt2") and SentencePiece-style BPE with byte fallback ("llama"). Raises ModelError for
+    other kinds, and for pre-tokenizers without a known pattern.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or "tokenizer.ggml.tokens" not in metadata:
@@ -90,7 +90,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], *, name: str = "") -> T
 
 
 def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end an answer: end of sequence, of turn, of message."""
+    """Token ids that end an output: end of sequence, of turn, of message."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = (metadata.get(f"tokenizer.ggml.{key}") for key in keys)
     return tuple(dict.fromkeys(id for id in ids if id is not None))
@@ -120,7 +120,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -
     pre = metadata.get("tokenizer.ggml.pre", "default")
     prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
     merges = _merges(metadata, name)
-    # Llama 3's vocabulary holds words that no merge reaches: a whole word that is a token is taken as it is.
+    # Llama 3's vocabulary has words that no merge produces: a word that is a token needs no merges.
     backend = Backend(
         _model(tokens, merges, name, fuse_unk=False, byte_fallback=False, ignore_merges=pre in _LLAMA3_LIKE)
     )
@@ -143,7 +143,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> Backend:
-    """SentencePiece BPE. A file without merges gets them from the scores: pieces merge in order of their score."""
+    """SentencePiece BPE. Without merges in the file they follow from the scores: pieces merge in order of score."""
     if "tokenizer.ggml.merges" in metadata:
         merges = _merges(metadata, name)
     else:

@@ -1,6 +1,6 @@
-"""Grammars of structured output compiled once, in threads, against the bytes of a tokenizer's tokens. Over llguidance.
+"""Compiles grammars of structured output with llguidance: once each, in threads, against the bytes of the tokens.
 
-No torch: a server checks what it is asked without an engine.
+Imports no torch, so that the HTTP process can check requests.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
 
 COMPILE_TIMEOUT_S = 30.0
-"""Most a caller waits for a grammar; what it may cost is limited by llguidance's fuel, about a second."""
+"""Longest wait for a grammar; llguidance's fuel limits the work of one to about a second."""
 MAX_KEPT = 256
-"""Compiled grammars, and refusals, that are kept: the least recently used go."""
+"""Most compiled grammars, and compile errors, that are kept; the least recently used are dropped."""
 
 
 def grammar_vocabulary(tokenizer: Any, vocab_size: int) -> Any:
-    """llguidance's tokenizer of a `text.Tokenizer`, ids beyond its tokens (a padded vocabulary) included.
+    """llguidance's tokenizer for a `text.Tokenizer`, with ids for the padding of the vocabulary.
 
-    Special tokens stand for themselves and for no text. Takes a second for a large vocabulary. Raises RequestError
-    where there is no tokenizer, its tokens are no bytes, or llguidance is not installed.
+    Special tokens match themselves and no text. Takes a second for a large vocabulary. Raises RequestError without a
+    tokenizer, for tokens without bytes of their own, or without llguidance.
     """
     backend = getattr(tokenizer, "backend", None)
     if backend is None:
-        raise RequestError("structured: needs a tokenizer, whose tokens' texts are known, and this engine has none")
+        raise RequestError("structured: needs a tokenizer, and this engine has none")
     try:
         import llguidance
     except ImportError:
@@ -41,7 +41,7 @@ def grammar_vocabulary(tokenizer: Any, vocab_size: int) -> Any:
 
 
 class GrammarCache:
-    """Compiled grammars of one vocabulary; from any thread."""
+    """The compiled grammars of one vocabulary; usable from any thread."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -50,10 +50,10 @@ class GrammarCache:
         self._threads: ThreadPoolExecutor | None = None
         self._vocabulary_lock = threading.Lock()
         self.vocabulary: Any = None
-        """See `grammar_vocabulary`; made with the first grammar."""
+        """See `grammar_vocabulary`; None until the first grammar is compiled."""
 
     def compile(self, wanted: StructuredOutput) -> Future[Any]:
-        """Begin to compile, in a thread; the result is llguidance's matcher, to be copied. Fails with RequestError."""
+        """Compile in a thread -> a future of llguidance's matcher, to be copied; it fails with RequestError."""
         with self._lock:
             found = self._compiled.get(wanted)
             if found is not None:
@@ -68,11 +68,11 @@ class GrammarCache:
         return future
 
     def check(self, wanted: StructuredOutput) -> None:
-        """Wait for a grammar. Raises RequestError where it cannot be compiled, or not in COMPILE_TIMEOUT_S."""
+        """Compile and wait. Raises RequestError if it fails, or takes longer than COMPILE_TIMEOUT_S."""
         self.template(wanted)
 
     def template(self, wanted: StructuredOutput) -> Any:
-        """Likewise, and give its matcher, to be copied."""
+        """As `check`, and return the matcher, to be copied."""
         try:
             return self.compile(wanted).result(COMPILE_TIMEOUT_S)
         except TimeoutError:
@@ -87,7 +87,7 @@ class GrammarCache:
         try:
             text = _grammar_text(wanted)
             template = LLMatcher(self.vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        except BaseException as error:  # of the library's own kinds, and a panic of it is no Exception
+        except BaseException as error:  # a panic in the library is no Exception
             raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
         if template.is_error():
             raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")
@@ -99,7 +99,7 @@ def timed_out(wanted: StructuredOutput) -> RequestError:
 
 
 def _grammar_text(wanted: StructuredOutput) -> str:
-    """In llguidance's own form; raises whatever llguidance raises."""
+    """The grammar in llguidance's format; raises llguidance's own errors."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -113,12 +113,12 @@ def _grammar_text(wanted: StructuredOutput) -> str:
     else:
         schema = '{"type": "object"}' if wanted.json_object else str(wanted.json_schema)
         if json.loads(schema) is False:
-            raise ValueError("false is the schema that nothing meets")
+            raise ValueError("the schema false allows no value")
         if json.loads(schema) is True:
             schema = "{}"
-        # A schema's own "x-guidance" must not make keywords count for nothing.
-        how = {"whitespace_flexible": not wanted.compact, "lenient": False, "coerce_one_of": False}
-        text = LLMatcher.grammar_from_json_schema(schema, overrides=how)
+        # Overrides a schema's own "x-guidance", which could have keywords ignored.
+        overrides = {"whitespace_flexible": not wanted.compact, "lenient": False, "coerce_one_of": False}
+        text = LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
     return text
 
 

@@ -1,4 +1,4 @@
-"""Stop strings, matched on text and not on tokens."""
+"""Stop strings, matched in text and not in tokens."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one output's text for stop strings that may begin and end anywhere, across token boundaries.
+    """Finds stop strings in the growing text of one sequence, across token boundaries.
 
-    Text that could be the beginning of a stop string is held back until it is decided. The first stop string to be
-    complete wins (the longer of two that end at the same character), so the result does not depend on how the text
-    is cut into pieces.
+    Text that may begin a stop string is held back until that is decided. The first stop string to be complete wins (the
+    longer of two that end at the same character), so the result does not depend on how the text is split into pieces.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_matched", "_stops")
+    __slots__ = ("_held", "_include", "_matched", "_stops")
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         if any(not stop for stop in stops):
             raise ValueError("stop: got an empty string; a stop string needs at least one character")
         self._stops = sorted(set(stops), key=len, reverse=True)
-        self._longest = max(map(len, self._stops), default=0)
         self._include = include
         self._held = ""
         self._matched: str | None = None
@@ -27,7 +25,7 @@ class StopStrings:
     def feed(self, new_text: str, finished: bool = False) -> tuple[str, str | None]:
         """(text that may be shown now, the stop string that ended the output or None).
 
-        After a match all further text is swallowed. `finished` releases what is held.
+        After a match all further text is dropped. `finished` releases the text that was held back.
         """
         if self._matched is not None:
             return "", self._matched
@@ -38,7 +36,7 @@ class StopStrings:
         if matched is not None:
             self._held, self._matched = "", matched
             return text[: start + len(matched)] if self._include else text[:start], matched
-        keep = 0 if finished else self._undecided(text)
+        keep = 0 if finished else partial_length(text, self._stops)
         cut = len(text) - keep
         self._held = text[cut:]
         return text[:cut], None
@@ -51,10 +49,12 @@ class StopStrings:
                 best_end, best_start, best = start + len(stop), start, stop
         return best_start, best
 
-    def _undecided(self, text: str) -> int:
-        """Length of the longest end of `text` that begins some stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+
+def partial_length(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins a mark; shorter than the longest mark."""
+    longest = max(map(len, marks)) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(mark.startswith(tail) for mark in marks):
+            return length
+    return 0

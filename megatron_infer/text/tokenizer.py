@@ -21,7 +21,7 @@ _CONFIG_DECIDES_BOS = frozenset(
 
 
 class Tokenizer:
-    """One model's tokenizer: encode, decode, chat template, and the ids that end an answer."""
+    """One model's tokenizer: encode, decode, chat template, and the token ids that end an output."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Tokenizer:
 
     @property
     def tool_template(self) -> str | None:
-        """The chat template of conversations with tools; None where the model has none."""
+        """The chat template for conversations with tools; None if the model has none."""
         return self._templates.get("tool_use", self._templates.get("default"))
 
     @property
@@ -62,16 +62,16 @@ class Tokenizer:
         return template is not None and chat_template.reads(template, "tools")
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids; `add_special` lets the tokenizer put its BOS / EOS around them, as the model was trained."""
+        """Token ids; `add_special` adds the BOS and EOS that the model was trained with."""
         if not isinstance(text, str):
             raise InvalidPrompt(f"text to encode must be a str, got {type(text).__name__}")
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special).ids)
-        except TypeError as error:  # the library's word for a str that is not UTF-8: lone surrogates
+        except TypeError as error:  # raised by the library for lone surrogates
             raise InvalidPrompt("text is not valid Unicode: it holds half of a surrogate pair") from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of the ids, exactly: no clean-up of spaces. Ids without a token (padded vocabulary) give nothing."""
+        """The exact text of the ids, without clean-up of spaces. Ids of the padded vocabulary have no text."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_str(self, id: int) -> str:
@@ -89,7 +89,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as text; encode it with add_special=False, the template holds the special tokens."""
+        """The conversation as text; encode it with add_special=False, as the template writes the special tokens."""
         if not self._templates:
             raise ModelError(
                 f"{self.name or 'this model'} has no chat template; give plain prompts, or use an instruct model"
@@ -136,7 +136,7 @@ class Tokenizer:
     def from_directory(cls, directory: str | Path, *, eos_ids: Iterable[int] = (), name: str = "") -> Tokenizer:
         """Tokenizer of a Hugging Face directory (tokenizer.json, tokenizer_config.json, chat_template.jinja).
 
-        `eos_ids` are those of the model's (generation) config; the tokenizer's own end token serves when empty.
+        `eos_ids` are those of the model's (generation) config; if empty, the tokenizer's own end token is used.
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""A call written as a JSON object, read as it is written: its name once it is known, its arguments piece by piece."""
+"""Parses a tool call in JSON as its text grows: the name as soon as it is known, the arguments piece by piece."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCALAR_END = re.compile(r"[^\w.+-]")
 
 
 class ValueScan:
-    """Finds the end of one JSON value that comes in pieces. It follows strings and brackets, nothing else."""
+    """Finds the end of one JSON value that comes in pieces, by its strings and brackets alone."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "done", "first")
 
@@ -27,7 +27,7 @@ class ValueScan:
         self._in_string = self._escaped = False
 
     def read(self, text: str, at: int) -> int:
-        """Go on at text[at] -> the place behind the value where that is in `text` (then `done`), else len(text)."""
+        """Parse from text[at] -> the index behind the value if it ends in `text` (then `done`), else len(text)."""
         if not self.first and at < len(text):
             self.first = text[at]
         if self.first and self.first not in '"{[':
@@ -65,10 +65,10 @@ class ValueScan:
 
 
 class CallObject:
-    """{"name": "f", "arguments": {...}} as it comes in; keys in any order, "parameters" means "arguments".
+    """Parses {"name": "f", "arguments": {...}} as it grows; keys in any order, "parameters" means "arguments".
 
-    `take` gives the arguments as they were written, spaces too; where they were written as a string, what it says;
-    {} where there are none. known: names that make it a call; None: every name does.
+    `take` returns the arguments as they were written, spaces included; the content of a string, if they were written as
+    one; {} if there are none. known: names that make it a call; None: every name does.
     """
 
     __slots__ = ("_announced", "_arguments", "_has_arguments", "_key", "_known", "_name", "_part", "_scan", "_state",
@@ -87,18 +87,18 @@ class CallObject:
 
     @property
     def announced(self) -> bool:
-        """Whether its name was taken: from then on it is a call, however it ends."""
+        """Whether `take` has returned its name: from then on it is a call, even if it breaks off."""
         return self._announced
 
     def read(self, text: str, at: int) -> int:
-        """Go on at text[at] -> where it stopped: behind the object (`done`), at what makes it no object (`failed`),
-        or at the end of the text."""
+        """Parse from text[at] -> where it stopped: behind the object (`done`), at the character that makes it no object
+        (`failed`), or at the end of the text."""
         while at < len(text) and not self.done and not self.failed:
-            at = self._value(text, at) if self._state in ("key", "value") else self._mark(text, at)
+            at = self._read_value(text, at) if self._state in ("key", "value") else self._read_punctuation(text, at)
         return at
 
     def take(self) -> tuple[str | None, str]:
-        """(its name, once, as soon as it is sure to be a call; more of its arguments)."""
+        """(its name, once, as soon as it is certainly a call; more of its arguments)."""
         if self._name is None or not (self._has_arguments or self.done):
             return None, ""
         name = None if self._announced else self._name
@@ -106,7 +106,7 @@ class CallObject:
         arguments, self._arguments = self._arguments, ""
         return name, arguments
 
-    def _mark(self, text: str, at: int) -> int:
+    def _read_punctuation(self, text: str, at: int) -> int:
         """One character between keys and values."""
         char, state = text[at], self._state
         if char in SPACE and state != "open":
@@ -134,26 +134,26 @@ class CallObject:
     def _begin(self, state: str) -> None:
         self._state, self._scan, self._part = state, ValueScan(), ""
 
-    def _value(self, text: str, at: int) -> int:
+    def _read_value(self, text: str, at: int) -> int:
         end = self._scan.read(text, at)
         piece = text[at:end]
-        flows = self._state == "value" and self._key == "arguments" and self._scan.first in "{["
-        if flows:
+        is_streamed = self._state == "value" and self._key == "arguments" and self._scan.first in "{["
+        if is_streamed:
             self._arguments += piece
             self._has_arguments = True
         else:
             self._part += piece
         if self._scan.done:
-            self._settle(flows)
+            self._end_value(is_streamed)
         return end
 
-    def _settle(self, flowed: bool) -> None:
+    def _end_value(self, was_streamed: bool) -> None:
         """A key or a value is complete."""
         if self._state == "key":
             self._key, self._state = self._meaning(_parsed(self._part)), "colon"
             return
         self._state = "comma"
-        if not flowed and not self._part:
+        if not was_streamed and not self._part:
             self.failed = True
         elif self._key == "name":
             name = _parsed(self._part)
@@ -161,8 +161,8 @@ class CallObject:
                 self._name = name
             else:
                 self.failed = True
-        elif self._key == "arguments" and not flowed:
-            self._arguments += _said(self._part)
+        elif self._key == "arguments" and not was_streamed:
+            self._arguments += _unquoted(self._part)
             self._has_arguments = True
 
     def _meaning(self, key: Any) -> str:
@@ -178,9 +178,9 @@ def _parsed(raw: str) -> Any:
         return None
 
 
-def _said(raw: str) -> str:
-    """Arguments that are no object: what a string says, nothing is {}, other values as they stand."""
+def _unquoted(raw: str) -> str:
+    """Arguments that are no object: a string's content, {} for null or "", other values unchanged."""
     if raw.startswith('"'):
-        said = _parsed(raw)
-        return (said or "{}") if isinstance(said, str) else raw
+        text = _parsed(raw)
+        return (text or "{}") if isinstance(text, str) else raw
     return "{}" if raw == "null" else raw

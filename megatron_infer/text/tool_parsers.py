@@ -1,7 +1,7 @@
-"""Tool calls in a model's text: formats by name, and one machine that takes the calls out as the text grows.
+"""Tool calls in a model's text: formats by name, and one parser that extracts the calls as the text grows.
 
-What it says, joined, does not depend on how the text is cut into pieces. Text that could be the beginning of a call
-is held back until it is decided; what turns out to be none is content, to the letter.
+The joined deltas do not depend on how the text is split into pieces. Text that may begin a call is held back until that
+is decided; if it does not, it is content, unchanged.
 
     START --- { or [, where a format's calls need no mark ---> BODY --- an object that is a call ---> OBJECT
       |                                                        ^  |                                  |   ^
@@ -15,28 +15,29 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megatron_infer.text.stop import partial_length
 from megatron_infer.text.tool_json import SPACE, CallObject, ValueScan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How a family of models writes calls."""
+    """How a family of models writes tool calls."""
 
     name: str
     opening: str
     """The mark before calls."""
     closing: str = ""
-    """The mark behind them; "": they end by themselves."""
+    """The mark behind calls; "": there is none."""
     is_marked: bool = True
-    """False: calls may also stand at the very beginning without a mark; then only names of given tools are calls."""
+    """False: calls may also begin the text without a mark; then only the names of given tools make a call."""
     is_listed: bool = False
-    """Written as a JSON list."""
+    """Calls are written as a JSON list."""
     key: str = "arguments"
-    """What it writes for arguments."""
+    """The JSON key of the arguments."""
     takes_bare_names: bool = False
-    """NAME{...} and NAME[ARGS]{...} behind the mark are calls, too."""
+    """NAME{...} and NAME[ARGS]{...} behind the mark are calls too."""
     id_length: int | None = None
-    """Letters and digits of a call's id where templates insist on a number of them."""
+    """Letters and digits of a call's id, where templates require a fixed number."""
 
     @property
     def between(self) -> str:
@@ -74,10 +75,10 @@ JSON = register(CallFormat(name="json", opening="```json", closing="```", is_mar
 
 
 def format_of(template: str | None, *, knows_tools: bool) -> CallFormat | None:
-    """The format that a chat template teaches; None: one that is not known here. HERMES where it knows no tools."""
+    """The format that a chat template shows to the model; None: not one of FORMATS. HERMES if it has no tools."""
     if template is None or not knows_tools:
         return HERMES
-    if "<function=" in template:  # calls as XML
+    if "<function=" in template:  # calls as XML: not supported
         return None
     for one in (HERMES, MISTRAL, GRANITE, LLAMA3):
         if one.opening in template:
@@ -86,8 +87,8 @@ def format_of(template: str | None, *, knows_tools: bool) -> CallFormat | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Some content; or, where `call` is its number, a call's name (once, first) or more of its arguments."""
+class ToolDelta:
+    """Content; or, with the number of a call in `call`, its name (once, first) or more of its arguments."""
 
     content: str = ""
     call: int | None = None
@@ -101,47 +102,47 @@ _CLOSERS = "]},;"
 
 
 class CallParser:
-    """One sample's text, into content and calls. tools: names of the tools that were given."""
+    """Parses one sequence's text into content and calls. tools: names of the given tools."""
 
-    def __init__(self, form: CallFormat, tools: frozenset[str]) -> None:
-        self._form = form
-        self._known = None if form.is_marked else tools
-        self._state = "text" if form.is_marked else "start"
+    def __init__(self, call_format: CallFormat, tools: frozenset[str]) -> None:
+        self._format = call_format
+        self._known = None if call_format.is_marked else tools
+        self._state = "text" if call_format.is_marked else "start"
         self._held = ""
-        """Text that is not yet decided, whatever the state."""
+        """Text that has come and is not parsed yet."""
         self._raw = ""
-        """What was read since the mark, as long as it may turn out to be no call."""
+        """Text parsed since the mark, while it may turn out to be no call."""
         self._call = CallObject(self._known)
         self._scan = ValueScan()
         self._in_list = False
         self.num_calls = 0
         self._space = ""
-        self._behind_call = False
-        self._out: list[Piece] = []
+        self._is_behind_call = False
+        self._out: list[ToolDelta] = []
 
-    def feed(self, text: str) -> list[Piece]:
-        """What the next piece of text says."""
+    def feed(self, text: str) -> list[ToolDelta]:
+        """The deltas of the next piece of text."""
         self._held += text
         while self._held and getattr(self, f"_{self._state}")():
             pass
-        return self._given()
+        return self._take()
 
-    def finish(self) -> list[Piece]:
-        """The text is over: what is still held."""
+    def finish(self) -> list[ToolDelta]:
+        """The text has ended: the deltas of what was held back."""
         in_call = self._state == "object" and self._call.announced
         if not in_call and self._state not in ("bare_arguments", "after", "broken"):
-            self._say(self._raw + self._held)
-        if not self._behind_call:
-            self._out.append(Piece(content=self._space))
+            self._add_content(self._raw + self._held)
+        if not self._is_behind_call:
+            self._out.append(ToolDelta(content=self._space))
         self._held = self._raw = self._space = ""
-        return self._given()
+        return self._take()
 
-    def _given(self) -> list[Piece]:
-        out = [piece for piece in self._out if piece.content or piece.call is not None]
+    def _take(self) -> list[ToolDelta]:
+        deltas = [delta for delta in self._out if delta.content or delta.call is not None]
         self._out = []
-        return out
+        return deltas
 
-    # Each state reads from _held and says whether to go on; False: it needs more text.
+    # Each state parses _held and returns whether to go on; False: it needs more text.
 
     def _start(self) -> bool:
         text = self._held.lstrip(SPACE)
@@ -154,15 +155,15 @@ class CallParser:
         return True
 
     def _text(self) -> bool:
-        mark = self._form.opening
+        mark = self._format.opening
         at = self._held.find(mark)
         if at >= 0:
-            self._say(self._held[:at])
+            self._add_content(self._held[:at])
             self._held = self._held[at + len(mark) :]
             self._open(mark)
             return True
-        keep = undecided(self._held, (mark,))
-        self._say(self._held[: len(self._held) - keep])
+        keep = partial_length(self._held, (mark,))
+        self._add_content(self._held[: len(self._held) - keep])
         self._held = self._held[len(self._held) - keep :]
         return False
 
@@ -177,13 +178,13 @@ class CallParser:
             self._skip(1)
         elif char == "{":
             self._state = "object"
-        elif char == "]" and self._in_list and self._form.is_marked:
+        elif char == "]" and self._in_list and self._format.is_marked:
             self._skip(1)
-            self._state, self._raw = "after", ""  # no calls, said so
-        elif self._form.takes_bare_names and not self._in_list:
+            self._state, self._raw = "after", ""  # an empty list of calls
+        elif self._format.takes_bare_names and not self._in_list:
             self._state = "bare"
         else:
-            self._refuse()
+            self._reject()
         return True
 
     def _bare(self) -> bool:
@@ -194,14 +195,14 @@ class CallParser:
             self._held = self._held[at:]
             self._state, self._scan = "bare_arguments", ValueScan()
         elif at >= 0 or _BARE_TEXT.fullmatch(self._held) is None:
-            self._refuse()
+            self._reject()
         else:
             return False
         return True
 
     def _bare_arguments(self) -> bool:
         end = self._scan.read(self._held, 0)
-        self._say_arguments(self._held[:end])
+        self._add_arguments(self._held[:end])
         self._held = self._held[end:]
         if self._scan.done:
             self._state = "after"
@@ -213,20 +214,20 @@ class CallParser:
         name, arguments = self._call.take()
         if name is not None:
             self._announce(name)
-        self._say_arguments(arguments)
+        self._add_arguments(arguments)
         if self._call.announced:
             self._raw = ""
         if self._call.done:
             self._state = "after"
         elif self._call.failed:
             if not self._call.announced:
-                self._refuse()
+                self._reject()
             else:
-                self._state = "broken" if self._form.closing else "after"
+                self._state = "broken" if self._format.closing else "after"
         return True
 
     def _after(self) -> bool:
-        text, closing = self._held.lstrip(SPACE + _CLOSERS), self._form.closing
+        text, closing = self._held.lstrip(SPACE + _CLOSERS), self._format.closing
         if not text:
             return False
         if closing and text.startswith(closing):
@@ -241,52 +242,42 @@ class CallParser:
         return True
 
     def _broken(self) -> bool:
-        """Behind what broke a call that was announced: nothing counts before the closing mark."""
-        closing = self._form.closing
+        """After an error within an announced call: text up to the closing mark is dropped."""
+        closing = self._format.closing
         at = self._held.find(closing)
         if at >= 0:
             self._held, self._state = self._held[at + len(closing) :], "text"
             return True
-        self._held = self._held[len(self._held) - undecided(self._held, (closing,)) :]
+        self._held = self._held[len(self._held) - partial_length(self._held, (closing,)) :]
         return False
 
     def _skip(self, number: int) -> None:
         self._raw += self._held[:number]
         self._held = self._held[number:]
 
-    def _refuse(self) -> None:
-        """What was read since the mark is no call."""
-        self._say(self._raw)
+    def _reject(self) -> None:
+        """The text since the mark is no call: it is content."""
+        self._add_content(self._raw)
         self._raw, self._state = "", "text"
 
-    # What is said. Spaces around calls belong to neither.
+    # White space around calls is dropped.
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         text = self._space + text
-        if self._behind_call:
+        if self._is_behind_call:
             text = text.lstrip()
         shown = text.rstrip()
         self._space = text[len(shown) :]
         if shown:
-            self._out.append(Piece(content=shown))
-            self._behind_call = False
+            self._out.append(ToolDelta(content=shown))
+            self._is_behind_call = False
 
     def _announce(self, name: str) -> None:
-        self._out.append(Piece(call=self.num_calls, name=name))
+        self._out.append(ToolDelta(call=self.num_calls, name=name))
         self.num_calls += 1
         self._raw = self._space = ""
-        self._behind_call = True
+        self._is_behind_call = True
 
-    def _say_arguments(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         if text:
-            self._out.append(Piece(call=self.num_calls - 1, arguments=text))
-
-
-def undecided(text: str, marks: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that begins a mark."""
-    longest = max(map(len, marks)) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        tail = text[-length:]
-        if any(mark.startswith(tail) for mark in marks):
-            return length
-    return 0
+            self._out.append(ToolDelta(call=self.num_calls - 1, arguments=text))

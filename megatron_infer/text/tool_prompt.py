@@ -1,4 +1,4 @@
-"""Tools for chat templates that know none: described in the system text, calls and results as plain turns."""
+"""Tools for chat templates without tools: described in the system message; calls and results as plain messages."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from megatron_infer.text.tool_parsers import CallFormat
 
 HEAD = "You can call functions. These are described here, one a line, as JSON:"
-MANNER = "To call functions, write every call like this and nothing else:"
-REST = (
+INSTRUCTION = "To call functions, write every call like this and nothing else:"
+CLOSING = (
     "Results of calls come between <tool_response> and </tool_response>. "
     "Where no function helps, answer in plain words."
 )
 RESULT = "<tool_response>\n{text}\n</tool_response>"
 
 
-def system_text(tools: Sequence[Mapping[str, Any]], form: CallFormat) -> str:
-    """What a model is told of its tools."""
+def system_text(tools: Sequence[Mapping[str, Any]], call_format: CallFormat) -> str:
+    """The description of the tools for the model."""
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    example = form.write([json.dumps({"name": "NAME", form.key: {"ARGUMENT": "VALUE"}})])
-    return f"{HEAD}\n{described}\n\n{MANNER}\n{example}\n\n{REST}"
+    example = call_format.write([json.dumps({"name": "NAME", call_format.key: {"ARGUMENT": "VALUE"}})])
+    return f"{HEAD}\n{described}\n\n{INSTRUCTION}\n{example}\n\n{CLOSING}"
 
 
 def as_plain(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, form: CallFormat
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, call_format: CallFormat
 ) -> list[dict[str, Any]]:
-    """Messages that any template can show: the tools at the end of the system text, calls at the end of their turn,
-    results that follow each other as one turn of the user."""
+    """Messages for any template: tools at the end of the system message, calls at the end of their message, and
+    consecutive results as one user message."""
     plain: list[dict[str, Any]] = []
     follows_result = False
     for message in messages:
@@ -36,7 +36,7 @@ def as_plain(
         calls = turn.pop("tool_calls", None)
         turn.pop("tool_call_id", None)
         if calls:
-            written = form.write([_written(call["function"], form) for call in calls])
+            written = call_format.write([_written(call["function"], call_format) for call in calls])
             turn["content"] = f"{turn['content']}\n{written}" if turn["content"] else written
         is_result = turn["role"] == "tool"
         if is_result:
@@ -47,7 +47,7 @@ def as_plain(
             plain.append(turn)
         follows_result = is_result
     if tools:
-        text = system_text(tools, form)
+        text = system_text(tools, call_format)
         if plain and plain[0]["role"] == "system":
             plain[0]["content"] = f"{plain[0]['content']}\n\n{text}" if plain[0]["content"] else text
         else:
@@ -55,6 +55,6 @@ def as_plain(
     return plain
 
 
-def _written(function: Mapping[str, Any], form: CallFormat) -> str:
+def _written(function: Mapping[str, Any], call_format: CallFormat) -> str:
     arguments = function.get("arguments", {})
-    return json.dumps({"name": function["name"], form.key: arguments}, ensure_ascii=False)
+    return json.dumps({"name": function["name"], call_format.key: arguments}, ensure_ascii=False)

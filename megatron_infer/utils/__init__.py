@@ -1,1 +1,1 @@
-"""Settings of the process: how OpenMP threads wait, when Python's garbage collector runs."""
+"""Settings of the process: waiting of OpenMP threads, Python's garbage collector, logging."""

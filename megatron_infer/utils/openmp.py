@@ -10,8 +10,8 @@ SPIN_COUNT = 1000
 """Turns that a thread spins between two parallel regions before it sleeps: about 20 us, as between two kernels of a
 step.
 
-A 135M model's decode step on two cores, in ms, quiet / with one core busy: 300,000 turns (libgomp's default) 12 / 885,
-1,000 turns 12 / 25, none 17 / 17.
+Decode step of a 135M model on two cores, in ms, idle / with one core busy: 300,000 iterations (libgomp's default)
+12 / 885, 1,000 iterations 12 / 25, none 17 / 17.
 """
 
 

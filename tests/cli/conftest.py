@@ -1,4 +1,4 @@
-"""A fake LLM with the engine's interface: answers a prompt with its ids reversed, one token a step."""
+"""A fake LLM with the engine's interface: its output is the prompt's ids reversed, one token per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT = 200
 
 
 class FakeTokenizer:
-    """A byte a token."""
+    """One token per byte."""
 
     has_chat_template = True
     special_ids = frozenset({0})
@@ -33,7 +33,7 @@ class FakeTokenizer:
 
 
 class FakeEngine:
-    """Each request draws its prompt backwards. interrupt_at: the step Ctrl-C hits; fail: prompts that fail."""
+    """Each request outputs its prompt reversed. interrupt_at: the step of a Ctrl-C; fail: prompts that fail."""
 
     def __init__(self) -> None:
         self.live: dict[str, Any] = {}

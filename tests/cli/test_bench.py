@@ -1,4 +1,4 @@
-"""bench: the workload is what was asked for, and its figures are right."""
+"""bench: the workload has the requested lengths, and its figures are right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_infer.cli import bench, bench_workload
-from megatron_infer.cli.bench_limits import Ceiling, Work, least_work, measure_ceiling
+from megatron_infer.cli.bench_roofline import Ceiling, Work, least_work, measure_ceiling
 from megatron_infer.cli.bench_suspend import render_suspensions, summarize_suspensions
 from megatron_infer.cli.bench_workload import (
     RunResult,
@@ -85,7 +85,7 @@ def test_latencies_are_those_of_the_token_times():
     assert summary["tpot_ms"]["p99"] == pytest.approx(250)
 
 
-def test_engine_run_holds_at_most_concurrency_requests_and_draws_what_was_asked(llm):
+def test_engine_run_holds_at_most_concurrency_requests_and_samples_all_tokens(llm):
     most, engine, step = 0, llm.engine, llm.engine.step
 
     def counting_step():
@@ -117,7 +117,7 @@ def test_a_model_without_tokenizer_is_measured_with_any_of_its_ids(llm):
 
 
 def test_least_work_counts_recurrent_states():
-    """Read and written a decoded token, written a prompt; 5 operations an entry and token."""
+    """States are read and written per decoded token, written per prompt; 5 operations per entry and token."""
     load = Workload(prompts=[[1] * 3, [1] * 5], output_lens=[4, 2], concurrency=2)
     state = StateShape(
         num_layers=3, conv_shape=(24, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32"
@@ -136,7 +136,7 @@ def test_least_work_is_the_sum_over_tokens_and_keys():
     projection, per_key = 128 * 32, 4 * 2 * 4 * 8
     prefill = decode = keys_read = 0
     for prompt, out in ((3, 4), (5, 2)):
-        for position in range(prompt + out - 1):  # the last token is drawn, never computed
+        for position in range(prompt + out - 1):  # the last token is sampled, never computed
             draws = position >= prompt - 1
             flops = 2 * (10_000 - (0 if draws else projection)) + per_key * (position + 1)
             if position < prompt:
@@ -161,7 +161,7 @@ def test_ceiling_is_measured_on_this_machine():
     assert 0.1 < ceiling.read_gb_s < 10_000 and 0.1 < ceiling.gemm_gflop_s < 1e6
 
 
-def test_rounds_are_interleaved_and_each_engine_begins_in_turn():
+def test_rounds_are_interleaved_and_engines_take_turns_to_be_first():
     order = []
 
     def runner(name):
@@ -197,7 +197,7 @@ def bench_llm(llm):
 
 def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        "megatron_infer.cli.bench_limits.measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100)
+        "megatron_infer.cli.bench_roofline.measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100)
     )
     out = tmp_path / "out.json"
     argv = ["--num-requests", "3", "--input-len", "4:8", "--output-len", "3", "--concurrency", "1", "--rounds", "2"]
@@ -208,14 +208,14 @@ def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, 
     assert ours["single_stream_decode_tok_s"] > 0
     assert ours["shares"]["bound"] == pytest.approx(report["least_work"]["best_seconds"] / ours["seconds"]["median"])
     assert report["ratio"] is None and report["ceiling"] == {"read_gb_s": 10, "gemm_gflop_s": 100}
-    assert len(bench_llm.forgotten) == 2  # no round answers from an earlier round's cache
+    assert len(bench_llm.forgotten) == 2  # no round finds an earlier round's cache
     text = capsys.readouterr().out
     for part in ("output tok/s", "TTFT ms", "p99", "steps 9", "single-stream decode", "GB/s"):
         assert part in text
 
 
 class SuspendingEngine:
-    """Adds suspend and resume to an engine that cannot, and notes when they were called."""
+    """Adds suspend and resume to an engine without them, and records when they are called."""
 
     def __init__(self, engine):
         self._engine, self.calls = engine, []
@@ -256,7 +256,7 @@ def test_suspend_every_measures_the_cycle_on_live_requests(llm):
     assert "ended before step 300" in render_suspensions(none)[0]
 
 
-def test_a_report_that_cannot_be_written_is_told_first(command, bench_llm, tmp_path):
+def test_a_report_that_cannot_be_written_is_reported_first(command, bench_llm, tmp_path):
     with pytest.raises(InferenceError, match="cannot be written"):
         command("bench", "m", "--json", str(tmp_path / "no" / "out.json"))
     assert not bench_llm.engine.added

@@ -1,4 +1,4 @@
-"""`bench-serve`: what it measures is what the server did; open, closed and replayed loads; mistakes told first."""
+"""`bench-serve` measures what the server did, under open, closed and replayed loads; mistakes are reported first."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from server_case import post, raw_stream, serving, stream, wait_for
 
 from megatron_infer.cli import bench_serve
+from megatron_infer.cli.load_generator import CallResult, LoadCall, LoadResult, run_load
 from megatron_infer.cli.main import main
-from megatron_infer.cli.serve_load import Answer, Call, Load, run_load
 from megatron_infer.testing.echo import EchoEngine
 
 QUICK = ("--input-len", "4:40", "--output-len", "3:9", "--token-range", "1:90")
@@ -55,14 +55,14 @@ def test_closed_loop_counts_what_the_server_counts(server, capsys, tmp_path, end
 def test_open_loop_sends_at_its_times_whatever_comes_back(server):
     calls = [call(server, max_tokens=40, at=0.03 * i) for i in range(8)]
     load = run_load(server.url, calls, concurrency=None)
-    assert [one.code for one in load.answers] == ["200"] * 8
-    assert all(one.sent >= 0.03 * i for i, one in enumerate(load.answers))
-    assert load.answers[1].sent < load.answers[0].ended, "it does not wait for answers"
+    assert [one.code for one in load.results] == ["200"] * 8
+    assert all(one.sent >= 0.03 * i for i, one in enumerate(load.results))
+    assert load.results[1].sent < load.results[0].ended, "it does not wait for answers"
 
 
 def call(case, *, max_tokens, at=None, **fields):
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": max_tokens, "stream": True, **fields}
-    return Call(path="/v1/completions", body=body, at=at)
+    return LoadCall(path="/v1/completions", body=body, at=at)
 
 
 def test_poisson_times_have_the_asked_rate(server, tmp_path):
@@ -100,10 +100,10 @@ def test_lengths_of_conversations_spread_and_prompts_come_from_a_file(server, tm
     assert [one.path for one in calls] == ["/v1/completions", "/v1/chat/completions", "/v1/completions"]
     assert calls[1].body["max_tokens"] == 3
     load = run_load(server.url, calls, concurrency=1)
-    assert [one.code for one in load.answers] == ["200"] * 3
+    assert [one.code for one in load.results] == ["200"] * 3
 
 
-def test_recorded_calls_are_replayed_at_their_times_and_leave_as_they_left(capsys, tmp_path):
+def test_recorded_calls_are_replayed_at_their_times_with_their_disconnects(capsys, tmp_path):
     path = tmp_path / "calls.jsonl"
     engine = EchoEngine(step_s=0.005)
     with serving(engine, record=str(path)) as case:
@@ -125,12 +125,12 @@ def test_recorded_calls_are_replayed_at_their_times_and_leave_as_they_left(capsy
     assert [one.leave_after is not None for one in calls] == [not line["complete"] for line in ordered]
 
 
-def test_percentiles_are_those_of_complete_answers_alone():
+def test_percentiles_are_those_of_completed_calls():
     answers = [
-        Answer(sent=1.0, ended=3.0, code="200", token_times=[1.5, 2.0, 3.0], num_prompt=4, num_output=3),
-        Answer(sent=0.0, ended=9.0, code="in_stream", message="it failed", token_times=[8.0], num_output=1),
+        CallResult(sent=1.0, ended=3.0, code="200", token_times=[1.5, 2.0, 3.0], num_prompt=4, num_output=3),
+        CallResult(sent=0.0, ended=9.0, code="in_stream", message="it failed", token_times=[8.0], num_output=1),
     ]
-    report = bench_serve.summarize(Load(seconds=10.0, answers=answers))
+    report = bench_serve.summarize(LoadResult(seconds=10.0, results=answers))
     latency = report["latency"]
     assert latency["ttft_ms"]["max"] == 500 and latency["e2e_ms"]["p50"] == 2000
     assert (latency["itl_ms"]["mean"], latency["tpot_ms"]["mean"]) == (750, 750)
@@ -138,7 +138,7 @@ def test_percentiles_are_those_of_complete_answers_alone():
     assert report["codes"] == {"200": 1, "in_stream": 1} and report["messages"] == {"in_stream": "it failed"}
 
 
-def test_offline_engine_does_the_same_work_in_turns(server, capsys, tmp_path, monkeypatch):
+def test_offline_engine_does_the_same_work_in_alternate_rounds(server, capsys, tmp_path, monkeypatch):
     done = []
 
     class Offline:
@@ -159,23 +159,23 @@ def test_offline_engine_does_the_same_work_in_turns(server, capsys, tmp_path, mo
     assert work.num_output_tokens == report["output_tokens"] and work.num_input_tokens == report["prompt_tokens"]
     assert report["offline"]["output_tokens_per_s"] == 2e6
     assert report["offline"]["share"] == pytest.approx(sorted(report["rounds"])[1] / 2e6)
-    assert "the server reaches 0." in shown and "others kept 0.5 cores busy" in shown
+    assert "the server reaches 0." in shown and "other processes used 0.5 cores" in shown
 
 
-def test_mistakes_are_told_before_anything_is_sent(capsys, tmp_path, monkeypatch):
-    def said(*argv):
+def test_mistakes_are_reported_before_anything_is_sent(capsys, tmp_path, monkeypatch):
+    def misuse(*argv):
         code = main(["bench-serve", *argv])
         return code, capsys.readouterr().err
 
-    assert said("127.0.0.1:8000") == (2, said("127.0.0.1:8000")[1]) and "http://HOST" in said("127.0.0.1:8000")[1]
-    code, text = said("http://127.0.0.1:9")
+    assert misuse("127.0.0.1:8000") == (2, misuse("127.0.0.1:8000")[1]) and "http://HOST" in misuse("127.0.0.1:8000")[1]
+    code, text = misuse("http://127.0.0.1:9")
     assert code == 1 and "no server at http://127.0.0.1:9" in text
-    code, text = said("http://127.0.0.1:9", "--json", str(tmp_path / "no" / "x.json"))
+    code, text = misuse("http://127.0.0.1:9", "--json", str(tmp_path / "no" / "x.json"))
     assert code == 2 and "no such folder" in text
-    code, text = said("http://127.0.0.1:9", "--compare-offline", "smollm2", "--rate", "3")
+    code, text = misuse("http://127.0.0.1:9", "--compare-offline", "smollm2", "--rate", "3")
     assert code == 2 and "--compare-offline needs" in text
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, text = said("http://127.0.0.1:9", "--plot", "x.png")
+    code, text = misuse("http://127.0.0.1:9", "--plot", "x.png")
     assert code == 2 and "pip install matplotlib" in text
 
 

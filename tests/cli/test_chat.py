@@ -1,4 +1,4 @@
-"""chat: a conversation is kept, cut, stopped and never lost."""
+"""chat: a conversation is kept, shortened, stopped and never lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_question_carries_the_conversation_so_far(session, llm):
     assert asked(llm) == [b"<u>abcdefg", b"<u>abcdefg<a>gfedc<u>hi"]
 
 
-def test_text_streams_as_it_is_drawn(session, shown):
+def test_text_streams_as_tokens_arrive(session, shown):
     session.answer("abcdefg")
     assert shown == ["g", "f", "e", "d", "c", "\n"]
 
@@ -43,7 +43,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(session, llm, shown):
     assert asked(llm)[-1] == b"<u>abcdefg<a>gf<u>on"
 
 
-def test_reset_and_system_start_anew(session, llm):
+def test_reset_and_system_start_a_new_conversation(session, llm):
     session.handle("hi")
     session.handle("/system  be kind")
     session.handle("one")
@@ -79,7 +79,7 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(session, llm, capsys)
     assert "error: the forward raised" in capsys.readouterr().err
 
 
-def test_commands_are_told_apart_from_messages(session, llm, capsys):
+def test_commands_are_distinguished_from_messages(session, llm, capsys):
     assert session.handle("/stats") and session.handle("/help") and session.handle("/nope") and session.handle("  ")
     assert not session.handle("/quit")
     err = capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_commands_are_told_apart_from_messages(session, llm, capsys):
     assert not llm.engine.added
 
 
-def test_stats_tell_speed_and_cache(session):
+def test_stats_print_speed_and_cache(session):
     session.answer("hello")
     assert "5 tokens at" in session.stats() and "first after 250 ms" in session.stats()
     assert "prompt 8 tokens, 0 of them from the cache" in session.stats()

@@ -1,4 +1,4 @@
-"""The command starts fast, knows its options from the dataclass, and answers a mistake with the nearest name."""
+"""The command starts fast, takes its options from the dataclass, and suggests the nearest name for a mistake."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_infer.cli import config_flags
 from megatron_infer.cli import main as main_module
-from megatron_infer.cli import options
 from megatron_infer.cli.main import COMMANDS, Parser, main
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, KVCacheManagementMode
 from megatron_infer.config.machine_defaults import machine_config, machine_defaults
@@ -22,7 +22,7 @@ from megatron_infer.memory.device import Device, choose_dtype
 
 def _parse(*argv: str):
     parser = Parser(prog="test")
-    options.add_config_options(parser)
+    config_flags.add_config_options(parser)
     return parser.parse_args(argv)
 
 
@@ -35,14 +35,14 @@ def _misuse(capsys, *argv: str) -> str:
 
 def test_every_option_has_a_flag_and_its_doc_string_as_help():
     parser = Parser(prog="test")
-    options.add_config_options(parser)
+    config_flags.add_config_options(parser)
     actions = {action.dest: action for action in parser._actions}
-    docs = options.field_docs()
+    docs = config_flags.field_docs()
     for item in dataclasses.fields(InferenceConfig):
         assert len(docs[item.name]) > 20, item.name
-        if item.name not in options.NOT_FLAGS:
-            action = actions[options.DEST_PREFIX + item.name]
-            assert options.flag_of(item.name) in action.option_strings
+        if item.name not in config_flags.NOT_FLAGS:
+            action = actions[config_flags.DEST_PREFIX + item.name]
+            assert config_flags.flag_of(item.name) in action.option_strings
             assert docs[item.name] in action.help.replace("%%", "%")
     parser.format_help()  # a stray % would raise here
 
@@ -63,7 +63,7 @@ def test_flags_reach_the_config_with_their_types():
         *("--use-flashinfer-fused-rope", "none", "--engine-seed", "7", "--logprobs-mode", "processed", "--overlap"),
         *("--kv-cache-management-mode", "persist", "--sampling-backend", "torch"),
     )
-    config = InferenceConfig.from_dict(options.given(args))
+    config = InferenceConfig.from_dict(config_flags.given(args))
     assert (config.block_size_tokens, config.buffer_size_gb, config.max_requests, config.max_tokens) == (
         32,
         1.5,
@@ -76,8 +76,8 @@ def test_flags_reach_the_config_with_their_types():
 
 
 def test_only_flags_on_the_command_line_are_given():
-    assert options.given(_parse()) == {}
-    assert options.given(_parse("--engine-seed", "0")) == {"seed": 0}
+    assert config_flags.given(_parse()) == {}
+    assert config_flags.given(_parse("--engine-seed", "0")) == {"seed": 0}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def _plan(capsys, *argv: str) -> dict:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A Hugging Face directory with a description and no weights."""
+    """A Hugging Face directory with a config and no weights."""
     path = tmp_path_factory.mktemp("llama")
     description = {
         "architectures": ["LlamaForCausalLM"],

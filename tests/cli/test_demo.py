@@ -6,7 +6,7 @@ from megatron_infer.cli import demo
 from megatron_infer.errors import ModelError
 
 
-def test_demo_answers_three_questions_and_tells_its_speed(command, llm, capsys):
+def test_demo_answers_three_questions_and_prints_its_speed(command, llm, capsys):
     def chat(conversations, params):
         return [llm.engine.step()[0] for c in conversations if llm.engine.add_request(c[0]["content"], one)]
 

@@ -1,4 +1,4 @@
-"""generate: every line is answered or told why not, in order, and nothing is lost."""
+"""generate: each line gets its output or its error, in order, and none is lost."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_without_a_tokenizer_answers_are_token_ids(command, llm, tmp_path, capsy
     assert capsys.readouterr().out == "[1] 3 token ids\n9 8 7\n\n[2] 1 token ids\n5\n\n"
 
 
-def test_tokens_nobody_can_decode_are_scored_by_id(command, llm, capsys, monkeypatch):
+def test_tokens_without_text_are_scored_by_id(command, llm, capsys, monkeypatch):
     entry = {9: Logprob(-0.5, 1, None), 4: Logprob(-1.5, 2, None)}
     whole = llm.engine._output
 
@@ -114,7 +114,7 @@ def test_bad_lines_are_named_and_the_others_answered_in_order(command, tmp_path,
         assert text in line, line
     assert "3 answered" in err and "12 failed" in err
     written = lines(out)
-    assert [w["index"] for w in written] == list(range(15))  # one line for each of the 15 lines that hold something
+    assert [w["index"] for w in written] == list(range(15))  # one line for each of the 15 nonempty lines
     assert [w["text"] for w in written if "text" in w] == ["eno gnol", "ba", "yeh>u<"]
     assert written[0]["id"] == "first" and written[0]["finish_reason"] == "length"
     assert all(f"p.jsonl:{i + 1 + (i > 1)}" in w["error"] for i, w in enumerate(written) if "error" in w)
@@ -173,12 +173,12 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
     assert params == expected
     unchanged = [f.name for f in fields(params) if getattr(params, f.name) == getattr(SamplingParams(), f.name)]
     # A field added to SamplingParams needs its flag, and its place above.
-    assert unchanged == ["pooling"]  # which goes with a single token
+    assert unchanged == ["pooling"]  # allowed only with a single token
     command("generate", "m", "--prompt", "hello there", "--pooling", "mean", "--max-tokens", "1")
     assert llm.engine.added[-1].params.pooling == "mean"
 
 
-def test_a_wrong_flag_is_told_before_the_model_loads(monkeypatch):
+def test_a_wrong_flag_is_reported_before_the_model_loads(monkeypatch):
     monkeypatch.setattr(generate, "load_llm", lambda args: pytest.fail("the model was loaded"))
     args = SimpleNamespace(sampling_defaults={}, temperature=float("nan"))
     with pytest.raises(RequestError, match="temperature"):
@@ -217,7 +217,7 @@ def test_prompts_come_from_stdin_and_answers_go_to_stdout(command, monkeypatch, 
     assert json.loads(capsys.readouterr().out)["prompt"] == "añb"
 
 
-def test_files_that_cannot_be_used_are_told_before_the_model_loads(tmp_path, command, llm):
+def test_files_that_cannot_be_used_are_reported_before_the_model_loads(tmp_path, command, llm):
     (tmp_path / "utf16").write_bytes('{"prompt": "x"}'.encode("utf-16"))
     for argv, message in [
         (["--prompts-file", str(tmp_path / "none")], "cannot be read: No such file"),
@@ -234,7 +234,7 @@ def test_no_prompt_is_a_usage_error(command, capsys):
     assert "give --prompt TEXT or --prompts-file FILE" in capsys.readouterr().err
 
 
-def test_what_an_answer_must_be_reaches_the_engine(command, llm, tmp_path):
+def test_structured_output_options_reach_the_engine(command, llm, tmp_path):
     schema, grammar = tmp_path / "s.json", tmp_path / "g.lark"
     schema.write_text('{"type": "integer"}')
     grammar.write_text('start: "é"', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`plan` shows what a model with recurrent state takes; of one without it shows nothing new."""
+"""`plan` shows the memory of recurrent state for models that have it, and only for those."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import pytest
 
 from megatron_infer.cli import plan
-from megatron_infer.cli.options import add_config_options, config_from, given
+from megatron_infer.cli.config_flags import add_config_options, config_from, given
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import InferenceConfig
@@ -110,7 +110,7 @@ def test_every_graph_has_its_estimate_and_the_table_is_a_few_of_them(capsys, mon
     assert plan.as_dict(*planned(ATTENTION))["graphs"] == {"pool_bytes": 0, "output_bytes": 0, "shapes": []}
 
 
-def test_what_only_slices_or_states_or_experts_take_is_in_their_shapes_alone():
+def test_sizes_of_slices_states_and_experts_are_in_their_own_shapes_only():
     experts = ExpertShape(top_k=4, fc1_width=4096, fc2_width=2048)
     decode, prefill = GraphShape(16, 0, 16), GraphShape(512, 4, 0)
     plain = GraphMemory(model=ATTENTION, max_keys=512)
@@ -122,4 +122,4 @@ def test_what_only_slices_or_states_or_experts_take_is_in_their_shapes_alone():
     mixture = GraphMemory(model=dataclasses.replace(ATTENTION, experts=experts), max_keys=512)
     assert mixture.of(prefill).scratch == 512 * 4 * (2 * (4096 + 2048) + 24)
     ranks = GraphMemory(model=ATTENTION, max_keys=512, tensor_parallel_size=2)
-    assert ranks.of(decode).draw - plain.of(decode).draw == 16 * (2 * 2000 - 1000), "everyone's twice, half its own"
+    assert ranks.of(decode).draw - plain.of(decode).draw == 16 * (2 * 2000 - 1000), "all ranks' twice, half its own"

@@ -1,4 +1,4 @@
-"""The commands on the real 135M model, as a newcomer types them."""
+"""The commands on the real 135M model, as a new user types them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_generate_answers_well_records_and_replays(tmp_path, capsys):
     prompts, out, recording = tmp_path / "p.jsonl", tmp_path / "o.jsonl", tmp_path / "run.jsonl"
     prompts.write_text('{"prompt": "What is the capital of France?"}\n{"prompt": ""}\n{"prompt": "Name a colour."}\n')
     argv = ["generate", "smollm2", "--prompts-file", str(prompts), "--output", str(out), "--record", str(recording)]
-    # float32: "The" and "L'" are a near tie for the first token, which bfloat16 may decide either way
+    # float32: "The" and "L'" are a near tie for the first token, which bfloat16 may resolve either way
     assert main([*argv, "--max-tokens", "12", "--dtype", "float32", *SMALL]) == 1  # the empty prompt
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert "Paris" in lines[0]["text"] and "empty" in lines[1]["error"] and lines[2]["text"]
@@ -49,7 +49,7 @@ def test_bench_measures_the_real_model(tmp_path, capsys):
     assert "of the bound" in capsys.readouterr().out
 
 
-def test_generate_keeps_to_a_schema(tmp_path, capsys):
+def test_generate_follows_a_schema(tmp_path, capsys):
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
     ask = ["generate", "smollm2", "--prompt", "How many legs has a cat?", "--json-schema", str(schema), "--compact"]

@@ -1,4 +1,4 @@
-"""Options that nobody gave suit a model with recurrent state: it loads, and its prefixes are found."""
+"""Default options suit a model with recurrent state: it loads, and its prefixes are found."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_states_leave_half_of_the_buffer_to_keys_and_values():
     assert 0.4 < sizes.max_requests * sizes.state_slot_bytes / (4 * GIB) <= 0.5 < sizes.kv_bytes / (4 * GIB) + 0.02
 
 
-def test_what_was_asked_for_stands():
+def test_explicit_options_win():
     asked = {"max_requests": 7, "prefix_caching_mamba_gb": 0.5}
     config = machine_config(asked, shape(4), is_cuda=False, available_bytes=8 << 30)
     assert (config.max_requests, config.prefix_caching_mamba_gb) == (7, 0.5)
@@ -90,7 +90,7 @@ def test_models_without_state_keep_their_defaults():
     )
 
 
-def test_swap_where_no_request_is_evicted_warns_that_it_has_no_effect():
+def test_swap_without_eviction_is_reported_to_have_no_effect():
     config = machine_config(
         {"preemption_mode": "swap", "swap_buffer_size_gb": 1}, shape(0), is_cuda=False, available_bytes=8 << 30
     )

@@ -92,7 +92,7 @@ PLANTED = {
     "torch.cuda from": ("megatron_infer/sampling/a.py", "from torch import cuda\n", "home"),
     "torch.cuda used": ("megatron_infer/engine/engine.py", "import torch\nx = torch.cuda.is_available()\n", "home"),
     "torch in the core": ("megatron_infer/scheduler/step_plan.py", "import torch\n", "pure"),
-    "numpy in the core": ("megatron_infer/metrics/core.py", "from numpy import array\n", "pure"),
+    "numpy in the core": ("megatron_infer/metrics/registry.py", "from numpy import array\n", "pure"),
     "torch later in config": ("megatron_infer/config/inference.py", "def f():\n    import torch\n", "pure"),
 }
 

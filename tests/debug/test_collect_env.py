@@ -1,7 +1,8 @@
-"""The report on a machine comes out, whatever is broken there."""
+"""The report on a machine is complete, whatever is broken there."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def test_report_covers_every_section_and_none_failed():
     assert {fact.name for fact in facts} >= {"python", "torch", "megatron-core", "features", "threads"}
 
 
-def test_exact_mode_says_what_was_chosen_or_why_there_is_none(monkeypatch):
+def test_exact_mode_names_the_choice_or_why_there_is_none(monkeypatch):
     def rows():
         return {fact.name: fact for fact in collect_env._kernels()}
 
@@ -44,7 +45,7 @@ def test_kernels_say_what_was_chosen_for_each_dtype():
             assert rows[f"{operation}, cpu {dtype}"] in {"native", "torch", "reference"}
 
 
-def test_each_nvidia_package_says_whether_it_imports_and_what_for():
+def test_each_nvidia_package_is_listed_with_its_import_and_its_use():
     rows = {fact.name: fact for fact in collect_env._gpu_packages()}
     asked = {package.name for package in gpu_packages.PACKAGES}
     assert asked | {"NCCL", "symmetric memory"} == set(rows)
@@ -67,8 +68,8 @@ def test_each_nvidia_package_says_whether_it_imports_and_what_for():
         ("import os\nos.abort()", "unknown version, does not import: the process ended with -6"),
     ],
 )
-def test_a_package_that_is_broken_says_so_even_where_it_ends_its_process(tmp_path, monkeypatch, content, value):
-    gpu_packages.run_apart.cache_clear()
+def test_a_broken_package_is_reported_even_where_it_ends_its_process(tmp_path, monkeypatch, content, value):
+    gpu_packages.run_in_subprocess.cache_clear()
     gpu_packages._state.cache_clear()
     (tmp_path / "some_gpu_package.py").write_text(content, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -76,10 +77,18 @@ def test_a_package_that_is_broken_says_so_even_where_it_ends_its_process(tmp_pat
     package = gpu_packages.Package("some-gpu-package", "some_gpu_package", "tests")
     assert gpu_packages._state(package) == value
     assert gpu_packages._state(gpu_packages.Package("no-such", "no_such_module", "tests")) == "not installed"
-    gpu_packages.run_apart.cache_clear()
+    gpu_packages.run_in_subprocess.cache_clear()
 
 
-def test_kernels_of_a_gpu_are_listed_or_it_is_said_that_there_is_none():
+@pytest.mark.skipif(importlib.util.find_spec("mamba_ssm") is not None, reason="its probe would import it")
+def test_code_of_a_probe_fails_for_the_missing_package_alone():
+    for package in gpu_packages.PACKAGES:
+        if "megatron_infer" in package.code:
+            error = gpu_packages.run_in_subprocess(package.code)[1]
+            assert error == f"ModuleNotFoundError: No module named '{package.module}'"
+
+
+def test_kernels_are_listed_or_the_missing_gpu_is_reported():
     rows = {fact.name: fact for fact in collect_env._kernels()}
     if torch.cuda.is_available():
         assert "attention, cuda bfloat16" in rows

@@ -13,7 +13,7 @@ from megatron_infer.outputs.request_output import CompletionOutput, RequestMetri
 
 
 class FakeEngine:
-    """Token i of a request is a function of (seed, i, twist); one a step. Tells listeners as the engine does."""
+    """Token i of a request is a function of (seed, i, twist), one per step. Notifies listeners as the engine does."""
 
     def __init__(self, *, twist: int = 0, first_seed: int = 100) -> None:
         self.config = {"buffer_size_gb": 1, "metrics_writer": object()}
@@ -71,7 +71,7 @@ class FakeEngine:
 
 
 def record(path, *, stream="cumulative"):
-    """Requests that come and go in the middle of others."""
+    """Requests that start and end while others run."""
     engine, done = FakeEngine(), {}
     with RunRecorder(path) as recorder:
         recorder.attach(engine, model="tiny")
@@ -167,7 +167,7 @@ def test_a_run_that_died_replays_up_to_its_last_line(tmp_path):
         (b"\xff\n", "not UTF-8"),
     ],
 )
-def test_what_is_no_recording_is_refused_with_its_place(tmp_path, content, message):
+def test_invalid_recording_is_refused_with_its_line(tmp_path, content, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     with pytest.raises(RecordError, match=message):

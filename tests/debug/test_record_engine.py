@@ -33,7 +33,7 @@ def make_engine(model: torch.nn.Module, **settings: object) -> DynamicInferenceE
 def test_a_run_with_aborts_replays_under_other_options(model, tmp_path, overlap):
     path = tmp_path / "run.jsonl"
     engine = make_engine(model, seed=3, overlap=overlap)
-    engine.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))  # its draws use up engine seeds
+    engine.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))  # sampling uses up engine seeds
     with RunRecorder(path) as recorder:
         recorder.attach(engine, model="tiny")
         for i in range(6):

@@ -1,4 +1,4 @@
-"""What tests of the coordinator share: a coordinator in a thread, replicas in threads and in processes."""
+"""Shared by tests of the coordinator: a coordinator in a thread, replicas in threads and in processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def replica(address, engine=None, *, name="r", **options):
 
 @contextlib.contextmanager
 def cluster(count=2, *, engines=None, **options):
-    """(coordinator, replicas, client), replicas seated."""
+    """(coordinator, replicas, client); the replicas have registered."""
     engines = [EchoEngine() for _ in range(count)] if engines is None else engines
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(coordinator(**options))
@@ -67,12 +67,12 @@ def cluster(count=2, *, engines=None, **options):
 def wait_for(condition, timeout_s=10.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.01)
 
 
 class Child:
-    """A replica in a process of its own."""
+    """A replica in a separate process."""
 
     def __init__(self, address: str, kind: str, name: str, **settings) -> None:
         arguments = [f"{key}={value}" for key, value in settings.items()]

@@ -1,4 +1,4 @@
-"""Clients, coordinator and replicas over sockets: answers, streams, aborts, limits, controls, and who is let in."""
+"""Clients, coordinator and replicas over sockets: outputs, streams, aborts, limits, controls, authentication."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_samples_and_seeds_reach_the_engine_and_unseeded_requests_differ():
         assert len({tuple(tokens_of(one)) for one in unseeded}) == 4
 
 
-def test_stream_grows_token_by_token_and_ends_whole():
+def test_stream_grows_token_by_token_and_ends_complete():
     with cluster(1, engines=[EchoEngine(step_s=0.01)]) as (_, _, client):
         seen = [
             tokens_of(output) for output in client.stream([5, 6, 7], SamplingParams(max_tokens=12, temperature=0.0))
@@ -63,7 +63,7 @@ def test_stream_grows_token_by_token_and_ends_whole():
         assert [len(tokens) for tokens in seen] == sorted({len(tokens) for tokens in seen}) and len(seen) >= 6
 
 
-def test_abort_ends_a_request_with_what_it_has_wherever_it_stands():
+def test_abort_ends_a_request_with_its_tokens_so_far_in_every_state():
     slow = EchoEngine(step_s=0.02, max_requests=4)
     with cluster(1, engines=[slow]) as (one, _, client):
         params = SamplingParams(max_tokens=1000, temperature=0.0)
@@ -86,7 +86,7 @@ def test_abort_ends_a_request_with_what_it_has_wherever_it_stands():
         one.core.check()
 
 
-def test_leaving_a_stream_and_leaving_altogether_abort():
+def test_leaving_a_stream_and_closing_the_client_abort():
     engine = EchoEngine(step_s=0.01)
     with cluster(1, engines=[engine]) as (one, _, client):
         params = SamplingParams(max_tokens=5000 - 10, temperature=0.0)
@@ -102,7 +102,7 @@ def test_leaving_a_stream_and_leaving_altogether_abort():
         wait_for(lambda: not engine.has_unfinished())
 
 
-def test_full_queue_refuses_clearly_and_takes_again_later():
+def test_full_queue_refuses_with_a_reason_and_accepts_again_later():
     engine = EchoEngine(step_s=0.01, max_requests=2)
     with cluster(1, engines=[engine], max_queue=5) as (_, _, client):
         params = SamplingParams(max_tokens=20, temperature=0.0)
@@ -135,7 +135,7 @@ def test_refusal_of_an_engine_reaches_its_caller_alone():
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
 
 
-def test_replica_that_drains_ends_what_it_has_and_gets_nothing_new():
+def test_draining_replica_finishes_its_requests_and_gets_no_new_ones():
     engines = [EchoEngine(step_s=0.01), EchoEngine(step_s=0.01)]
     with cluster(2, engines=engines) as (_, replicas, client):
         params = SamplingParams(max_tokens=30, temperature=0.0)
@@ -176,8 +176,8 @@ def test_coordinator_without_a_policy_takes_that_of_the_first_replica():
 # ---------------------------------------------------------------------- controls
 
 
-class DeafEngine(EchoEngine):
-    """Its first step takes for ever, until `wake`."""
+class StuckEngine(EchoEngine):
+    """Its first step blocks until `wake`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class StayingEngine(EchoEngine):
     suspend = None
 
 
-def test_every_replica_answers_a_control_and_one_that_joins_later_stands_still_too():
+def test_every_replica_answers_a_control_and_one_that_joins_later_is_paused_too():
     with cluster(2, engines=[StayingEngine(), StayingEngine()]) as (one, _, client):
         answers = client.pause()
         assert {name: answer.ok for name, answer in answers.items()} == {"r0": True, "r1": True}
@@ -213,50 +213,50 @@ def test_every_replica_answers_a_control_and_one_that_joins_later_stands_still_t
             client.control("shutdown")
 
 
-def test_deaf_replica_fails_a_control_at_its_deadline_and_does_not_carry_it_out_later():
-    deaf = DeafEngine()
-    with cluster(2, engines=[deaf, EchoEngine()], policy="round_robin") as (_, _, client):
-        stuck = client.submit([1], GREEDY)
-        wait_for(deaf.has_unfinished)
+def test_unresponsive_replica_fails_a_control_at_its_deadline_and_does_not_execute_it_later():
+    stuck = StuckEngine()
+    with cluster(2, engines=[stuck, EchoEngine()], policy="round_robin") as (_, _, client):
+        future = client.submit([1], GREEDY)
+        wait_for(stuck.has_unfinished)
         began = time.monotonic()
         answers = client.control("pause", timeout_s=0.4, check=False)
         assert 0.3 < time.monotonic() - began < 3
         assert answers["r1"].ok and not answers["r0"].ok
         assert (answers["r0"].kind, answers["r0"].message) == ("TransitionTimeout", "no answer to pause within 0.4 s")
-        deaf.wake.set()
-        assert tokens_of(stuck.result(5)) == echo_tokens([1], 8)
-        assert deaf.state == "running"
+        stuck.wake.set()
+        assert tokens_of(future.result(5)) == echo_tokens([1], 8)
+        assert stuck.state == "running"
 
 
-def test_engine_stuck_in_a_step_is_dead_whatever_its_heartbeat_says():
-    deaf = DeafEngine()
-    with cluster(2, engines=[deaf, EchoEngine()], policy="round_robin", step_timeout_s=0.5) as (_, _, client):
+def test_engine_stuck_in_a_step_is_dead_though_its_heartbeat_goes_on():
+    stuck = StuckEngine()
+    with cluster(2, engines=[stuck, EchoEngine()], policy="round_robin", step_timeout_s=0.5) as (_, _, client):
         future = client.submit([1], GREEDY)
-        wait_for(deaf.has_unfinished)
+        wait_for(stuck.has_unfinished)
         assert tokens_of(future.result(5)) == echo_tokens([1], 8)
         assert (client.stats()["resent"], client.stats()["replicas_lost"]) == (1, 1)
-        deaf.wake.set()
-        wait_for(lambda: len(client.stats()["replicas"]) == 2)  # it may come back
+        stuck.wake.set()
+        wait_for(lambda: len(client.stats()["replicas"]) == 2)  # it may connect again
         assert tokens_of(client.generate([[2]], GREEDY)[0]) == echo_tokens([2], 8)
 
 
-def test_replica_whose_engine_is_busy_for_long_stays_welcome_when_it_comes_back():
-    """Declared dead while its engine is in a step, it says hello at once; the engine learns of it after the step."""
-    deaf = DeafEngine()
-    with cluster(1, engines=[deaf]) as (one, _, client):
+def test_replica_whose_engine_is_busy_for_long_is_accepted_again():
+    """A replica declared dead during a step sends hello at once; its engine is informed after the step."""
+    stuck = StuckEngine()
+    with cluster(1, engines=[stuck]) as (one, _, client):
         future = client.submit([1], GREEDY)
-        wait_for(deaf.has_unfinished)
+        wait_for(stuck.has_unfinished)
         peer = next(iter(one.core._replicas))
         entered = one.core._num_entered
-        one.core.unreachable(peer, "a test says so")
+        one.core.unreachable(peer, "by a test")
         wait_for(lambda: one.core._num_entered == entered + 1)
-        time.sleep(2.5)  # longer than the timeout: it beats as its new incarnation and is answered
+        time.sleep(2.5)  # longer than the timeout: it sends heartbeats as its new incarnation and is answered
         assert one.core._num_entered == entered + 1
-        deaf.wake.set()
+        stuck.wake.set()
         assert tokens_of(future.result(5)) == echo_tokens([1], 8)
 
 
-def test_engine_that_fails_gives_its_requests_back():
+def test_failing_engine_gives_its_requests_back():
     class Failing(EchoEngine):
         def step(self):
             raise RuntimeError("out of memory")
@@ -305,12 +305,12 @@ def test_asyncio_client_generates_streams_aborts_and_controls():
         wait_for(lambda: not engine.has_unfinished())
 
 
-# ---------------------------------------------------------------------- who is let in, and with what
+# ---------------------------------------------------------------------- authentication and limits
 
 KEY = b"sixteen bytes or more"
 
 
-def test_right_key_is_let_in_and_wrong_or_missing_ones_are_told():
+def test_right_key_connects_and_wrong_or_missing_ones_are_refused():
     with cluster(1, key=KEY) as (one, _, client):
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
         for key, message in ((b"another key, also long", "the key is not"), (None, "asks for a key")):
@@ -329,7 +329,7 @@ def test_client_with_a_key_sends_nothing_to_a_coordinator_that_does_not_know_it(
         assert one.core.counts.submitted == 0
 
 
-def test_nobody_there_is_said_in_time():
+def test_unreachable_coordinator_is_reported_in_time():
     began = time.monotonic()
     message = r"no coordinator answers at tcp://127\.0\.0\.1:9"
     with (
@@ -377,7 +377,7 @@ def test_address_that_cannot_be_one_is_refused_with_an_example(address, capsys):
         with pytest.raises(ConfigError, match=r"it is like tcp://127\.0\.0\.1:5757"):
             make(address)
     assert main(["replica", "no such model", "--coordinator", address]) == 2
-    assert "it is like tcp://" in capsys.readouterr().err, "said before a model is looked for"
+    assert "it is like tcp://" in capsys.readouterr().err, "reported before a model is looked up"
 
 
 def test_address_in_use_is_a_config_error():
@@ -386,7 +386,7 @@ def test_address_in_use_is_a_config_error():
 
 
 class RawPeer:
-    """Speaks bytes."""
+    """Sends and receives raw bytes."""
 
     def __init__(self, address: str) -> None:
         self.context = zmq.Context()
@@ -394,11 +394,11 @@ class RawPeer:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
-    def say(self, *frames: bytes) -> protocol.Message:
+    def ask(self, *frames: bytes) -> protocol.Message:
         self.socket.send_multipart(frames)
-        return self.hear()
+        return self.receive()
 
-    def hear(self) -> protocol.Message:
+    def receive(self) -> protocol.Message:
         assert self.socket.poll(3000), "no answer"
         return protocol.decode(self.socket.recv_multipart()[0])
 
@@ -420,9 +420,9 @@ HELLO = encoded("hello", protocol.SCHEMA, "client", "raw", b"n")
 def test_wrong_schema_is_refused_by_its_number_even_if_its_hello_has_another_shape():
     with coordinator() as one, RawPeer(one.address) as peer:
         for hello in (encoded("hello", protocol.SCHEMA + 1, "client", "x", b"n"), encoded("hello", 99, {"new": True})):
-            answer = peer.say(hello)
+            answer = peer.ask(hello)
             assert answer.code == "schema" and f"coordinator schema {protocol.SCHEMA}" in answer.message
-        assert isinstance(peer.say(HELLO), protocol.Welcome)
+        assert isinstance(peer.ask(HELLO), protocol.Welcome)
 
 
 @pytest.mark.parametrize(
@@ -442,14 +442,14 @@ def test_wrong_schema_is_refused_by_its_number_even_if_its_hello_has_another_sha
         (encoded("submit", 1, b"\0" * (1 << 20), None, "", {}, None, True), "size", "the limit is 65,536"),
     ],
 )
-def test_what_is_no_message_is_refused_and_everyone_else_is_served(frame, code, message):
+def test_malformed_messages_are_refused_and_other_clients_are_served(frame, code, message):
     with cluster(1, max_message=1 << 16) as (one, _, client), RawPeer(one.address) as peer:
-        assert isinstance(peer.say(HELLO), protocol.Welcome)
-        if len(frame) > 2 << 16:  # libzmq itself drops whoever sends so much
+        assert isinstance(peer.ask(HELLO), protocol.Welcome)
+        if len(frame) > 2 << 16:  # libzmq itself closes a connection that sends so much
             peer.socket.send(frame)
             assert not peer.socket.poll(300)
         else:
-            answer = peer.say(frame)
+            answer = peer.ask(frame)
             if code == "output":
                 assert message in answer.refused.message
             elif code == "result":
@@ -459,23 +459,23 @@ def test_what_is_no_message_is_refused_and_everyone_else_is_served(frame, code, 
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
 
 
-def test_message_beyond_the_limit_is_refused_before_it_is_sent_and_when_it_comes():
+def test_message_beyond_the_limit_is_refused_at_both_ends():
     with cluster(1, max_message=1 << 16) as (one, _, client), RawPeer(one.address) as peer:
         with pytest.raises(protocol.MessageTooLarge, match=r"Submit of .* bytes, the limit is 65,536"):
             client.generate([list(range(20_000))], GREEDY)
-        assert isinstance(peer.say(HELLO), protocol.Welcome)
-        answer = peer.say(encoded("submit", 1, b"\0" * 80_000, None, "", {}, None, True))
+        assert isinstance(peer.ask(HELLO), protocol.Welcome)
+        answer = peer.ask(encoded("submit", 1, b"\0" * 80_000, None, "", {}, None, True))
         assert (answer.code, "the limit is 65,536" in answer.message) == ("size", True)
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
 
 
-def test_stranger_is_asked_for_a_hello_and_random_bytes_never_end_it():
+def test_unknown_connection_must_send_hello_and_random_bytes_never_end_the_coordinator():
     import random
 
     rng = random.Random(0)
     with cluster(1) as (one, _, client), RawPeer(one.address) as peer:
-        assert peer.say(encoded("ping")).code == "hello"
-        peer.say(HELLO)
+        assert peer.ask(encoded("ping")).code == "hello"
+        peer.ask(HELLO)
         for _ in range(300):
             frame = bytearray(rng.choice([HELLO, encoded("submit", 1, b"abcd", None, "", {"n": 1}, None, True)]))
             for _ in range(rng.randrange(1, 4)):

@@ -1,4 +1,4 @@
-"""Replicas in processes of their own are killed, stopped and started: every request is answered once, and rightly."""
+"""Replica processes are killed, stopped and started: each request gets one correct answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cases(rng):
 
 
 class Wreckers:
-    """Kills, stops and restarts replica processes until told to end."""
+    """Kills, stops and restarts replica processes until it is stopped."""
 
     def __init__(self, address: str, rng: random.Random) -> None:
         self.address, self.rng = address, rng
@@ -95,7 +95,7 @@ def test_every_request_is_answered_once_and_rightly_while_replicas_are_killed_an
                 streams[-1].start()
             else:
                 futures[number] = client.submit(prompt, params)
-            time.sleep(0.012)  # they come in while replicas come and go
+            time.sleep(0.012)  # requests arrive while replicas come and go
         for number, future in futures.items():
             output = future.result(120)
             assert output.error is None, output.error
@@ -127,7 +127,7 @@ def moved_midway(kind: int, timeout_s: float) -> float:
                     gap = max(gap, now - last) if last is not None else gap
                     last = now
                     if len(tokens) >= 20 and not sent:
-                        child.signal(kind)  # turns begin with the one that came first
+                        child.signal(kind)  # the first replica gets the first request
                         last, sent = time.monotonic(), True
                 assert tokens == expected and sent
                 stats = client.stats()
@@ -137,13 +137,13 @@ def moved_midway(kind: int, timeout_s: float) -> float:
             child.end()
 
 
-def test_stream_goes_on_elsewhere_soon_after_its_replica_is_killed_and_within_the_timeout_if_it_is_stopped():
-    assert moved_midway(signal.SIGKILL, timeout_s=10.0) < 3.0  # a connection that breaks is seen at once
+def test_stream_moves_soon_after_its_replica_is_killed_and_within_the_timeout_if_it_is_stopped():
+    assert moved_midway(signal.SIGKILL, timeout_s=10.0) < 3.0  # a broken connection is seen at once
     gap = moved_midway(signal.SIGSTOP, timeout_s=1.0)
-    assert 0.5 < gap < 3.0, gap  # one that is silent at the timeout
+    assert 0.5 < gap < 3.0, gap  # a silent one at the timeout
 
 
-def test_stopped_replica_comes_back_with_a_new_incarnation_and_its_late_words_are_fenced():
+def test_stopped_replica_returns_with_a_new_incarnation_and_its_late_messages_are_dropped():
     with coordinator(policy="round_robin", timeout_s=0.6) as one, InferenceClient(one.address) as client:
         child = Child(one.address, "echo", "victim", step_s=0.01)
         try:
@@ -164,7 +164,7 @@ def test_stopped_replica_comes_back_with_a_new_incarnation_and_its_late_words_ar
             child.end()
 
 
-def test_work_goes_on_while_most_of_a_cluster_is_lost_at_once():
+def test_work_continues_while_most_replicas_are_lost_at_once():
     with cluster(1) as (one, _, client):
         children = [Child(one.address, "echo", f"c{i}", step_s=0.01) for i in range(2)]
         try:

@@ -1,4 +1,4 @@
-"""The commands: a coordinator process with a key, what it says, how it ends; what is missing is said."""
+"""The commands: a coordinator process with a key, its output, its end; missing packages are reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_short_or_missing_key_file_is_misuse(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_package_imports_without_the_extra_and_its_absence_is_said():
+def test_package_imports_without_the_extra_and_names_it_when_missing():
     code = (
         "import sys, importlib.util as u\n"
         "real, absent = u.find_spec, {'zmq', 'msgspec'}\n"

@@ -1,4 +1,4 @@
-"""Real engines behind a coordinator: the tokens of one engine, also for requests that were moved halfway."""
+"""Real engines behind a coordinator give the tokens of one engine, also for requests moved halfway."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordinator_case import Child, coordinator, replica, wait_for
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.client import InferenceClient, _extend
+from megatron_infer.coordinator.client import InferenceClient, _append
 from megatron_infer.coordinator.engine_adapter import ServedRequest, params_of
 from megatron_infer.outputs.request_output import CompletionOutput
 
@@ -44,7 +44,7 @@ def params_for(i):
     )
 
 
-def test_two_engines_behind_a_coordinator_give_the_tokens_and_logprobs_of_one_and_survive_its_loss(engine):
+def test_two_engines_behind_a_coordinator_give_the_tokens_and_logprobs_of_one_and_survive_a_loss(engine):
     prompts, params = [prompt_of(i) for i in range(16)], [params_for(i) for i in range(16)]
     longer = [dataclasses.replace(one, max_tokens=180) for one in params]
     expected, expected_longer = engine.generate(prompts, params), engine.generate(prompts, longer)
@@ -94,10 +94,10 @@ def same(outputs, expected):
                         [p.logprob for p in other.values()], abs=1e-5
                     )
                 assert one.cumulative_logprob == pytest.approx(two.cumulative_logprob, abs=1e-4)
-            same_carried(one, two)
+            same_token_details(one, two)
 
 
-def same_carried(one, two):
+def same_token_details(one, two):
     for name in ("raw_logprobs", "processed_logprobs"):
         wanted = getattr(two, name)
         assert getattr(one, name) == (None if wanted is None else pytest.approx(wanted, abs=1e-5)), name
@@ -110,7 +110,7 @@ TOKEN_DETAILS = {"return_sampled_logprobs": True, "return_support": True}
 HARD = {
     "greedy": SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
     "samples": SamplingParams(max_tokens=20, n=3, seed=3, ignore_eos=True, logprobs=2),
-    "carried": SamplingParams(max_tokens=20, n=2, seed=8, ignore_eos=True, top_p=0.7, **TOKEN_DETAILS),
+    "token_details": SamplingParams(max_tokens=20, n=2, seed=8, ignore_eos=True, top_p=0.7, **TOKEN_DETAILS),
     "routed": SamplingParams(max_tokens=20, n=2, seed=9, ignore_eos=True, return_routing=True, **TOKEN_DETAILS),
     "penalties": SamplingParams(
         max_tokens=20, seed=4, presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.3, ignore_eos=True
@@ -123,15 +123,15 @@ HARD = {
 @pytest.mark.parametrize("how", ["exactly", "drawn again"])
 @pytest.mark.parametrize("cut", [1, 7, 19])
 @pytest.mark.parametrize("name", HARD)
-def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, experts, name, cut, how):
-    """`cut` steps on one engine, then the rest on another: here the same one, which has forgotten it."""
+def test_request_moved_after_any_token_continues_unchanged(engine, experts, name, cut, how):
+    """`cut` steps on one engine, then the rest on another: here the same engine after the request has ended."""
     params, ids = HARD[name], prompt_of(3)
     engine = experts if params.return_routing else engine
     whole = engine.generate([ids], [params])[0]
     assert any(len(one.token_ids) > 1 for one in whole.outputs)
     run = protocol.Run(1, 1, protocol.ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
-    told: list[list[protocol.Piece]] = [[] for _ in range(params.n)]
-    finished = drive(engine, ServedRequest(run, params_of(run)), told, steps=cut)
+    received: list[list[protocol.Piece]] = [[] for _ in range(params.n)]
+    finished = drive(engine, ServedRequest(run, params_of(run)), received, steps=cut)
     if not finished:
         kept = [
             protocol.Kept(
@@ -141,12 +141,12 @@ def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, exp
                 pieces[-1].finish_reason if pieces else None,
                 pieces[-1].stop_reason if pieces else None,
             )
-            for pieces in told
+            for pieces in received
         ]
         moved = protocol.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
         served = engine if how == "exactly" else Elsewhere(engine)
-        assert drive(served, ServedRequest(moved, params_of(moved)), told, steps=1000)
-    for pieces, one in zip(told, whole.outputs, strict=True):
+        assert drive(served, ServedRequest(moved, params_of(moved)), received, steps=1000)
+    for pieces, one in zip(received, whole.outputs, strict=True):
         assert [piece.offset for piece in pieces] == offsets(pieces)
         assert sum((protocol.bytes_to_ids(piece.tokens) for piece in pieces), []) == one.token_ids
         assert pieces[-1].finish_reason == one.finish_reason
@@ -156,18 +156,18 @@ def test_request_that_moves_after_any_token_goes_on_as_if_it_had_not(engine, exp
             assert pieces[-1].cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-4)
         at_the_client = CompletionOutput(index=0, text="", token_ids=[])
         for piece in pieces:
-            _extend(at_the_client, protocol.decode(protocol.encode(protocol.Output(1, 1, [piece], False))).pieces[0])
-        same_carried(at_the_client, one)
+            _append(at_the_client, protocol.decode(protocol.encode(protocol.Output(1, 1, [piece], False))).pieces[0])
+        same_token_details(at_the_client, one)
 
 
-def drive(engine, request, told, *, steps):
-    """Run a request for some steps, noting what its client is told -> whether it has finished; if not it is aborted."""
+def drive(engine, request, received, *, steps):
+    """Run a request for some steps, recording its messages -> whether it has finished; if not it is aborted."""
     request.begin(engine)
     for _ in range(steps):
         for output in engine.step():
-            news = request.news(output)
+            news = request.message(output)
             for piece in () if news is None else news.pieces:
-                told[piece.index].append(piece)
+                received[piece.index].append(piece)
             if output.finished:
                 return True
     engine.abort(request.id)
@@ -183,7 +183,7 @@ def offsets(pieces):
 
 
 class Elsewhere:
-    """An engine that cannot go on halfway, as one of several processes: it draws what was drawn again."""
+    """An engine that cannot start halfway, as one of several processes: it samples earlier tokens again."""
 
     def __init__(self, engine) -> None:
         self._engine = engine
@@ -194,7 +194,7 @@ class Elsewhere:
         return getattr(self._engine, name)
 
 
-def test_request_that_draws_other_tokens_when_moved_is_an_error_not_a_wrong_answer(engine):
+def test_moved_request_that_samples_other_tokens_is_an_error_not_a_wrong_answer(engine):
     ids = prompt_of(1)
     kept = [protocol.Kept(protocol.ids_to_bytes([1, 2, 3]))]
     params = dataclasses.replace(HARD["greedy"], max_tokens=8)

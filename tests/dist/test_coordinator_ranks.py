@@ -1,4 +1,4 @@
-"""A replica of two tensor-parallel ranks behind a coordinator: the leader talks, the other follows."""
+"""A replica of two tensor-parallel ranks behind a coordinator: the leader communicates, the other follows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serve(rank, size, folder):
         try:
             with InferenceClient(one.address) as client:
                 wait_for(lambda: client.stats()["replicas"])
-                time.sleep(IDLE_S)  # longer than a collective may take: nobody is missed while there is nothing to do
+                time.sleep(IDLE_S)  # longer than a collective may take: no rank is missed while there is no work
                 futures = [client.submit(*pair) for pair in work()]
                 wait_for(lambda: client.stats()["replicas"][0]["running"])
                 time.sleep(0.4)
@@ -60,7 +60,7 @@ def serve(rank, size, folder):
         raise failures[0]
 
 
-def test_two_ranks_serve_as_one_replica_through_idle_times_moves_and_controls(tmp_path):
+def test_two_ranks_serve_as_one_replica_through_idling_moves_and_controls(tmp_path):
     engine = make_engine(whole_model("attention"))
     expected = [engine.generate([prompt], [params])[0] for prompt, params in work()]
     lines = (" ".join(map(str, output.outputs[0].token_ids)) for output in expected)

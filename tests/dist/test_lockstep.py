@@ -110,7 +110,7 @@ def test_a_closed_rank_is_named_by_all_others(victim: int):
     def act(lockstep: Lockstep) -> Any:
         lockstep.meet("step()")
         if lockstep.rank == victim:
-            for link in (*lockstep._links.calls.values(), *lockstep._links.pulses.values()):
+            for link in (*lockstep._links.calls.values(), *lockstep._links.heartbeats.values()):
                 link._socket.shutdown(socket.SHUT_RDWR)  # what the end of its process does
             return None
         lockstep.phase = "decode of step 4"

@@ -30,7 +30,7 @@ def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is
                 texts[i].add(reply["choices"][0]["text"])
                 cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert all(len(found) == 1 for found in texts.values()) and cached >= 64
-        assert command.said("routing by longest_prefix") and len(command.said("replica replica[01] joined")) == 2
+        assert command.matches("routing by longest_prefix") and len(command.matches("replica replica[01] joined")) == 2
     finally:
         command.end()
-    assert "RankFailure" not in "".join(command.lines) and command.said("shutting down: 0 calls")
+    assert "RankFailure" not in "".join(command.lines) and command.matches("shutting down: 0 calls")

@@ -80,7 +80,7 @@ def drive(engine: Any, request: ServedRequest, told: list[list[protocol.Piece]],
     request.begin(engine)
     for _ in range(steps):
         for output in engine.step():
-            news = request.news(output)
+            news = request.message(output)
             for piece in () if news is None else news.pieces:
                 told[piece.index].append(piece)
             if output.finished:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_infer.metrics.core import StepSnapshot
+from megatron_infer.metrics.engine_snapshot import StepSnapshot
 
 
 @pytest.fixture

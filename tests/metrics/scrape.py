@@ -1,4 +1,4 @@
-"""Reads what Prometheus would, by the library's own parser."""
+"""Reads metrics text as Prometheus does, with the library's parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gaps between tokens, whichever sequences a step has in common with the one before."""
+"""Gaps between tokens, for any sequences that two successive steps share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from megatron_infer.metrics.engine_meter import EngineMeter
 
 
-def test_gaps_are_those_of_each_sequence_by_itself():
+def test_token_gaps_are_measured_within_each_sequence():
     rng, meter, last, gaps = random.Random(2), EngineMeter(), {}, []
     drawing: list[str] = []
     for step in range(300):
@@ -17,15 +17,15 @@ def test_gaps_are_those_of_each_sequence_by_itself():
         gaps += [now - last[one] for one in drawing if one in last]
         last |= dict.fromkeys(drawing, now)
         meter.tokens(list(drawing), now)
-        if drawing and rng.random() < 0.1:  # its name may come again, for another sequence
+        if drawing and rng.random() < 0.1:  # its key may return for another sequence
             del last[drawing[0]]
             meter.end("stop", 1.0, [drawing[0]])
     assert (meter.itl.count, meter.itl.total) == (len(gaps), sum(gaps))
 
 
-def test_sequences_that_ended_are_forgotten():
+def test_finished_sequences_are_removed():
     meter = EngineMeter()
     for step in range(50):
         meter.tokens([f"r{step}"], float(step))
         meter.end("length", 1.0, [f"r{step}"])
-    assert not meter._last and not meter._together
+    assert not meter._last and not meter._step_ids

@@ -1,4 +1,4 @@
-"""What the docs and the dashboard name is what is exported."""
+"""The docs and the dashboard name exactly the exported metrics."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_infer.metrics.core import Registry
 from megatron_infer.metrics.definitions import MISMATCH, SPECS, engine_families
 from megatron_infer.metrics.engine_meter import EngineMeter
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.metrics.registry import Registry
 from megatron_infer.metrics.server_meter import ServerMeter
 from megatron_infer.rl.mismatch_figures import MismatchFigures
 
@@ -38,7 +38,7 @@ def figures(**changes):
 
 
 def exported():
-    """Families that an engine and a server with a replica and a worker give, by name."""
+    """Metric families of an engine and of a server with a replica and a worker, by name."""
     counts = ("submitted", "finished", "refused", "resent", "replicas_lost", "fenced", "waiting", "clients")
     replica = {"name": "a", "incarnation": 1, "running": 0, "waiting": 0, "free_rows": 1}
     replica["stats"] = {"figures": figures().to_dict()}
@@ -46,11 +46,11 @@ def exported():
     meter.call_began()
     meter.call_ended("GET", "/health", 200, 0.1)
     stats = {**dict.fromkeys(counts, 0), "started": 1.0, "replicas": [replica]}
-    meter.saw(stats, [{"name": "replica0", "state": "running", "restarts": 0}])
+    meter.update(stats, [{"name": "replica0", "state": "running", "restarts": 0}])
     return {family.name: family for family in [*engine_families(figures()), *meter.families()]}
 
 
-def test_everything_in_the_catalog_is_exported_with_its_labels_and_nothing_else():
+def test_exactly_the_defined_metrics_are_exported_with_their_labels():
     found = exported()
     assert set(found) == {spec.full_name for spec in SPECS.values()}
     for spec in SPECS.values():
@@ -63,13 +63,13 @@ def test_everything_in_the_catalog_is_exported_with_its_labels_and_nothing_else(
         assert spec.name.endswith("_total") == (spec.kind == "counter")
 
 
-def test_a_mismatch_meter_gives_what_the_catalog_says():
+def test_a_mismatch_meter_follows_its_definitions():
     registry = Registry()
     MismatchFigures().set_gauges(registry)
     assert {family.name for family in registry.collect()} == {spec.full_name for spec in MISMATCH.values()}
 
 
-def test_docs_have_the_tables_of_the_catalog(metric_docs):
+def test_docs_have_the_tables_of_the_definitions(metric_docs):
     text = (ROOT / metric_docs.DOCS).read_text()
     assert metric_docs.with_tables(text) == text, "run: python tools/metric_docs.py"
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told of an engine: the truth of a scripted load, the same as wandb, in each of the three modes."""
+"""Prometheus metrics of an engine: exact for a scripted load, equal to wandb's, in each of the three modes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run_load(engine):
                 assert now[name] >= value, name
         before = now
     assert never.metrics.num_output_tokens == 0 and cut is not None
-    params = SamplingParams(max_tokens=2, ignore_eos=True)  # a row of wandb's comes with a step: one after the abort
+    params = SamplingParams(max_tokens=2, ignore_eos=True)  # wandb rows come with steps: one after the abort
     done += engine.generate([[1, 2, 3]], params)
     return done, cut
 
@@ -118,7 +118,7 @@ def test_scrape_and_wandb_agree_with_what_was_done_and_with_each_other(model, ov
 
 
 def agree(series, row):
-    """Every series that is no bucket stands in the row under its name, with the same number."""
+    """Every series except buckets is in the row under its name, with the same value."""
     shown = {name: value for name, value in series.items() if "_bucket/" not in name}
     for name, value in shown.items():
         for suffix in ("_count", "_sum"):
@@ -150,7 +150,7 @@ def test_suspends_paused_blocks_and_versions_show_while_they_last(model):
     assert series["engine_weight_version"] == 7 and series["engine_state/running"] == 1
 
 
-def test_what_others_keep_is_shown_with_the_engines_own(model):
+def test_metrics_of_other_registries_are_shown_with_the_engines(model):
     engine = make_engine(model)
     registry = engine.output_processor.meter.registry
     registry.gauge("megatron_infer_mismatch_kl_k3_nats", "KL", layer="attention").set(0.01)
@@ -173,7 +173,7 @@ def test_hybrid_engine_shows_its_state_slots():
     assert sum(series[f"engine_state_slots/{kind}"] for kind in ("used", "cached", "free")) >= 8
 
 
-def test_figures_survive_the_wire(model):
+def test_snapshot_survives_the_wire(model):
     engine = make_engine(model)
     engine.generate([list(range(20))], SamplingParams(max_tokens=3))
     figures = engine.figures()
@@ -197,7 +197,7 @@ def test_instrument_only_leaves_serving_to_the_application(model):
     assert not prometheus_client.generate_latest(registry)
 
 
-def test_launched_server_shows_the_engine_as_it_is_now(model):
+def test_launched_server_shows_the_current_state_of_the_engine(model):
     engine = make_engine(model)
     registry = prometheus_client.CollectorRegistry()
     with PrometheusExporter.of_engine(engine, mode="launch_server", registry=registry) as exporter:
@@ -209,7 +209,7 @@ def test_launched_server_shows_the_engine_as_it_is_now(model):
             PrometheusExporter.of_engine(engine, mode="launch_server", port=port, registry=registry)
 
 
-def test_unknown_mode_and_missing_folder_are_told(model, monkeypatch):
+def test_unknown_mode_and_missing_folder_are_refused(model, monkeypatch):
     with pytest.raises(ConfigError, match="did you mean 'launch_server'"):
         PrometheusExporter.of_engine(make_engine(model), mode="launch_serve")
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
@@ -263,7 +263,7 @@ def test_processes_of_one_folder_are_served_together_and_outlive_each_other(tmp_
         first.wait()
         deadline = time.monotonic() + 20
         while (series := try_read(url)) is None or "engine_requests/a/running" in series:
-            assert time.monotonic() < deadline, "nobody took over"
+            assert time.monotonic() < deadline, "no process took over"
             time.sleep(0.05)
         assert series["engine_output_tokens_total/a"] == 10, "counts of who is gone stay"
         assert series["engine_requests/b/running"] == 20

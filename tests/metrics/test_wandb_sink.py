@@ -87,12 +87,12 @@ def test_an_offline_wandb_run_holds_every_row(snapshot, tmp_path, monkeypatch):
         sink = WandbSink(wandb)
         for step in (5, 10):
             sink.write(snapshot(step=step))
-        assert WandbSink(wandb).offset == 10  # a second engine in the same run goes on
+        assert WandbSink(wandb).offset == 10  # a second engine in the same run continues its steps
     finally:
         run.finish()
     (path,) = glob.glob(str(tmp_path / "wandb" / "offline-run-*" / "*.wandb"))
     expected = [snapshot(step=5).as_metrics(), snapshot(step=10).as_metrics()]
-    deadline = time.monotonic() + 30  # wandb's own process writes the file; on a busy machine it may trail finish()
+    deadline = time.monotonic() + 30  # wandb's process writes the file, on a busy machine after finish()
     while read_rows(path) != expected and time.monotonic() < deadline:
         time.sleep(0.2)
     assert read_rows(path) == expected

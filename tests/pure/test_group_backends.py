@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_infer.comm.backends import backend_on, home_of
+from megatron_infer.comm.backends import backend_on, device_of
 from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.rl.weights import reshard
 
@@ -24,7 +24,7 @@ from megatron_infer.rl.weights import reshard
 def test_a_group_of_several_backends_has_that_of_the_device(monkeypatch, config, on_cpu, on_cuda, home):
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
     assert (backend_on(None, "cpu"), backend_on(None, "cuda")) == (on_cpu, on_cuda)
-    assert home_of(None) == torch.device(home)
+    assert device_of(None) == torch.device(home)
 
 
 def test_a_group_without_a_named_backend_is_gloos_on_a_cpu():

@@ -216,8 +216,8 @@ def test_load_balanced_ignores_prefixes_and_counts_requests_from_elsewhere():
 def test_closed_replicas_get_nothing_and_those_in_reserve_only_what_no_other_takes():
     router, tokens = make_router(), packed(range(9))
     router.report("a", published=chain_of(ROOT, "", tokens, BLOCK))
-    router.replicas["a"].standing = Availability.CLOSED
-    router.replicas["b"].standing = Availability.RESERVE
+    router.replicas["a"].availability = Availability.CLOSED
+    router.replicas["b"].availability = Availability.RESERVE
     assert router.choose(tokens).key == "c"
     router.leave("c")
     assert router.choose(tokens).key == "b"

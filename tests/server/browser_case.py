@@ -1,4 +1,4 @@
-"""A headless Chromium, by the WebDriver protocol; no package for it is needed, chromium and chromedriver are."""
+"""A headless Chromium driven by the WebDriver protocol; needs chromium and chromedriver, no Python package."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Browser:
         return self._call("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT]
 
     def complaints(self):
-        """What the browser's console has to say: errors of the script, what the page's policy blocked."""
+        """Messages of the browser's console: errors of the script, what the page's policy blocked."""
         entries = self._call("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 

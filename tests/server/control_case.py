@@ -1,4 +1,4 @@
-"""What tests of the control routes share: a server that may be steered, brought into each state, safetensors bytes."""
+"""Shared by tests of the control routes: a server with them, its states, safetensors bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 from server_case import serving, wait_for
 
-KEEP_UP = {"prompt": [1, 2, 3], "temperature": 0}
+GREEDY = {"prompt": [1, 2, 3], "temperature": 0}
 
 
 @contextlib.contextmanager
-def steered(*engines, **settings):
+def serving_with_control(*engines, **settings):
     """`serving` with the control routes on."""
     with serving(*engines, control=True, **settings) as case:
         yield case
@@ -43,11 +43,11 @@ NAMES = {
     "SPOILED": "SPOILED",
 }
 STATES = tuple(NAMES)
-"""DROWSY: asleep without the tag weights."""
+"""DROWSY: asleep with its weights loaded."""
 
 
-def bring(case, state, path):
-    """From whatever state into `state`. path: of weights for an update that heals."""
+def enter_state(case, state, path):
+    """Takes the server from any state to `state`. path: weights of the update that leaves SPOILED."""
     now = state_of(case)
     if now == NAMES[state]:
         return
@@ -122,5 +122,18 @@ def num_requests(case):
     return sum(engine.stats()["num_requests"] for engine in case.engines)
 
 
-__all__ = ["KEEP_UP", "STATES", "WEIGHTS", "Background", "bring", "call", "get", "num_requests", "put_weights",
-           "safetensors", "state_of", "steered", "wait_for"]  # fmt: skip
+__all__ = [
+    "GREEDY",
+    "STATES",
+    "WEIGHTS",
+    "Background",
+    "call",
+    "enter_state",
+    "get",
+    "num_requests",
+    "put_weights",
+    "safetensors",
+    "serving_with_control",
+    "state_of",
+    "wait_for",
+]

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to: its tokens count, its text is a script's, a piece a token."""
+"""An engine that replies with a given text, a piece of it with each token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_infer.testing.echo import EchoEngine
 
 
 class ScriptedEngine(EchoEngine):
-    """Every sample's text is `script`, `stride` characters a token, and ends where the script does."""
+    """The text of each sequence is `script`, `stride` characters per token; the sequence ends with the script."""
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
@@ -16,7 +16,7 @@ class ScriptedEngine(EchoEngine):
         self.prompts: list[list[int]] = []
         self.params: list = []
 
-    def tell(self, script: str, stride: int = 1) -> None:
+    def set_script(self, script: str, stride: int = 1) -> None:
         self.script, self.stride = script, stride
         self.prompts.clear()
         self.params.clear()

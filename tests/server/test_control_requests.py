@@ -1,4 +1,4 @@
-"""Requests while the engines are steered: frozen, ended with what they have, waited for, queued, refused."""
+"""Requests while engines are paused or asleep: frozen, ended with partial output, waited for, queued, refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from control_case import Background, call, get, num_requests, state_of, steered, wait_for
+from control_case import Background, call, get, num_requests, serving_with_control, state_of, wait_for
 from server_case import events, raw_stream, tokenizer
 
 from megatron_infer.testing.echo import VOCAB, EchoEngine, echo_tokens
@@ -31,11 +31,11 @@ def all_running(case, count):
 
 @pytest.fixture
 def slow():
-    with steered(EchoEngine(step_s=0.01), EchoEngine(step_s=0.01)) as case:
+    with serving_with_control(EchoEngine(step_s=0.01), EchoEngine(step_s=0.01)) as case:
         yield case
 
 
-def test_pause_keep_freezes_requests_and_resume_lets_them_go_on_as_if_nothing_had_been(slow):
+def test_pause_keep_freezes_requests_and_resume_continues_them_unchanged(slow):
     calls = [Background(slow, COMPLETION, ask([i])) for i in range(4)]
     all_running(slow, 4)
     assert call(slow, "/pause?mode=keep")["num_aborted"] == 0
@@ -52,8 +52,8 @@ def test_pause_keep_freezes_requests_and_resume_lets_them_go_on_as_if_nothing_ha
     assert late.result().json()["choices"][0]["token_ids"] == echo_tokens([9], 4)
 
 
-def test_stream_that_is_frozen_says_that_it_lives_and_loses_nothing():
-    with steered(EchoEngine(step_s=0.01), keep_alive_s=0.05) as case:
+def test_frozen_stream_sends_keepalive_comments_and_loses_nothing():
+    with serving_with_control(EchoEngine(step_s=0.01), keep_alive_s=0.05) as case:
         connection = raw_stream(case, COMPLETION, **ask([5]))
         all_running(case, 1)
         call(case, "/pause?mode=keep")
@@ -73,7 +73,7 @@ def test_stream_that_is_frozen_says_that_it_lives_and_loses_nothing():
 @pytest.mark.parametrize(
     ("path", "body"), [("/pause?mode=abort", None), ("/pause", None), ("/pause_generation", {"mode": "abort"})]
 )
-def test_pause_abort_gives_every_waiting_client_what_there_is(slow, path, body):
+def test_pause_abort_returns_every_client_its_partial_output(slow, path, body):
     calls = [Background(slow, COMPLETION, ask([i], 500)) for i in range(3)]
     calls.append(Background(slow, "/generate", native([3], 500)))
     all_running(slow, 4)
@@ -103,7 +103,7 @@ def test_pause_wait_lets_requests_end_while_new_ones_wait(slow):
     assert second.result().json()["choices"][0]["token_ids"] == echo_tokens([2], 4)
 
 
-def test_pause_wait_of_requests_that_stand_still_is_refused(slow):
+def test_pause_wait_for_paused_requests_is_refused(slow):
     one = Background(slow, COMPLETION, ask([1]))
     all_running(slow, 1)
     call(slow, "/pause?mode=keep")
@@ -112,7 +112,7 @@ def test_pause_wait_of_requests_that_stand_still_is_refused(slow):
     assert one.result().json()["choices"][0]["finish_reason"] == "abort"
 
 
-def test_retract_computes_requests_anew_and_gives_the_same_tokens(slow):
+def test_retract_recomputes_requests_and_gives_the_same_tokens(slow):
     calls = [Background(slow, "/generate", native([i])) for i in range(2)]
     all_running(slow, 2)
     call(slow, "/pause_generation", {"mode": "retract"})
@@ -168,7 +168,7 @@ def test_abort_takes_the_ids_that_openai_s_replies_and_the_caller_s_header_name(
 
 
 def test_requests_queue_while_paused_up_to_the_limit_and_are_refused_beyond():
-    with steered(EchoEngine(max_requests=1), max_queue=2) as case:
+    with serving_with_control(EchoEngine(max_requests=1), max_queue=2) as case:
         call(case, "/pause?mode=keep")
         calls = [Background(case, COMPLETION, ask([i], 2)) for i in range(4)]  # two fit the replica, two wait
         wait_for(lambda: case.coordinator.core.dispatch.num_waiting == 2)
@@ -178,7 +178,7 @@ def test_requests_queue_while_paused_up_to_the_limit_and_are_refused_beyond():
         assert {one.result().status_code for one in calls} == {200}
 
 
-def test_sleep_ends_keeps_or_waits_for_requests_and_refuses_new_ones_by_state(slow):
+def test_sleep_ends_keeps_or_waits_for_requests_and_refuses_new_ones(slow):
     kept = Background(slow, COMPLETION, ask([1]))
     all_running(slow, 1)
     call(slow, "/sleep?mode=keep")
@@ -237,7 +237,7 @@ def test_slime_s_recorded_request_is_answered_with_the_fields_that_it_reads(slow
     wait_for(lambda: call(slow, "/generate", longer)["meta_info"]["cached_tokens"] == 32)
 
 
-def test_generate_takes_texts_batches_and_samples_and_streams_all_so_far(slow):
+def test_generate_takes_texts_batches_and_samples_and_streams_cumulative_output(slow):
     texts = call(slow, "/generate", {"text": ["ab", "c"], "sampling_params": {"max_new_tokens": 3, "temperature": 0}})
     assert [one["output_ids"] for one in texts] == [echo_tokens([97, 98], 3), echo_tokens([99], 3)]
     samples = call(slow, "/generate", native([1], 3) | {"sampling_params": {"n": 3, "max_new_tokens": 3}})
@@ -300,23 +300,23 @@ def test_routed_experts_come_as_base64_of_int32():
     import numpy as np
 
     from megatron_infer.outputs.request_output import CompletionOutput
-    from megatron_infer.server.control.sglang_generate import routed_of
+    from megatron_infer.server.control.sglang_generate import routed_experts_field
 
     routing = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
-    found = routed_of(CompletionOutput(index=0, text="", token_ids=[], routing=routing))
+    found = routed_experts_field(CompletionOutput(index=0, text="", token_ids=[], routing=routing))
     assert (np.frombuffer(base64.b64decode(found), np.int32).reshape(4, 3, 2) == routing).all()
 
 
-def test_requests_of_smaller_priority_overtake_those_that_wait():
+def test_requests_of_smaller_priority_overtake_waiting_ones():
     begun = []
 
-    class Noting(EchoEngine):
+    class Recording(EchoEngine):
         def _queue(self, request_id, prompt, params, drawn, salt):
             begun.append((prompt[0], params.priority))
             super()._queue(request_id, prompt, params, drawn, salt)
 
-    with steered(Noting(step_s=0.01, max_requests=1)) as case:
-        first = [Background(case, COMPLETION, ask([i], 30)) for i in range(2)]  # a row, and one more than that
+    with serving_with_control(Recording(step_s=0.01, max_requests=1)) as case:
+        first = [Background(case, COMPLETION, ask([i], 30)) for i in range(2)]  # a full row, and one request more
         wait_for(lambda: len(begun) == 2)
         later = []
         for i, priority in ((5, 3), (6, 0), (7, -3)):

@@ -1,10 +1,10 @@
-"""Every control route in every state: what it answers, and that a refusal names the state and changes nothing."""
+"""Each control route in each state: its reply; a refusal names the state and changes nothing."""
 
 from __future__ import annotations
 
 import httpx
 import pytest
-from control_case import NAMES, STATES, bring, call, get, put_weights, state_of, steered
+from control_case import NAMES, STATES, call, enter_state, get, put_weights, serving_with_control, state_of
 from server_case import serving
 
 from megatron_infer.testing.echo import EchoEngine
@@ -83,24 +83,24 @@ def answer(case, method, path, body, *, timeout):
 
 
 @pytest.mark.parametrize("place", range(len(STATES)), ids=STATES)
-def test_every_route_answers_as_the_table_says(place, tmp_path):
+def test_every_route_answers_as_in_the_table(place, tmp_path):
     path = put_weights(tmp_path)
     wrong = []
-    with steered(EchoEngine(), EchoEngine(), weights_root=str(tmp_path)) as case:
+    with serving_with_control(EchoEngine(), EchoEngine(), weights_root=str(tmp_path)) as case:
         for method, route, body, expected in TABLE:
-            bring(case, STATES[place], path)
+            enter_state(case, STATES[place], path)
             name = NAMES[STATES[place]]
             reply = answer(case, method, route, body, timeout=0.3 if expected[place] == WAITS else 30)
             status = WAITS if reply is None else reply.status_code
             if status != expected[place]:
                 wrong.append((method, route, body, status, expected[place], reply and reply.text))
             if status == 409:
-                told = reply.json()["error"]
-                assert name.split("(")[0] in told["message"] and told["code"] == "wrong_state", (route, told)
+                error = reply.json()["error"]
+                assert name.split("(")[0] in error["message"] and error["code"] == "wrong_state", (route, error)
                 assert state_of(case) == name, route
             if status == 503:
                 assert name in reply.json()["error"]["message"] and int(reply.headers["retry-after"]) > 0
-        bring(case, "SERVING", path)
+        enter_state(case, "SERVING", path)
         call(case, "/generate", {"input_ids": [1], "sampling_params": SHORT})
     assert not wrong
 
@@ -110,8 +110,8 @@ def routes_of(case):
     return {(method.upper(), path) for path, methods in document.items() for method in methods}
 
 
-def test_table_has_every_route_that_control_adds():
-    with steered() as case, serving() as plain:
+def test_table_has_every_route_of_control():
+    with serving_with_control() as case, serving() as plain:
         added = routes_of(case) - routes_of(plain)
     listed = {(method, path.partition("?")[0]) for method, path, _, _ in TABLE}
     refused = {("POST", f"/update_weights_from_{name}") for name in ("tensor", "distributed", "ipc")}
@@ -119,13 +119,13 @@ def test_table_has_every_route_that_control_adds():
     assert added - refused - {("POST", "/get_weight_version")} <= listed and refused < added
 
 
-def test_request_that_is_not_served_is_told_what_is():
-    with steered() as case:
+def test_refusal_of_an_unserved_control_names_what_is_served():
+    with serving_with_control() as case:
         for path in ("/update_weights_from_tensor", "/update_weights_from_distributed", "/init_weights_update_group"):
             assert "/update_weights_from_disk" in call(case, path, {}, expected=400)["error"]["message"]
         for info in ({"backend": "nccl"}, {"master_address": "10.0.0.1", "master_port": 1, "world_size": 2}):
-            told = call(case, "/init_weight_transfer_engine", {"init_info": info}, expected=400)["error"]
-            assert ("nccl" in told["message"] or "master_address" in told["message"]) and "disk" in told["message"]
+            error = call(case, "/init_weight_transfer_engine", {"init_info": info}, expected=400)["error"]
+            assert ("nccl" in error["message"] or "master_address" in error["message"]) and "disk" in error["message"]
         assert state_of(case) == "SERVING"
 
 
@@ -201,7 +201,7 @@ def test_wrong_argument_is_named_and_changes_nothing(path, body, named, shared):
 
 @pytest.fixture(scope="module")
 def shared():
-    with steered() as case:
+    with serving_with_control() as case:
         yield case
 
 
@@ -213,12 +213,12 @@ def test_control_without_a_key_is_refused_to_pages_of_other_sites(shared):
         {"Sec-Fetch-Site": "cross-site"},
         {"Host": "evil.example"},
     ):
-        told = call(shared, "/pause", expected=403, **headers)["error"]
-        assert told["code"] == "foreign_page"
+        error = call(shared, "/pause", expected=403, **headers)["error"]
+        assert error["code"] == "foreign_page"
     assert state_of(shared) == "SERVING"
     for headers in ({"Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}):
         call(shared, "/flush_cache", **headers)
-    with steered(api_key="k") as case:
+    with serving_with_control(api_key="k") as case:
         assert case.http.post("/pause").status_code == 401
         key = {"Authorization": "Bearer k", "Origin": "http://other.example"}
         assert case.http.post("/pause", headers=key).status_code == 200

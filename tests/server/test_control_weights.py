@@ -1,4 +1,4 @@
-"""New weights over HTTP: paths below the root, safetensors bodies, versions; all engines have them or none."""
+"""New weights over HTTP: paths below the root, safetensors bodies, versions; all engines get them or none."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from control_case import (
     num_requests,
     put_weights,
     safetensors,
+    serving_with_control,
     state_of,
-    steered,
     wait_for,
 )
 
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 OCTETS = {"Content-Type": "application/octet-stream"}
@@ -29,7 +30,7 @@ PROMPT = {"prompt": [1], "max_tokens": 60, "temperature": 0, "return_token_ids":
 def case(tmp_path):
     put_weights(tmp_path, "step1")
     put_weights(tmp_path, "step2", a=("F32", [2], b"\1" * 8))
-    with steered(EchoEngine(step_s=0.01), EchoEngine(step_s=0.01), weights_root=str(tmp_path)) as one:
+    with serving_with_control(EchoEngine(step_s=0.01), EchoEngine(step_s=0.01), weights_root=str(tmp_path)) as one:
         yield one
 
 
@@ -54,7 +55,7 @@ def send(case, data, expected=200, **headers):
 # ---------------------------------------------------------------------- files
 
 
-def test_files_reach_every_engine_under_the_version_that_was_asked_for(case):
+def test_files_reach_every_engine_under_the_requested_version(case):
     assert get(case, "/get_weight_version") == {"weight_version": "0"}
     reply = load(case, "step1", weight_version="7", flush_cache=True)
     assert reply["success"] and reply["weight_version"] == "7" and reply["state"] == "SERVING"
@@ -64,13 +65,13 @@ def test_files_reach_every_engine_under_the_version_that_was_asked_for(case):
     load(case, "step2")
     assert versions(case) == [8, 8] and digests(case) != [one, two]
     assert get(case, "/weight_info")["replicas"] == {"r0": 8, "r1": 8}
-    load(case, "step2", weight_version=3)  # a loop that begins anew counts as it likes
+    load(case, "step2", weight_version=3)  # a restarted loop may count from any number
     assert versions(case) == [3, 3]
     choice = call(case, "/v1/completions", PROMPT | {"max_tokens": 2})["choices"][0]
     assert [span["policy_version"] for span in choice["version_spans"]] == [3]
 
 
-def test_requests_go_on_over_an_update_and_their_spans_name_both_versions(case):
+def test_requests_continue_over_an_update_and_their_spans_name_both_versions(case):
     calls = [Background(case, "/v1/completions", PROMPT | {"prompt": [i]}) for i in range(2)]
     wait_for(lambda: all(engine.num_prompt_tokens for engine in case.engines) or num_requests(case) == 2)
     wait_for(lambda: sum(engine.stats()["num_running"] for engine in case.engines) == 2)
@@ -81,7 +82,7 @@ def test_requests_go_on_over_an_update_and_their_spans_name_both_versions(case):
         assert [span["policy_version"] for span in choice["version_spans"]] == [0, 1]
 
 
-def test_files_outside_the_root_are_neither_read_nor_told_of(case, tmp_path):
+def test_files_outside_the_root_are_neither_read_nor_disclosed(case, tmp_path):
     root = case.config.weights_root
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     outside.mkdir()
@@ -97,8 +98,8 @@ def test_files_outside_the_root_are_neither_read_nor_told_of(case, tmp_path):
         ("/etc/passwd", 403), ("/etc/nothing", 403), ("nothing", 400), ("", 400), ("a\0b", 400), ("empty", 400),
         ("pickle.bin", 400),
     ):  # fmt: skip
-        told = load(case, path, expected=status)["error"]["message"]
-        assert outside.name not in told and "passwd" not in told
+        message = load(case, path, expected=status)["error"]["message"]
+        assert outside.name not in message and "passwd" not in message
     assert digests(case) == ["made", "made"] and state_of(case) == "SERVING"
     load(case, "latest")
     load(case, f"{root}/step1/model.safetensors")
@@ -106,21 +107,21 @@ def test_files_outside_the_root_are_neither_read_nor_told_of(case, tmp_path):
 
 
 def test_server_without_a_root_reads_no_files():
-    with steered() as case:
+    with serving_with_control() as case:
         assert "--weights-root" in load(case, "/tmp", expected=403)["error"]["message"]
         call(case, "/start_weight_update")
-        told = call(case, "/update_weights", {"update_info": {"path": "/tmp"}}, expected=403)["error"]
-        assert told["code"] == "no_weights_root" and state_of(case) == "UPDATING"
+        error = call(case, "/update_weights", {"update_info": {"path": "/tmp"}}, expected=403)["error"]
+        assert error["code"] == "no_weights_root" and state_of(case) == "UPDATING"
         call(case, "/cancel_weight_update")
 
 
-# ---------------------------------------------------------------------- the bracket
+# ---------------------------------------------------------------------- updates in several calls
 
 
-def test_bracket_takes_bodies_of_bytes_in_pieces_and_ends_with_the_version(case, monkeypatch):
+def test_update_takes_tensor_bytes_in_chunks_and_ends_with_the_version(case, monkeypatch):
     from megatron_infer.server.control import weight_files
 
-    monkeypatch.setattr(weight_files, "PIECE", 3)
+    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 3)
     waiting = Background(case, "/v1/completions", PROMPT)
     wait_for(lambda: num_requests(case) == 1)
     call(case, "/init_weight_transfer_engine", {"init_info": {"backend": "http"}})
@@ -138,7 +139,7 @@ def test_bracket_takes_bodies_of_bytes_in_pieces_and_ends_with_the_version(case,
     assert [span["policy_version"] for span in spans] == [0, 5]
 
 
-def test_cancelled_bracket_leaves_everything_as_it_was(case):
+def test_cancelled_update_leaves_everything_as_it_was(case):
     call(case, "/pause?mode=keep")
     call(case, "/start_weight_update")
     send(case, safetensors(**WEIGHTS))
@@ -171,15 +172,15 @@ def header(about, data=b""):
         (header({"x" * 600: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)), "600 characters"),
     ],
 )  # fmt: skip
-def test_body_that_is_no_safetensors_is_refused_and_the_update_goes_on(shared, data, named):
-    told = send(shared, data, expected=400)["error"]
-    assert named in told["message"].replace("-1 bytes", "1 bytes") and told["code"] == "invalid_safetensors"
+def test_body_other_than_safetensors_is_refused_and_the_update_continues(shared, data, named):
+    error = send(shared, data, expected=400)["error"]
+    assert named in error["message"].replace("-1 bytes", "1 bytes") and error["code"] == "invalid_safetensors"
     assert state_of(shared) == "UPDATING"
 
 
 @pytest.fixture(scope="module")
 def shared():
-    with steered(max_weight_bytes=4096) as one:
+    with serving_with_control(max_weight_bytes=4096) as one:
         call(one, "/start_weight_update")
         yield one
 
@@ -196,7 +197,7 @@ def test_body_of_another_type_or_size_is_refused(shared):
     assert state_of(shared) == "UPDATING"
 
 
-# ---------------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize("phase", ["begin_weights", "write_weights", "finish_weights"])
@@ -213,20 +214,20 @@ def test_engine_that_fails_in_an_update_is_named_and_all_engines_keep_what_they_
         replies.append(case.http.post(path, **how))
         if replies[-1].status_code != 200:
             break
-    told = replies[-1].json()["error"]
-    assert replies[-1].status_code == 400 and [one["name"] for one in told["replicas"]] == ["r1"]
-    assert phase.partition("_")[0] in told["phase"] and "1 of 2 replicas" in told["message"]
-    assert told["state"] == state_of(case) == "SERVING"
+    error = replies[-1].json()["error"]
+    assert replies[-1].status_code == 400 and [one["name"] for one in error["replicas"]] == ["r1"]
+    assert phase.partition("_")[0] in error["phase"] and "1 of 2 replicas" in error["message"]
+    assert error["state"] == state_of(case) == "SERVING"
     assert digests(case) == before and versions(case) == [1, 1]
     assert call(case, "/v1/completions", PROMPT | {"max_tokens": 2})["choices"][0]["token_ids"] == echo_tokens([1], 2)
     load(case, "step2")
     assert versions(case) == [2, 2] and len(set(digests(case))) == 1
 
 
-def test_update_that_cannot_be_taken_back_is_told_and_healed_by_the_next(case):
+def test_update_that_cannot_be_rolled_back_is_reported_and_the_next_one_repairs_it(case):
     case.engines[1].faults |= {"load_weights": 1, "cancel_weights": 1}
-    told = load(case, "step1", expected=500)["error"]
-    assert "r1" in told["message"] and state_of(case) == "SPOILED"
+    error = load(case, "step1", expected=500)["error"]
+    assert "r1" in error["message"] and state_of(case) == "SPOILED"
     late = Background(case, "/v1/completions", PROMPT | {"max_tokens": 3})
     assert "finish an update" in call(case, "/resume", expected=409)["error"]["message"]
     case.engines[1].settle_weights()
@@ -246,8 +247,8 @@ def test_update_that_cannot_be_taken_back_is_told_and_healed_by_the_next(case):
 )
 def test_engine_that_fails_to_stop_leaves_all_engines_serving(case, fault, path, state):
     case.engines[1].faults[fault] = 1
-    told = call(case, path, expected=500)["error"]
-    assert [one["name"] for one in told["replicas"]] == ["r1"] and told["state"] == state == state_of(case)
+    error = call(case, path, expected=500)["error"]
+    assert [one["name"] for one in error["replicas"]] == ["r1"] and error["state"] == state == state_of(case)
     assert [engine.state for engine in case.engines] == ["running", "running"]
     assert [engine.suspended for engine in case.engines] == [set(), set()]
     call(case, path)
@@ -260,8 +261,8 @@ def test_wake_up_that_fails_on_one_engine_leaves_all_asleep_and_a_retry_succeeds
         "r1",
     }
     case.engines[0].faults["resume"] = 1
-    told = call(case, "/wake_up?tags=weights", expected=500)["error"]
-    assert told["phase"] == "wake_up" and told["state"] == "ASLEEP(weights, graphs, kv_cache)"
+    error = call(case, "/wake_up?tags=weights", expected=500)["error"]
+    assert error["phase"] == "wake_up" and error["state"] == "ASLEEP(weights, graphs, kv_cache)"
     assert [len(engine.suspended) for engine in case.engines] == [3, 3]
     assert call(case, "/wake_up?tags=weights")["state"] == "ASLEEP(graphs, kv_cache)"
     taken = call(case, "/wake_up?tags=kv_cache")
@@ -277,7 +278,7 @@ def test_resume_that_fails_on_one_engine_leaves_all_paused(case):
     call(case, "/resume")
 
 
-def test_weights_checker_tells_an_update_that_left_something_out(case):
+def test_weights_checker_finds_an_update_that_left_something_out(case):
     load(case, "step1")
     call(case, "/weights_checker", {"action": "snapshot"})
     assert call(case, "/weights_checker", {"action": "compare"})["equal"] is True
@@ -291,11 +292,13 @@ def test_weights_checker_tells_an_update_that_left_something_out(case):
     assert call(case, "/weights_checker", {"action": "checksum"}, expected=500)["error"]["code"] == "weights_differ"
 
 
-def test_server_sees_that_others_paused_the_engines(case):
-    case.front._running[2].client.blocking.pause()
+def test_server_sees_a_pause_from_another_client(case):
+    with InferenceClient(case.coordinator.address) as client:
+        client.pause()
     assert get(case, "/is_paused") == {"is_paused": True, "state": "PAUSED(keep)"}
     call(case, "/resume")
-    case.front._running[2].client.blocking.suspend()
+    with InferenceClient(case.coordinator.address) as client:
+        client.suspend()
     assert get(case, "/is_sleeping")["is_sleeping"] is True
     assert call(case, "/pause", expected=409)["error"]["code"] == "wrong_state"
     call(case, "/wake_up")

@@ -1,4 +1,4 @@
-"""/v1/embeddings by the official client: what it gets is what the engine pools offline."""
+"""/v1/embeddings with the official client returns what the engine pools offline."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def client(case):
         yield one
 
 
-def test_texts_and_token_ids_are_the_engines_vectors(client, offline):
+def test_texts_and_token_ids_give_the_engines_vectors(client, offline):
     for pooling in ("last", "mean"):
         wanted = [vector_of(output) for output in offline[pooling]]
         for given in (TEXTS, [tokenizer().encode(text) for text in TEXTS]):
@@ -59,7 +59,7 @@ def test_texts_and_token_ids_are_the_engines_vectors(client, offline):
         np.testing.assert_allclose(one.embedding, vector_of(offline["last"][0]), atol=1e-5)
 
 
-def test_floats_and_base64_say_the_same_and_dimensions_are_the_first_ones(client, case, offline):
+def test_floats_and_base64_are_equal_and_dimensions_keeps_the_first_ones(client, case, offline):
     floats = client.embeddings.create(model="tiny", input="there was", encoding_format="float").data[0].embedding
     data = post(case, PATH, input="there was", encoding_format="base64").json()["data"][0]["embedding"]
     np.testing.assert_array_equal(np.frombuffer(base64.b64decode(data), "<f4"), np.asarray(floats, np.float32))
@@ -87,7 +87,7 @@ def test_floats_and_base64_say_the_same_and_dimensions_are_the_first_ones(client
         ({"input": "a", "truncate": True}, "unknown field 'truncate'", "truncate"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(case, body, message, param):
+def test_invalid_fields_are_refused_by_name(case, body, message, param):
     reply = post(case, PATH, **body)
     error = reply.json()["error"]
     assert reply.status_code == 400 and message in error["message"] and error["param"] == param

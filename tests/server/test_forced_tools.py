@@ -1,4 +1,4 @@
-"""Calls that are forced: a model of random weights writes valid ones, in every format, whole and streamed."""
+"""Forced tool calls: a model with random weights writes valid ones in every format, whole and streamed."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypat
         for seed in range(3):
             given = {"tools": [TURN, STOP], "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
             ((function, arguments),), reason = calls_of(client, **given)
-            said = json.loads(arguments)
+            values = json.loads(arguments)
             assert reason == "tool_calls" and function in ("turn", "stop")
-            assert function == "stop" or (said["to"] in ("left", "right") and isinstance(said["fast"], bool))
+            assert function == "stop" or (values["to"] in ("left", "right") and isinstance(values["fast"], bool))
         named = {"type": "function", "function": {"name": "turn"}}
         ((function, arguments),), reason = calls_of(client, tools=[STOP, TURN], tool_choice=named)
         assert function == "turn" and set(json.loads(arguments)) == {"to", "fast"} and reason == "tool_calls"
@@ -82,7 +82,7 @@ def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypat
         assert len(several) > 2 and all(json.loads(call.arguments) is not None for call in several[:-1])
 
 
-def test_what_goes_together_with_forced_calls_and_what_does_not(engine):
+def test_options_allowed_and_refused_with_forced_calls(engine):
     with serving(engine) as case:
 
         def refused(**body):

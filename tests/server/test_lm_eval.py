@@ -1,4 +1,4 @@
-"""A harness we did not write measures the same through the server as with transformers."""
+"""lm_eval measures the same through the server as with transformers."""
 
 from __future__ import annotations
 

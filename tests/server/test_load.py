@@ -1,4 +1,4 @@
-"""Many clients at once, clients that are killed, clients that dawdle: the short form of tools/bench/serve_load.py."""
+"""Many concurrent clients, killed clients, slow clients: the short form of tools/bench/serve_load.py."""
 
 from __future__ import annotations
 

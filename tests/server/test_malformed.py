@@ -1,4 +1,4 @@
-"""Sixty and more calls that make no sense: each is answered 4xx and told why, while another client's stream flows."""
+"""Over sixty malformed calls: each gets a 4xx with the reason while another client's stream flows."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def case():
         yield one
 
 
-def test_malformed_calls_are_told_why_while_a_stream_flows(case):
+def test_malformed_calls_get_the_reason_while_a_stream_flows(case):
     assert len(WRONG) >= 60
     flowing, chunks = threading.Event(), []
 

@@ -1,4 +1,4 @@
-"""GET /metrics: the truth of what clients did, per route and replica; counts that never go back; who may look."""
+"""GET /metrics: what clients did, per route and replica; counts that never decrease; the key it needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from server_case import post, raw_stream, serving, stream, wait_for
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.metrics.definitions import SPECS
-from megatron_infer.server.settings import ServerConfig
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -28,7 +28,7 @@ def scrape(case, **headers):
 
 
 def settled(case, name, value):
-    """The scrape once a replica has reported what is awaited: it does so a few times a second."""
+    """The scrape once it meets the condition: replicas report a few times a second."""
     found = {}
 
     def is_there():
@@ -86,7 +86,7 @@ def test_scripted_load_is_counted_exactly():
         assert series["replica_up/r0"] == 1 and series["coordinator_replicas"] == 1
 
 
-def test_refused_and_failed_requests_have_outcomes_of_their_own():
+def test_refused_and_failed_requests_have_different_outcomes():
     with serving(EchoEngine(max_requests=1, step_s=0.02), max_queue=1) as case, contextlib.ExitStack() as stack:
         for _ in range(3):
             one = raw_stream(case, COMPLETIONS, model="tiny", prompt=[5] * 20, max_tokens=3000)
@@ -99,12 +99,12 @@ def test_refused_and_failed_requests_have_outcomes_of_their_own():
         assert series["coordinator_refused_total"] == series["requests_total/refused"]
 
 
-def test_counts_never_go_back_when_a_replica_is_killed_and_comes_again():
+def test_counts_never_decrease_when_a_replica_is_killed_and_restarted():
     with serving() as case:
         first = Child(case.coordinator.address, "echo", "worker", step_s=0.001)
         try:
             wait_for(lambda: scrape(case).get("replica_up/worker") == scrape(case).get("replica_up/r0") == 1, 30)
-            case.replicas[0].drain()  # all goes to the process
+            case.replicas[0].drain()  # every request goes to the separate process
             wait_for(lambda: scrape(case)["replica_up/r0"] == 0)
             for _ in range(4):
                 assert post(case, COMPLETIONS, model="tiny", prompt=[1] * 30, max_tokens=5).status_code == 200
@@ -133,7 +133,7 @@ def test_scrape_needs_the_key_and_a_server_of_its_own_does_not():
     with serving(api_key="secret", prometheus_metrics_mode="launch_server", metrics_port=0) as case:
         assert case.http.get("/metrics").status_code == 401
         assert scrape(case, Authorization="Bearer secret")["http_requests_total/401/GET/other"] == 1
-        reply = httpx.get(case.front.metrics_url)
+        reply = httpx.get(case.server.metrics_url)
         assert "secret" not in reply.text and parse(reply.text)["coordinator_up"] == 1
 
 

@@ -1,4 +1,4 @@
-"""What other modules add: operations, request fields, splitters of a chat's text; the OpenAPI document shows it."""
+"""Modules that add operations, request fields and reasoning parsers, all shown in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import msgspec
 import pytest
 from server_case import END, events, post, serving, stream, tokenizer
 
-from megatron_infer.server.calls import Reply
+from megatron_infer.server.endpoint import Reply
 from megatron_infer.server.extra_fields import ExtraField
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.routes import Operation
 from megatron_infer.testing.echo import echo_tokens
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -39,25 +38,25 @@ class Halves:
         return "tool_calls" if reason == "length" else reason
 
 
-async def apply_hints(value, draft):
+async def apply_hints(value, parsed):
     if not value:
         raise bad_request("hints is empty", "hints")
-    draft.template["opening"] = value[0]["name"]
-    draft.make_splitter = Halves
+    parsed.template["opening"] = value[0]["name"]
+    parsed.make_splitter = Halves
 
 
-async def apply_length(value, draft):
-    draft.sampling["min_tokens"] = value
+async def apply_length(value, parsed):
+    parsed.sampling["min_tokens"] = value
 
 
-def register(app, service, settings):
+def register(routes, client, settings):
     async def shout(call):
-        return Reply({"said": call.body.text.upper(), "by": service.names[0], "id": call.id})
+        return Reply({"said": call.body.text.upper(), "by": client.model_names[0], "id": call.id})
 
-    app.add(Operation(method="POST", path="/shout", handler=shout, body=Shout, summary="Say it louder"))
-    app.add(Operation(method="POST", path="/steer", handler=shout, body=Shout, summary="Steer", control=True))
-    app.fields.add("chat", ExtraField(name="hints", type=list[dict], apply=apply_hints))
-    app.fields.add("chat", ExtraField(name="least", type=int, apply=apply_length))
+    routes.add("POST", "/shout", shout, "Say it louder", body=Shout)
+    routes.add("POST", "/steer", shout, "Steer", body=Shout, control=True)
+    routes.fields.add("chat", ExtraField(name="hints", type=list[dict], apply=apply_hints))
+    routes.fields.add("chat", ExtraField(name="least", type=int, apply=apply_length))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_operation_of_a_module_is_served_with_its_body_checked(case):
     assert "unknown field 'txt'; did you mean 'text'?" in post(case, "/shout", txt="hi").json()["error"]["message"]
 
 
-def test_field_of_a_module_acts_where_it_was_added_and_is_refused_elsewhere(case):
+def test_field_of_a_module_acts_on_its_routes_and_is_refused_elsewhere(case):
     asked = {"messages": HI, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "hints": [{"name": "f"}]}
     reply = post(case, CHAT, **asked).json()
     ids = tokenizer().encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nf", add_special=False)
@@ -97,7 +96,7 @@ def test_field_of_a_module_acts_where_it_was_added_and_is_refused_elsewhere(case
     assert refused.status_code == 400 and "tool calls" in refused.json()["error"]["message"]
 
 
-def test_document_shows_every_operation_and_field_with_its_range(case):
+def test_openapi_document_has_every_operation_and_field_with_its_range(case):
     document = case.http.get("/openapi.json").json()
     assert {"/shout", CHAT, "/v1/completions", "/health", "/v1/models/{model}", "/openapi.json"} <= set(
         document["paths"]
@@ -117,7 +116,7 @@ def test_document_shows_every_operation_and_field_with_its_range(case):
         assert {"type": "string", "enum": ["tiny"]} in kinds, "the names that are served, not any text"
 
 
-def test_model_without_a_tokenizer_takes_token_ids_and_says_so():
+def test_model_without_a_tokenizer_takes_token_ids_and_refuses_text():
     with serving(text=False) as case:
         reply = post(case, "/v1/completions", prompt=[1, 2], max_tokens=4, temperature=0, return_token_ids=True)
         assert reply.json()["choices"][0]["token_ids"] == echo_tokens([1, 2], 4)
@@ -130,7 +129,7 @@ def test_model_without_a_tokenizer_takes_token_ids_and_says_so():
             assert reply.status_code == 400 and "no tokenizer" in reply.json()["error"]["message"]
 
 
-def test_key_is_asked_for_and_never_shown(caplog, capsys):
+def test_key_is_prompted_and_never_shown(caplog, capsys):
     caplog.set_level("INFO", logger="megatron_infer.server")
     with serving(api_key="sesame-sesame", log_requests=True) as case:
         for header in (None, "Bearer wrong", "sesame-sesame", "Basic sesame-sesame", "Bearer"):
@@ -145,7 +144,7 @@ def test_key_is_asked_for_and_never_shown(caplog, capsys):
     assert "/v1/models" in lines and "sesame" not in lines + shown
 
 
-def test_what_steers_engines_is_served_only_where_it_is_asked_for(case):
+def test_control_routes_are_served_only_on_request(case):
     for path in ("/steer", "/pause", "/release_memory_occupation"):
         refused = post(case, path, text="a")
         assert refused.status_code == 404 and "with --control only" in refused.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""The official client against a real, tiny engine: what it gets is what the engine makes offline."""
+"""The official client against a real, tiny engine gets what the engine generates offline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def offline(engine):
-    """Answers made before the engine serves."""
+    """Outputs generated before the engine serves."""
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     drawn = SamplingParams(max_tokens=12, seed=5, n=2, ignore_eos=True)
     chat_ids = tokenizer().encode(tokenizer().apply_chat_template(CHAT, variables={"opening": ""}), add_special=False)
@@ -81,7 +81,7 @@ def test_chat_is_the_templates_prompt_and_its_logprobs_are_the_engines(client, o
         assert [top.logprob for top in shown.top_logprobs] == sorted(
             (top.logprob for top in shown.top_logprobs), reverse=True
         )
-        assert shown.top_logprobs[0].logprob == pytest.approx(shown.logprob)  # greedy: the drawn one is the likeliest
+        assert shown.top_logprobs[0].logprob == pytest.approx(shown.logprob)  # greedy: the likeliest token
     joined = b"".join(bytes(shown.bytes) for shown in choice.logprobs.content)
     assert joined.decode("utf-8", "replace") == wanted.text
     chunks = list(client.chat.completions.create(messages=CHAT, stream=True, logprobs=True, **GREEDY))
@@ -138,7 +138,7 @@ def test_best_of_gives_the_likeliest_samples(client):
     assert best.usage.completion_tokens == 40
 
 
-def test_reply_carries_what_a_trainer_needs_and_turns_keep_the_tokens_they_were_drawn_as(client, case):
+def test_reply_has_what_a_trainer_needs_and_turns_keep_their_sampled_tokens(client, case):
     extra = {"return_token_ids": True, "ignore_eos": True}
     first = client.chat.completions.create(
         model="tiny", messages=CHAT, max_tokens=10, seed=2, logprobs=True, extra_body=extra
@@ -200,10 +200,10 @@ def test_errors_are_the_clients_own_classes(client, case):
         ask(model="tiny", prompt="x", extra_body={"temperatur": 1})
     assert caught.value.param == "temperatur"
     with (
-        openai.OpenAI(base_url=f"{case.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        openai.OpenAI(base_url=f"{case.url}/v1", api_key="wrong", max_retries=0) as refused,
         pytest.raises(openai.AuthenticationError),
     ):
-        stranger.models.list()
+        refused.models.list()
     with pytest.raises(openai.BadRequestError, match="audio: this server makes text"):
         client.chat.completions.create(model="tiny", messages=CHAT, extra_body={"audio": {}})
 

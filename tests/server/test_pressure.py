@@ -1,4 +1,4 @@
-"""Full queues, clients that leave or do not read, time that runs out, engines that go, a server that is told to end."""
+"""Full queues, clients that disconnect or do not read, timeouts, failing engines, shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def running(case):
 
 
 def go_on(case):
-    """Unpause the engine behind its replica's back."""
+    """Unpause the engine without its replica."""
     case.engines[0].unpause()
     case.replicas[0]._post(None)
 
@@ -57,7 +57,7 @@ def _given_up(case):
     raise AssertionError("it was answered")
 
 
-def test_full_queue_is_429_with_a_time_to_come_back_and_what_waits_is_answered():
+def test_full_queue_is_429_with_retry_after_and_waiting_calls_are_answered():
     engine = EchoEngine(step_s=0.02, max_requests=1)
     with serving(engine, max_queue=2) as case:
         replies = []
@@ -74,7 +74,7 @@ def test_full_queue_is_429_with_a_time_to_come_back_and_what_waits_is_answered()
         for thread in threads:
             thread.join()
         codes = sorted(reply.status_code for reply in replies)
-        assert codes == [200] * 4 + [429] * 4  # one computed, one more at the engine, two that wait
+        assert codes == [200] * 4 + [429] * 4  # one computed, one more at the engine, two in the queue
         for reply in replies:
             if reply.status_code == 429:
                 error = reply.json()["error"]
@@ -83,14 +83,14 @@ def test_full_queue_is_429_with_a_time_to_come_back_and_what_waits_is_answered()
             else:
                 text = "".join(chunk["choices"][0]["text"] for chunk in events(reply.text.splitlines()))
                 assert text.split() == [str(token) for token in echo_tokens([1, 2, 3], 10)]
-        engine.pause()  # several prompts are taken together or not at all
+        engine.pause()  # several prompts are accepted together or not at all
         reply = post(case, COMPLETION, **ask(prompt=[[i] for i in range(1, 9)]))
         assert reply.status_code == 429
         go_on(case)
         wait_for(lambda: running(case) == 0)
 
 
-def test_reader_that_is_slow_loses_nothing_and_slows_nobody():
+def test_slow_reader_loses_nothing_and_slows_no_other_call():
     engine = EchoEngine(num_blocks=1 << 14)
     with serving(engine) as case:
         count = 20_000
@@ -100,7 +100,7 @@ def test_reader_that_is_slow_loses_nothing_and_slows_nobody():
         for _ in range(3):
             assert len(stream(case, COMPLETION, **ask(prompt=[7], max_tokens=20))) >= 1
         quick = time.monotonic() - began
-        wait_for(lambda: running(case) == 0, 60)  # it has all been drawn; nobody has read any of it
+        wait_for(lambda: running(case) == 0, 60)  # all tokens are sampled; none is read yet
         data = b""
         slow.settimeout(30)
         while b"[DONE]" not in data:
@@ -111,11 +111,11 @@ def test_reader_that_is_slow_loses_nothing_and_slows_nobody():
         tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
         assert tokens == echo_tokens([1, 2, 3], count)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks).split() == [str(token) for token in tokens]
-        assert len(chunks) < count / 4, "outputs that nobody had read were joined"
+        assert len(chunks) < count / 4, "outputs that were not read were joined"
         assert quick < 10
 
 
-def test_call_over_its_time_is_aborted_and_told():
+def test_call_over_its_time_is_aborted_with_an_error():
     with serving(EchoEngine(step_s=0.05), request_timeout_s=0.5, keep_alive_s=0.1) as case:
         reply = post(case, COMPLETION, **ask(max_tokens=1000))
         assert reply.status_code == 504 and "request_timeout_s" in reply.json()["error"]["message"]
@@ -124,7 +124,7 @@ def test_call_over_its_time_is_aborted_and_told():
         wait_for(lambda: running(case) == 0)
 
 
-def test_stream_without_news_says_a_comment_and_goes_on_when_there_are_some():
+def test_stream_without_output_sends_comments_and_continues_with_the_next_output():
     engine = EchoEngine()
     with serving(engine, keep_alive_s=0.1) as case:
         engine.pause()
@@ -139,7 +139,7 @@ def test_stream_without_news_says_a_comment_and_goes_on_when_there_are_some():
         assert text.split() == [str(token) for token in echo_tokens([1, 2, 3], 8)]
 
 
-def test_engine_that_fails_is_an_error_object_in_the_stream_and_health_says_so():
+def test_engine_failure_is_an_error_object_in_the_stream_and_fails_health():
     class Failing(EchoEngine):
         broken = False
 
@@ -165,14 +165,14 @@ def test_engine_that_fails_is_an_error_object_in_the_stream_and_health_says_so()
         case.replicas[0].failure = None
 
 
-def test_told_to_end_it_answers_what_is_under_way_and_nothing_new():
+def test_sigterm_finishes_running_calls_and_refuses_new_ones():
     with serving(EchoEngine(step_s=0.02), drain_timeout_s=20) as case:
         replies = []
         thread = threading.Thread(target=lambda: replies.append(post(case, COMPLETION, **ask(max_tokens=60))))
         thread.start()
         wait_for(lambda: running(case) == 1)
         with httpx.Client(base_url=case.url) as client:
-            case.front.end()
+            case.server.shut_down()
             wait_for(lambda: client.get("/health").json()["status"] == "draining")
             refused = client.post(COMPLETION, json=ask())
             assert refused.status_code == 503 and "retry-after" in refused.headers
@@ -183,29 +183,29 @@ def test_told_to_end_it_answers_what_is_under_way_and_nothing_new():
         assert not case.thread.is_alive()
 
 
-def test_what_is_not_done_when_the_time_to_drain_is_over_ends_with_an_error():
+def test_calls_that_outlast_the_drain_time_end_with_an_error():
     with serving(EchoEngine(step_s=0.02), drain_timeout_s=0.3) as case:
         chunks = []
         thread = threading.Thread(target=lambda: chunks.extend(stream(case, COMPLETION, **ask(max_tokens=5000))))
         thread.start()
         wait_for(lambda: running(case) == 1)
-        case.front.end()
+        case.server.shut_down()
         thread.join(10)
         case.thread.join(10)
         assert chunks[-1]["error"]["code"] == "shutting_down" and not case.thread.is_alive()
         wait_for(lambda: running(case) == 0)
 
 
-def test_told_twice_it_waits_for_nothing():
+def test_second_sigterm_waits_for_nothing():
     with serving(EchoEngine(step_s=0.02), drain_timeout_s=60) as case:
         reader = threading.Thread(target=lambda: _cut(case))
         reader.start()
         wait_for(lambda: running(case) == 1)
-        case.front.end()
+        case.server.shut_down()
         wait_for(lambda: case.http.get("/health").json()["status"] == "draining")
-        case.front.end()
+        case.server.shut_down()
         case.thread.join(10)
-        assert not case.thread.is_alive() and case.front.was_forced
+        assert not case.thread.is_alive() and case.server.was_forced
         reader.join(10)
 
 
@@ -217,7 +217,7 @@ def _cut(case):
     assert reply.status_code == 503
 
 
-def test_many_streams_at_once_are_each_complete():
+def test_many_concurrent_streams_are_each_complete():
     with serving(EchoEngine(step_s=0.002), EchoEngine(step_s=0.002)) as case:
         results = {}
 

@@ -1,4 +1,4 @@
-"""Clients that were written for other servers do their work against this one."""
+"""Clients written for other servers work against this one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from control_case import get, state_of, steered
+from control_case import get, serving_with_control, state_of
 from server_case import tokenizer
 
 from megatron_infer.config.inference import InferenceConfig
@@ -38,7 +38,7 @@ def served(model):
     """A server with a megatron-core model of the same weights."""
     settings = {"buffer_size_gb": 0.02, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 8}
     engine = engine_for(model, InferenceConfig(**settings, logprobs_mode="processed"))
-    with steered(engine, commands_of=lambda one: RemoteWeights(one).commands()) as case:
+    with serving_with_control(engine, commands_of=lambda one: RemoteWeights(one).commands()) as case:
         transfer = ServerWeights(case.url, max_bytes=20_000)
         sync(transfer, model)
         yield case, transfer
@@ -52,7 +52,7 @@ def sync(transfer, model):
 
 
 def expected_logprobs(model, sample):
-    """Of what the policy drew, by transformers' own forward."""
+    """Logprobs of the policy's sampled tokens by the forward of transformers."""
     ids = torch.as_tensor(sample.input_ids)
     with torch.no_grad():
         logits = model(ids[None]).logits[0].double()
@@ -60,13 +60,13 @@ def expected_logprobs(model, sample):
 
 
 def distinct_ids(completion_ids, **_):
-    """A reward function; workers are processes of their own, so it has a name they can import."""
+    """A reward function with a name that the worker processes can import."""
     return [float(len(set(ids))) for ids in completion_ids]
 
 
 @contextlib.contextmanager
 def rollouts(case, monkeypatch):
-    """TRL's own worker, in its own process, drawing groups of three from the server."""
+    """TRL's worker in its own process, sampling groups of three from the server."""
     import trl
     from trl.experimental.async_grpo import async_rollout_worker
 
@@ -126,7 +126,7 @@ def test_rollout_worker_of_trl_has_groups_with_the_policys_own_log_probabilities
             worker.check_health(60)
 
 
-def test_weights_that_go_to_the_server_are_there_whole_or_not_at_all():
+def test_weights_sent_to_the_server_are_applied_whole_or_not_at_all():
     old, new = trained(0), trained(1)
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 12, "temperature": 0, "return_token_ids": True}
     with served(old) as (case, transfer):

@@ -1,4 +1,4 @@
-"""Every operation is called as the OpenAPI document says and as it forbids; nothing fails, nothing wrong passes."""
+"""Each operation is called as the OpenAPI document allows and forbids; no valid call fails, no invalid one passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHECKS = (
 
 
 def run(case, folder, *, examples, seed=1):
-    """schemathesis against a server -> (exit code, what it says)."""
+    """schemathesis against a server -> (exit code, its output)."""
     command = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"]
     options = [f"{case.url}/openapi.json", "--checks", ",".join(CHECKS), "-H", f"Authorization: Bearer {KEY}"]
     options += ["--phases", "coverage,fuzzing", "--max-examples", str(examples), "--seed", str(seed)]
@@ -40,7 +40,7 @@ def run(case, folder, *, examples, seed=1):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_what_the_document_says_is_what_is_served(tmp_path):
+def test_openapi_document_matches_what_is_served(tmp_path):
     with serving(api_key=KEY) as case:
         case.http.headers["Authorization"] = f"Bearer {KEY}"
         before = free_blocks(case)

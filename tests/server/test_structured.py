@@ -1,4 +1,4 @@
-"""Answers that must be of a form: by OpenAI's response_format and vLLM's fields; what cannot be kept to is a 400."""
+"""Structured outputs by OpenAI's response_format and vLLM's fields; a schema that cannot be followed is a 400."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def schema_format(schema=SCHEMA):
     return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
 
 
-def test_a_json_schema_is_kept_to_whole_and_streamed_in_every_sample(client):
+def test_every_sample_follows_the_json_schema_whole_and_streamed(client):
     ask = {"model": "tiny", "messages": HI, "max_tokens": 150, "n": 2, "response_format": schema_format()}
     ask["extra_body"] = {"frequency_penalty": 0.2}
     for seed in range(3):
@@ -144,7 +144,7 @@ REFUSED = [
 ]
 
 
-def test_wrong_forms_are_refused_by_name_while_other_streams_flow(case):
+def test_wrong_structured_outputs_are_refused_by_name_while_other_streams_flow(case):
     seen = []
     done = threading.Event()
 
@@ -164,7 +164,7 @@ def test_wrong_forms_are_refused_by_name_while_other_streams_flow(case):
     assert done.is_set() and seen[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(case, monkeypatch):
+def test_a_grammar_that_takes_long_to_compile_delays_no_other_request(case, monkeypatch):
     whole, begun, go = GrammarCache._compile, threading.Event(), threading.Event()
 
     def slow(self, wanted):
@@ -186,8 +186,8 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(case, monkeypatch)
     assert replies[0].json()["choices"][0]["text"] == "slowww"
 
 
-def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_aborts(case, monkeypatch):
-    """The server knows the grammar; the engine has it to compile yet."""
+def test_an_engine_serves_others_and_takes_aborts_while_a_grammar_compiles(case, monkeypatch):
+    """The server has compiled the grammar; the engine has not."""
     engine = case.engines[0]
     grammars = engine.parts.input_processor.grammars.cache
     go, whole = threading.Event(), grammars._compile
@@ -206,7 +206,7 @@ def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_abo
     thread.start()
     time.sleep(0.3)
     assert post(case, COMPLETIONS, prompt="x", max_tokens=5).status_code == 200 and not replies
-    with pytest.raises(httpx.ReadTimeout):  # a client that goes away
+    with pytest.raises(httpx.ReadTimeout):  # a client that disconnects
         gone = {"prompt": "x", "max_tokens": 200, "guided_regex": "gone*", "ignore_eos": True}
         httpx.post(f"{case.url}{COMPLETIONS}", json=gone, timeout=0.5)
     time.sleep(0.3)
@@ -225,7 +225,7 @@ def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_abo
         ("json_schema", '{"type": "integer", "minimum": 10, "maximum": 12}', "1[0-2]"),
     ],
 )
-def test_sglang_s_fields_are_kept_to_in_each_prompt(case, field, value, pattern):
+def test_sglang_s_fields_apply_to_each_prompt(case, field, value, pattern):
     sampling = {"max_new_tokens": 30, field: value}
     replies = post(case, "/generate", text=["a", "b"], sampling_params=sampling).json()
     many = [sampling | {"sampling_seed": 3}, {"max_new_tokens": 4}]
@@ -244,7 +244,7 @@ def test_sglang_s_fields_are_kept_to_in_each_prompt(case, field, value, pattern)
         ({"json": {"const": "é"}, "disable_any_whitespace": True}, '"é"'),
     ],
 )
-def test_vllm_s_structured_outputs_are_kept_to_in_tokens(case, given, pattern):
+def test_tokens_follow_vllm_s_structured_outputs(case, given, pattern):
     sampling = {"max_tokens": 30, "n": 2, "structured_outputs": given}
     reply = post(case, "/inference/v1/generate", token_ids=[5, 6], sampling_params=sampling)
     for choice in reply.json()["choices"]:
@@ -257,7 +257,7 @@ def test_the_openapi_document_shows_the_fields(case):
         assert f'"{name}"' in shown
 
 
-def test_without_a_tokenizer_a_form_is_refused():
+def test_without_a_tokenizer_structured_output_is_refused():
     with serving(EchoEngine(), text=False) as one:
         reply = post(one, COMPLETIONS, prompt=[1, 2], max_tokens=2, guided_regex="a")
         assert reply.status_code == 400 and "needs a tokenizer" in reply.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Chat templates render as the models were trained, in a sandbox, and errors say what is wrong."""
+"""Chat templates render as in training, in a sandbox, and errors name what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text comes out piece by piece, whole, and never half a character."""
+"""Text comes in pieces that join to the whole and never cut a character."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_valid_text_comes_back_and_no_piece_holds_half_a_character(tokenizer, te
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from([BYTES, PIECES]), TEXT, TEXT)
 def test_output_continues_the_prompt(tokenizer, prompt, text):
-    """What is shown is the whole text less what the prompt shows: leading spaces and cut characters included."""
+    """The output is the whole text without the prompt's text: leading spaces and cut characters included."""
     if "\ufffd" in prompt + text:
         return
     prompt_ids = tokenizer.encode("h" + prompt, add_special=False)
@@ -79,7 +79,7 @@ def test_unfinished_character_is_shown_at_the_end_only():
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["bytes", "pieces"])
-def test_special_tokens_are_shown_only_when_asked(tokenizer):
+def test_special_tokens_are_shown_only_on_request(tokenizer):
     ids = [
         *tokenizer.encode("hello", add_special=False),
         tokenizer.eos_ids[0],

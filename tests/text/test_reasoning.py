@@ -1,4 +1,4 @@
-"""Thoughts and answer: every way of cutting a text gives the same two, and marks get into neither."""
+"""Reasoning and answer: every way of cutting a text gives the same two, and neither has a mark."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from megatron_infer.text.reasoning import REASONING, ReasoningParser
+from megatron_infer.text.reasoning_parsers import REASONING, ReasoningParser
 
 
-def told(name, pieces, prompt_end=""):
+def split(name, pieces, prompt_end=""):
     parser = ReasoningParser(REASONING[name], prompt_end)
     reasoning = content = ""
-    for said in [one for text in pieces for one in parser.feed(text)] + parser.finish():
-        assert said.reasoning or said.content
-        assert not (said.reasoning and content), "thoughts come first"
-        reasoning, content = reasoning + said.reasoning, content + said.content
+    for delta in [one for text in pieces for one in parser.feed(text)] + parser.finish():
+        assert delta.reasoning or delta.content
+        assert not (delta.reasoning and content), "thoughts come first"
+        reasoning, content = reasoning + delta.reasoning, content + delta.content
     return reasoning, content
 
 
@@ -42,13 +42,13 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "prompt_end", "text", "reasoning", "content"), CASES)
 def test_every_way_of_cutting_a_text_gives_the_same_thoughts_and_answer(name, prompt_end, text, reasoning, content):
-    assert told(name, [text], prompt_end) == (reasoning, content)
-    assert told(name, list(text), prompt_end) == (reasoning, content)
+    assert split(name, [text], prompt_end) == (reasoning, content)
+    assert split(name, list(text), prompt_end) == (reasoning, content)
     for at in range(len(text)):
-        assert told(name, [text[:at], text[at:]], prompt_end) == (reasoning, content), (text[:at], text[at:])
+        assert split(name, [text[:at], text[at:]], prompt_end) == (reasoning, content), (text[:at], text[at:])
 
 
-def test_any_text_at_all_is_told_the_same_for_every_cut():
+def test_any_text_at_all_is_split_the_same_for_every_cut():
     draw = random.Random(3)
     fragments = [
         "<think>",
@@ -66,7 +66,7 @@ def test_any_text_at_all_is_told_the_same_for_every_cut():
         text = text[: draw.randrange(len(text) + 1)] if draw.random() < 0.3 else text
         for name in REASONING:
             for end in ("", "<think>\n", "</think>"):
-                wanted = told(name, [text], end)
-                assert told(name, list(text), end) == wanted, (name, end, text)
+                wanted = split(name, [text], end)
+                assert split(name, list(text), end) == wanted, (name, end, text)
                 at = draw.randrange(len(text) + 1)
-                assert told(name, [text[:at], text[at:]], end) == wanted, (name, end, text, at)
+                assert split(name, [text[:at], text[at:]], end) == wanted, (name, end, text, at)

@@ -1,4 +1,4 @@
-"""Tokenizers come from directories as they were saved, and refuse what is damaged."""
+"""Tokenizers load as they were saved, and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -85,6 +85,6 @@ def test_missing_or_damaged_files_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("text", [None, 3, b"bytes", "lone \ud800 surrogate"])
-def test_what_is_no_text_is_refused(text):
+def test_non_text_is_refused(text):
     with pytest.raises(InvalidPrompt):
         byte_level().encode(text)

@@ -1,4 +1,4 @@
-"""Calls in text: every way of cutting a text into pieces gives the same message, and no mark gets into content."""
+"""Tool calls in text: every way of cutting a text gives the same message, and content has no mark."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ TOOLS = frozenset({"get_weather", "add", "f"})
 
 
 def message(name, pieces, tools=TOOLS):
-    """(content, [(name, arguments), ...]) of a text that comes in these pieces, then its end."""
+    """(content, [(name, arguments), ...]) of a text that arrives in these pieces and ends."""
     parser = CallParser(FORMATS[name], tools)
     content, calls = "", []
-    said = [piece for text in pieces for piece in parser.feed(text)] + parser.finish()
-    for piece in said:
-        if piece.call is None:
-            assert piece.content and piece.name is None and not piece.arguments
-            content += piece.content
-        elif piece.name is not None:
-            assert piece.call == len(calls), "calls begin in their order"
-            calls.append([piece.name, piece.arguments])
+    deltas = [piece for text in pieces for piece in parser.feed(text)] + parser.finish()
+    for delta in deltas:
+        if delta.call is None:
+            assert delta.content and delta.name is None and not delta.arguments
+            content += delta.content
+        elif delta.name is not None:
+            assert delta.call == len(calls), "calls begin in their order"
+            calls.append([delta.name, delta.arguments])
         else:
-            assert piece.call == len(calls) - 1 and piece.arguments, "arguments follow their name"
-            calls[-1][1] += piece.arguments
+            assert delta.call == len(calls) - 1 and delta.arguments, "arguments follow their name"
+            calls[-1][1] += delta.arguments
     assert parser.num_calls == len(calls)
     return content, [tuple(call) for call in calls]
 
@@ -145,6 +145,6 @@ def test_written_calls_are_read_back_by_every_format():
         ("{{ tools }} in words of its own", True, None),
     ],
 )
-def test_format_is_the_one_that_the_template_teaches(template, knows, name):
+def test_format_follows_the_template(template, knows, name):
     form = format_of(template, knows_tools=knows)
     assert (None if form is None else form.name) == name

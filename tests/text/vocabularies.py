@@ -1,4 +1,4 @@
-"""Small tokenizers for tests, made on the spot."""
+"""Small tokenizers built for tests."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from megatron_infer.kernels.triton.launch import unavailable
-from megatron_infer.testing.launches import noting
+from megatron_infer.testing.launches import recording
 
 LAUNCHES_VARIABLE = "MEGATRON_INFER_LAUNCHES"
 """A folder: what tests launch is noted there, for `tools/aot_compile.py --launches` to compile."""
@@ -23,7 +23,7 @@ LAUNCHES_VARIABLE = "MEGATRON_INFER_LAUNCHES"
 def launches():
     """Every launch of a session, noted where that was asked for."""
     folder = os.environ.get(LAUNCHES_VARIABLE)
-    with noting(Path(folder), "megatron_infer.kernels") if folder else contextlib.nullcontext():
+    with recording(Path(folder), "megatron_infer.kernels") if folder else contextlib.nullcontext():
         yield
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_infer.kernels.triton.launch import launch
-from megatron_infer.testing.launches import noting
+from megatron_infer.testing.launches import recording
 
 pytestmark = pytest.mark.triton
 
@@ -134,7 +134,7 @@ def test_what_a_run_launched_and_no_list_names_is_compiled_as_it_was_launched(tm
     monkeypatch.syspath_prepend(str(tmp_path))
     kernels = importlib.import_module("launching.kernels")
     x_X = torch.ones(256)
-    with noting(tmp_path / "launches", "launching"):
+    with recording(tmp_path / "launches", "launching"):
         launch(kernels.scaled, (1,), x_X, torch.empty(256), 40, 2, N=64, num_warps=4)  # as the list has it
         launch(kernels.product, (1,), x_X.half(), torch.empty(256), N=16, K=8, num_warps=4)  # the interpreter takes it
         launch(kernels.scaled, (1,), x_X[1:], torch.empty(256), 16, 1, N=32, num_warps=4)

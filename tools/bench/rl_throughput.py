@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from megatron_infer.cli.bench_peers import load_transformers
+from megatron_infer.cli.bench_transformers import load_transformers
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.entrypoints.llm import chat_prompt

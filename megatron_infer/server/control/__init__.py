@@ -1,26 +1,33 @@
-"""Steering the engines over HTTP: one state machine (machine.py), the routes that two families of RL loops know."""
+"""Control of the engines over HTTP, for RL loops: vLLM's routes and SGLang's, on one state machine.
+
+vllm_routes, sglang_routes      pause, sleep, weights             vllm_generate, sglang_generate     requests
+        |                                                                 |
+WeightUpdates --> ControlMachine (state_machine.py)               generation.py
+                      |   admits or delays requests while the state changes
+                  Fanout: one command to all replicas, undone where some failed
+"""
 
 from __future__ import annotations
 
-from megatron_infer.server.control import info, sglang, sglang_generate, vllm, vllm_generate
-from megatron_infer.server.control.common import Dialect
+from megatron_infer.server.control import server_info, sglang_generate, sglang_routes, vllm_generate, vllm_routes
+from megatron_infer.server.control.control_routes import ControlRoutes
 from megatron_infer.server.control.state_machine import ControlMachine
-from megatron_infer.server.control.weight_updates import Updates
+from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.routes import App
-from megatron_infer.server.settings import ServerConfig
-from megatron_infer.server.structured_fields import Fields
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 
-def register(app: App, service: EngineClient, settings: ServerConfig) -> None:
-    """Every route; without `control` the application only learns which paths there would be."""
-    machine, dialect = ControlMachine(service, max_waiting=settings.max_queue), Dialect(app, settings)
-    updates = Updates(machine)
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+    """Every control route; without `ServerConfig.control` the server only knows their paths."""
+    machine, control_routes = ControlMachine(client, max_waiting=settings.max_queue), ControlRoutes(routes, settings)
+    updates = WeightUpdates(machine)
     if settings.control:
-        service.gates.append(machine.admit)
-    vllm.register(dialect, machine, updates)
-    sglang.register(dialect, machine, updates)
-    info.register(dialect, machine)
-    fields = Fields(service, settings)
-    vllm_generate.register(dialect, machine, service, fields)
-    sglang_generate.register(dialect, machine, service, fields)
+        client.admission_hooks.append(machine.admit)
+    vllm_routes.register(control_routes, machine, updates)
+    sglang_routes.register(control_routes, machine, updates)
+    server_info.register(control_routes, machine)
+    fields = StructuredOutputFields(client, settings)
+    vllm_generate.register(control_routes, machine, fields)
+    sglang_generate.register(control_routes, machine, fields)

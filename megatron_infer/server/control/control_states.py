@@ -1,13 +1,13 @@
-"""The states that engines are in as a loop sees them, and what may be asked in each: one table.
+"""The control states of the engines, and the commands that are allowed in each.
 
             pause                       sleep (release)
 SERVING -----------> PAUSED      SERVING, PAUSED, ASLEEP ------> ASLEEP(tags)
-   ^  ^---- resume ----+            ^                               | wake_up: of the last tag
+   ^  ^---- resume ----+            ^                               | wake_up of the last tag
    |                                +-------------------------------+
    |   start                     finish, cancel
-   +---------> UPDATING ------------------------> where it was (SERVING, PAUSED, ASLEEP without its weights' tag)
+   +---------> UPDATING ------------------------> state before (SERVING, PAUSED, ASLEEP without the tag weights)
 
-SPOILED: the weights are not whole; the next update that is finished leads to where it was before
+SPOILED: the weights are incomplete; the next update that finishes leads to the state before
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class State(str, Enum):
+class ControlState(str, Enum):
     SERVING = "SERVING"
     PAUSED = "PAUSED"
-    """Requests stand still or have ended; new ones wait. Memory is untouched."""
+    """Requests are frozen or have ended; new ones wait. Memory is kept."""
     ASLEEP = "ASLEEP"
-    """Memory of some tags is given back; new requests are refused."""
+    """Memory of some tags is released; new requests are refused."""
     UPDATING = "UPDATING"
-    """Weights are being written; nothing is computed, new requests wait."""
+    """Weights are being written; no step runs, new requests wait."""
     SPOILED = "SPOILED"
-    """The weights are not whole; nothing is computed, new requests wait."""
+    """The weights are incomplete; no step runs, new requests wait."""
 
 
 WEIGHTS, GRAPHS, KV_CACHE = "weights", "graphs", "kv_cache"
@@ -34,15 +34,15 @@ TAGS = (WEIGHTS, GRAPHS, KV_CACHE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlStatus:
-    """Where all engines stand."""
+    """The control state of all engines together."""
 
-    state: State = State.SERVING
+    state: ControlState = ControlState.SERVING
     detail: str = ""
-    """Of PAUSED: the mode."""
+    """The pause mode, when PAUSED."""
     tags: tuple[str, ...] = ()
-    """Of ASLEEP: whose memory is away; () where only the scheduling stands still (level 0)."""
+    """The released tags, when ASLEEP; () where only scheduling is stopped (level 0)."""
     before: ControlStatus | None = None
-    """Of ASLEEP, UPDATING and SPOILED: where the last wake_up or the end of the update leads."""
+    """The status that the last wake_up or the end of the update leads to, when ASLEEP, UPDATING or SPOILED."""
 
     @property
     def name(self) -> str:
@@ -51,47 +51,47 @@ class ControlStatus:
 
     @property
     def refuses_requests(self) -> bool:
-        return self.state is State.ASLEEP and bool(self.tags)
+        return self.state is ControlState.ASLEEP and bool(self.tags)
 
     @property
     def has_weights(self) -> bool:
-        return not (self.state is State.ASLEEP and WEIGHTS in self.tags)
+        return not (self.state is ControlState.ASLEEP and WEIGHTS in self.tags)
 
 
 SERVING = ControlStatus()
 
-_STILL = (State.SERVING, State.PAUSED)
-ALLOWED: dict[str, tuple[State, ...]] = {
-    "pause": _STILL,
-    "resume": _STILL,
-    "sleep": (*_STILL, State.ASLEEP),
-    "wake_up": (State.ASLEEP,),
-    "reset_prefix_cache": (*_STILL, State.ASLEEP),
-    "set_version": (*_STILL, State.ASLEEP),
-    "start_update": (*_STILL, State.ASLEEP, State.SPOILED),
-    "write_weights": (State.UPDATING,),
-    "finish_update": (State.UPDATING,),
-    "cancel_update": (State.UPDATING,),
-    "load_update": (*_STILL, State.ASLEEP, State.SPOILED),
-    "check_weights": (*_STILL, State.ASLEEP, State.SPOILED),
-    "spoil_weights": (*_STILL, State.ASLEEP, State.SPOILED),
+_AWAKE = (ControlState.SERVING, ControlState.PAUSED)
+ALLOWED: dict[str, tuple[ControlState, ...]] = {
+    "pause": _AWAKE,
+    "resume": _AWAKE,
+    "sleep": (*_AWAKE, ControlState.ASLEEP),
+    "wake_up": (ControlState.ASLEEP,),
+    "reset_prefix_cache": (*_AWAKE, ControlState.ASLEEP),
+    "set_version": (*_AWAKE, ControlState.ASLEEP),
+    "start_update": (*_AWAKE, ControlState.ASLEEP, ControlState.SPOILED),
+    "write_weights": (ControlState.UPDATING,),
+    "finish_update": (ControlState.UPDATING,),
+    "cancel_update": (ControlState.UPDATING,),
+    "load_update": (*_AWAKE, ControlState.ASLEEP, ControlState.SPOILED),
+    "check_weights": (*_AWAKE, ControlState.ASLEEP, ControlState.SPOILED),
+    "spoil_weights": (*_AWAKE, ControlState.ASLEEP, ControlState.SPOILED),
 }
-"""What changes something -> the states it may be asked in; requests, aborts and questions: in every state."""
+"""Command -> the states it is allowed in. Requests, aborts and queries are allowed in every state."""
 NEEDS_WEIGHTS = ("start_update", "load_update", "check_weights", "spoil_weights", "set_version")
-"""Not while the weights' memory is given back."""
-WAY_OUT = {
-    State.SERVING: "pause, sleep or start a weight update first",
-    State.PAUSED: "resume (continue_generation), or go to sleep first",
-    State.ASLEEP: "wake up (resume_memory_occupation) first",
-    State.UPDATING: "finish or cancel the weight update first",
-    State.SPOILED: "finish an update that writes every tensor first",
+"""Not allowed while the memory of the weights is released."""
+REMEDY = {
+    ControlState.SERVING: "pause, sleep or start a weight update first",
+    ControlState.PAUSED: "resume (continue_generation), or go to sleep first",
+    ControlState.ASLEEP: "wake up (resume_memory_occupation) first",
+    ControlState.UPDATING: "finish or cancel the weight update first",
+    ControlState.SPOILED: "finish an update that writes every tensor first",
 }
 
 
-def refusal(command: str, standing: ControlStatus) -> str | None:
-    """Why `command` cannot be done now, and what to do first; None: it can."""
-    if standing.state not in ALLOWED[command]:
-        return f"{command} while the engines are {standing.name}: {WAY_OUT[standing.state]}"
-    if command in NEEDS_WEIGHTS and not standing.has_weights:
-        return f"{command} while the engines are {standing.name}: wake up (resume) the tag weights first"
+def refusal(command: str, status: ControlStatus) -> str | None:
+    """Why `command` is not allowed now, with the remedy; None: it is allowed."""
+    if status.state not in ALLOWED[command]:
+        return f"{command} while the engines are {status.name}: {REMEDY[status.state]}"
+    if command in NEEDS_WEIGHTS and not status.has_weights:
+        return f"{command} while the engines are {status.name}: wake up (resume) the tag weights first"
     return None

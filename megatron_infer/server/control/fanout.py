@@ -1,4 +1,4 @@
-"""Commands for all replicas: each is carried out by all of them, or taken back where it was."""
+"""Commands to all replicas: each is carried out by all of them, or the caller undoes it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from megatron_infer.server.http_errors import RETRY_AFTER_S, ApiError
 
 log = logging.getLogger("megatron_infer.server")
 
-CALLERS_FAULT = ("ConfigError", "RequestError", "WeightUpdateError", "ModelError", "InvalidPrompt")
+CLIENT_ERRORS = ("ConfigError", "RequestError", "WeightUpdateError", "ModelError", "InvalidPrompt")
+"""Errors of replicas that the client's arguments caused."""
 
 
 class FanoutFailed(ApiError):
-    """A command that not every replica carried out; the reply names them, the phase and the state that is left."""
+    """A command that not every replica carried out; the reply has these replicas, the phase and the state now."""
 
     def __init__(
         self, status: int, message: str, *, code: str, state: str, phase: str, replicas: list[dict[str, str]]
@@ -32,49 +33,52 @@ class FanoutFailed(ApiError):
 
 
 class Fanout:
-    """Gives commands by the coordinator, within a deadline each."""
+    """Sends commands to all replicas through the coordinator, each with a deadline."""
 
-    def __init__(self, service: EngineClient, *, timeout_s: float) -> None:
-        self._service, self._timeout_s = service, timeout_s
+    def __init__(self, client: EngineClient, *, timeout_s: float) -> None:
+        self._client, self._timeout_s = client, timeout_s
 
-    async def give(self, command: str, phase: str, standing: str, **args: Any) -> dict[str, Any]:
-        """Every replica's value by its name. Raises FanoutFailed; what some of them did the caller has to undo."""
-        answers = await self.ask(command, **args)
+    async def run(self, command: str, phase: str, state: str, **args: Any) -> dict[str, Any]:
+        """Every replica's value by its name. phase, state: for the error.
+
+        Raises FanoutFailed; the caller has to undo the command on the replicas that carried it out.
+        """
+        answers = await self._send(command, **args)
         failed = {name: answer for name, answer in answers.items() if not answer.ok}
         if not answers:
             message = f"{phase}: no engine is there to do it; ask again in a moment"
-            raise FanoutFailed(503, message, code="no_engine", state=standing, phase=phase, replicas=[])
+            raise FanoutFailed(503, message, code="no_engine", state=state, phase=phase, replicas=[])
         if failed:
-            raise _failure(failed, len(answers), phase, standing)
+            raise _failure(failed, len(answers), phase, state)
         return {name: answer.value for name, answer in answers.items()}
 
     async def undo(self, command: str, **args: Any) -> Mapping[str, protocol.Answer]:
-        """Take something back: errors of those that have nothing to take back are no news -> every answer."""
-        answers = await self.ask(command, **args)
+        """Send a command that undoes another -> every answer. Errors are logged: not every replica has to undo it."""
+        answers = await self._send(command, **args)
         for name, answer in answers.items():
             if not answer.ok:
-                log.warning("taking back, %s on replica %s: %s", command, name, answer.message)
+                log.warning("undo, %s on replica %s: %s", command, name, answer.message)
         return answers
 
-    async def ask(self, command: str, **args: Any) -> dict[str, protocol.Answer]:
+    async def _send(self, command: str, **args: Any) -> dict[str, protocol.Answer]:
         try:
-            return await self._service.client.control(command, timeout_s=self._timeout_s, check=False, **args)
+            return await self._client.coordinator.control(command, timeout_s=self._timeout_s, check=False, **args)
         except InferenceError as error:
             return {"coordinator": protocol.Answer(ok=False, kind=type(error).__name__, message=str(error))}
 
 
-def _failure(failed: Mapping[str, protocol.Answer], total: int, phase: str, standing: str) -> FanoutFailed:
+def _failure(failed: Mapping[str, protocol.Answer], total: int, phase: str, state: str) -> FanoutFailed:
     kinds = {answer.kind for answer in failed.values()}
     status, code = 500, "engine_error"
     if kinds == {"WrongState"}:
         status, code = 409, "wrong_state"
-    elif kinds <= set(CALLERS_FAULT):
+    elif kinds <= set(CLIENT_ERRORS):
         status, code = 400, "invalid_value"
     elif "ConnectionLost" in kinds:
         status, code = 503, "engine_unavailable"
     elif "TransitionTimeout" in kinds:
         status, code = 504, "timeout"
     texts = "; ".join(f"replica {name}: {answer.message}" for name, answer in failed.items())
-    message = f"{phase} failed on {len(failed)} of {total} replicas, {texts}; the engines are {standing}"
+    message = f"{phase} failed on {len(failed)} of {total} replicas, {texts}; the engines are {state}"
     replicas = [{"name": name, "kind": one.kind, "message": one.message} for name, one in failed.items()]
-    return FanoutFailed(status, message, code=code, state=standing, phase=phase, replicas=replicas)
+    return FanoutFailed(status, message, code=code, state=state, phase=phase, replicas=replicas)

@@ -1,4 +1,4 @@
-"""Where new weights come from: a path below the root that the operator allows, or a body of safetensors bytes."""
+"""Sources of new weights: a path below `weights_root`, or a request body in safetensors format."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import msgspec
 
 from megatron_infer.server.http_errors import ApiError, bad_request
 
-MAX_HEADER = 16 << 20
-MAX_NAME = 512
-PIECE = 4 << 20
-"""Bytes of one message to the replicas."""
-SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+MAX_HEADER_BYTES = 16 << 20
+MAX_NAME_CHARS = 512
+CHUNK_BYTES = 4 << 20
+"""Bytes of a tensor in one message to the replicas."""
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 def checked_path(path: str, root: str | None) -> str:
     """The real path of weights below `root`: a .safetensors file, a directory of them, or a torch_dist checkpoint.
 
-    Raises ApiError 400, or 403 for what lies elsewhere; it says nothing of what there is outside the root.
+    Raises ApiError 400, or 403 for a path outside the root, whose files it does not reveal.
     """
     if root is None:
         text = "this server reads no weights from files: start it with --weights-root DIR, or send them as a body"
@@ -56,8 +56,8 @@ def _is_below(path: str, root: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A tensor in a body."""
+class TensorEntry:
+    """A tensor in a safetensors body, at data[start:end]."""
 
     name: str
     dtype: str
@@ -65,29 +65,28 @@ class Entry:
     start: int
     end: int
 
-    def pieces(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Arguments of `write_weights`; one piece for a tensor without elements."""
-        first = {"name": self.name, "dtype": self.dtype, "shape": self.shape}
-        for at in range(self.start, max(self.end, self.start + 1), PIECE):
-            yield {**first, "offset": at - self.start, "data": data[at : min(at + PIECE, self.end)]}
+    def chunks(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Arguments of `write_weights` for each chunk; a tensor without elements has one."""
+        tensor = {"name": self.name, "dtype": self.dtype, "shape": self.shape}
+        for at in range(self.start, max(self.end, self.start + 1), CHUNK_BYTES):
+            yield {**tensor, "offset": at - self.start, "data": data[at : min(at + CHUNK_BYTES, self.end)]}
 
 
-def entries_of(data: bytes) -> list[Entry]:
-    """The tensors of a safetensors body, in their order there. Raises ApiError 400 for anything that is not one.
+def entries_of(data: bytes) -> list[TensorEntry]:
+    """The tensors of a safetensors body, in the order of their bytes. Raises ApiError 400 for another format.
 
-    Eight bytes of length, a JSON header, the tensors' bytes one behind the other without a gap: nothing is executed.
+    Format: eight bytes with the header's length, a JSON header, the tensors' bytes without gaps. No code is executed.
     """
     length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or not 0 < length <= min(MAX_HEADER, len(data) - 8):
+    if len(data) < 8 or not 0 < length <= min(MAX_HEADER_BYTES, len(data) - 8):
         raise _no_safetensors("it does not begin with the length of a header")
     try:
         header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, dict[str, Any]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise _no_safetensors("its header is no JSON object of tensors") from None
     header.pop("__metadata__", None)
-    base, found = 8 + length, []
-    for name, about in header.items():
-        found.append(_entry(name, about, base))
+    base = 8 + length
+    found = [_entry(name, about, base) for name, about in header.items()]
     found.sort(key=lambda entry: (entry.start, entry.end))
     at = base
     for entry in found:
@@ -99,22 +98,23 @@ def entries_of(data: bytes) -> list[Entry]:
     return found
 
 
-def _entry(name: str, about: dict[str, Any], base: int) -> Entry:
-    if not 0 < len(name) <= MAX_NAME:
-        raise _no_safetensors(f"a name has {len(name)} characters, the limit is {MAX_NAME}")
+def _entry(name: str, about: dict[str, Any], base: int) -> TensorEntry:
+    """about: the tensor's part of the header. base: where the tensors' bytes begin."""
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        raise _no_safetensors(f"a name has {len(name)} characters, the limit is {MAX_NAME_CHARS}")
     dtype: Any = about.get("dtype")
     shape: Any = about.get("shape")
     offsets: Any = about.get("data_offsets")
-    if dtype not in SIZES:
-        raise _no_safetensors(f"{name} is {str(dtype)[:40]}; known are {', '.join(SIZES)}")
+    if dtype not in DTYPE_BYTES:
+        raise _no_safetensors(f"{name} is {str(dtype)[:40]}; known are {', '.join(DTYPE_BYTES)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > 8:
         raise _no_safetensors(f"{name} has no shape and data_offsets")
-    size = SIZES[dtype]
+    size = DTYPE_BYTES[dtype]
     for dimension in shape:
         size *= dimension
     if offsets[1] - offsets[0] != size:
         raise _no_safetensors(f"{name} has {offsets[1] - offsets[0]:,} bytes, its shape and dtype make {size:,}")
-    return Entry(name=name, dtype=dtype, shape=shape, start=base + offsets[0], end=base + offsets[1])
+    return TensorEntry(name=name, dtype=dtype, shape=shape, start=base + offsets[0], end=base + offsets[1])
 
 
 def _are_sizes(values: Any) -> bool:

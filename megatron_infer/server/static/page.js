@@ -1,19 +1,19 @@
 "use strict";
-// The figures come from /v1/status once a second, chats from /v1/chat/completions. Texts go to the page as text only.
+// Figures come from /v1/status once a second, chats from /v1/chat/completions. Texts are inserted as text, never as HTML.
 
 const KINDS = ["used", "cached", "paused", "free"];
 const EVERY_MS = 1000;
-const WINDOW_S = 3; // tokens/s are those of the last seconds
-const HISTORY = 120; // looks that the curve shows
+const WINDOW_S = 3; // tokens/s over this time
+const HISTORY = 120; // points of the curve
 const MAX_CELLS = 1200;
 const $ = (id) => document.getElementById(id);
 
-let key = ""; // in memory only: gone with the page
+let key = ""; // never stored
 let asksKey = false;
-const looks = []; // {time, tokens} of the last WINDOW_S
+const samples = []; // {time, tokens} of the last WINDOW_S
 const rates = [];
 let messages = [];
-let asking = null; // AbortController of the reply under way
+let pending = null; // AbortController of the running reply
 
 function headers() {
   const all = { "Content-Type": "application/json" };
@@ -31,7 +31,7 @@ async function reason(reply) {
 
 // ---------------------------------------------------------------- figures
 
-async function look() {
+async function refresh() {
   if (asksKey) return;
   let status;
   try {
@@ -65,8 +65,8 @@ function state(kind, text, title = "") {
 function show(status) {
   const total = (name) => status.replicas.reduce((sum, one) => sum + one[name], 0);
   const states = [...new Set(status.replicas.map((one) => one.state))];
-  const standing = status.status === "ok" && states.some((one) => one !== "running") ? states.join(", ") : status.status;
-  state(standing === "ok" ? "ok" : "bad", standing);
+  const shown = status.status === "ok" && states.some((one) => one !== "running") ? states.join(", ") : status.status;
+  state(shown === "ok" ? "ok" : "bad", shown);
   $("model").textContent = status.model;
   $("running").textContent = total("running");
   $("paused").textContent = total("paused");
@@ -77,11 +77,11 @@ function show(status) {
 }
 
 function measure(time, tokens) {
-  const last = looks[looks.length - 1];
-  if (last && (tokens < last.tokens || time <= last.time)) looks.length = 0; // an engine began anew
-  looks.push({ time, tokens });
-  while (looks.length > 2 && time - looks[1].time >= WINDOW_S) looks.shift();
-  const first = looks[0];
+  const last = samples[samples.length - 1];
+  if (last && (tokens < last.tokens || time <= last.time)) samples.length = 0; // an engine was restarted
+  samples.push({ time, tokens });
+  while (samples.length > 2 && time - samples[1].time >= WINDOW_S) samples.shift();
+  const first = samples[0];
   const rate = time > first.time ? (tokens - first.tokens) / (time - first.time) : 0;
   $("rate").textContent = rate < 10 ? rate.toFixed(1) : Math.round(rate).toLocaleString();
   rates.push(rate);
@@ -148,7 +148,7 @@ function showReplicas(replicas) {
 }
 
 function drawBlocks(canvas, blocks) {
-  // A cell stands for one block, or for as many as keep the map below MAX_CELLS.
+  // A cell is one block, or as many as keep the map below MAX_CELLS.
   const total = KINDS.reduce((sum, kind) => sum + blocks[kind], 0);
   const each = Math.max(1, Math.ceil(total / MAX_CELLS));
   const cells = KINDS.flatMap((kind) => Array(Math.ceil(blocks[kind] / each)).fill(kind));
@@ -162,32 +162,32 @@ function drawBlocks(canvas, blocks) {
   });
 }
 
-// ---------------------------------------------------------------- steering
+// ---------------------------------------------------------------- control
 
-const FITS = { // path -> states of an engine that it leads out of
+const ALLOWED_IN = { // path -> engine states in which it has an effect
   "/pause": ["running"],
   "/resume": ["paused"],
   "/sleep": ["running", "paused"],
   "/wake_up": ["suspended"],
 };
-let steering = false;
+let isControlling = false;
 
 function showControls(paths, states) {
   let any = false;
   for (const button of $("controls").querySelectorAll("button")) {
     const path = button.dataset.path;
     button.hidden = !paths.includes(path);
-    button.disabled = steering || !states.some((one) => FITS[path].includes(one));
+    button.disabled = isControlling || !states.some((one) => ALLOWED_IN[path].includes(one));
     any ||= !button.hidden;
   }
   $("controls").hidden = !any;
 }
 
-async function steer(button) {
+async function control(button) {
   const note = $("control-note");
   note.className = "note";
   note.textContent = `${button.textContent} ...`;
-  steering = button.disabled = true;
+  isControlling = button.disabled = true;
   try {
     const path = button.dataset.path + (button.dataset.query || "");
     const reply = await fetch(path, { method: "POST", headers: headers(), body: "{}" });
@@ -197,8 +197,8 @@ async function steer(button) {
     note.textContent = String(error.message || error);
     note.classList.add("bad");
   }
-  steering = false;
-  look();
+  isControlling = false;
+  refresh();
 }
 
 // ---------------------------------------------------------------- chat
@@ -218,14 +218,14 @@ function addTurn(role, text) {
 }
 
 async function ask(text) {
-  const chat = messages; // a new chat, begun meanwhile, is another list
+  const chat = messages; // New chat replaces the list
   chat.push({ role: "user", content: text });
   addTurn("user", text);
   const [who, body] = addTurn("assistant", "");
-  asking = new AbortController();
+  pending = new AbortController();
   $("stop").hidden = false;
   $("send").disabled = true;
-  $("log").setAttribute("aria-busy", "true"); // read out when it is whole
+  $("log").setAttribute("aria-busy", "true"); // screen readers read it when it is complete
   const began = performance.now();
   let answer = "";
   let first = 0;
@@ -235,7 +235,7 @@ async function ask(text) {
     const reply = await fetch("/v1/chat/completions", {
       method: "POST",
       headers: headers(),
-      signal: asking.signal,
+      signal: pending.signal,
       body: JSON.stringify({
         messages: chat,
         stream: true,
@@ -270,8 +270,8 @@ async function ask(text) {
     who.classList.toggle("bad", failed !== "stopped");
   }
   if (answer) chat.push({ role: "assistant", content: answer });
-  else chat.pop(); // a question without an answer is not told again
-  asking = null;
+  else chat.pop(); // a question without an answer is not sent again
+  pending = null;
   $("stop").hidden = true;
   $("send").disabled = false;
   $("log").setAttribute("aria-busy", "false");
@@ -292,12 +292,12 @@ async function* events(stream) {
   }
 }
 
-// ---------------------------------------------------------------- what a person does
+// ---------------------------------------------------------------- input
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("text").value.trim();
-  if (!text || asking) return;
+  if (!text || pending) return;
   $("text").value = "";
   ask(text);
 });
@@ -306,9 +306,9 @@ $("text").addEventListener("keydown", (event) => {
   event.preventDefault();
   $("ask").requestSubmit();
 });
-$("stop").addEventListener("click", () => asking && asking.abort());
+$("stop").addEventListener("click", () => pending && pending.abort());
 $("clear").addEventListener("click", () => {
-  if (asking) asking.abort();
+  if (pending) pending.abort();
   messages = [];
   $("log").replaceChildren();
   $("text").focus();
@@ -318,13 +318,13 @@ $("key-form").addEventListener("submit", (event) => {
   key = $("key").value.trim();
   $("key").value = "";
   asksKey = false;
-  look();
+  refresh();
 });
-for (const button of $("controls").querySelectorAll("button")) button.addEventListener("click", () => steer(button));
+for (const button of $("controls").querySelectorAll("button")) button.addEventListener("click", () => control(button));
 
 async function watch() {
   for (;;) {
-    if (!document.hidden) await look();
+    if (!document.hidden) await refresh();
     await new Promise((next) => setTimeout(next, EVERY_MS));
   }
 }

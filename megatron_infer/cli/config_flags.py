@@ -1,0 +1,126 @@
+"""Command-line flags for the options of `InferenceConfig`, generated from the dataclass."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+from megatron_infer.config import inference as config_module
+from megatron_infer.config.checks import LOGPROBS_MODES
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.machine_defaults import machine_config, machine_defaults
+from megatron_infer.config.model_shape import ModelShape
+
+NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types")
+"""Objects of a running process, which a command line cannot give."""
+RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
+"""Options whose names are sampling flags on a command line."""
+BY_MODEL = ("prefix_caching_mamba_gb",)
+"""Options whose defaults depend on the model, see `config.machine_defaults`."""
+DEST_PREFIX = "config_"
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """One flag for every option that a command line can give, in the group "engine"."""
+    group = parser.add_argument_group("engine", "options of InferenceConfig")
+    docs = field_docs()
+    by_machine = machine_defaults(is_cuda=False, available_bytes=0)
+    for item in dataclasses.fields(InferenceConfig):
+        if item.name in NOT_FLAGS:
+            continue
+        default = "chosen for the machine" if item.name in by_machine else f"default {_shown(item.default)}"
+        default = "chosen for the model" if item.name in BY_MODEL else default
+        group.add_argument(
+            flag_of(item.name),
+            dest=DEST_PREFIX + item.name,
+            default=argparse.SUPPRESS,
+            help=f"{docs[item.name]} ({default})".replace("%", "%%"),
+            **_parsing_of(item.name, str(item.type), item.default),
+        )
+
+
+def config_from(
+    args: argparse.Namespace, shape: ModelShape | None, *, is_cuda: bool, available_bytes: int
+) -> InferenceConfig:
+    """The config of a command line: its flags, and for the rest what suits the model, the device and its free memory.
+
+    Raises ConfigError or NotImplementedError, as InferenceConfig does.
+    """
+    return machine_config(given(args), shape, is_cuda=is_cuda, available_bytes=available_bytes)
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that the command line gives."""
+    names = (item.name for item in dataclasses.fields(InferenceConfig))
+    return {name: getattr(args, DEST_PREFIX + name) for name in names if hasattr(args, DEST_PREFIX + name)}
+
+
+def flag_of(name: str) -> str:
+    """The flag of an option: --block-size-tokens."""
+    return "--" + RENAMED.get(name, name).replace("_", "-")
+
+
+def field_docs() -> dict[str, str]:
+    """The docstring of each option of InferenceConfig, as one line."""
+    return docs_of(InferenceConfig)
+
+
+def docs_of(config: type) -> dict[str, str]:
+    """The docstring of each field of a dataclass, as one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs = {}
+    for field, below in pairwise(body):
+        if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
+            continue
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def _shown(default: object) -> str:
+    return str(default.value if isinstance(default, Enum) else default).lower()
+
+
+def _parsing_of(name: str, annotation: str, default: object) -> dict[str, Any]:
+    """argparse's arguments for a field's type."""
+    kind, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
+    enum = getattr(config_module, kind, None)
+    if isinstance(enum, type) and issubclass(enum, Enum):
+        return {"choices": [member.value for member in enum]}
+    if name == "logprobs_mode":
+        return {"choices": list(LOGPROBS_MODES)}
+    if kind == "bool" and not optional:
+        return {"action": argparse.BooleanOptionalAction}
+    parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": float, "bool": _boolean}
+    parse = parsers[kind]
+    metavar = {"int": "N", "float": "X", "int | float": "X", "bool": "{true,false,none}"}[kind]
+    metavar = "GIB" if name.endswith("_gb") else metavar
+    return {"type": _or_none(parse, metavar) if optional else _named(parse, metavar), "metavar": metavar}
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+def _named(parse: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except (KeyError, ValueError):
+            expected = {"N": "an integer", "X": "a number", "GIB": "a number of GiB"}.get(name, name)
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+
+    return parsed
+
+
+def _or_none(parse: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    checked = _named(parse, name)
+    return lambda text: None if text.lower() == "none" else checked(text)

@@ -1,0 +1,210 @@
+"""/v1/chat/completions: the next message of a conversation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.server.chat_prompt import prompt_ids
+from megatron_infer.server.endpoint import Call, Events, Reply
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.extra_fields import ParsedBody, Splitter
+from megatron_infer.server.generation import generate
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inflight import EngineRequest
+from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
+from megatron_infer.server.openai_protocol import ChatBody
+from megatron_infer.server.reply_fields import DeltaReader, sampled_logprobs, usage_of, version_spans_of
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.sampling_fields import check_limit, params_from, sampling_of
+from megatron_infer.server.server_config import ServerConfig
+
+ROUTE = "chat"
+NUM_PROMPT_END = 32
+"""Tokens of a prompt's end that `ParsedBody.prompt_end` is decoded from."""
+
+
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+    routes.add(
+        "POST",
+        "/v1/chat/completions",
+        ChatCompletions(routes, client, settings).reply,
+        "Answer a conversation",
+        body=lambda: routes.fields.extend(ROUTE, ChatBody),
+        media_types=("application/json", "text/event-stream"),
+        statuses=(404, 429, 503, 504),
+    )
+
+
+class ChatCompletions:
+    """The handler: a body -> one engine request."""
+
+    def __init__(self, routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+        self._fields, self._client, self._settings = routes.fields, client, settings
+        self._token_texts = TokenTexts(client.tokenizer)
+
+    async def reply(self, call: Call) -> Reply | Events:
+        body: ChatBody = call.body
+        client = self._client
+        client.check_model(body.model)
+        parsed = ParsedBody(sampling=sampling_of(body, self._settings), template=dict(body.chat_template_kwargs or {}))
+        await self._fields.apply(ROUTE, body, parsed)
+        self._apply_limits(body, parsed.sampling)
+        params = params_from(parsed.sampling)
+        ids = await client.run_in_thread(
+            prompt_ids,
+            client.require_tokenizer(),
+            body.messages,
+            tools=parsed.tools,
+            call_format=parsed.call_format,
+            variables=parsed.template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final=bool(body.continue_final_message),
+            keep_tokens=body.prevent_retokenization is not False,
+        )
+        request = EngineRequest(prompt_ids=ids, params=params, cache_salt=body.cache_salt or "")
+        client.check_request(request)
+        parsed.prompt_end = await client.decode(ids[-NUM_PROMPT_END:], skip_special=False)
+        splitters = [parsed.make_splitter() for _ in range(params.n)]
+        reply = ChatReply(body, client.model_names[0], splitters, self._token_texts)
+        return await generate(client, [request], reply, stream=body.stream, abort_ids=(reply.id, call.id))
+
+    def _apply_limits(self, body: ChatBody, values: dict[str, Any]) -> None:
+        """Set max_tokens and logprobs in `values`. Raises ApiError 400."""
+        given = [length for length in (body.max_tokens, body.max_completion_tokens) if length is not None]
+        if len(set(given)) > 1:
+            raise bad_request(
+                f"max_tokens is {given[0]} and max_completion_tokens {given[1]}; give one", "max_completion_tokens"
+            )
+        values["max_tokens"] = given[0] if given else None
+        check_limit("top_logprobs", body.top_logprobs or 0, self._settings.max_logprobs, "max_logprobs")
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("top_logprobs is given without logprobs: true; give both", "top_logprobs")
+        if body.logprobs:
+            values["logprobs"] = body.top_logprobs or 0
+
+
+class ChatReply:
+    """The ReplyFormat of one call. In a stream, each sequence begins with its role and ends with its finish_reason."""
+
+    def __init__(self, body: ChatBody, model: str, splitters: Sequence[Splitter], token_texts: TokenTexts) -> None:
+        """splitters: one for each sequence."""
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._body, self._model, self._splitters, self._token_texts = body, model, splitters, token_texts
+        self._has_tokens = bool(body.return_token_ids or body.return_tokenized_data)
+        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._readers = [DeltaReader() for _ in splitters]
+        self._latest: RequestOutput | None = None
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+
+    # ------------------------------------------------------------------ whole reply
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        reply = self._head("chat.completion")
+        reply |= {"choices": [self._choice(output, one) for one in output.outputs], "usage": usage_of(outputs)}
+        if self._body.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = by_id(output.prompt_logprobs)
+        if self._has_tokens:
+            reply["prompt_token_ids"] = output.prompt_token_ids
+        return reply
+
+    def _choice(self, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        splitter = self._splitters[one.index]
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        for delta in splitter.feed(one.text, finished=True):
+            _join(message, delta)
+        if message["content"] is None and not message.get("tool_calls"):
+            message["content"] = ""
+        if self._has_tokens:
+            message["prompt_token_ids"] = output.prompt_token_ids
+            message["generation_token_ids"] = one.token_ids
+            message["version_spans"] = version_spans_of(one)
+            if one.logprobs is not None:
+                message["generation_log_probs"] = sampled_logprobs(one.logprobs)
+        choice = {
+            "index": one.index,
+            "message": message,
+            "logprobs": None if one.logprobs is None else self._logprobs(one.logprobs),
+            "finish_reason": splitter.finish_reason(one.finish_reason),
+            "stop_reason": one.stop_reason,
+        }
+        if self._has_tokens:
+            choice["token_ids"] = one.token_ids
+        return choice
+
+    def _logprobs(self, entries: Sequence[dict[int, Logprob]]) -> dict[str, Any]:
+        return {"content": chat_content(entries, self._token_texts, num_top=self._body.top_logprobs or 0)}
+
+    # ------------------------------------------------------------------ stream
+
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        for index in range(len(self._readers)):
+            yield self._chunk(_empty_choice(index, {"role": "assistant", "content": ""}))
+
+    def events(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        self._latest = output
+        for one in output.outputs:
+            for choice in self._choices_of_delta(output, one):
+                yield self._chunk(choice)
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        if self._has_usage and self._latest is not None:
+            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of([self._latest])}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self._has_usage else {}
+        return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
+
+    def _choices_of_delta(self, output: RequestOutput, one: CompletionOutput) -> list[dict[str, Any]]:
+        """Choices for what is new in a sequence, one for each message delta; the last has all that is no text."""
+        delta, splitter = self._readers[one.index].read(one), self._splitters[one.index]
+        if delta is None:
+            return []
+        finished = delta.finish_reason is not None
+        parts = splitter.feed(delta.text, finished=finished) or [{}]
+        choices = [_empty_choice(one.index, part) for part in parts]
+        last = choices[-1]
+        if finished:
+            last["finish_reason"] = splitter.finish_reason(delta.finish_reason)
+            last["stop_reason"] = delta.stop_reason
+        if delta.logprobs:
+            last["logprobs"] = self._logprobs(delta.logprobs)
+        if self._has_tokens:
+            last["token_ids"] = delta.token_ids
+            if delta.is_first:
+                last["prompt_token_ids"] = output.prompt_token_ids
+            if finished:
+                last["version_spans"] = version_spans_of(one)
+        is_empty = not any(parts) and not finished and not delta.logprobs and not self._has_tokens
+        return [] if is_empty else choices
+
+
+def _empty_choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _join(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Join a delta to its message as clients do: texts are concatenated, tool calls by their index."""
+    for name, value in delta.items():
+        if name == "tool_calls":
+            _join_calls(message.setdefault(name, []), value)
+            continue
+        before = message.get(name)
+        message[name] = value if before is None else before + value
+
+
+def _join_calls(calls: list[dict[str, Any]], deltas: list[dict[str, Any]]) -> None:
+    """Calls of a whole message have no index."""
+    for delta in deltas:
+        function = delta["function"]
+        if delta["index"] == len(calls):
+            calls.append({"id": delta["id"], "type": delta["type"], "function": dict(function)})
+        else:
+            calls[delta["index"]]["function"]["arguments"] += function["arguments"]

@@ -1,0 +1,185 @@
+"""SGLang's control routes for RL, as slime, miles and AReaL call them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, ControlState
+from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
+from megatron_infer.server.control.vllm_routes import memory_of
+from megatron_infer.server.control.weight_files import checked_path
+from megatron_infer.server.control.weight_updates import WeightUpdates, checked_version
+from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.http_errors import ApiError, bad_request
+from megatron_infer.server.openai_protocol import Body
+from megatron_infer.server.server_config import ServerConfig
+
+TAG_NAMES = {"weights": (WEIGHTS,), "kv_cache": (KV_CACHE,), "cuda_graph": (GRAPHS,)}
+PAUSE_MODES = {"abort": "abort", "in_place": "keep", "retract": "retract"}
+ACTIONS = {"checksum": "checksum", "snapshot": "snapshot", "compare": "compare", "reset": "reset"}
+ACTIONS |= {"reset_tensors": "reset"}
+
+
+class PauseBody(Body):
+    mode: str | None = None
+
+
+class SglangAbortBody(Body):
+    """abort_message has no effect: replies name the finish reason."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+    abort_message: str | None = None
+
+
+class TagsBody(Body):
+    tags: list[str] | None = None
+
+
+class DiskBody(Body, kw_only=True):
+    """No effect: flush_cache, as prefixes of other weights never match; keep_pause, as paused engines stay paused;
+    torch_empty_cache, as no such cache is kept; recapture_cuda_graph, as in-place updates keep graphs valid.
+    """
+
+    model_path: str
+    load_format: Literal["auto", "safetensors"] | None = None
+    weight_version: int | str | None = None
+    flush_cache: bool | None = None
+    abort_all_requests: bool | None = None
+    keep_pause: bool | None = None
+    is_async: Literal[False] | None = None
+    torch_empty_cache: bool | None = None
+    recapture_cuda_graph: bool | None = None
+
+
+class CheckerBody(Body, kw_only=True):
+    action: str
+
+
+def register(control_routes: ControlRoutes, machine: ControlMachine, updates: WeightUpdates) -> None:
+    routes = SglangRoutes(machine, updates, control_routes.settings)
+    add = control_routes.add
+    for method in ("GET", "POST"):
+        add(method, "/flush_cache", routes.flush_cache, "Empty the prefix cache")
+        add(method, "/get_weight_version", routes.get_version, "The weight version")
+    add("POST", "/pause_generation", routes.pause, "Pause", body=PauseBody)
+    add("POST", "/continue_generation", routes.resume, "Resume after a pause", body=Body)
+    add(
+        "POST",
+        "/abort_request",
+        routes.abort,
+        "Abort requests, which reply with what they have",
+        body=SglangAbortBody,
+    )
+    add("POST", "/release_memory_occupation", routes.release, "Release memory", body=TagsBody)
+    add("POST", "/resume_memory_occupation", routes.restore, "Restore memory", body=TagsBody)
+    add("POST", "/update_weights_from_disk", routes.load, "Update weights from files", body=DiskBody,
+        optional_body=False)  # fmt: skip
+    add(
+        "POST",
+        "/weights_checker",
+        routes.check,
+        "Checksums of the weights",
+        body=CheckerBody,
+        optional_body=False,
+    )
+    channels = [f"/update_weights_from_{name}" for name in ("tensor", "distributed", "ipc")]
+    for path in ("/init_weights_update_group", *channels):
+        add("POST", path, routes.not_served, "Not served; the error names what is", body=None)
+
+
+class SglangRoutes:
+    """Handlers. Replies are SGLang's, with the state and figures added."""
+
+    def __init__(self, machine: ControlMachine, updates: WeightUpdates, settings: ServerConfig) -> None:
+        self._machine, self._updates, self._settings = machine, updates, settings
+
+    async def pause(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        mode = checked_mode(call.body.mode or "abort", PAUSE_MODES)
+        count = await self._machine.pause(PAUSE_MODES[mode])
+        return self._reply("Generation paused successfully.", num_aborted=count)
+
+    async def resume(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        await self._machine.resume()
+        return self._reply("Generation continued successfully.")
+
+    async def abort(self, call: Call) -> Reply:
+        """rid: of the /generate body, an id of a reply, or X-Request-Id."""
+        QueryParams(call).end()
+        body: SglangAbortBody = call.body
+        if not body.abort_all and not body.rid:
+            raise bad_request("rid or abort_all: true must be given", "rid", "missing_field")
+        count = self._machine.client.abort(None if body.abort_all else [body.rid or ""])
+        return self._reply("Requests were aborted.", num_aborted=count)
+
+    async def flush_cache(self, call: Call) -> Reply:
+        query = QueryParams(call)
+        query.text("timeout", "")  # accepted: there is nothing to wait for
+        query.end()
+        return self._reply("Cache flushed.", blocks_freed=await self._machine.reset_prefix_cache())
+
+    # ------------------------------------------------------------------ memory
+
+    async def release(self, call: Call) -> Reply:
+        """Running requests are kept, and recomputed once memory is restored."""
+        QueryParams(call).end()
+        tags = list(TAGS) if call.body.tags is None else checked_tags(call.body.tags, TAG_NAMES)
+        if not tags:
+            raise bad_request(f"tags is empty; any of {', '.join(TAG_NAMES)}", "tags", "invalid_value")
+        reports = await self._machine.sleep(tags, "keep")
+        return self._reply("Memory was released.", **memory_of(reports))
+
+    async def restore(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        tags = None if call.body.tags is None else checked_tags(call.body.tags, TAG_NAMES)
+        return self._reply("Memory is back.", **memory_of(await self._machine.wake_up(tags)))
+
+    # ------------------------------------------------------------------ weights
+
+    async def load(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        body: DiskBody = call.body
+        root = self._settings.weights_root
+        version = checked_version(body.weight_version)
+        self._machine.require("load_update")
+        path = await self._machine.client.run_in_thread(checked_path, body.model_path, root)
+        # flush_cache needs no action: prefixes cached with other weights are never matched.
+        version = await self._updates.load(path, version, abort=bool(body.abort_all_requests))
+        message = "Succeeded to update model weights."
+        num_paused = self._machine.client.num_calls if self._machine.status.state is ControlState.PAUSED else 0
+        return self._reply(message, weight_version=str(version), num_paused_requests=num_paused)
+
+    async def get_version(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        await self._machine.refresh()
+        return Reply({"weight_version": str(self._machine.version)})
+
+    async def check(self, call: Call) -> Reply:
+        """compare replies 400 where the weights differ from the snapshot, as SGLang's clients expect."""
+        QueryParams(call).end()
+        action = ACTIONS[checked_mode(call.body.action, ACTIONS)]
+        if action == "reset":
+            await self._updates.spoil()
+            return self._reply("The weights were overwritten; an update has to follow.")
+        found = await self._updates.check(action)
+        different = sorted({name for one in found["replicas"].values() for name in one.get("different", ())})
+        if different:
+            shown = ", ".join(different[:8])
+            raise ApiError(400, f"the weights differ from the snapshot: {shown}", code="weights_differ")
+        if not found["equal"]:
+            raise ApiError(500, f"the replicas have different weights: {found['replicas']}", code="weights_differ")
+        return self._reply("Success.", **found)
+
+    async def not_served(self, call: Call) -> Reply:
+        text = (
+            f"{call.request.url.path} is not served: there is no channel of tensors to other processes; take "
+            "/update_weights_from_disk, or send safetensors bytes to /update_weights"
+        )
+        raise bad_request(text, None, "unsupported_backend")
+
+    def _reply(self, message: str, **figures: Any) -> Reply:
+        state = self._machine.status.name
+        return Reply({"success": True, "status": "ok", "message": message, "state": state, **figures})

@@ -1,0 +1,247 @@
+"""vLLM's control routes for RL, as TRL's asynchronous trainers, SkyRL and verifiers call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from megatron_infer.server import request_body
+from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, ControlState
+from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
+from megatron_infer.server.control.weight_files import checked_path, entries_of
+from megatron_infer.server.control.weight_updates import RUNNING, WeightUpdates, checked_version
+from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.http_errors import bad_request, of_validation
+from megatron_infer.server.openai_protocol import Body
+from megatron_infer.server.server_config import ServerConfig
+
+TAG_NAMES = {"weights": (WEIGHTS,), "kv_cache": (GRAPHS, KV_CACHE)}
+PAUSE_MODES = ("abort", "wait", "keep")
+OCTETS = b"application/octet-stream"
+
+
+class VllmAbortBody(Body):
+    request_ids: list[str] | None = None
+
+
+class InitBody(Body):
+    init_info: dict[str, Any] | None = None
+
+
+class UpdateBody(Body):
+    update_info: dict[str, Any] | None = None
+
+
+class VersionBody(Body):
+    weight_version: int | str | None = None
+    running: str | None = None
+    """For running requests: "keep" their keys and values, or "recompute" them."""
+
+
+def register(control_routes: ControlRoutes, machine: ControlMachine, updates: WeightUpdates) -> None:
+    routes = VllmRoutes(machine, updates, control_routes.settings)
+    add = control_routes.add
+    add("POST", "/pause", routes.pause, "Pause: abort, wait for or keep running requests")
+    add("POST", "/resume", routes.resume, "Resume after a pause")
+    add("GET", "/is_paused", routes.is_paused, "Whether the engines are paused")
+    add(
+        "POST",
+        "/abort_requests",
+        routes.abort_requests,
+        "Abort requests, which reply with what they have",
+        body=VllmAbortBody,
+    )
+    add("POST", "/inference/v1/abort_requests", routes.abort_requests, "The same", body=VllmAbortBody)
+    add("POST", "/sleep", routes.sleep, "Release memory")
+    add("POST", "/wake_up", routes.wake_up, "Restore memory")
+    add("GET", "/is_sleeping", routes.is_sleeping, "Whether memory is released")
+    add("POST", "/reset_prefix_cache", routes.reset_prefix_cache, "Empty the prefix cache")
+    add("GET", "/get_world_size", routes.world_size, "Ranks of all engines together")
+    add(
+        "POST",
+        "/init_weight_transfer_engine",
+        routes.init_transfer,
+        "Choose the weight transfer",
+        body=InitBody,
+    )
+    add("POST", "/start_weight_update", routes.start_update, "Begin a weight update")
+    add("POST", "/update_weights", routes.update_weights, "Weights: a path, or safetensors bytes", body=None,
+        body_limit="max_weight_bytes")  # fmt: skip
+    add("POST", "/finish_weight_update", routes.finish_update, "Finish a weight update", body=VersionBody)
+    add("POST", "/cancel_weight_update", routes.cancel_update, "Undo a weight update")
+    add("POST", "/update_weight_version", routes.set_version, "Set the weight version", body=VersionBody)
+    add("GET", "/weight_info", routes.weight_info, "Version and state of the weights")
+
+
+class VllmRoutes:
+    """Handlers. Replies are vLLM's, with the state and figures added."""
+
+    def __init__(self, machine: ControlMachine, updates: WeightUpdates, settings: ServerConfig) -> None:
+        self._machine, self._updates, self._settings = machine, updates, settings
+
+    # ------------------------------------------------------------------ pause
+
+    async def pause(self, call: Call) -> Reply:
+        query = QueryParams(call)
+        mode = checked_mode(query.text("mode", "abort"), PAUSE_MODES)
+        clear = query.switch("clear_cache", False)
+        query.end()
+        if clear and mode == "keep":
+            text = "clear_cache has no meaning with mode=keep; call /reset_prefix_cache?reset_running_requests=true"
+            raise bad_request(text, "clear_cache", "invalid_value")
+        count = await self._machine.pause(mode)
+        if clear:
+            await self._machine.reset_prefix_cache()
+        return self._reply("paused", num_aborted=count)
+
+    async def resume(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        await self._machine.resume()
+        return self._reply("resumed")
+
+    async def is_paused(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        await self._machine.refresh()
+        status = self._machine.status
+        return Reply({"is_paused": status.state is not ControlState.SERVING, "state": status.name})
+
+    async def abort_requests(self, call: Call) -> Reply:
+        """request_ids: ids of replies (cmpl-...), X-Request-Id or request_id; None: all requests."""
+        QueryParams(call).end()
+        return self._reply("ok", num_aborted=self._machine.client.abort(call.body.request_ids))
+
+    # ------------------------------------------------------------------ sleep
+
+    async def sleep(self, call: Call) -> Reply:
+        query = QueryParams(call)
+        level = query.number("level", 1, (0, 1, 2))
+        mode = checked_mode(query.text("mode", "abort"), PAUSE_MODES)
+        given = _split(query.all("tags"))
+        query.end()
+        if level == 0 and given:
+            raise bad_request("tags are given back at level 1 and 2; level 0 stops the scheduling alone", "tags")
+        tags = [] if level == 0 else list(TAGS)
+        reports = await self._machine.sleep(checked_tags(given, TAG_NAMES) if given else tags, mode)
+        return self._reply("sleeping", **memory_of(reports))
+
+    async def wake_up(self, call: Call) -> Reply:
+        query = QueryParams(call)
+        given = _split(query.all("tags"))
+        query.end()
+        tags = checked_tags(given, TAG_NAMES) if given else None
+        if tags is not None:  # graphs are released and restored with the cache
+            tags = [tag for tag in tags if tag is not GRAPHS or GRAPHS in self._machine.status.tags]
+        return self._reply("awake", **memory_of(await self._machine.wake_up(tags)))
+
+    async def is_sleeping(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        await self._machine.refresh()
+        status = self._machine.status
+        return Reply({"is_sleeping": status.state is ControlState.ASLEEP, "state": status.name, "tags": status.tags})
+
+    async def reset_prefix_cache(self, call: Call) -> Reply:
+        query = QueryParams(call)
+        running = query.switch("reset_running_requests", False)
+        query.switch("reset_external", False)  # there is no cache outside the engines
+        query.end()
+        return self._reply("ok", blocks_freed=await self._machine.reset_prefix_cache(running=running))
+
+    # ------------------------------------------------------------------ weights
+
+    async def init_transfer(self, call: Call) -> Reply:
+        """Weights come from files or request bodies; backends with a channel between processes are refused."""
+        QueryParams(call).end()
+        info = dict(call.body.init_info or {})
+        backend = info.pop("backend", "disk")
+        if backend not in ("disk", "http") or info:
+            is_known = backend in ("disk", "http")
+            named = ", ".join(sorted(info))[:200] if is_known else f"backend {str(backend)[:40]!r}"
+            text = (
+                f"init_info: {named} is not served; there are disk (update_info: path, below --weights-root) and http "
+                "(safetensors bytes to /update_weights), which need nothing else"
+            )
+            raise bad_request(text, "init_info", "unsupported_backend")
+        return Reply({"message": "Weight transfer initialized", "backend": backend})
+
+    async def start_update(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        await self._updates.start()
+        return self._reply("ok")
+
+    async def update_weights(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        kind = call.request.headers.get("content-type", "").split(";")[0].strip().lower().encode()
+        if kind == OCTETS:
+            self._machine.require("write_weights")
+            entries = await self._machine.client.run_in_thread(entries_of, call.body)
+            await self._updates.write(entries, call.body)
+            return self._reply("ok", message="Weights updated", num_tensors=len(entries), num_bytes=len(call.body))
+        request_body.check_content_type(kind)
+        try:
+            body = msgspec.json.decode(call.body, type=UpdateBody)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise of_validation(error, UpdateBody, {}) from None
+        info = dict(body.update_info or {})
+        path = info.pop("path", None)
+        if not isinstance(path, str) or info:
+            text = "update_info has a path and nothing else; tensors themselves come as application/octet-stream"
+            raise bad_request(text, "update_info", "invalid_value")
+        self._machine.require("write_weights")
+        root = self._settings.weights_root
+        await self._updates.read(await self._machine.client.run_in_thread(checked_path, path, root))
+        return self._reply("ok", message="Weights updated")
+
+    async def finish_update(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        running = call.body.running or "keep"
+        checked_mode(running, RUNNING)
+        version = await self._updates.finish(checked_version(call.body.weight_version), running)
+        return self._reply("ok", weight_version=version)
+
+    async def cancel_update(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        await self._updates.cancel()
+        return self._reply("ok")
+
+    async def set_version(self, call: Call) -> Reply:
+        query = QueryParams(call)
+        given = query.text("new_version", "") or call.body.weight_version
+        query.end()
+        version = checked_version(given)
+        if version is None:
+            raise bad_request("weight_version must be given", "weight_version", "missing_field")
+        await self._updates.set_version(version)
+        return self._reply("ok", weight_version=version)
+
+    async def weight_info(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        await self._machine.refresh()
+        replicas = {replica["name"]: replica["weight_version"] for replica in self._machine.client.replicas}
+        return self._reply("ok", weight_version=self._machine.version, replicas=replicas)
+
+    async def world_size(self, call: Call) -> Reply:
+        query = QueryParams(call)
+        query.switch("include_dp", True)
+        query.end()
+        await self._machine.client.refresh()
+        ranks = [replica["limits"].get("num_ranks", 1) for replica in self._machine.client.replicas]
+        return Reply({"world_size": sum(ranks)})
+
+    def _reply(self, status: str, **figures: Any) -> Reply:
+        return Reply({"status": status, "state": self._machine.status.name, **figures})
+
+
+def _split(values: list[str]) -> list[str]:
+    """Accepts tags=a&tags=b and tags=a,b."""
+    return [tag for value in values for tag in value.split(",") if tag]
+
+
+def memory_of(reports: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that each tag freed over all replicas (negative: allocated), and each replica's report."""
+    freed: dict[str, int] = {}
+    for report in reports.values():
+        for tag, one in report.get("tags", {}).items():
+            freed[tag] = freed.get(tag, 0) + one["bytes_freed"]
+    return {"bytes_freed": freed, "replicas": reports}

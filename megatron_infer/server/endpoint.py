@@ -1,0 +1,145 @@
+"""The ASGI endpoint of one operation: reads and checks the body, runs the handler, sends its reply.
+
+A client that disconnects cancels the handler wherever it waits; the handler's requests are aborted as it unwinds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatron_infer.server import request_body, streaming
+from megatron_infer.server.http_errors import ApiError, api_error_of, of_validation
+from megatron_infer.server.server_config import ServerConfig
+
+log = logging.getLogger("megatron_infer.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP call, as its handler gets it."""
+
+    request: Request
+    body: Any
+    """The decoded body, of the operation's type."""
+    id: str
+    """X-Request-Id, sent by the client or made here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A JSON reply."""
+
+    content: Any
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """A stream of server-sent events: JSON values, or None for a comment that keeps the connection alive."""
+
+    items: AsyncGenerator[Any]
+
+
+Handler = Callable[[Call], Awaitable[Any]]
+"""Returns a Reply, an Events or a Starlette Response; raises ApiError or another InferenceError."""
+
+
+class Endpoint:
+    """An ASGI endpoint of one operation."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        body: Any,
+        settings: ServerConfig,
+        hints: dict[str, str],
+        *,
+        optional_body: bool = False,
+        body_limit: str = "max_body_bytes",
+    ) -> None:
+        """body: msgspec type, None for raw bytes. hints: see `of_validation`. The rest: see `Operation`."""
+        self._handler, self._body, self._settings = handler, body, settings
+        self._hints, self._optional_body, self._body_limit = hints, optional_body, body_limit
+        self._decoder = None if body is None else msgspec.json.Decoder(body)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            body = await self._read(scope, receive)
+        except request_body.Disconnected:
+            return
+        except ApiError as error:
+            await _send_error(error, scope, receive, send)
+            return
+        call = Call(request=Request(scope), body=body, id=scope["state"]["request_id"])
+        replying = asyncio.create_task(self._reply(call, scope, receive, send))
+        watching = asyncio.create_task(_wait_disconnect(receive))
+        try:
+            await asyncio.wait({replying, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not replying.done():
+                scope["state"]["disconnected"] = True
+        finally:
+            for task in (replying, watching):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+            with contextlib.suppress(asyncio.CancelledError):
+                await replying
+
+    async def _read(self, scope: Any, receive: Any) -> Any:
+        headers, option = dict(scope["headers"]), self._body_limit
+        data = await request_body.read_body(headers, receive, limit=getattr(self._settings, option), option=option)
+        if self._decoder is None:
+            return data
+        if not data and self._optional_body:
+            return self._decoder.decode(b"{}")
+        request_body.check_content_type(headers.get(b"content-type"))
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise of_validation(error, self._body, self._hints) from None
+
+    async def _reply(self, call: Call, scope: Any, receive: Any, send: Any) -> None:
+        deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                reply = await self._handler(call)
+        except Exception as error:
+            await _send_error(_logged(error, call.id), scope, receive, send)
+            return
+        if isinstance(reply, Events):
+            await streaming.EventSender(send).send_all(reply.items, deadline=deadline, call_id=call.id)
+            return
+        if isinstance(reply, Reply):
+            data = msgspec.json.encode(reply.content)
+            reply = Response(data, reply.status, reply.headers, media_type="application/json")
+        await reply(scope, receive, send)
+
+
+async def _wait_disconnect(receive: Any) -> None:
+    """Returns when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _logged(error: Exception, call_id: str) -> ApiError:
+    """The reply to an error; an unexpected one is logged."""
+    reply = api_error_of(error)
+    if reply.code == "internal_error":
+        log.error("request %s failed", call_id, exc_info=error)
+    return reply
+
+
+async def _send_error(error: ApiError, scope: Any, receive: Any, send: Any) -> None:
+    scope["state"]["error"] = error.message
+    data = msgspec.json.encode(error.body())
+    await Response(data, error.status, error.headers, media_type="application/json")(scope, receive, send)

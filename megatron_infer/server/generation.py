@@ -1,0 +1,68 @@
+"""The reply to a generation call: engine requests in; one JSON reply, or a stream of events, out.
+
+The routes of each API turn a body into EngineRequests and a ReplyFormat; everything between is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any, Protocol
+
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.server.endpoint import Events, Reply
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.inflight import EngineRequest
+
+
+class ReplyFormat(Protocol):
+    """How one API shows the outputs of one call. Outputs are cumulative."""
+
+    def whole(self, outputs: list[RequestOutput]) -> Any:
+        """The reply, of every request's last output in the order of the requests."""
+
+    def first_events(self) -> Iterable[Any]:
+        """Events of a stream before the first output."""
+
+    def events(self, index: int, output: RequestOutput) -> Iterable[Any]:
+        """Events for a new output of request `index`."""
+
+    def last_events(self) -> Iterable[Any]:
+        """Events of a stream after the last output."""
+
+
+async def generate(
+    client: EngineClient,
+    requests: Sequence[EngineRequest],
+    reply: ReplyFormat,
+    *,
+    stream: bool | None,
+    abort_ids: Iterable[str],
+) -> Reply | Events:
+    """Run the requests of a call. Raises what they are refused with, also for a stream that has not begun."""
+    if stream:
+        events = _events(client, requests, reply, abort_ids)
+        await anext(events)  # a refusal still gets a status of its own
+        return Events(events)
+    async with client.submit(requests, abort_ids=abort_ids) as call:
+        outputs = await call.results()
+    return Reply(reply.whole(outputs))
+
+
+async def _events(
+    client: EngineClient, requests: Sequence[EngineRequest], reply: ReplyFormat, abort_ids: Iterable[str]
+) -> AsyncGenerator[Any]:
+    """None once the requests are accepted, then the events."""
+    async with client.submit(requests, stream=True, abort_ids=abort_ids) as call:
+        updates = call.updates(client.settings.keep_alive_s)
+        await anext(updates)
+        yield None
+        for event in reply.first_events():
+            yield event
+        async for outputs in updates:
+            if not outputs:
+                yield None
+            for index, output in outputs.items():
+                for event in reply.events(index, output):
+                    yield event
+    for event in reply.last_events():
+        yield event

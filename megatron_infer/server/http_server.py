@@ -1,0 +1,206 @@
+"""The HTTP server of a process: a socket, the application under uvicorn, and its shutdown.
+
+SIGTERM or Ctrl-C: new calls are answered 503, running calls go on for drain_timeout_s. A second signal ends all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+for _needed in ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"):
+    if find_spec(_needed) is None:
+        raise ModuleNotFoundError(f"the server needs {_needed}: pip install 'megatron-infer[server]'", name=_needed)
+
+# ruff: noqa: E402
+import prometheus_client
+import uvicorn
+
+from megatron_infer.coordinator.client import AsyncInferenceClient
+from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.server.app import Module, create_app
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import unavailable
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.supervisor import Supervisor
+from megatron_infer.text.tokenizer import Tokenizer
+
+log = logging.getLogger("megatron_infer.server")
+
+CLOSE_TIMEOUT_S = 5.0
+"""Most seconds to send replies that are complete, after the drain."""
+
+
+class EnginesFailed(InferenceError, RuntimeError):
+    """No engine has come up."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError when the address is taken or not this machine's."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        one = socket.socket(family, kind, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only if the protocol is TCP
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(address)
+        one.listen(2048)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen at {host} port {port}: {reason}; choose others (--host, --port)") from None
+    one.set_inheritable(False)
+    return one
+
+
+def url_of(one: socket.socket) -> str:
+    host, port = one.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed; None: asyncio's own."""
+    if find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+class _UvicornServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # HttpServer handles signals: it drains first
+
+
+class HttpServer:
+    """HTTP for the engines behind a coordinator."""
+
+    def __init__(
+        self,
+        settings: ServerConfig,
+        *,
+        coordinator: str,
+        key: bytes | None = None,
+        tokenizer: Tokenizer | None,
+        model: str,
+        supervisor: Supervisor | None = None,
+        modules: Sequence[Module] = (),
+    ) -> None:
+        """coordinator: its address; key: its shared key. supervisor: of the engines' processes, if started here.
+
+        modules: register operations and fields after those of the package.
+        """
+        self._settings, self._coordinator, self._key = settings, coordinator, key
+        self._tokenizer, self._model, self._supervisor = tokenizer, model, supervisor
+        self._modules = modules
+        self._draining: asyncio.Task[None] | None = None
+        self.metrics_url: str | None = None
+        """URL of a separate metrics server, which needs no key; None: this process has none."""
+        self.was_forced = False
+        """Whether a second signal ended it without waiting for running calls."""
+        self._running: tuple[asyncio.AbstractEventLoop, _UvicornServer, EngineClient] | None = None
+
+    def run(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
+        """`serve` on an event loop of its own: uvloop's where it is installed, which sends small events faster."""
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(self.serve(listening, on_ready=on_ready))
+
+    async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
+        """Serve until `shut_down`, SIGTERM or Ctrl-C. on_ready: called with the URL once an engine serves.
+
+        Signals are handled if this is the main thread. Raises EnginesFailed if no engine ever serves.
+        """
+        coordinator = AsyncInferenceClient(self._coordinator, key=self._key, name="http")
+        async with (
+            coordinator,
+            EngineClient(
+                coordinator, self._tokenizer, self._settings, model=self._model, processes=self._supervisor
+            ) as client,
+        ):
+            exporter = _metrics_exporter(client, self._settings)
+            self.metrics_url = getattr(exporter, "url", None)
+            server = _UvicornServer(_uvicorn_config(create_app(client, self._settings, modules=self._modules)))
+            loop = asyncio.get_running_loop()
+            self._running = (loop, server, client)
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.add_signal_handler(number, self._shut_down)
+            waiting = asyncio.create_task(self._wait_ready(server, client, lambda: on_ready(url_of(listening))))
+            with exporter:
+                await server.serve(sockets=[listening])
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting
+
+    def shut_down(self) -> None:
+        """Do what SIGTERM does; from any thread."""
+        if self._running is not None and not self._running[0].is_closed():
+            self._running[0].call_soon_threadsafe(self._shut_down)
+
+    async def _wait_ready(self, server: _UvicornServer, client: EngineClient, on_ready: Callable[[], None]) -> None:
+        while client.state == "loading":
+            await asyncio.sleep(0.05)
+        if client.state == "ok":
+            on_ready()
+            return
+        if self._supervisor is not None and not self._supervisor.was_ready and client.state == "failed":
+            server.should_exit = True
+            raise EnginesFailed(self._supervisor.failure() or "no engine has come up")
+
+    def _shut_down(self) -> None:
+        assert self._running is not None
+        _, server, client = self._running
+        if self._draining is not None:
+            self.was_forced = True
+            server.should_exit = server.force_exit = True
+            return
+        log.info("shutting down: %d calls are running", client.num_calls)
+        client.begin_drain()
+        self._draining = asyncio.create_task(self._drain(server, client))
+
+    async def _drain(self, server: _UvicornServer, client: EngineClient) -> None:
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout_s):
+                await client.wait_idle()
+        except TimeoutError:
+            log.warning("%d calls have not finished within %g s", client.num_calls, self._settings.drain_timeout_s)
+            client.fail_all(unavailable("the server is shutting down", "shutting_down"))
+        server.should_exit = True
+
+
+def _metrics_exporter(client: EngineClient, settings: ServerConfig) -> contextlib.AbstractContextManager[Any]:
+    """The separate metrics server, if prometheus_metrics_mode asks for one. Raises ConfigError for a taken port."""
+    if settings.prometheus_metrics_mode == "instrument_only":
+        return contextlib.nullcontext()
+    from megatron_infer.metrics.prometheus import PrometheusExporter
+
+    exporter = PrometheusExporter(
+        client.meter.families,
+        mode=settings.prometheus_metrics_mode,
+        port=settings.metrics_port,
+        registry=prometheus_client.CollectorRegistry(),
+    )
+    if exporter.url is not None:
+        log.info("metrics at %s", exporter.url)
+    return exporter
+
+
+def _uvicorn_config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
+    )

@@ -1,0 +1,132 @@
+"""Request bodies of the OpenAI routes. Types are strict: no text for a number, no unknown field, bounded ranges."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from megatron_infer.config.sampling_params import SamplingParams
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+Logit = Annotated[float, Meta(ge=-100.0, le=100.0)]
+IdKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
+Count = Annotated[int, Meta(ge=1, le=1024)]
+Text = Annotated[str, Meta(min_length=1)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+"""A smaller value is scheduled sooner."""
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A null field counts as not given."""
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingBody(Body):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    n: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    logit_bias: dict[IdKey, Logit] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_token_ids: list[TokenId] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Text | list[Text] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Priority | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+SAMPLING_FIELDS = tuple(name for name in SamplingBody.__struct_fields__ if name in SamplingParams.__dataclass_fields__)
+"""Fields of `SamplingBody` that SamplingParams has under the same name."""
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
+    """Text, token ids, or a list of either; not a mixture."""
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    best_of: Count | None = None
+    suffix: Literal[""] | None = None
+    add_special_tokens: bool | None = None
+
+
+class TextPart(Body, kw_only=True):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body, kw_only=True):
+    """One message. An assistant message may hold the token ids it was sampled as, see prevent_retokenization."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    prompt_token_ids: TokenIds | None = None
+    generation_token_ids: list[TokenId] | None = None
+    generation_log_probs: list[float] | None = None
+    version_spans: list[Any] | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prevent_retokenization: bool | None = None
+    return_tokenized_data: bool | None = None
+    skip_prompt_log_probs: Literal[True] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = None

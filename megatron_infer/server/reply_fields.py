@@ -1,0 +1,79 @@
+"""Parts of replies that several routes share: usage, weight versions, and what is new in a growing output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+
+
+def usage_of(outputs: Iterable[RequestOutput], *, num_hidden: int = 0) -> dict[str, Any]:
+    """`usage` of a call. num_hidden: sampled tokens that the reply leaves out, and that do not count."""
+    outputs = list(outputs)
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_completion = num_output_tokens(outputs) - num_hidden
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+
+
+def num_output_tokens(outputs: Iterable[RequestOutput]) -> int:
+    return sum(len(one.token_ids) for output in outputs for one in output.outputs)
+
+
+def version_spans_of(one: CompletionOutput) -> list[dict[str, int]]:
+    """Which weight version sampled which tokens, and the weight versions of the keys and values they attended to."""
+    return [
+        {
+            "first_token": span.first_token,
+            "policy_version": span.policy_version,
+            "kv_version_min": span.kv_version_min,
+            "kv_version_max": span.kv_version_max,
+        }
+        for span in one.spans
+    ]
+
+
+def sampled_logprobs(entries: Iterable[dict[int, Logprob]]) -> list[float]:
+    """The log probability of each sampled token, which is the first of its entry."""
+    return [next(iter(entry.values())).logprob for entry in entries]
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in a sequence since the last delta."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: Sequence[dict[int, Logprob]] | None
+    offset: int
+    """Characters of the sequence's text before `text`."""
+    finish_reason: str | None
+    stop_reason: int | str | None
+    is_first: bool
+
+
+class DeltaReader:
+    """Turns the cumulative outputs of one sequence into deltas; outputs may be left out."""
+
+    def __init__(self) -> None:
+        self._num_chars = self._num_tokens = 0
+        self.finished = False
+
+    def read(self, one: CompletionOutput) -> Delta | None:
+        """None: nothing is new."""
+        if self.finished:
+            return None
+        text, tokens = one.text[self._num_chars :], one.token_ids[self._num_tokens :]
+        self.finished = one.finish_reason is not None
+        if not (text or tokens or self.finished):
+            return None
+        logprobs = None if one.logprobs is None else one.logprobs[self._num_tokens : len(one.token_ids)]
+        delta = Delta(text, tokens, logprobs, self._num_chars, one.finish_reason, one.stop_reason, not self._num_tokens)
+        self._num_chars, self._num_tokens = len(one.text), len(one.token_ids)
+        return delta

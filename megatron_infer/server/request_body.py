@@ -1,0 +1,82 @@
+"""Reads the body of an HTTP call within limits of size and time, and checks its content type."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from megatron_infer.server.http_errors import ApiError
+
+BODY_TIMEOUT_S = 60.0
+DISCARD_TIMEOUT_S, DISCARD_BYTES = 5.0, 64 << 20
+
+Receive = Callable[[], Awaitable[Any]]
+
+
+class Disconnected(Exception):
+    """The client has closed the connection; no reply can be sent."""
+
+
+def check_content_type(value: bytes | None) -> None:
+    """JSON only: a browser lets a page of another site post other types without asking. Raises ApiError 415."""
+    kind = (value or b"").split(b";")[0].strip().lower()
+    if kind != b"application/json" and not re.fullmatch(rb"application/[\w.-]+\+json", kind):
+        shown = kind.decode("latin-1")[:60] or "none"
+        message = f"the body must come as Content-Type: application/json, got {shown!r}"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+async def read_body(
+    headers: dict[bytes, bytes], receive: Receive, *, limit: int, option: str = "max_body_bytes"
+) -> bytes:
+    """The body, holding `limit` bytes at most. Raises ApiError 413 or 408, Disconnected. option: that sets `limit`."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read(headers, receive, limit, option)
+    except TimeoutError:
+        message = f"the body has not come within {BODY_TIMEOUT_S:g} s"
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+
+
+async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int, option: str) -> bytes:
+    announced = headers.get(b"content-length", b"")
+    if announced.isdigit() and int(announced) > limit:
+        await discard(receive)
+        raise _too_large(limit, option, f"{int(announced):,}")
+    parts, total = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        part = message.get("body", b"")
+        total += len(part)
+        if total > limit:
+            if message.get("more_body", False):
+                await discard(receive)
+            raise _too_large(limit, option, f"more than {limit:,}")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def discard(receive: Receive) -> None:
+    """Read and drop a body, up to DISCARD_BYTES and DISCARD_TIMEOUT_S.
+
+    A client that is still sending when the connection is closed does not see the reply.
+    """
+    total = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
+            while total < DISCARD_BYTES:
+                message = await receive()
+                total += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+
+
+def _too_large(limit: int, option: str, got: str) -> ApiError:
+    message = f"the body has {got} bytes, the limit is {limit:,} ({option}); send less at once"
+    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})

@@ -1,0 +1,190 @@
+"""Options of the HTTP server, from the command line, else the environment, else a YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.text.reasoning_parsers import REASONING
+from megatron_infer.text.tool_parsers import FORMATS
+
+ENV_PREFIX = "MEGATRON_INFER_"
+METRICS_MODES = ("instrument_only", "launch_server", "launch_multiproc_server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Options of the HTTP server; an invalid value raises ConfigError."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Other machines reach any address but loopback: set an API key with it."""
+    port: int = 8000
+    """Port to listen at; 0: the system chooses one."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key that clients must send as "Authorization: Bearer KEY". None: no key is needed."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model in requests; replies have the first one. Empty: the name it was loaded by."""
+    tool_call_parser: str = "auto"
+    """Format of the model's tool calls: hermes, llama3_json, mistral, granite, json; auto: the chat template's."""
+    reasoning_parser: str | None = None
+    """Format of the model's reasoning: deepseek_r1, qwen3, granite. None: reasoning stays in the content."""
+    control: bool = False
+    """Serve the routes that control the engines (pause, suspend, weights). Needs an API key beyond loopback."""
+    weights_root: str | None = None
+    """Directory that paths of new weights must lie in. None: weights are not read from files."""
+    max_weight_bytes: int = 512 << 20
+    """Most bytes in one body of new weights; send a larger update in several."""
+    max_queue: int = 1024
+    """Most requests that wait for an engine; further ones are answered 429."""
+    max_body_bytes: int = 8 << 20
+    """Most bytes in a call's body."""
+    max_prompts: int = 1024
+    """Most prompts in one call."""
+    max_n: int = 128
+    """Most sequences of one prompt (n, best_of)."""
+    max_logprobs: int = 20
+    """Most top tokens per position (logprobs, top_logprobs, prompt_logprobs)."""
+    max_stop: int = 16
+    """Most stop texts of a request, and most stop token ids beyond the model's own."""
+    max_stop_chars: int = 1024
+    """Most characters in one stop text."""
+    max_schema_bytes: int = 64 << 10
+    """Most bytes in a schema, pattern, grammar or list of choices (response_format, structured_outputs, guided_*)."""
+    max_schema_depth: int = 32
+    """Most levels of nested objects and lists in a schema."""
+    request_timeout_s: float = 600.0
+    """Most seconds from a call's body to the last byte of its reply; then its requests are aborted."""
+    keep_alive_s: float = 15.0
+    """Seconds after which an idle stream sends a comment, so that proxies do not close it."""
+    drain_timeout_s: float = 30.0
+    """Seconds that running calls may go on after SIGTERM."""
+    token_threads: int = 2
+    """Threads that tokenize and render chat templates."""
+    prometheus_metrics_mode: str = "instrument_only"
+    """instrument_only: GET /metrics beside the other routes, with the API key if there is one. launch_server: also at
+    metrics_port of this machine, without a key. launch_multiproc_server: there too, together with the metrics that
+    other processes write into the folder PROMETHEUS_MULTIPROC_DIR."""
+    metrics_port: int = 9400
+    """Port at 127.0.0.1 of a separate metrics server; 0: the system chooses one."""
+    record: str | None = None
+    """File that every completed generation call is appended to (JSONL: time, path, body, duration), for
+    bench-serve --replay. It holds prompts, but no headers and no keys; only its owner can read it."""
+    log_requests: bool = True
+    """Log a line for every call to standard error, without prompts, texts and keys."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            object.__setattr__(self, item.name, _checked(item, getattr(self, item.name)))
+        for name in ("port", "metrics_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be 0 to 65535")
+        if self.prometheus_metrics_mode not in METRICS_MODES:
+            message = unknown_name("prometheus_metrics_mode", self.prometheus_metrics_mode, METRICS_MODES)
+            raise ConfigError(f"{message}; one of {', '.join(METRICS_MODES)}")
+        sizes = ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars")
+        for name in (*sizes, "max_schema_bytes", "max_schema_depth", "max_weight_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        for name in ("max_logprobs", "max_stop", "drain_timeout_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
+        for name in ("request_timeout_s", "keep_alive_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be more than 0")
+        for name, value, known in (
+            ("tool_call_parser", self.tool_call_parser, ["auto", *FORMATS]),
+            ("reasoning_parser", self.reasoning_parser, [*REASONING]),
+        ):
+            if value is not None and value not in known:
+                raise ConfigError(f"{unknown_name(name, value, known)}; one of {', '.join(known)}")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("api_key is empty; None means no key")
+        if self.control and self.api_key is None and not self.is_local:
+            raise ConfigError(f"control at {self.host} needs an API key: others could control the engines; set api_key")
+        if self.weights_root is not None and not Path(self.weights_root).is_dir():
+            raise ConfigError(f"weights_root is {self.weights_root!r}, which is no directory")
+
+    @property
+    def is_local(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
+    """`value` converted to the field's type. Raises ConfigError."""
+    kind = str(item.type)
+    if kind.startswith("tuple"):
+        names = (value,) if isinstance(value, str) else tuple(value)
+        if not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"{item.name} is a name or a list of names, got {value!r}")
+        return names
+    is_valid = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+        "bool": isinstance(value, bool),
+        "str": isinstance(value, str),
+        "str | None": value is None or isinstance(value, str),
+    }[kind]
+    if not is_valid:
+        shown = "what was given" if item.name == "api_key" else repr(value)
+        raise ConfigError(f"{item.name} is {shown}, expected {kind}")
+    return float(value) if kind == "float" else value
+
+
+def server_config_from(
+    given: Mapping[str, Any], environment: Mapping[str, str], file: Mapping[str, Any]
+) -> ServerConfig:
+    """given (command line) before environment (MEGATRON_INFER_PORT, ...) before file. Raises ConfigError."""
+    items = {item.name: item for item in dataclasses.fields(ServerConfig)}
+    for name in file:
+        if name not in items:
+            raise ConfigError(f"{unknown_name('option', str(name), items)} in the configuration file")
+    values: dict[str, Any] = dict(file)
+    for name, item in items.items():
+        text = environment.get(ENV_PREFIX + name.upper())
+        if text is not None:
+            values[name] = _parsed(item, text)
+    return ServerConfig(**(values | dict(given)))
+
+
+def _parsed(item: dataclasses.Field[Any], text: str) -> Any:
+    kind, variable = str(item.type), ENV_PREFIX + item.name.upper()
+    try:
+        if kind == "bool":
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        if kind.startswith("tuple"):
+            return tuple(name.strip() for name in text.split(","))
+        return {"int": int, "float": float}.get(kind, str)(text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{variable} is {text!r}, expected {kind}") from None
+
+
+ENGINE_KEYS = ("model", "dtype", "device", "threads", "engine", "dp", "tp", "pp", "ep")
+"""Keys of a configuration file that are no server options; `engine` holds options of InferenceConfig."""
+
+
+def read_config_file(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A YAML file -> (server options, values of ENGINE_KEYS). Raises ConfigError naming the file."""
+    if path is None:
+        return {}, {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: {error}") from None
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected options as NAME: VALUE, got a {type(content).__name__}")
+    known = [item.name for item in dataclasses.fields(ServerConfig)] + list(ENGINE_KEYS)
+    for name in content:
+        if name not in known:
+            raise ConfigError(f"--config {path}: {unknown_name('option', str(name), known)}")
+    engine_options = {name: content.pop(name) for name in ENGINE_KEYS if name in content}
+    if not isinstance(engine_options.get("engine", {}), dict):
+        raise ConfigError(f"--config {path}: engine holds options of InferenceConfig as NAME: VALUE")
+    return content, engine_options

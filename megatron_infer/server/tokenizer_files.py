@@ -1,0 +1,26 @@
+"""The model's tokenizer as files, so that the HTTP process needs neither torch nor the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_infer.errors import ModelError
+from megatron_infer.text.tokenizer import Tokenizer
+
+
+def save_tokenizer(model: str, folder: str) -> dict[str, Any]:
+    """Write a model's tokenizer -> arguments of `load_tokenizer`. Raises ModelError for an unknown model."""
+    from megatron_infer.model_loader.sources import open_source  # imports torch
+
+    source = open_source(model)
+    try:
+        tokenizer = source.tokenizer()
+    except ModelError:
+        return {"name": source.name, "eos_ids": None}
+    tokenizer.save(folder)
+    return {"name": source.name, "eos_ids": list(tokenizer.eos_ids)}
+
+
+def load_tokenizer(folder: str, *, name: str, eos_ids: list[int] | None) -> Tokenizer | None:
+    """The tokenizer in `folder`; None for a model without one. eos_ids: tokens that end an output."""
+    return None if eos_ids is None else Tokenizer.from_directory(folder, eos_ids=eos_ids, name=name)

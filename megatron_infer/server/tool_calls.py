@@ -1,0 +1,208 @@
+"""Tool calls of chats: `tools`, `tool_choice`, `parallel_tool_calls`, and parsing of the calls in the model's text."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import string
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from megatron_infer.config.structured_output import check_schema
+from megatron_infer.errors import ModelError, RequestError
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.extra_fields import ExtraField, ParsedBody
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.openai_protocol import Body
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.text.tool_grammar import call_grammar
+from megatron_infer.text.tool_parsers import FORMATS, HERMES, CallFormat, CallParser, ToolDelta, format_of
+
+log = logging.getLogger("megatron_infer.server")
+
+MAX_TOOLS = 128
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Body, kw_only=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments; None: it takes none."""
+    strict: bool | None = None
+
+
+class Tool(Body, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body, kw_only=True):
+    name: FunctionName
+
+
+class Chosen(Body, kw_only=True):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+Tools = Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | Chosen
+
+
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+    for name, kind in (("tools", Tools), ("tool_choice", ToolChoice), ("parallel_tool_calls", bool)):
+        routes.fields.add("chat", ExtraField(name=name, type=kind, apply=None))
+    routes.fields.add_rule("chat", ToolRule(client.tokenizer, settings).apply)
+
+
+def call_format_of(tokenizer: Tokenizer | None, settings: ServerConfig) -> CallFormat | None:
+    """The format the model writes calls in; None: of its chat template (auto), and not one of FORMATS."""
+    if settings.tool_call_parser != "auto":
+        return FORMATS[settings.tool_call_parser]
+    if tokenizer is None:
+        return HERMES
+    try:
+        return format_of(tokenizer.tool_template, knows_tools=tokenizer.knows_tools)
+    except ModelError as error:  # a template that does not parse fails chats only
+        log.warning("tool calls: %s", error)
+        return None
+
+
+class ToolRule:
+    """Applies the tool fields of a chat."""
+
+    def __init__(self, tokenizer: Tokenizer | None, settings: ServerConfig) -> None:
+        self._tokenizer, self._settings = tokenizer, settings
+        self._call_format = call_format_of(tokenizer, settings)
+
+    async def apply(self, body: Any, parsed: ParsedBody) -> None:
+        """Raises ApiError 400 for fields that contradict each other or cannot be honoured."""
+        parsed.call_format = self._call_format or HERMES
+        choice = body.tool_choice
+        if body.tools is None:
+            for name in ("tool_choice", "parallel_tool_calls"):
+                if getattr(body, name) not in (None, "none"):
+                    raise bad_request(f"{name} goes with tools; give both or none", name)
+            return
+        names = _names(body.tools)
+        if choice == "none":
+            return
+        call_format = self._call_format
+        if call_format is None:
+            text = "tools: the chat template teaches calls in a format that is not known here; start with"
+            raise bad_request(f"{text} --tool-call-parser NAME where one fits ({', '.join(FORMATS)})", "tools")
+        keep_special_marks(self._tokenizer, parsed, (call_format.opening, call_format.closing), "tools")
+        parsed.tools = [_plain(tool) for tool in body.tools]
+        only_one = body.parallel_tool_calls is False or isinstance(choice, Chosen)
+        if choice in (None, "auto"):
+            _check_unforced(body.tools, parsed)
+        else:
+            self._force(call_format, choice, body.tools, parsed, only_one=only_one)
+        parsed.make_splitter = partial(ToolSplitter, call_format, frozenset(names), only_one=only_one)
+
+    def _force(
+        self, call_format: CallFormat, choice: Any, tools: list[Tool], parsed: ParsedBody, *, only_one: bool
+    ) -> None:
+        """Restrict the output to calls: of any tool, or of the chosen one."""
+        if isinstance(choice, Chosen):
+            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+            if not tools:
+                text = f"tool_choice: there is no {choice.function.name!r} among tools"
+                raise bad_request(text, "tool_choice")
+        for tool in tools:
+            try:
+                check_schema(tool.function.parameters or {}, max_depth=self._settings.max_schema_depth)
+            except RequestError as error:
+                raise bad_request(f"tools: {tool.function.name}: {error}", "tools") from None
+        described = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
+        marks = (call_format.opening, call_format.closing)
+        special = {mark: id for mark in marks if (id := _special_id(self._tokenizer, mark)) is not None}
+        grammar = call_grammar(call_format, described, only_one=only_one, special=special)
+        parsed.structured = ("tools", {"grammar": grammar})
+
+
+def _names(tools: list[Tool]) -> list[str]:
+    names = [tool.function.name for tool in tools]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            where = f"tools[{place}].function.name"
+            raise bad_request(f"{where}: {name!r} stands there twice", where)
+    return names
+
+
+def _check_unforced(tools: list[Tool], parsed: ParsedBody) -> None:
+    """Raises ApiError 400 for guarantees that need forced calls, when the model may choose to call or not."""
+    for place, tool in enumerate(tools):
+        if tool.function.strict:
+            where = f"tools[{place}].function.strict"
+            text = (
+                "arguments are held to their schema where calls are forced only (tool_choice: required, or a function)"
+            )
+            raise bad_request(f"{where}: {text}; give one, or no strict: true", where)
+    if parsed.sampling.get("structured") is not None:
+        text = (
+            "tools: the answer is held to a form in which there are no calls; give tool_choice: none, or no such form"
+        )
+        raise bad_request(text, "tools")
+
+
+def _special_id(tokenizer: Tokenizer | None, mark: str) -> int | None:
+    """The id of a mark that is a special token; None: it is ordinary text."""
+    id = None if tokenizer is None or not mark else tokenizer.token_id(mark)
+    return id if tokenizer is not None and id in tokenizer.special_ids else None
+
+
+def keep_special_marks(tokenizer: Tokenizer | None, parsed: ParsedBody, marks: tuple[str, ...], field: str) -> None:
+    """Keep special tokens in the text where a mark is one. Raises ApiError 400 if skip_special_tokens drops them."""
+    if all(_special_id(tokenizer, mark) is None for mark in marks):
+        return
+    if parsed.sampling.get("skip_special_tokens"):
+        text = f"skip_special_tokens: the marks of {field} are special tokens of this model; leave it out"
+        raise bad_request(text, "skip_special_tokens")
+    parsed.sampling["skip_special_tokens"] = False
+
+
+def _plain(tool: Tool) -> dict[str, Any]:
+    """A tool in the form that chat templates expect."""
+    function = msgspec.to_builtins(tool.function)
+    plain = {name: value for name, value in function.items() if value is not None and name != "strict"}
+    return {"type": "function", "function": plain}
+
+
+class ToolSplitter:
+    """Calls in one sequence's text become tool_calls deltas: id and name first, then the arguments."""
+
+    def __init__(self, call_format: CallFormat, tools: frozenset[str], *, only_one: bool) -> None:
+        self._parser = CallParser(call_format, tools)
+        self._id_length = call_format.id_length
+        self._only_one = only_one
+
+    def feed(self, text: str, *, finished: bool) -> list[dict[str, Any]]:
+        parts = self._parser.feed(text)
+        if finished:
+            parts += self._parser.finish()
+        return [self._delta(part) for part in parts if not (self._only_one and part.call)]
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._parser.num_calls else reason
+
+    def _delta(self, part: ToolDelta) -> dict[str, Any]:
+        if part.call is None:
+            return {"content": part.content}
+        delta: dict[str, Any] = {"index": part.call, "function": {"arguments": part.arguments}}
+        if part.name is not None:
+            head = {"index": part.call, "id": self._new_id(), "type": "function"}
+            delta = {**head, "function": {"name": part.name, "arguments": part.arguments}}
+        return {"tool_calls": [delta]}
+
+    def _new_id(self) -> str:
+        if self._id_length is None:
+            return f"call_{secrets.token_hex(12)}"
+        letters = string.ascii_letters + string.digits
+        return "".join(secrets.choice(letters) for _ in range(self._id_length))

@@ -1,0 +1,117 @@
+"""Reasoning in a model's text: formats by name, and a parser that separates it from the answer as the text grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_infer.text.stop import partial_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """How a family of models marks its reasoning."""
+
+    name: str
+    starts: tuple[str, ...]
+    """Marks before reasoning, at the beginning of the output; the prompt may end with one instead."""
+    ends: tuple[str, ...]
+    """Marks behind reasoning; if the prompt ends with one, the output has no reasoning."""
+    is_implied: bool = False
+    """The output begins with reasoning even without a mark, unless the prompt ends with an end mark."""
+
+
+REASONING: dict[str, ReasoningFormat] = {}
+"""Formats by name; `register` adds to them."""
+
+
+def register(one: ReasoningFormat) -> ReasoningFormat:
+    assert one.name not in REASONING, f"a format {one.name} is registered already"
+    REASONING[one.name] = one
+    return one
+
+
+_THINK = {"starts": ("<think>",), "ends": ("</think>",)}
+DEEPSEEK_R1 = register(ReasoningFormat(name="deepseek_r1", is_implied=True, **_THINK))
+QWEN3 = register(ReasoningFormat(name="qwen3", **_THINK))
+GRANITE = register(
+    ReasoningFormat(
+        name="granite",
+        starts=("Here is my thought process:", "Here's my thought process:"),
+        ends=("Here is my response:", "Here's my response:"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A piece of reasoning or of the answer."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class ReasoningParser:
+    """Separates one sequence's text; the joined deltas do not depend on how the text is split into pieces.
+
+    Line breaks around reasoning are dropped. Reasoning without an end mark stays reasoning.
+    """
+
+    def __init__(self, reasoning_format: ReasoningFormat, prompt_end: str = "") -> None:
+        """prompt_end: the end of the prompt as text, special tokens included."""
+        end = prompt_end.rstrip()
+        self._format = reasoning_format
+        self._is_inside = end.endswith(reasoning_format.starts) or (
+            reasoning_format.is_implied and not end.endswith(reasoning_format.ends)
+        )
+        self._state = "answer" if end.endswith(reasoning_format.ends) else "start"
+        self._held = ""
+        self._is_at_start = True
+
+    def feed(self, text: str) -> list[ReasoningDelta]:
+        """The deltas of the next piece of text."""
+        self._held += text
+        out: list[ReasoningDelta] = []
+        if self._state == "start":
+            self._start()
+        if self._state == "reasoning":
+            out.append(self._reasoning())
+        if self._state == "break":
+            self._held = self._held.lstrip("\r\n")
+            self._state = "answer" if self._held else "break"
+        if self._state == "answer":
+            out.append(ReasoningDelta(content=self._held))
+            self._held = ""
+        return [delta for delta in out if delta.reasoning or delta.content]
+
+    def finish(self) -> list[ReasoningDelta]:
+        """The text has ended: the deltas of what was held back."""
+        held, self._held = self._held, ""
+        if self._state == "start" and self._is_inside:
+            self._state, held = "reasoning", held.lstrip("\r\n")
+        is_reasoning = self._state == "reasoning"
+        delta = ReasoningDelta(reasoning=held.rstrip("\r\n")) if is_reasoning else ReasoningDelta(content=held)
+        return [delta] if delta.reasoning or delta.content else []
+
+    def _start(self) -> None:
+        text = self._held.lstrip()
+        mark = next((mark for mark in self._format.starts if text.startswith(mark)), None)
+        if mark is not None:
+            self._state, self._held = "reasoning", text[len(mark) :]
+        elif not any(one.startswith(text) for one in self._format.starts):
+            self._state = "reasoning" if self._is_inside else "answer"
+
+    def _reasoning(self) -> ReasoningDelta:
+        if self._is_at_start:
+            self._held = self._held.lstrip("\r\n")
+            self._is_at_start = not self._held
+        at, mark = min(
+            ((self._held.find(mark), mark) for mark in self._format.ends if mark in self._held), default=(-1, "")
+        )
+        if at >= 0:
+            reasoning = self._held[:at].rstrip("\r\n")
+            self._held, self._state = self._held[at + len(mark) :], "break"
+            return ReasoningDelta(reasoning=reasoning)
+        keep = partial_length(self._held, self._format.ends)
+        shown = self._held[: len(self._held) - keep].rstrip("\r\n")
+        self._held = self._held[len(shown) :]
+        return ReasoningDelta(reasoning=shown)

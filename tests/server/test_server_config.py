@@ -1,0 +1,65 @@
+"""Options: the command line before the environment before the file; invalid ones are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_infer.cli.main import main
+from megatron_infer.errors import ConfigError
+from megatron_infer.server.server_config import ServerConfig, read_config_file, server_config_from
+
+
+def test_command_line_goes_before_environment_before_file(tmp_path):
+    path = tmp_path / "server.yaml"
+    path.write_text("port: 1\nhost: 0.0.0.0\nmax_queue: 5\nmodel: smollm2\nengine: {max_requests: 8}\n")
+    file, beside = read_config_file(str(path))
+    environment = {"MEGATRON_INFER_PORT": "2", "MEGATRON_INFER_MAX_QUEUE": "6", "MEGATRON_INFER_LOG_REQUESTS": "0"}
+    settings = server_config_from({"port": 3}, environment | {"MEGATRON_INFER_API_KEY": "k"}, file)
+    assert (settings.port, settings.max_queue, settings.host, settings.api_key) == (3, 6, "0.0.0.0", "k")
+    assert settings.log_requests is False and "'k'" not in repr(settings)
+    assert beside == {"model": "smollm2", "engine": {"max_requests": 8}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"port": 70000}, "port is 70000, it must be 0 to 65535"),
+        ({"port": "x"}, "port is 'x', expected int"),
+        ({"max_queue": 0}, "max_queue is 0, it must be at least 1"),
+        ({"request_timeout_s": 0}, "request_timeout_s is 0"),
+        ({"request_timeout_s": float("nan")}, "expected float"),
+        ({"api_key": " "}, "api_key is empty"),
+        ({"api_key": 12345}, "api_key is what was given, expected str"),
+        ({"control": True, "host": "0.0.0.0"}, "control at 0.0.0.0 needs an API key"),
+        ({"weights_root": "/nowhere/at/all"}, "weights_root is '/nowhere/at/all', which is no directory"),
+        ({"max_weight_bytes": 0}, "max_weight_bytes is 0"),
+        ({"served_model_name": [1]}, "served_model_name is a name or a list of names"),
+    ],
+)
+def test_wrong_option_is_refused_by_name(values, message):
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(**values)
+
+
+def test_wrong_file_and_environment_are_named(tmp_path):
+    path = tmp_path / "server.yaml"
+    for text, message in (("prot: 1", "did you mean 'port'"), ("- 1", "NAME: VALUE"), ("a: [", "server.yaml")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_config_file(str(path))
+    with pytest.raises(ConfigError, match="MEGATRON_INFER_PORT is 'x', expected int"):
+        server_config_from({}, {"MEGATRON_INFER_PORT": "x"}, {})
+
+
+def test_command_reports_mistakes_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    for arguments, message in (
+        (["serve"], "no model: give MODEL"),
+        (["serve", "smollm2", "--port", "99999"], "port is 99999"),
+        (["serve", "smollm2", "--tp", "2"], "torchrun --nproc-per-node 2 -m megatron_infer serve smollm2"),
+        (["serve", "smollm2", "--control", "--host", "0.0.0.0"], "control at 0.0.0.0 needs an API key"),
+        (["serve", "smollm2", "--host", "192.0.2.1"], "cannot listen at 192.0.2.1 port 8000"),
+        (["serve", "smollm2", "--dp", "0"], "dp is 0"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
