@@ -28,7 +28,6 @@ from megatron_infer.coordinator.engine_adapter import (
     can_step,
     facts_of,
     params_of,
-    prefix_changes_of,
     stats_of,
 )
 from megatron_infer.errors import InferenceError, UnknownRequest
@@ -60,7 +59,7 @@ class Replica:
         """commands: what it obeys beside the engine's own controls, by name (`wire.COMMANDS`)."""
         self.engine = engine
         self._commands = dict(commands or {})
-        self._changes = prefix_changes_of(engine)
+        self._changes = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
         self._preparing: dict[int, protocol.Cancel | None] = {}  # wait for their grammars, perhaps cancelled meanwhile

@@ -76,9 +76,9 @@ class RunRecorder:
     # ------------------------------------------------------------------ the engine's listener calls
     def on_add(self, request_id: str, token_ids: list[int], params: SamplingParams, step: int) -> None:
         assert self._engine is not None
-        group = self._engine.output_processor.get(request_id)
-        assert group is not None, f"request {request_id!r} was announced before its account was opened"
-        request = group.samples[0].request
+        state = self._engine.output_processor.get(request_id)
+        assert state is not None, f"request {request_id!r} was announced before it was opened"
+        request = state.sequences[0].request
         salt = {"salt": request.cache.salt} if request.cache.salt else {}
         self._write(
             kind="add",

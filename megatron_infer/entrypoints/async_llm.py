@@ -91,7 +91,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self.engine.parts.device.take_thread()
+            self.engine.device.take_thread()
             while self._take_commands():
                 for output in self.engine.step():
                     sink = self._sinks.get(output.request_id)

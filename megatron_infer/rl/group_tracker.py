@@ -121,7 +121,7 @@ class GroupTracker:
     def add(self, call: Call, ask: Ask, index: int) -> Ticket:
         """Submit one more group of a call."""
         with self._lock:
-            name = PREFIX + self.engine.parts.input_processor.new_id(
+            name = PREFIX + self.engine.input_processor.new_id(
                 lambda name: PREFIX + name in self.engine.output_processor
             )
             self.engine.add_request(ask.prompt, ask.params, request_id=name, stream="final")
@@ -129,7 +129,7 @@ class GroupTracker:
                 id=name,
                 index=index,
                 info=ask.info,
-                begun_version=self.engine.parts.weight_version,
+                begun_version=self.engine.weight_version,
                 num_samples=ask.params.n,
                 num_prompt_tokens=len(ask.ids),
             )
@@ -223,7 +223,7 @@ class GroupTracker:
                 call.ready.append(group)
                 self.cut.add(group_id)
                 return group
-            if self.engine.relay is None:  # with several ranks the next call of all of them does it
+            if self.engine.rank_group.size == 1:  # with several ranks the next call of all of them does it
                 self._settle()
             return group
 
@@ -256,7 +256,7 @@ class GroupTracker:
         """Of what the call has handed out so far."""
         return stats_of(
             call.given,
-            version=self.engine.parts.weight_version,
+            version=self.engine.weight_version,
             seconds=call.seconds,
             num_tokens=self.num_tokens(call),
             num_rejected=call.num_rejected,
@@ -266,13 +266,13 @@ class GroupTracker:
 
     def oldest_policy(self, ticket: Ticket) -> int | None:
         """Version of the oldest weights that drew a token of it; None: none is drawn."""
-        group = self.engine.output_processor.get(ticket.id)
-        drawn = [] if group is None else [sample.request for sample in group.samples if sample.request.num_output]
+        state = self.engine.output_processor.get(ticket.id)
+        drawn = [] if state is None else [one.request for one in state.sequences if one.request.num_output]
         return min((request.history.spans[0].policy_version for request in drawn), default=None)
 
     def _num_drawn(self, ticket: Ticket) -> int:
-        group = self.engine.output_processor.get(ticket.id)
-        return 0 if group is None else sum(sample.request.num_output for sample in group.samples)
+        state = self.engine.output_processor.get(ticket.id)
+        return 0 if state is None else sum(one.request.num_output for one in state.sequences)
 
     def reached(self, call: Call, budget: Budget | None) -> bool:
         """Whether a call is to stop."""

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.build import Assembly
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.sequence_replay import MOST_DECODED, NoRoom, Replayed, SequenceReplay
 from megatron_infer.errors import InferenceError, ModelError
 from megatron_infer.models.layer_probes import MOE, Part, Trace, parts_of, trace
-from megatron_infer.rl.mismatch_replay import MOST_DECODED, Forced, Kept, NoRoom, Replayed, Watched, replay
+from megatron_infer.rl.mismatch_replay import Forced, Kept, Watched
 from megatron_infer.rl.session import RolloutSession
 
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.05, "float16": 0.01}
@@ -131,38 +132,34 @@ class LayerSearch:
     def place(self, suspect: Suspect) -> Place:
         """Within generating(), or anywhere else, where the engine wakes for it and goes back to what it was."""
         try:
-            parts = self._session.engine.parts
-            if parts.rank_group.groups.pp is not None:
+            engine = self._session.engine
+            if engine.rank_group.groups.pp is not None:
                 return unplaced("over pipeline stages no sequence is replayed; try it with one stage")
             with self._session.generating():
-                self._session.engine.drain()
-                parts.enter_inference()
-                try:
-                    return replace(self._search(parts, suspect), stale_copies=stale_copies(parts))
-                finally:
-                    if self._session.engine.loop.is_idle:
-                        parts.leave_inference()
+                engine.drain()
+                with engine.replay.inference(engine.loop):
+                    return replace(self._search(engine.replay, suspect), stale_copies=stale_copies(engine))
         except (NoRoom, ModelError, NotImplementedError) as error:
             return unplaced(str(error))
 
-    def _search(self, parts: Assembly, suspect: Suspect) -> Place:
+    def _search(self, replay: SequenceReplay, suspect: Suspect) -> Place:
         end = min(len(suspect.ids), suspect.position + 1 + BEHIND)
         if end > MOST_TOKENS:
             return unplaced(f"its worst token is at position {suspect.position}, replays end at {MOST_TOKENS}")
         ids = suspect.ids[:end]
         how = {"prompt_len": min(suspect.prompt_len, end - 1), "params": suspect.params}
         # First: computing anew may take the blocks of what is cached.
-        cached = replay(parts, ids, use_cache=True, **how)  # type: ignore[arg-type]
-        watched = Watched(parts.adopted, len(ids))
-        fresh = replay(parts, ids, model=watched, **how)  # type: ignore[arg-type]
+        cached = replay.run(ids, use_cache=True, **how)  # type: ignore[arg-type]
+        watched = Watched(replay.model, len(ids))
+        fresh = replay.run(ids, model=watched, **how)  # type: ignore[arg-type]
         sampler = max(cached.sampler_error, fresh.sampler_error)
         if suspect.of_sampler:
             if sampler > SAMPLER_TOLERANCE:
                 return _of_sampler(sampler)
             return unplaced("behind the sampler only, and its log probabilities are right when it is asked again")
         off, own = _mean(suspect.rollout, suspect.train, fresh), _mean(_logprobs(fresh), suspect.train, fresh)
-        if own >= EXPLAINS * off or own > NOISE[parts.shape.dtype]:
-            return self._in_layers(parts, suspect, ids, watched, sampler, how)
+        if own >= EXPLAINS * off or own > NOISE[replay.model.shape.dtype]:
+            return self._in_layers(replay, suspect, ids, watched, sampler, how)
         if sampler > SAMPLER_TOLERANCE:
             return _of_sampler(sampler)
         if cached.num_cached and _mean(_logprobs(cached), suspect.train, cached) >= EXPLAINS * off:
@@ -172,7 +169,7 @@ class LayerSearch:
 
     def _in_layers(
         self,
-        assembly: Assembly,
+        replay: SequenceReplay,
         suspect: Suspect,
         ids: list[int],
         watched: Watched,
@@ -180,20 +177,18 @@ class LayerSearch:
         how: dict[str, object],
     ) -> Place:
         """Computing anew disagrees: which part does."""
-        adopted, tolerance = assembly.adopted, TOLERANCE[assembly.shape.dtype]
-        parts = parts_of(adopted)
+        adopted, tolerance = replay.model, TOLERANCE[replay.model.shape.dtype]
+        groups, parts = self._session.engine.rank_group.groups, parts_of(adopted)
         with self._session.scoring() as model:
             logits_from = max(0, len(ids) - MOST_DECODED)
-            found = trace(model, parts, ids, tp=assembly.rank_group.groups.tp, logits_from=logits_from)
+            found = trace(model, parts, ids, tp=groups.tp, logits_from=logits_from)
         forced = Forced(adopted, parts, found)
-        replay(assembly, ids, model=forced, **how)  # type: ignore[arg-type]
+        replay.run(ids, model=forced, **how)  # type: ignore[arg-type]
         at = suspect.position - 1  # the query that gives the worst token
         errors = [_error_of(forced.outputs[part.name], found.outputs[part.name], at) for part in parts]
         over = [
             PartError(name=part.name, kind=part.kind, layer=part.layer, error=error)
-            for part, error in zip(
-                parts, _largest(errors, assembly.rank_group.groups.engine, adopted.device), strict=True
-            )
+            for part, error in zip(parts, _largest(errors, groups.engine, adopted.device), strict=True)
             if error > tolerance
         ]
         if over:
@@ -292,10 +287,10 @@ def _rerouted(kept: Kept, its_SK: Tensor) -> float:
     return float((ours != its).any(-1).float().mean())
 
 
-def stale_copies(parts: Assembly) -> str:
+def stale_copies(engine: DynamicInferenceEngine) -> str:
     """In words; "" where all copies derived from the weights are those of the weights as they are."""
     try:
-        parts.verify_derived()
+        engine.weights.verify()
     except InferenceError as error:
         return str(error)
     return ""

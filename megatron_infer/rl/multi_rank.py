@@ -25,8 +25,7 @@ class Ranks:
 
     @property
     def is_leader(self) -> bool:
-        relay = self._engine.relay
-        return relay is None or relay.lockstep.is_leader
+        return self._engine.relay.is_leader
 
     def tell(
         self,
@@ -41,8 +40,7 @@ class Ranks:
 
         cut: those that the other ranks have no output of. keep: at an end, those of a later call.
         """
-        relay = self._engine.relay
-        if relay is None:
+        if self._engine.rank_group.size == 1:
             return
         told = [
             [
@@ -54,7 +52,8 @@ class Ranks:
             ]
             for group in groups
         ]
-        relay.meet(ROLLOUT, {"groups": told, "end": end, "keep": list(keep), "error": error}, mine=False)
+        given = {"groups": told, "end": end, "keep": list(keep), "error": error}
+        self._engine.relay.meet(ROLLOUT, given, compare=False)
 
     def hear(self) -> Iterator[RolloutGroup]:
         """On the others: take part until the leader ends its call -> the groups it hands out."""
@@ -81,10 +80,8 @@ class Ranks:
                 ended = self._follow()["end"]
 
     def _follow(self) -> dict[str, Any]:
-        relay = self._engine.relay
-        assert relay is not None, "a process alone follows nobody"
         calls = self._engine.followed() | {"step()": lambda _: self._step()}
-        given: dict[str, Any] = relay.follow(calls, until=ROLLOUT)
+        given: dict[str, Any] = self._engine.relay.follow(calls, until=ROLLOUT)
         return given
 
     def _step(self) -> None:

@@ -46,7 +46,7 @@ class RolloutQueue:
         """data_parallel: engines that share the batch, for lag "auto" and that alone."""
         if lag == "auto":
             lag = automatic_lag(
-                max_requests=roll.engine.parts.sizes.max_requests,
+                max_requests=roll.engine.sizes.max_requests,
                 samples_per_group=params.n,
                 groups_per_step=groups_per_step,
                 data_parallel=data_parallel,
@@ -124,7 +124,7 @@ class RolloutQueue:
         batch = [self._finished.pop(group_id) for group_id in chosen]
         self.stats = stats_of(
             batch,
-            version=self._roll.engine.parts.weight_version,
+            version=self._roll.engine.weight_version,
             seconds=time.perf_counter() - started,
             num_tokens=flow.num_tokens(call) - tokens,
             num_aborted=self.num_dropped - dropped,
@@ -145,7 +145,7 @@ class RolloutQueue:
     def _drop_stale(self, call: Call) -> None:
         if self.max_staleness is None:
             return
-        version, flow = self._roll.engine.parts.weight_version, self._roll.flow
+        version, flow = self._roll.engine.weight_version, self._roll.flow
         for group_id, group in list(self._finished.items()):
             if group.staleness(version) > self.max_staleness:
                 del self._finished[group_id]

@@ -33,7 +33,7 @@ class RolloutThread:
 
     def _submit(self, work: Callable[[], _T]) -> Future[_T]:
         if self._thread is None:
-            device = self._flow.engine.parts.device
+            device = self._flow.engine.device
             self._thread = ThreadPoolExecutor(1, "megatron-infer-rollout", initializer=device.take_thread)
         return self._thread.submit(work)
 

@@ -83,9 +83,9 @@ class RolloutSession:
             )
         finally:
             self._switch.release()
-        parts = self.engine.parts
+        engine = self.engine
         self._scorer = Scorer(
-            self.model, shape=parts.shape, groups=parts.rank_group.groups, exact=parts.config.batch_invariant
+            self.model, shape=engine.shape, groups=engine.rank_group.groups, exact=engine.config.batch_invariant
         )
         self._roll = Rollout(self.engine)
         self._place = Place.OUTSIDE
@@ -94,7 +94,7 @@ class RolloutSession:
     @property
     def weight_version(self) -> int:
         """Of the weights that the engine knows; changes it has not been told of are noticed when it wakes."""
-        return self.engine.parts.weight_version
+        return self.engine.weight_version
 
     @property
     def optimizer_bytes(self) -> int:
@@ -187,8 +187,8 @@ class RolloutSession:
         """
         sequences = [list(sequence) for sequence in sequences]
         starts = [start] * len(sequences) if isinstance(start, int) else list(start)
-        rank_group = self.engine.parts.rank_group
-        if rank_group.lockstep is not None:
+        rank_group = self.engine.rank_group
+        if rank_group.size > 1:
             digest = hashlib.blake2b(
                 json.dumps([sequences, temperature, grad, starts]).encode(), digest_size=8
             ).hexdigest()
@@ -251,7 +251,7 @@ class RolloutSession:
         self._place = place
 
     def _wake(self) -> None:
-        rank_group, engine = self.engine.parts.rank_group, self.engine
+        rank_group, engine = self.engine.rank_group, self.engine
         try:
             with rank_group.together("switching the model to generation"):
                 self._switch.engage()
@@ -270,7 +270,7 @@ class RolloutSession:
     def _put_to_sleep(self) -> None:
         self._report = self.engine.suspend(self._mode)
         try:
-            with self.engine.parts.rank_group.together("switching the model to training"):
+            with self.engine.rank_group.together("switching the model to training"):
                 self._switch.release()
                 self._switch.bring_back()
         except BaseException as error:

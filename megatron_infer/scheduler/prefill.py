@@ -14,6 +14,9 @@ from megatron_infer.scheduler.running_set import RunningSet
 from megatron_infer.scheduler.step_plan import PrefillChunk
 from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
+PrefillRoom = Callable[[int], tuple[int, int]]
+"""Decode rows of a step -> tokens and slices that may prefill beside them."""
+
 
 @dataclass(slots=True)
 class PrefillDraft:
@@ -55,8 +58,9 @@ class PrefillPlanner:
         max_tokens: int,
         chunked_prefill: bool,
         num_micro_batches: int = 1,
+        room: PrefillRoom | None = None,
     ) -> None:
-        """num_groups: micro-batches that divide the prompts that wait."""
+        """num_groups: micro-batches that divide the prompts that wait. room: None: max_tokens is the bound."""
         self._context = context
         self._queue = queue
         self._running_set = running_set
@@ -64,8 +68,7 @@ class PrefillPlanner:
         self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
         self._num_groups = num_micro_batches
-        self.room: Callable[[int], tuple[int, int]] | None = None
-        """Decode rows of a step -> tokens and slices that may prefill beside them; None: max_tokens is the bound."""
+        self._room = room
         self._waited: dict[Request, int] = {}
         """Who waits for a state that is being computed, and the tokens it had to compute when it began to."""
 
@@ -75,8 +78,8 @@ class PrefillPlanner:
         Of several micro-batches it takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
         most_slices = None
-        if self.room is not None:
-            room, most_slices = self.room(num_decode)
+        if self._room is not None:
+            room, most_slices = self._room(num_decode)
             left = min(left, room)
         if self._num_groups == 1:
             return PrefillDraft(left=left, most_slices=most_slices)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.errors import RequestError
 from megatron_infer.scheduler import policy, readmit
 from megatron_infer.scheduler.decode import DecodePlanner
 from megatron_infer.scheduler.preemption import PreemptionPolicy
-from megatron_infer.scheduler.prefill import PrefillPlanner
+from megatron_infer.scheduler.prefill import PrefillPlanner, PrefillRoom
 from megatron_infer.scheduler.request import FinishReason, Request, Status
 from megatron_infer.scheduler.running_set import EventHook, RunningSet, SchedulerStats
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan, StepResult
@@ -40,7 +42,9 @@ class Scheduler:
         root: bytes,
         version: int = 0,
         preemption: PreemptionMode = PreemptionMode.AUTO,
+        costs: policy.CostModel | None = None,
         num_micro_batches: int = 1,
+        prefill_room: PrefillRoom | None = None,
         on_event: EventHook | None = None,
     ) -> None:
         """num_groups: micro-batches that share the requests, for pipeline stages to work on at once."""
@@ -55,6 +59,7 @@ class Scheduler:
         self.preemption = PreemptionPolicy(
             context, self.queue, self.running_set, paused_block_limit=paused_block_limit, preemption=preemption
         )
+        self.set_costs(costs if costs is not None else policy.CostModel())
         self.prompts = PrefillPlanner(
             context,
             self.queue,
@@ -63,6 +68,7 @@ class Scheduler:
             max_tokens=max_tokens,
             chunked_prefill=chunked_prefill,
             num_micro_batches=num_micro_batches,
+            room=prefill_room,
         )
         self._decodes = DecodePlanner(context, self.running_set, num_micro_batches=num_micro_batches)
         self._num_arrivals = self._num_uncommitted = self._prompt_tokens_in_flight = 0
@@ -114,6 +120,17 @@ class Scheduler:
             self.running_set.take_off(request)
             self.queue.stand_in_line(self.queue.take_siblings(request))
         self._end(request, reason, stop_reason)
+
+    def finish_by_text(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """The text or the grammar of its last token ends `request`; if that token has ended it, this reason counts."""
+        if request.status is Status.FINISHED:
+            request.finish(reason, stop_reason)
+        else:
+            self.finish(request, reason, stop_reason)
+
+    def set_costs(self, costs: policy.CostModel) -> None:
+        """The next step decides on evictions with these prices."""
+        self.preemption.costs = costs
 
     def set_root(self, root: bytes, *, version: int) -> None:
         """Publish and match under `root` from now on: the weights changed, to `version`. Nothing may be in flight.
@@ -237,21 +254,25 @@ class Scheduler:
             self.stats.prefill_tokens += plan.num_tokens - len(plan.decode)
         return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Apply what the step drew -> requests that finished by it. Steps are committed in the order of their plans.
+    def commit(self, plan: StepPlan, result: StepResult) -> Sequence[Request]:
+        """Apply what the step drew -> requests that took their token, in the order of `plan.sampled`.
 
-        A token of a request that has finished meanwhile is dropped.
+        Those that finished by it have a finish_reason now. A token of a request that had finished before is dropped.
+        Steps are committed in the order of their plans.
         """
         if not plan.num_tokens:
-            return []
+            return ()
         self._num_uncommitted -= 1
         self._prompt_tokens_in_flight -= plan.num_tokens - len(plan.decode)
         finished = Status.FINISHED
         ended: list[Request] = []
+        committed = plan.sampled
         for request, token in zip(plan.sampled, result.tokens, strict=True):
             request.in_flight -= 1
             if request.status is finished:
                 ended.append(request)
+                if committed is plan.sampled:
+                    committed = [one for one in plan.sampled if one.status is not finished]
                 continue
             tokens = request.tokens
             tokens.append(token)
@@ -264,7 +285,9 @@ class Scheduler:
                     ended.append(chunk.request)
         if self.context.prefix_caching:
             _publish(plan, self.context)
-        return self._settle(ended) if ended else ended
+        if ended:
+            self._settle(ended)
+        return committed
 
     # ------------------------------------------------------------------ planning
 
@@ -294,24 +317,21 @@ class Scheduler:
 
     # ------------------------------------------------------------------ committing
 
-    def _settle(self, ended: list[Request]) -> list[Request]:
-        """Finish those of `ended` that did so by their last token; give back leases -> the former."""
-        newly = []
+    def _settle(self, ended: list[Request]) -> None:
+        """Finish those of `ended` that did so by their last token; give back leases."""
         for request in ended:
             if request.status is Status.FINISHED:
                 self.running_set.let_go(request)
                 continue
-            newly.append(request)
             self.running_set.take_off(request)
             token = request.tokens[-1]
             if token in request.stop_ids:
                 self._end(request, FinishReason.STOP, token if token in request.params.stop_token_ids else None)
             else:
                 self._end(request, FinishReason.LENGTH, None)
-        return newly
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
-        request.status, request.finish_reason, request.stop_reason = Status.FINISHED, reason, stop_reason
+        request.finish(reason, stop_reason)
         self.stats.finished += 1
         self.running_set.emit(request, "finish", reason=reason.value, stop_reason=stop_reason)
         self.running_set.let_go(request)

@@ -27,7 +27,7 @@ def serve(
     llm = LLM(model, config=config, dtype=dtype, device=device, threads=threads)
     replica = Replica(llm.engine, coordinator, name=name, commands=RemoteWeights(llm.engine).commands())
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
-    shape = llm.engine.parts.shape
+    shape = llm.engine.shape
     tell(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
     with replica:
         replica.run()

@@ -66,7 +66,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         store.wait([MEETING], timedelta(seconds=CARD_TIMEOUT_S))
         meeting = json.loads(store.get(MEETING))
         engine = _engine(options, groups)
-        rank_group, weights = engine.parts.rank_group.groups, RemoteWeights(engine)
+        rank_group, weights = engine.rank_group.groups, RemoteWeights(engine)
         if not rank_group.is_leader:
             _ignore_signals()
             engine.follow(weights.followed())

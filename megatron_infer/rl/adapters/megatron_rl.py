@@ -79,7 +79,7 @@ class LocalInterface:
 
     def __init__(self, session: RolloutSession) -> None:
         """Use `launch`."""
-        if session.engine.relay is not None:
+        if session.engine.rank_group.size > 1:
             raise NotImplementedError(
                 "an engine of several ranks behind LocalInterface; take RolloutSession, whose calls all ranks make"
             )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_infer.comm.groups import ParallelGroups
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import WrongState
 from megatron_infer.rl.weights.inventory import Inventory, bare
 
@@ -19,7 +20,7 @@ class Target:
     model: Any
     """Without wrappers."""
     inventory: Inventory
-    engine: Any = None
+    engine: DynamicInferenceEngine | None = None
     rank: int = 0
     """Of this process in the world."""
     group: Any = None
@@ -27,17 +28,17 @@ class Target:
 
     @classmethod
     def of(cls, engine_or_model: Any) -> Target:
-        parts = getattr(engine_or_model, "parts", None)
-        model = bare(engine_or_model) if parts is None else parts.adopted.live
+        is_engine = isinstance(engine_or_model, DynamicInferenceEngine)
+        model = engine_or_model.model if is_engine else bare(engine_or_model)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         inventory = Inventory.of(model)
-        if parts is not None:
+        if is_engine:
             return cls(model=model, inventory=inventory, engine=engine_or_model, rank=rank)
         return cls(model=model, inventory=inventory, rank=rank, group=ParallelGroups.of(None, model).engine)
 
     @property
     def version(self) -> int:
-        return 0 if self.engine is None else int(self.engine.parts.weight_version)
+        return 0 if self.engine is None else self.engine.weight_version
 
     @property
     def torn(self) -> str | None:
@@ -53,7 +54,7 @@ class Target:
         """Nothing is computed until the update has ended; what is in flight is waited for. On every rank."""
         if self.engine is None:
             return
-        if self.engine.parts.offloaded_weight_bytes():
+        if self.engine.weights.offloaded_bytes:
             raise WrongState(
                 "a weight update while the weights are on the host; call resume({'weights'}) first",
                 state=self.engine.state.value,
@@ -64,8 +65,7 @@ class Target:
     def gather(self, what: str, text: str) -> list[str]:
         """Every rank's text; the ranks of the engine or model call it at the same place."""
         if self.engine is not None:
-            lockstep = self.engine.parts.rank_group.lockstep
-            return [text] if lockstep is None else list(lockstep.gather(what, text))
+            return self.engine.rank_group.lockstep.gather(what, text)
         if self.group is None:
             return [text]
         found: list[Any] = [None] * self.group.size()

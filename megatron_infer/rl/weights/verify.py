@@ -60,7 +60,7 @@ def verify_update(
     derived: tuple[str, ...] = ()
     if place.engine is not None:
         place.engine.verify_weights()
-        derived = tuple(place.engine.parts.derived.names)
+        derived = tuple(place.engine.weights.derived.names)
     if replicas is not None:
         _compare_replicas(digests, replicas)
     return VerifyReport(
