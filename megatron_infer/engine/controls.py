@@ -47,9 +47,9 @@ class EngineControls:
         snapshots: SnapshotManager,
         relay: Relay,
     ) -> None:
-        self.suspension = suspension
+        self.suspension, self.snapshots = suspension, snapshots
         self._loop, self._scheduler, self._weights = loop, scheduler, weights
-        self._lifecycle, self._snapshots, self._relay = lifecycle, snapshots, relay
+        self._lifecycle, self._relay = lifecycle, relay
 
     def pause(self, mode: str, *, timeout_s: float | None) -> None:
         if mode not in PAUSE_MODES:
@@ -123,27 +123,27 @@ class EngineControls:
             self._loop.drain()
         else:
             self._relay.require_leader("save_requests() without kv")
-        self._snapshots.save(path, self._loop.backlog, kv=kv)
+        self.snapshots.save(path, self._loop.backlog, kv=kv)
 
     def load_requests(self, path: str | os.PathLike[str]) -> LoadReport:
         self._relay.meet("load_requests()", {"path": os.fspath(path)})
         self._lifecycle.require("load_requests()", EngineState.RUNNING, EngineState.PAUSED)
-        content = self._snapshots.read(path)
+        content = self.snapshots.read(path)
         self._loop.drain()
-        return self._snapshots.put_back(content, self._loop.backlog)
+        return self.snapshots.put_back(content, self._loop.backlog)
 
     def keep_snapshots(self, path: str | os.PathLike[str] | None, *, every_steps: int, fsync: bool) -> None:
-        self._snapshots.keep(path, self._loop.backlog, every_steps=every_steps, fsync=fsync)
+        self.snapshots.keep(path, self._loop.backlog, every_steps=every_steps, fsync=fsync)
 
     def acknowledge(self, request_ids: Sequence[str] | None) -> int:
-        return self._snapshots.acknowledge(request_ids)
+        return self.snapshots.acknowledge(request_ids)
 
     def hand_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Outputs that are about to leave step(): kept files have them first, or they come with the next step()."""
-        if self._snapshots.journal is None:
+        if self.snapshots.journal is None:
             return outputs
         try:
-            self._snapshots.stepped([*outputs, *self._loop.backlog])
+            self.snapshots.stepped([*outputs, *self._loop.backlog])
         except BaseException:
             self._loop.backlog = outputs + self._loop.backlog
             raise

@@ -171,7 +171,8 @@ class WeightManager:
         """Memory of the live weights and of the copies derived from them."""
         parts = (part for tensor in self._tensors() for part in memory_of(tensor))
         storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
-        return sum(storages.values()) + self.derived.num_bytes
+        live: int = sum(storages.values())
+        return live + self.derived.num_bytes
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from guarded_tensors(self._adopted.live)

@@ -16,6 +16,7 @@ import torch
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.testing.inspect import inspect
 
 
 def worst_error(model: torch.nn.Module, outputs: Iterable[RequestOutput], *, greedy: bool = True) -> float:
@@ -65,7 +66,7 @@ class LyingScan:
 
 
 def lie_to_scan(engine: DynamicInferenceEngine, lie: Callable[[StepMetadata], StepMetadata]) -> None:
-    builder = engine.parts.runner.builder
+    builder = inspect(engine).runner.builder
     builder._scan = LyingScan(builder._scan, lie)
 
 
@@ -102,14 +103,14 @@ def padded_with(state_slot: int, *, count: int = 3) -> Callable[[StepMetadata], 
 
 def lose_moves(engine: DynamicInferenceEngine, kind: str) -> None:
     """Moves of this kind are planned and never happen."""
-    store = engine.parts.runner.store
+    store = inspect(engine).store
     run_moves = store.run_moves
     store.run_moves = lambda moves: run_moves([move for move in moves if move[0] != kind])
 
 
 def change_plans(engine: DynamicInferenceEngine, change: Callable[[Any], Any]) -> None:
     """The runner carries out other plans than the scheduler made."""
-    runner = engine.parts.runner
+    runner = inspect(engine).runner
     forward = runner.forward
     runner.forward = lambda plan, *args: forward(change(plan), *args)
 
@@ -127,6 +128,6 @@ def captured_at_the_end(plan: Any) -> Any:
 
 def forget_offloaded(engine: DynamicInferenceEngine, is_lost: Callable[[int], bool]) -> None:
     """Suspends do not carry the state slots that `is_lost` says."""
-    context = engine.parts.context
+    context = inspect(engine).context
     held = context.held_state_slots
     context.held_state_slots = lambda: [slot for slot in held() if not is_lost(slot)]

@@ -60,7 +60,7 @@ def test_concurrent_streams_equal_one_at_a_time(engine):
 def test_the_engines_thread_takes_the_engines_device(engine, monkeypatch):
     """A thread begins with the first GPU, to which kernels of another one's tensors would go."""
     names: list[str] = []
-    monkeypatch.setattr(engine.parts.device, "take_thread", lambda: names.append(threading.current_thread().name))
+    monkeypatch.setattr(engine.device, "take_thread", lambda: names.append(threading.current_thread().name))
     thread = EngineThread(engine)
     assert thread.call(lambda: list(names)).result(10) == ["megatron-infer-engine"]
     thread.stop()

@@ -16,6 +16,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 from megatron_infer.models.compiled_layers import Compiled
 from megatron_infer.models.compiled_pieces import PieceCompiler
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 BASE: dict[str, Any] = {
@@ -53,12 +54,12 @@ def answers(engine: DynamicInferenceEngine, num_requests: int = 6) -> list[list[
 
 
 def pieces_of(engine: DynamicInferenceEngine) -> PieceCompiler:
-    assert engine.parts.adopted.pieces is not None
-    return engine.parts.adopted.pieces
+    assert inspect(engine).adopted.pieces is not None
+    return inspect(engine).adopted.pieces
 
 
 def row_of(engine: DynamicInferenceEngine) -> Any:
-    return next(row for row in engine.parts.chosen.rows if row.operation == OPERATION)
+    return next(row for row in engine.kernels.rows if row.operation == OPERATION)
 
 
 def test_tokens_are_the_same_and_no_batch_size_compiles_anything(graphs_as_they_are):
@@ -81,7 +82,7 @@ def test_a_hybrids_mixers_attention_and_mlps_are_compiled_and_experts_are_not(gr
     at_start = pieces_of(engine).num_compiles
     assert answers(engine) == expected
     assert pieces_of(engine).num_compiles == at_start
-    kinds = [isinstance(layer, Compiled) for layer in engine.parts.adopted._lean]
+    kinds = [isinstance(layer, Compiled) for layer in inspect(engine).adopted._lean]
     assert kinds == [symbol != "E" for symbol in "M*-ME*M"]
 
 
@@ -119,11 +120,11 @@ def test_padded_steps_are_compiled_and_the_stand_in_of_a_graph_is_refused_with_a
     expected = answers(make_engine(model))
     engine = make_engine(model, compile_layers=True, num_cuda_graphs=-1)
     assert answers(engine) == expected
-    assert engine.parts.runner.graphs is not None and engine.parts.runner.graphs.pool.counts.replays
+    assert inspect(engine).runner.graphs is not None and inspect(engine).runner.graphs.pool.counts.replays
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", "replay")
     with pytest.warns(ConfigWarning, match="does not see what compiled layers launch"):
         engine = make_engine(model, compile_layers=True, num_cuda_graphs=-1)
-    assert engine.parts.runner.graphs is None
+    assert inspect(engine).runner.graphs is None
 
 
 def test_without_a_compiler_layers_run_as_they_are_and_the_table_says_why(monkeypatch):
@@ -135,7 +136,7 @@ def test_without_a_compiler_layers_run_as_they_are_and_the_table_says_why(monkey
     with pytest.warns(ConfigWarning, match="compile_layers=True: .*no C\\+\\+ compiler"):
         engine = make_engine(model, compile_layers=True)
     assert row_of(engine).chosen == "as they are" and "no C++ compiler" in row_of(engine).reasons["torch.compile"]
-    assert engine.parts.adopted.pieces is None
+    assert inspect(engine).adopted.pieces is None
     assert answers(engine) == answers(make_engine(model))
 
 

@@ -30,13 +30,14 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_hash import salted
 from megatron_infer.context.state_cache import StateBook
-from megatron_infer.engine.build import Assembly
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import StaleCache
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.fused_mixer import ScanWeights
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.testing.inspect import inspect
+from megatron_infer.weights.manager import WeightManager
 
 BLOCK = 16
 RNG = random.Random(3)
@@ -113,10 +114,10 @@ def test_evicted_request_does_not_resume_on_what_its_row_or_anothers_held(model,
         lie_to_scan(engine, never_fresh)
     add(engine, *PROMPTS[:3])
     steps(engine, 8)
-    live = engine.parts.scheduler.running_set.decoding
+    live = inspect(engine).scheduler.running_set.decoding
     rows = {request: request.lease.row for request in live}
     for victim in list(live)[:2]:
-        engine.parts.scheduler.preemption.evict(victim)
+        inspect(engine).scheduler.preemption.evict(victim)
     steps(engine, 1)
     assert {request.lease.row for request in rows} == set(rows.values())
     assert [request.lease.row for request in rows] != list(rows.values()), "everyone is where it was"
@@ -129,8 +130,8 @@ def test_swapped_request_comes_back_with_its_own_state(protected):
     engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=0.01)
     add(engine, *PROMPTS[:3])
     steps(engine, 8)
-    for victim in list(engine.parts.scheduler.running_set.decoding)[:2]:
-        engine.parts.scheduler.preemption.evict(victim)
+    for victim in list(inspect(engine).scheduler.running_set.decoding)[:2]:
+        inspect(engine).scheduler.preemption.evict(victim)
     assert engine.stats().counters["swapped_out"] == 2
     if not protected:
         lose_moves(engine, "state in")
@@ -149,14 +150,14 @@ def test_newcomer_in_a_row_whose_last_step_was_in_flight_starts_from_nothing(mod
         lie_to_scan(engine, never_fresh)
     rows: dict[str, int] = {}
     in_flight_at_end = []
-    end = engine.parts.scheduler._end
+    end = inspect(engine).scheduler._end
 
     def seen(request: Any, *args: Any) -> None:
         rows[request.id], before = request.lease.row, request.in_flight
         end(request, *args)
         in_flight_at_end.append(before)
 
-    engine.parts.scheduler._end = seen
+    inspect(engine).scheduler._end = seen
     for i, prompt in enumerate(PROMPTS[:2]):
         engine.add_request(prompt, greedy(stop_token_ids=[stops[i]]), request_id=f"old-{i}", stream="final")
     add(engine, *PROMPTS[2:], named="new")
@@ -169,7 +170,7 @@ def test_newcomer_in_a_row_whose_last_step_was_in_flight_starts_from_nothing(mod
 def test_padding_rows_do_not_reach_a_live_state(model, protected):
     """Rows that a step of fixed size is filled up with compute in the dummy slot, all of them."""
     engine = make_engine(model, enable_chunked_prefill=True, max_tokens=40)
-    lie_to_scan(engine, padded_with(engine.parts.sizes.max_requests if protected else 0))
+    lie_to_scan(engine, padded_with(engine.sizes.max_requests if protected else 0))
     add(engine, *PROMPTS[:4])
     judge(model, finish(engine), protected, count=4)
 
@@ -178,9 +179,9 @@ def test_no_slot_is_read_or_written_but_by_its_holder(model):
     """Before each step everything that nobody holds is made NaN, the dummy too; afterwards it is NaN still."""
     settings = cache(model, 6) | {"enable_chunked_prefill": True, "max_tokens": 24, "check_invariants": True}
     engine = make_engine(model, **settings)
-    context, store = engine.parts.context, engine.parts.runner.store
-    every = set(range(engine.parts.sizes.num_state_slots))
-    forward = engine.parts.runner.forward
+    context, store = inspect(engine).context, inspect(engine).store
+    every = set(range(engine.sizes.num_state_slots))
+    forward = inspect(engine).runner.forward
 
     def poisoned(plan: Any, *args: Any) -> Any:
         kept = {slot for slot in every if slot > context.num_rows} - set(context.snapshots._free)
@@ -190,7 +191,7 @@ def test_no_slot_is_read_or_written_but_by_its_holder(model):
         assert store.read_states(free).eq(0xFF).all(), "a slot was written that nobody holds"
         return flight
 
-    engine.parts.runner.forward = poisoned
+    inspect(engine).runner.forward = poisoned
     stem = PROMPTS[4][:40]
     add(engine, *(stem + prompt for prompt in PROMPTS[:4]), max_tokens=12)
     outputs = finish(engine)
@@ -210,7 +211,7 @@ def test_requests_that_end_anywhere_leave_no_slot_behind(model):
         for name in (f"alone{num_steps}-0", f"alone{num_steps}-1", f"group{num_steps}"):
             engine.abort(name)
         engine.step()
-    context = engine.parts.context
+    context = inspect(engine).context
     context.check()
     assert not engine.has_unfinished() and not context.held_state_slots()
     assert context.num_free_rows == SIZES["max_requests"]
@@ -226,9 +227,9 @@ def test_siblings_have_states_of_their_own(model, fault, protected):
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=16, ignore_eos=True, logprobs=0)
     engine.add_request(PROMPTS[0], params, stream="final")
     engine.step()
-    rows = [request.lease.row for request in engine.parts.scheduler.running_set.decoding]
+    rows = [request.lease.row for request in inspect(engine).scheduler.running_set.decoding]
     assert len(set(rows)) == 3
-    states = engine.parts.runner.store.read_states(rows)
+    states = inspect(engine).store.read_states(rows)
     if not protected and fault == "shared":
         lie_to_scan(engine, in_rows_of(dict.fromkeys(rows, rows[0])))
     outputs = finish(engine)
@@ -310,9 +311,9 @@ def test_states_inside_of_slices_are_those_of_their_positions(model, protected):
 def test_states_of_former_weights_are_not_gone_on_from(model, write, protected, monkeypatch):
     engine = make_engine(model, **cache(model, 4))
     if not protected:
-        monkeypatch.setattr(Assembly, "root", lambda self: b"always the same")
+        monkeypatch.setattr(WeightManager, "root", b"always the same")
         engine.reset_prefix_cache()
-        engine.parts.scheduler.root = b"always the same"
+        inspect(engine).scheduler.root = b"always the same"
     engine.generate(PROMPTS[2], greedy(4))
     change_weights(model)
     if write == "announced":
@@ -339,7 +340,7 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
         monkeypatch.setattr(Scheduler, "set_root", publish_on)
     add(engine, PROMPTS[2], max_tokens=4)
     steps(engine, 1)
-    assert engine.parts.scheduler.running_set.prefilling[0].scheduled == 60
+    assert inspect(engine).scheduler.running_set.prefilling[0].scheduled == 60
     change_weights(model)
     finish(engine)
     outputs = engine.generate(PROMPTS[2], greedy())
@@ -352,7 +353,7 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
 
 def scramble(engine: DynamicInferenceEngine) -> None:
     """Give every state slot the content of memory that somebody else had."""
-    store, count = engine.parts.runner.store, engine.parts.sizes.num_state_slots
+    store, count = inspect(engine).store, engine.sizes.num_state_slots
     store.write_states(range(count), torch.randint(0, 63, (count, store.state.slot_bytes), dtype=torch.uint8))
 
 
@@ -363,7 +364,7 @@ def test_states_go_to_the_host_and_come_back_with_a_suspend(model, lost, protect
     stem = PROMPTS[2][:48]
     add(engine, [*stem, 9, 9], PROMPTS[0])
     steps(engine, 6)
-    num_rows = engine.parts.sizes.max_requests
+    num_rows = engine.sizes.max_requests
     if not protected:
         forget_offloaded(engine, lambda slot: (slot > num_rows) == (lost == "snapshots"))
     engine.suspend("offload")
@@ -381,10 +382,12 @@ def test_states_of_swapped_requests_outlive_a_suspend(protected):
     engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=0.01)
     add(engine, *PROMPTS[:3])
     steps(engine, 6)
-    for victim in list(engine.parts.scheduler.running_set.decoding)[:2]:
-        engine.parts.scheduler.preemption.evict(victim)
+    for victim in list(inspect(engine).scheduler.running_set.decoding)[:2]:
+        inspect(engine).scheduler.preemption.evict(victim)
     if not protected:
-        engine.parts.finish_moves = lambda: None  # then they are carried out on memory that came back empty
+        inspect(engine).executor.finish_copies = lambda: (
+            None
+        )  # then they are carried out on memory that came back empty
     engine.suspend("offload")
     engine.resume()
     judge(model, finish(engine), protected, count=3)
@@ -398,7 +401,7 @@ def test_nothing_goes_on_from_states_that_a_suspend_dropped(model, fault, protec
         if fault == "rows":
             lie_to_scan(engine, never_fresh)
         else:
-            engine.parts.context.forget_all = engine.parts.context.forget_free = lambda: 0
+            inspect(engine).context.forget_all = inspect(engine).context.forget_free = lambda: 0
     add(engine, *PROMPTS[:2], max_tokens=4)
     finish(engine)
     add(engine, *PROMPTS[:2])

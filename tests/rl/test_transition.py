@@ -30,7 +30,7 @@ def failing_cache(session: RolloutSession, times: int) -> None:
             left[0] -= 1
             raise MemoryError("no room for a copy")
 
-    session.engine.parts.derived.register(DerivedCache(name="planted", refresh=refresh, differs=lambda: None))
+    session.engine.weights.derived.register(DerivedCache(name="planted", refresh=refresh, differs=lambda: None))
     left[0] = times
 
 

@@ -38,11 +38,11 @@ def load(case, path, expected=200, **more):
 
 
 def digests(case):
-    return [engine.digest for engine in case.engines]
+    return [engine.controls.digest for engine in case.engines]
 
 
 def versions(case):
-    return [engine.weight_version for engine in case.engines]
+    return [engine.controls.weight_version for engine in case.engines]
 
 
 def send(case, data, expected=200, **headers):
@@ -203,7 +203,7 @@ def test_body_of_another_type_or_size_is_refused(shared):
 def test_engine_that_fails_in_an_update_is_named_and_all_engines_keep_what_they_had(case, phase):
     load(case, "step1")
     before = digests(case)
-    case.engines[1].faults[phase] = 1
+    case.engines[1].controls.faults[phase] = 1
     replies = []
     for path, how in (
         ("/start_weight_update", {}),
@@ -224,7 +224,7 @@ def test_engine_that_fails_in_an_update_is_named_and_all_engines_keep_what_they_
 
 
 def test_update_that_cannot_be_taken_back_is_told_and_healed_by_the_next(case):
-    case.engines[1].faults |= {"load_weights": 1, "cancel_weights": 1}
+    case.engines[1].controls.faults |= {"load_weights": 1, "cancel_weights": 1}
     told = load(case, "step1", expected=500)["error"]
     assert "r1" in told["message"] and state_of(case) == "SPOILED"
     late = Background(case, "/v1/completions", PROMPT | {"max_tokens": 3})
@@ -245,11 +245,11 @@ def test_update_that_cannot_be_taken_back_is_told_and_healed_by_the_next(case):
     ],
 )
 def test_engine_that_fails_to_stop_leaves_all_engines_serving(case, fault, path, state):
-    case.engines[1].faults[fault] = 1
+    case.engines[1].controls.faults[fault] = 1
     told = call(case, path, expected=500)["error"]
     assert [one["name"] for one in told["replicas"]] == ["r1"] and told["state"] == state == state_of(case)
     assert [engine.state for engine in case.engines] == ["running", "running"]
-    assert [engine.suspended for engine in case.engines] == [set(), set()]
+    assert [engine.controls.suspended for engine in case.engines] == [set(), set()]
     call(case, path)
 
 
@@ -259,10 +259,10 @@ def test_wake_up_that_fails_on_one_engine_leaves_all_asleep_and_a_retry_succeeds
         "r0",
         "r1",
     }
-    case.engines[0].faults["resume"] = 1
+    case.engines[0].controls.faults["resume"] = 1
     told = call(case, "/wake_up?tags=weights", expected=500)["error"]
     assert told["phase"] == "wake_up" and told["state"] == "ASLEEP(weights, graphs, kv_cache)"
-    assert [len(engine.suspended) for engine in case.engines] == [3, 3]
+    assert [len(engine.controls.suspended) for engine in case.engines] == [3, 3]
     assert call(case, "/wake_up?tags=weights")["state"] == "ASLEEP(graphs, kv_cache)"
     taken = call(case, "/wake_up?tags=kv_cache")
     assert taken["bytes_freed"]["kv_cache"] == -10000 and taken["state"] == "SERVING"
@@ -271,7 +271,7 @@ def test_wake_up_that_fails_on_one_engine_leaves_all_asleep_and_a_retry_succeeds
 
 def test_resume_that_fails_on_one_engine_leaves_all_paused(case):
     call(case, "/pause?mode=keep")
-    case.engines[1].faults["unpause"] = 1
+    case.engines[1].controls.faults["unpause"] = 1
     assert call(case, "/resume", expected=500)["error"]["state"] == state_of(case) == "PAUSED(keep)"
     assert [engine.state for engine in case.engines] == ["paused", "paused"]
     call(case, "/resume")
@@ -287,7 +287,7 @@ def test_weights_checker_tells_an_update_that_left_something_out(case):
     assert load(case, "step1")["state"] == "SERVING"
     assert call(case, "/weights_checker", {"action": "compare"})["equal"] is True
     assert waits.result().status_code == 200
-    case.engines[1].digest = "other"
+    case.engines[1].controls.digest = "other"
     assert call(case, "/weights_checker", {"action": "checksum"}, expected=500)["error"]["code"] == "weights_differ"
 
 

@@ -189,7 +189,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(case, monkeypatch)
 def test_an_engine_that_compiles_slowly_serves_others_meanwhile_and_hears_of_aborts(case, monkeypatch):
     """The server knows the grammar; the engine has it to compile yet."""
     engine = case.engines[0]
-    grammars = engine.parts.input_processor.grammars.cache
+    grammars = engine.input_processor.grammars.cache
     go, whole = threading.Event(), grammars._compile
 
     def slow(wanted):

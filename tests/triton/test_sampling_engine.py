@@ -13,6 +13,7 @@ from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.triton
@@ -40,7 +41,7 @@ def tokens_of(model, **settings):
 
     with listening(note):
         outputs = engine.generate([[1 + i, 2, 3] for i in range(len(WISHES))], params)
-    assert not engine.parts.runner.sampler.drawn_outside
+    assert not inspect(engine).runner.sampler.drawn_outside
     answers = [output.outputs[0] for output in outputs]
     told = [(one.logprobs, one.raw_logprobs, one.processed_logprobs) for one in answers]
     return [one.token_ids for one in answers], told, kernels
