@@ -66,15 +66,7 @@ class LocalLockstep:
     def close(self) -> None:
         """No other rank waits for this one."""
 
-    def meet(
-        self,
-        call: str,
-        commands: list[dict[str, Any]] | None = None,
-        *,
-        arguments: Any = None,
-        flag: bool = False,
-        compare: bool = True,
-    ) -> Meeting:
+    def meet(self, call: str, commands: Any = None, *, arguments: Any = None, flag: bool = False, **_: Any) -> Meeting:
         return Meeting(call, commands or [], arguments, flag)
 
     def agree(self, flag: bool, what: str = "an agreement") -> bool:
@@ -92,12 +84,10 @@ class LocalLockstep:
     def check_alive(self, *, goodbyes: bool = True) -> None:
         """No other rank can be gone."""
 
-    def planned(self, plan: StepPlan, *, check: bool, shape_of: ShapeOf = lambda plan: None) -> None:
+    def planned(self, plan: StepPlan, **_: Any) -> None:
         """No other rank plans."""
 
-    def step_failed(
-        self, error: BaseException, seconds: float, *, fatal: bool = False, cause: str = "", own: bool = False
-    ) -> None:
+    def step_failed(self, error: BaseException, seconds: float, **_: Any) -> None:
         """All ranks failed in the same way."""
 
 

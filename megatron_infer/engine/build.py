@@ -45,7 +45,7 @@ from megatron_infer.engine.sequence_replay import SequenceReplay
 from megatron_infer.engine.states import Lifecycle
 from megatron_infer.engine.stats import StatLogger
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
-from megatron_infer.engine.suspend import CacheSuspension, Suspension
+from megatron_infer.engine.suspend import Suspension
 from megatron_infer.kernels.select import BackendChoice, Chosen, choose, choose_exact
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StateStore
@@ -113,7 +113,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Every rank of the engine calls it."""
     setup = set_up_model(model, config, device=device, name=name)
-    runner, rank_group = setup.runner, setup.rank_group
+    adopted, runner, rank_group = setup.adopted, setup.runner, setup.rank_group
     output_processor = OutputProcessor(
         tokenizer,
         token_events=config.track_generated_token_events,
@@ -126,30 +126,24 @@ def build_engine(
     weights = make_weights(config, setup, scheduler, owns_weights=owns_weights)
     warm_up(setup)
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids)
-    executor = Executor(setup.adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
+    executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.lockstep)
     stat_logger = StatLogger(scheduler, output_processor, weights, runner.graphs, config, setup.agreed.sizes)
     observers: list[StepObserver] = [stat_logger]
     if swaps and rank_group.groups.is_leader:
         set_costs = scheduler.set_costs if rank_group.size == 1 else outbox.set_costs
         observers = [CostMeter(runner.store, set_costs), stat_logger]
-    loop = StepLoop(
-        scheduler,
-        executor,
-        weights,
-        output_processor,
-        input_processor.grammars,
-        overlap=config.overlap,
-        check_invariants=config.check_invariants,
-        observers=observers,
-    )
-    snapshots = make_snapshots(config, setup, scheduler, weights, input_processor, output_processor)
+    loop = StepLoop(scheduler, executor, weights, output_processor, input_processor.grammars, config, observers)
+    kv_dtype = config.kv_dtype_of(adopted.shape)
+    kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype)
+    archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
+    snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox)
     relay: Relay = LocalRelay()
     if rank_group.size > 1:
         relay = CommandRelay(rank_group.lockstep, outbox, loop, queue=intake.queue, set_costs=scheduler.set_costs)
     lifecycle = Lifecycle()
-    suspension = make_suspension(config, setup, executor, scheduler, weights, loop, lifecycle)
+    suspension = Suspension(loop, lifecycle, executor, scheduler, weights, setup.device, config)
     return BuiltEngine(
         setup=setup,
         scheduler=scheduler,
@@ -162,7 +156,7 @@ def build_engine(
         relay=relay,
         intake=intake,
         controls=EngineControls(loop, scheduler, weights, lifecycle, suspension, snapshots, relay),
-        replay=make_replay(config, setup, executor, scheduler, weights),
+        replay=SequenceReplay(adopted, executor, scheduler, weights, setup.device, setup.kernels.ops, config),
     )
 
 
@@ -338,56 +332,6 @@ def register_derived(derived: DerivedCaches, setup: ModelSetup) -> None:
                 num_bytes=lambda: fp8.num_bytes,
             )
         )
-
-
-def make_snapshots(
-    config: InferenceConfig,
-    setup: ModelSetup,
-    scheduler: Scheduler,
-    weights: WeightManager,
-    input_processor: InputProcessor,
-    output_processor: OutputProcessor,
-) -> SnapshotManager:
-    """What saves requests to files and loads them."""
-    adopted, rank_group, kv_dtype = setup.adopted, setup.rank_group, config.kv_dtype_of(setup.adopted.shape)
-    kv = KVArchive(adopted, setup.runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype)
-    archive = Archive(input_processor, output_processor, scheduler, weights, kv, rank_group)
-    return SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
-
-
-def make_suspension(
-    config: InferenceConfig,
-    setup: ModelSetup,
-    executor: Executor,
-    scheduler: Scheduler,
-    weights: WeightManager,
-    loop: StepLoop,
-    lifecycle: Lifecycle,
-) -> Suspension:
-    return Suspension(
-        loop,
-        lifecycle,
-        CacheSuspension(scheduler, executor, is_unified=config.unified_memory_level > 0),
-        weights,
-        setup.runner.graphs,
-        device=setup.device,
-        rank_group=setup.rank_group,
-        default_mode=config.kv_cache_management_mode,
-    )
-
-
-def make_replay(
-    config: InferenceConfig, setup: ModelSetup, executor: Executor, scheduler: Scheduler, weights: WeightManager
-) -> SequenceReplay:
-    return SequenceReplay(
-        setup.adopted,
-        executor,
-        scheduler,
-        weights,
-        device=setup.device,
-        ops=setup.kernels.ops,
-        chunked_prefill=config.enable_chunked_prefill,
-    )
 
 
 def warm_up(setup: ModelSetup) -> None:

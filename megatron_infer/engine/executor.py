@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-
-import torch
+from typing import Any
 
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.comm.stage_link import is_broken_off, is_of_collective
 from megatron_infer.errors import InferenceError
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
 from megatron_infer.runner.model_runner import ModelRunner
-from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
 
@@ -29,23 +27,17 @@ class Executor:
     """Runs the scheduler's plans on one rank's model."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        runner: ModelRunner,
-        scheduler: Scheduler,
-        rank_group: RankGroup,
-        *,
-        checks_plans: bool,
+        self, model: Any, runner: ModelRunner, scheduler: Scheduler, rank_group: RankGroup, *, checks_plans: bool
     ) -> None:
         """checks_plans: compare each plan with those of the other ranks before it runs."""
-        self.runner, self._model, self._scheduler, self._rank_group = runner, model, scheduler, rank_group
-        self._checks_plans = checks_plans
-        self._training: list[torch.nn.Module] = []
+        self.runner, self.rank_group = runner, rank_group
+        self._model, self._scheduler, self._checks_plans = model, scheduler, checks_plans
+        self._training: list[Any] = []
         """Modules that were in training mode."""
 
     def enter_inference(self) -> None:
         """Before a step: modules in eval mode, and collectives under the engine's time limit."""
-        self._rank_group.limit_collectives(True)
+        self.rank_group.limit_collectives(True)
         if self._model.training:
             self._training = [module for module in self._model.modules() if module.training]
             self._model.eval()
@@ -55,13 +47,13 @@ class Executor:
         for module in self._training:
             module.training = True
         self._training = []
-        self._rank_group.limit_collectives(False)
+        self.rank_group.limit_collectives(False)
 
     # ------------------------------------------------------------------ a step
 
     def announce(self, plan: StepPlan) -> None:
         """Before `forward`, on every rank: this is the step that comes."""
-        self._rank_group.lockstep.planned(plan, check=self._checks_plans, shape_of=self.runner.shape_of)
+        self.rank_group.lockstep.planned(plan, check=self._checks_plans, shape_of=self.runner.shape_of)
 
     def forward(self, plan: StepPlan) -> InFlightStep:
         """Launch a step: table writes and copies that the context recorded since the last one, then the layers."""
@@ -72,10 +64,6 @@ class Executor:
             self.runner.then(partial(self._free_host, blocks, states))
         return step
 
-    def sample(self, step: InFlightStep, masks: TokenMasks | None) -> None:
-        """Launch the draws of a step."""
-        self.runner.sample(step, masks)
-
     def read(self, step: InFlightStep) -> RunnerOutput:
         """Wait for what a step drew. With several ranks a failure is one of all of them, or ends the engine."""
         started = time.perf_counter()
@@ -84,10 +72,10 @@ class Executor:
         except Exception as error:
             self.report_failure(error, started, fatal=True)
             raise
-        self._rank_group.check_collectives()
+        self.rank_group.check_collectives()
         if output.error:
             seconds = time.perf_counter() - started
-            self._rank_group.lockstep.step_failed(FailedStep(output.error), seconds, cause=output.cause)
+            self.rank_group.lockstep.step_failed(FailedStep(output.error), seconds, cause=output.cause)
         return output
 
     def report_failure(self, error: Exception, started: float, *, fatal: bool = False) -> None:
@@ -97,11 +85,11 @@ class Executor:
         """
         seconds, of_collective = time.perf_counter() - started, is_of_collective(error)
         fatal = fatal or of_collective or is_broken_off(error)
-        self._rank_group.lockstep.step_failed(error, seconds, fatal=fatal, own=not of_collective)
+        self.rank_group.lockstep.step_failed(error, seconds, fatal=fatal, own=not of_collective)
 
     def wait(self, steps: Sequence[InFlightStep], tick: Callable[[str], None]) -> None:
         """Until the device has finished these steps, on every rank; `tick` is called meanwhile and may raise."""
-        with self._rank_group.together("waiting for the step in flight"):
+        with self.rank_group.together("waiting for the step in flight"):
             tick("the step in flight")
             while not all(step.is_done() for step in steps):
                 tick("the step in flight")
@@ -115,7 +103,7 @@ class Executor:
         After a failure it is not known what was copied: all requests are recomputed.
         """
         try:
-            with self._rank_group.together("moving blocks"):
+            with self.rank_group.together("moving blocks"):
                 self.runner.store.run_moves(self._scheduler.context.take_moves())
         except BaseException:
             self._scheduler.requeue_all()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.step_loop import StepLoop
@@ -71,15 +72,14 @@ class SequenceReplay:
         executor: Executor,
         scheduler: Scheduler,
         weights: WeightManager,
-        *,
         device: Device,
         ops: Ops,
-        chunked_prefill: bool,
+        config: InferenceConfig,
     ) -> None:
         """scheduler: the engine's, whose context and limits a replay shares."""
         self.model = model
         self._executor, self._scheduler, self._weights = executor, scheduler, weights
-        self._device, self._ops, self._chunked_prefill = device, ops, chunked_prefill
+        self._device, self._ops, self._config = device, ops, config
 
     @contextmanager
     def inference(self, loop: StepLoop) -> Iterator[None]:
@@ -144,7 +144,7 @@ class SequenceReplay:
         scheduler = Scheduler(
             context,
             max_tokens=engines.max_tokens,
-            chunked_prefill=self._chunked_prefill,
+            chunked_prefill=self._config.enable_chunked_prefill,
             paused_block_limit=engines.preemption.paused_block_limit,
             root=self._weights.root,
             version=self._weights.version,

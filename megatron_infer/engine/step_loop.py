@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.executor import Executor, FailedStep
 from megatron_infer.errors import InferenceError
@@ -49,9 +50,7 @@ class StepLoop:
         weights: WeightManager,
         output_processor: OutputProcessor,
         grammars: Grammars,
-        *,
-        overlap: bool,
-        check_invariants: bool,
+        config: InferenceConfig,
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.output_processor = output_processor
@@ -63,8 +62,8 @@ class StepLoop:
         """After the last step, or before the first: the same on every rank, which `is_idle` is not while the leader
         has requests that the other ranks do not have yet."""
         self._scheduler, self._executor, self._weights, self._grammars = scheduler, executor, weights, grammars
-        self._observers, self._check_invariants = tuple(observers), check_invariants
-        self._ahead = scheduler.num_micro_batches - 1 if scheduler.num_micro_batches > 1 else int(overlap)
+        self._observers, self._check_invariants = tuple(observers), config.check_invariants
+        self._ahead = scheduler.num_micro_batches - 1 if scheduler.num_micro_batches > 1 else int(config.overlap)
         """Steps that stay in flight when a step returns."""
         self._in_flight: list[InFlightStep] = []
         """Launched and not committed, oldest first; one more than `_ahead` only within a step or after an interrupt."""
@@ -171,7 +170,7 @@ class StepLoop:
         try:
             step = self._executor.forward(plan)
             masks = self._masks(plan, outputs) if self.output_processor.num_structured else None
-            self._executor.sample(step, masks)
+            self._executor.runner.sample(step, masks)
         except Exception as error:  # an error of a forward belongs to the requests of this step, not to the engine
             self._executor.report_failure(error, started)
             self._unlaunched = plan
@@ -222,16 +221,15 @@ class StepLoop:
             for request in broken:
                 processor.set_error(request, nothing_to_draw(request))
                 scheduler.finish(request, FinishReason.ERROR)
-            committed = scheduler.commit(plan, output.result)
-            ended = [request for request in committed if request.finish_reason is not None]
+            taken, ended = scheduler.commit(plan, output.result)
             if processor.num_structured:
-                ended += self._advance_grammars(committed)
-            outputs.extend(processor.process(plan, output, committed, (*ended, *broken), scheduler.finish_by_text))
+                ended = [*ended, *self._advance_grammars([plan.sampled[index] for index in taken])]
+            outputs.extend(processor.process(plan, output, taken, (*ended, *broken), scheduler.finish_by_text))
 
-    def _advance_grammars(self, committed: Sequence[Request]) -> list[Request]:
+    def _advance_grammars(self, requests: Sequence[Request]) -> list[Request]:
         """End structured output that its last token completed or that failed -> requests that it ended."""
         ended: list[Request] = []
-        for request in committed:
+        for request in requests:
             if request.params.structured is None:
                 continue
             try:

@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from megatron_infer.comm.rank_group import RankGroup
-from megatron_infer.config.inference import KVCacheManagementMode
-from megatron_infer.cuda_graphs.padded_step import StepGraphs
+from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.states import EngineState, Lifecycle, Transition
 from megatron_infer.engine.step_loop import StepLoop
@@ -88,10 +86,9 @@ def _mib(num_bytes: int) -> str:
 class CacheSuspension:
     """The tag kv_cache: memory of keys, values and recurrent states while an engine is suspended."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, is_unified: bool) -> None:
-        """is_unified: the cache is in unified memory, which moves by itself."""
+    def __init__(self, scheduler: Scheduler, executor: Executor, config: InferenceConfig) -> None:
         self._scheduler, self._executor, self._store = scheduler, executor, executor.runner.store
-        self._context, self._is_unified = scheduler.context, is_unified
+        self._context, self._is_unified = scheduler.context, config.unified_memory_level > 0
         self.mode = KVCacheManagementMode.PERSIST
         """How the cache is suspended; PERSIST while it is not."""
 
@@ -200,17 +197,16 @@ class Suspension:
         self,
         loop: StepLoop,
         lifecycle: Lifecycle,
-        cache: CacheSuspension,
+        executor: Executor,
+        scheduler: Scheduler,
         weights: WeightManager,
-        graphs: StepGraphs | None,
-        *,
         device: Device,
-        rank_group: RankGroup,
-        default_mode: KVCacheManagementMode,
+        config: InferenceConfig,
     ) -> None:
-        self._loop, self._lifecycle = loop, lifecycle
-        self._cache, self._weights, self._graphs = cache, weights, graphs
-        self._device, self._rank_group, self._default_mode = device, rank_group, default_mode
+        self._loop, self._lifecycle, self._weights = loop, lifecycle, weights
+        self._cache, self._graphs = CacheSuspension(scheduler, executor, config), executor.runner.graphs
+        self._device, self._rank_group = device, executor.rank_group
+        self._default_mode = config.kv_cache_management_mode
         self._away: set[str] = set()
         self._returns_to = EngineState.RUNNING
 

@@ -139,26 +139,27 @@ class OutputProcessor:
         self,
         plan: StepPlan,
         output: RunnerOutput,
-        committed: Sequence[Request],
+        taken: Sequence[int],
         ended: Iterable[Request],
         finish_by_text: FinishByText,
     ) -> list[RequestOutput]:
-        """Outputs of the requests that have news from a step.
+        """Outputs of the requests that have news from a committed step.
 
-        committed: those of `plan.sampled` that took their token. ended: those that ended in this step so far.
+        taken: indices into plan.sampled of requests that took their token. ended: those that have ended in this step.
         """
+        requests = plan.sampled if len(taken) == len(plan.sampled) else [plan.sampled[index] for index in taken]
         if output.prompt_scores:
             self._add_prompt_scores(output.prompt_scores)
         for pooled in output.pooled:
             self._add_pooled(pooled)
-        self._count(plan, committed)
+        self._count(plan, requests)
         touched: dict[str, RequestState] = {}
         if self._watched:
             if output.logprobs is not None or output.token_details is not None:
-                self._add_details(plan, output, set(committed))
+                self._add_details(plan, output, set(taken))
             if output.routing is not None:
                 self._add_routing(plan, output.routing)
-            for request in committed:
+            for request in requests:
                 if request.id in self._watched:
                     self._add_text(request, touched, finish_by_text)
         return self.outputs_of(ended, finish_by_text, touched)
@@ -187,8 +188,8 @@ class OutputProcessor:
             if sequence.request.finish_reason is not None and (matched := sequence.end_text()) is not None:
                 finish_by_text(sequence.request, FinishReason.STOP, matched)
 
-    def _count(self, plan: StepPlan, committed: Sequence[Request]) -> None:
-        """First tokens, and tokens that were taken without an error."""
+    def _count(self, plan: StepPlan, requests: Sequence[Request]) -> None:
+        """Count first tokens, and the tokens of `requests`, which took one."""
         now, sequences = time.monotonic(), self._sequences
         for chunk in plan.prefill:
             found = sequences.get(chunk.request.id)
@@ -199,8 +200,7 @@ class OutputProcessor:
                 waited = now - state.metrics.arrival_time
                 self.meter.first_token(waited, prompt=len(state.prompt_ids), cached=cached)
         error = FinishReason.ERROR
-        taken = [one.id for one in committed if one.id in sequences and one.finish_reason is not error]
-        self.meter.tokens(taken, now)
+        self.meter.tokens([one.id for one in requests if one.id in sequences and one.finish_reason is not error], now)
 
     def _add_text(self, request: Request, touched: dict[str, RequestState], finish_by_text: FinishByText) -> None:
         state, sequence = self._sequences[request.id]
@@ -211,7 +211,7 @@ class OutputProcessor:
             finish_by_text(request, FinishReason.STOP, matched)
         touched[state.id] = state
 
-    def _add_details(self, plan: StepPlan, output: RunnerOutput, committed: Collection[Request]) -> None:
+    def _add_details(self, plan: StepPlan, output: RunnerOutput, taken: Collection[int]) -> None:
         """Logprobs and token details of tokens that were taken."""
         if (logprobs := output.logprobs) is not None:
             columns = (
@@ -223,11 +223,10 @@ class OutputProcessor:
                 logprobs.top_logprobs,
             )
             for place, logprob, rank, count, ids, values in zip(*(one.tolist() for one in columns), strict=True):
-                request = plan.sampled[place]
-                if request in committed:
-                    self._add_logprob(request, logprob, rank, ids[:count], values[:count])
+                if place in taken:
+                    self._add_logprob(plan.sampled[place], logprob, rank, ids[:count], values[:count])
         if output.token_details is not None:
-            self._add_token_details(plan, output.token_details, committed)
+            self._add_token_details(plan, output.token_details, taken)
 
     def _add_logprob(
         self, request: Request, logprob: float, rank: int, top_ids: Sequence[int], top_logprobs: Sequence[float]
@@ -238,13 +237,13 @@ class OutputProcessor:
         codec = self._codec_of(state)
         sequence.logprobs.append(logprob_entry(codec, request.tokens[-1], logprob, rank, top_ids, top_logprobs))
 
-    def _add_token_details(self, plan: StepPlan, batch: TokenDetailsBatch, committed: Collection[Request]) -> None:
+    def _add_token_details(self, plan: StepPlan, batch: TokenDetailsBatch, taken: Collection[int]) -> None:
         bits_BY = batch.bits_BY.numpy()
         columns = (batch.index, batch.raw, batch.processed, batch.support)
         for place, raw, processed, support in zip(*(column.tolist() for column in columns), strict=True):
-            request = plan.sampled[place]
-            if request not in committed:
+            if place not in taken:
                 continue
+            request = plan.sampled[place]
             token_details = self._sequences[request.id][1].token_details
             assert token_details is not None, f"{request.id} has token details that were not requested"
             token_details.add_logprobs(raw, processed)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext, Lease
 from megatron_infer.scheduler import policy
-from megatron_infer.scheduler.request import Request, Status
+from megatron_infer.scheduler.request import FinishReason, Request, Status
 from megatron_infer.scheduler.waiting_queue import remove_by_rank, sort_key_of
 
 EventHook = Callable[[Request, str, dict[str, Any]], None]
@@ -145,6 +145,30 @@ class RunningSet:
         if request.lease is not None and not request.in_flight:
             self._context.release(request.lease)
             request.lease = None
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """End a request that was removed, from here or from the queue."""
+        request.finish(reason, stop_reason)
+        self.stats.finished += 1
+        self.emit(request, "finish", reason=reason.value, stop_reason=stop_reason)
+        self.let_go(request)
+
+    def finish_ended(self, ended: list[Request]) -> list[Request]:
+        """Release the leases of `ended`, and finish those that ended by their last token -> the latter."""
+        newly = []
+        for request in ended:
+            if request.status is Status.FINISHED:
+                self.let_go(request)
+                continue
+            newly.append(request)
+            self.take_off(request)
+            token = request.tokens[-1]
+            if token in request.stop_ids:
+                asked_for = token in request.params.stop_token_ids
+                self.finish(request, FinishReason.STOP, token if asked_for else None)
+            else:
+                self.finish(request, FinishReason.LENGTH, None)
+        return newly
 
     def start_over(self, request: Request) -> None:
         """Take off an idle request without its memory: it waits again, all of its tokens to be computed anew."""

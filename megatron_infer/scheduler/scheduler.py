@@ -13,7 +13,7 @@ from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.prefill import PrefillPlanner, PrefillRoom
 from megatron_infer.scheduler.request import FinishReason, Request, Status
 from megatron_infer.scheduler.running_set import EventHook, RunningSet, SchedulerStats
-from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan, StepResult
+from megatron_infer.scheduler.step_plan import Committed, PrefillChunk, StepPlan, StepResult
 from megatron_infer.scheduler.waiting_queue import WaitingQueue, number
 
 
@@ -119,7 +119,7 @@ class Scheduler:
         else:
             self.running_set.take_off(request)
             self.queue.stand_in_line(self.queue.take_siblings(request))
-        self._end(request, reason, stop_reason)
+        self.running_set.finish(request, reason, stop_reason)
 
     def finish_by_text(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         """The text or the grammar of its last token ends `request`; if that token has ended it, this reason counts."""
@@ -254,25 +254,23 @@ class Scheduler:
             self.stats.prefill_tokens += plan.num_tokens - len(plan.decode)
         return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> Sequence[Request]:
-        """Apply what the step drew -> requests that took their token, in the order of `plan.sampled`.
+    def commit(self, plan: StepPlan, result: StepResult) -> Committed:
+        """Append what the step drew and finish the requests that end by it. In the order of the plans.
 
-        Those that finished by it have a finish_reason now. A token of a request that had finished before is dropped.
-        Steps are committed in the order of their plans.
+        A token of a request that has finished meanwhile is dropped.
         """
         if not plan.num_tokens:
-            return ()
+            return Committed((), [])
         self._num_uncommitted -= 1
         self._prompt_tokens_in_flight -= plan.num_tokens - len(plan.decode)
         finished = Status.FINISHED
         ended: list[Request] = []
-        committed = plan.sampled
+        dropped: list[Request] = []
         for request, token in zip(plan.sampled, result.tokens, strict=True):
             request.in_flight -= 1
             if request.status is finished:
+                dropped.append(request)
                 ended.append(request)
-                if committed is plan.sampled:
-                    committed = [one for one in plan.sampled if one.status is not finished]
                 continue
             tokens = request.tokens
             tokens.append(token)
@@ -285,9 +283,10 @@ class Scheduler:
                     ended.append(chunk.request)
         if self.context.prefix_caching:
             _publish(plan, self.context)
-        if ended:
-            self._settle(ended)
-        return committed
+        taken: Sequence[int] = range(len(plan.sampled))
+        if dropped:
+            taken = [index for index, request in enumerate(plan.sampled) if request not in dropped]
+        return Committed(taken, self.running_set.finish_ended(ended) if ended else ended)
 
     # ------------------------------------------------------------------ planning
 
@@ -314,27 +313,6 @@ class Scheduler:
             num_tokens=len(decode) + draft.num_tokens,
             sampled=[*decode, *draft.sampled] if draft.sampled else decode,
         )
-
-    # ------------------------------------------------------------------ committing
-
-    def _settle(self, ended: list[Request]) -> None:
-        """Finish those of `ended` that did so by their last token; give back leases."""
-        for request in ended:
-            if request.status is Status.FINISHED:
-                self.running_set.let_go(request)
-                continue
-            self.running_set.take_off(request)
-            token = request.tokens[-1]
-            if token in request.stop_ids:
-                self._end(request, FinishReason.STOP, token if token in request.params.stop_token_ids else None)
-            else:
-                self._end(request, FinishReason.LENGTH, None)
-
-    def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
-        request.finish(reason, stop_reason)
-        self.stats.finished += 1
-        self.running_set.emit(request, "finish", reason=reason.value, stop_reason=stop_reason)
-        self.running_set.let_go(request)
 
 
 def _publish(plan: StepPlan, context: DynamicInferenceContext) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatron_infer.scheduler.request import Request
@@ -56,3 +56,13 @@ class StepResult:
     """What a step drew: tokens[i] belongs to plan.sampled[i]."""
 
     tokens: Sequence[int] = field(default_factory=tuple)
+
+
+class Committed(NamedTuple):
+    """What the commit of a step did."""
+
+    taken: Sequence[int]
+    """Indices into plan.sampled (and StepResult.tokens) whose request took its token, ascending. The others had
+    finished before: their tokens were dropped."""
+    ended: list[Request]
+    """Requests that finished by the token they took."""

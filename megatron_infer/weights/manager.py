@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,12 +26,6 @@ def no_tick(what: str) -> None:
     """For work without a deadline."""
 
 
-class SetRoot(Protocol):
-    """Publish and match cached blocks under `root` from now on (see `Scheduler.set_root`)."""
-
-    def __call__(self, root: bytes, *, version: int) -> None: ...
-
-
 class WeightManager:
     """Knows which weights the engine computes with. Versions count the changes it saw; 0 is what it was built with."""
 
@@ -43,12 +37,12 @@ class WeightManager:
         *,
         can_offload: bool,
         verifies: bool,
-        set_root: SetRoot,
+        set_root: Callable[..., None],
         show_to_graphs: Callable[[Any], None] | None,
     ) -> None:
-        """can_offload: no one else uses the weights and they are on a device. verifies: check derived copies whenever
-        weights are accepted. show_to_graphs: is passed a value that differs whenever captured steps would read weights
-        that have moved; None: no steps are captured.
+        """can_offload: only the engine uses the weights, and they are on a device. verifies: check derived copies
+        whenever weights are accepted. set_root: `Scheduler.set_root`. show_to_graphs: called with a value that differs
+        whenever captured steps would read weights that have moved; None: no steps are captured.
         """
         self._adopted, self._packed, self._rank_group = adopted, kernels.packed, rank_group
         self._verifies, self._set_root, self._show_to_graphs = verifies, set_root, show_to_graphs

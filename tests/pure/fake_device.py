@@ -422,12 +422,13 @@ class World:
         if self.break_next and plan.sampled:  # its logits are bad: it ends although later steps may count on its token
             self.break_next = False
             self.scheduler.finish(plan.sampled[0], FinishReason.ERROR)
-        live = []
         for request, origin in zip(plan.sampled, origins, strict=True):
             if request.status is not Status.FINISHED:
                 self.origins[request].append(origin)
-                live.append(request)
-        assert list(self.scheduler.commit(plan, StepResult(tokens))) == live
+        alive = [index for index, request in enumerate(plan.sampled) if request.status is not Status.FINISHED]
+        committed = self.scheduler.commit(plan, StepResult(tokens))
+        assert list(committed.taken) == alive
+        assert all(request.status is Status.FINISHED for request in committed.ended)
 
     def fail_step(self, moment) -> StepPlan:
         """A step whose forward raises "before" it touched the device, "early" (table writes are lost) or "late"."""

@@ -32,8 +32,7 @@ def step_with(world, token):
     """A step that draws `token` for each request -> those that finished by it."""
     plan = world.scheduler.schedule()
     world.context.take_table_writes()
-    committed = world.scheduler.commit(plan, StepResult([token] * len(plan.sampled)))
-    return [request for request in committed if request.finish_reason is not None]
+    return world.scheduler.commit(plan, StepResult([token] * len(plan.sampled))).ended
 
 
 # ------------------------------------------------------------------ order and budget
@@ -531,7 +530,7 @@ def test_two_schedulers_given_the_same_decide_the_same():
 def test_nothing_to_do_is_an_empty_plan():
     world = World()
     plan = world.scheduler.schedule()
-    assert plan.num_tokens == 0 and not world.scheduler.commit(plan, StepResult())
+    assert plan.num_tokens == 0 and world.scheduler.commit(plan, StepResult()) == ((), [])
     assert not world.scheduler.has_unfinished
 
 
