@@ -183,15 +183,61 @@ def offsets(pieces):
 
 
 class Elsewhere:
-    """An engine that cannot go on halfway, as one of several processes: it draws what was drawn again."""
+    """An engine that cannot continue a request, like one of several ranks: it draws the tokens again."""
 
     def __init__(self, engine) -> None:
         self._engine = engine
 
+    def continue_request(self, *args, **kwargs):
+        return False
+
     def __getattr__(self, name):
-        if name in ("output_processor", "continue_request"):
-            raise AttributeError(name)
         return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize("name", ["greedy", "samples"])
+@pytest.mark.parametrize("moved", ["continued", "drawn again"])
+def test_request_that_moves_goes_on_behind_its_tokens_without_drawing_them_again(engine, name, moved):
+    """Counted by what the engine draws; "drawn again" shows that the count tells the difference."""
+    params, ids, cut = HARD[name], prompt_of(4), 7
+    told: list[list[protocol.Piece]] = [[] for _ in range(params.n)]
+    run = protocol.Run(1, 1, protocol.ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
+    assert not drive(engine, ServedRequest(run, params_of(run)), told, steps=cut)
+    kept = [protocol.Kept(b"".join(piece.tokens for piece in pieces)) for pieces in told]
+    num_kept = sum(len(one.tokens) // 4 for one in kept)
+    assert num_kept >= params.n * (cut - 1)
+    before = engine.figures().output_tokens
+    second = protocol.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
+    served = engine if moved == "continued" else Elsewhere(engine)
+    assert drive(served, ServedRequest(second, params_of(second)), told, steps=1000)
+    num_drawn = engine.figures().output_tokens - before
+    assert num_drawn == params.n * params.max_tokens - (num_kept if moved == "continued" else 0)
+    whole = engine.generate([ids], [params])[0]
+    for pieces, one in zip(told, whole.outputs, strict=True):
+        assert protocol.bytes_to_ids(b"".join(piece.tokens for piece in pieces)) == one.token_ids
+
+
+def test_request_that_moves_between_replicas_goes_on_behind_its_tokens(engine):
+    """Through coordinator and replica: the one that takes over draws only the tokens that are missing."""
+    params = SamplingParams(max_tokens=180, temperature=0.0, ignore_eos=True)
+    expected = engine.generate([prompt_of(2)], [params])[0].outputs[0].token_ids
+    with coordinator(timeout_s=10.0) as one, InferenceClient(one.address) as client:
+        child = Child(one.address, "tiny", "child")
+        try:
+            wait_for(lambda: client.stats()["replicas"], 120)
+            seen, stream = [], client.stream(prompt_of(2), params)
+            while len(seen) < 40:
+                seen += next(stream).outputs[0].token_ids[len(seen) :]
+            before = engine.figures().output_tokens
+            with replica(one.address, engine, name="here"):
+                wait_for(lambda: len(client.stats()["replicas"]) == 2)
+                child.signal(signal.SIGKILL)
+                for output in stream:
+                    last = output
+                assert last.outputs[0].token_ids == expected
+            assert engine.figures().output_tokens - before <= len(expected) - 40
+        finally:
+            child.end()
 
 
 def test_request_that_draws_other_tokens_when_moved_is_an_error_not_a_wrong_answer(engine):
