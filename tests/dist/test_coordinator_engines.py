@@ -217,29 +217,6 @@ def test_request_that_moves_goes_on_behind_its_tokens_without_drawing_them_again
         assert protocol.bytes_to_ids(b"".join(piece.tokens for piece in pieces)) == one.token_ids
 
 
-def test_request_that_moves_between_replicas_goes_on_behind_its_tokens(engine):
-    """Through coordinator and replica: the one that takes over draws only the tokens that are missing."""
-    params = SamplingParams(max_tokens=180, temperature=0.0, ignore_eos=True)
-    expected = engine.generate([prompt_of(2)], [params])[0].outputs[0].token_ids
-    with coordinator(timeout_s=10.0) as one, InferenceClient(one.address) as client:
-        child = Child(one.address, "tiny", "child")
-        try:
-            wait_for(lambda: client.stats()["replicas"], 120)
-            seen, stream = [], client.stream(prompt_of(2), params)
-            while len(seen) < 40:
-                seen += next(stream).outputs[0].token_ids[len(seen) :]
-            before = engine.figures().output_tokens
-            with replica(one.address, engine, name="here"):
-                wait_for(lambda: len(client.stats()["replicas"]) == 2)
-                child.signal(signal.SIGKILL)
-                for output in stream:
-                    last = output
-                assert last.outputs[0].token_ids == expected
-            assert engine.figures().output_tokens - before <= len(expected) - 40
-        finally:
-            child.end()
-
-
 def test_request_that_draws_other_tokens_when_moved_is_an_error_not_a_wrong_answer(engine):
     ids = prompt_of(1)
     kept = [protocol.Kept(protocol.ids_to_bytes([1, 2, 3]))]

@@ -64,7 +64,8 @@ def test_mistake_is_told_and_not_repeated(tmp_path):
 def test_processes_die_with_the_one_that_started_them(tmp_path):
     code = (
         "import sys, time\nfrom megatron_infer.server.supervisor import Role, Supervisor\n"
-        f"fleet = Supervisor([Role(name='c', role='coordinator', told={{'bind': 'ipc://{tmp_path}/c', 'max_queue': 7}})])\n"
+        f"told = {{'bind': 'ipc://{tmp_path}/c', 'max_queue': 7}}\n"
+        "fleet = Supervisor([Role(name='c', role='coordinator', told=told)])\n"
         "fleet.start()\nwhile fleet.processes[0].ready is None: time.sleep(0.01)\n"
         "print(fleet.processes[0].pid, flush=True)\ntime.sleep(60)\n"
     )
