@@ -126,7 +126,7 @@ FAULTS = {
     "rebuilding rotary": "update",
     "the weights' checksums": "update",
     "allocate the cache": "resume",
-    "the look whether weights changed": "resume",
+    "checking whether weights changed": "resume",
 }
 
 

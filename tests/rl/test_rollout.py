@@ -226,9 +226,9 @@ def test_unfinished_groups_cross_a_suspend_and_an_update_and_say_which_weights_d
     roll.pause_at(Budget(tokens=30))
     assert roll.generate(prompts, params) == [] and len(roll.unfinished) == 4
     drawn = {
-        (group.id, sample.index): list(sample.request.tokens[sample.request.prompt_len :])
-        for group in engine.output_processor.requests
-        for sample in group.samples
+        (state.id, one.index): list(one.request.tokens[one.request.prompt_len :])
+        for state in engine.output_processor.requests
+        for one in state.sequences
     }
     with engine.suspended(mode), torch.no_grad():
         for parameter in engine.model.parameters():

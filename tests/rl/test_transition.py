@@ -61,7 +61,7 @@ FAULTS = {
     "derived": ("update", "rebuilding rotary"),
     "checksums": ("update", "the weights' checksums"),
     "room": ("resume", "allocate the cache"),
-    "look": ("resume", "the look whether weights changed"),
+    "look": ("resume", "checking whether weights changed"),
 }
 
 
