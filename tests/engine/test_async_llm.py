@@ -107,7 +107,7 @@ def test_a_dead_engine_reaches_every_waiter(engine, monkeypatch):
         with pytest.raises(EngineStopped):
             await collect(llm, [1, 2, 3])
         monkeypatch.undo()
-        for request_id in list(engine.output_processor._groups):
-            engine.abort(request_id)
+        for state in engine.output_processor.requests:
+            engine.abort(state.id)
 
     asyncio.run(main())

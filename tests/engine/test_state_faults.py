@@ -150,14 +150,15 @@ def test_newcomer_in_a_row_whose_last_step_was_in_flight_starts_from_nothing(mod
         lie_to_scan(engine, never_fresh)
     rows: dict[str, int] = {}
     in_flight_at_end = []
-    end = inspect(engine).scheduler._end
+    running_set = inspect(engine).scheduler.running_set
+    end = running_set.finish
 
     def seen(request: Any, *args: Any) -> None:
         rows[request.id], before = request.lease.row, request.in_flight
         end(request, *args)
         in_flight_at_end.append(before)
 
-    inspect(engine).scheduler._end = seen
+    running_set.finish = seen
     for i, prompt in enumerate(PROMPTS[:2]):
         engine.add_request(prompt, greedy(stop_token_ids=[stops[i]]), request_id=f"old-{i}", stream="final")
     add(engine, *PROMPTS[2:], named="new")
@@ -327,7 +328,6 @@ def test_states_of_former_weights_are_not_gone_on_from(model, write, protected, 
 @both_ways
 def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, protected, monkeypatch):
     """Its state mixes two sets of weights."""
-    engine = make_engine(model, enable_chunked_prefill=True, max_tokens=60, **cache(model, 4))
     if not protected:
         set_root = Scheduler.set_root
 
@@ -338,6 +338,7 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
                 request.lease.root, request.lease.digests = salted(root, request.cache.salt), []
 
         monkeypatch.setattr(Scheduler, "set_root", publish_on)
+    engine = make_engine(model, enable_chunked_prefill=True, max_tokens=60, **cache(model, 4))
     add(engine, PROMPTS[2], max_tokens=4)
     steps(engine, 1)
     assert inspect(engine).scheduler.running_set.prefilling[0].scheduled == 60

@@ -155,7 +155,7 @@ def test_prices_are_what_was_measured(model, kind):
 )
 def test_auto_takes_what_is_cheaper_by_the_prices(model, expected, prefill, state, swaps, monkeypatch):
     engine = make_engine(model)
-    monkeypatch.setattr(inspect(engine).cost_meter, "take", lambda plan, seconds: False)
+    monkeypatch.setattr(inspect(engine).cost_meter, "after_step", lambda plan, seconds, step: None)
     inspect(engine).scheduler.preemption.costs = CostModel(
         prefill_s_per_token=prefill, copy_s_per_block=1e-3, copy_s_per_state=state
     )
