@@ -25,7 +25,7 @@ class SnapshotManager:
     """One engine's saved requests: files on demand, and one that is kept up to date while it runs.
 
     A finished output stays in the kept files until `acknowledge`: the process may die after step() has returned it and
-    before the caller has stored it, and only the caller knows when it has. Outputs that are not acknowledged stay in
+    before the caller has stored it, and only the caller can tell when it has. Outputs that are not acknowledged stay in
     memory too and are written with every snapshot: acknowledge as you store.
     """
 

@@ -1,4 +1,4 @@
-"""How the ranks of one engine carry out the same commands: the leader collects them, the others get them with a call.
+"""How all ranks of one engine execute the same commands: the leader collects them, the others get them with a call.
 
     leader: add_request(), abort() --Outbox--> next call of all ranks (step(), suspend(), ...) --> other ranks, in order
 
@@ -24,7 +24,7 @@ ROLLOUT = "rollout()"
 
 
 class Outbox:
-    """Commands that the leader has carried out and the other ranks have not. Other ranks collect nothing."""
+    """Commands that the leader has executed and the other ranks have not. Other ranks collect nothing."""
 
     def __init__(self, lockstep: Lockstep | LocalLockstep) -> None:
         self._is_used = lockstep.is_leader and lockstep.size > 1
@@ -69,8 +69,8 @@ class LocalRelay:
 
 
 class CommandRelay:
-    """One of several ranks. The leader carries out a command at once and passes it on with the next call that all ranks
-    make; the others carry it out then, in order, before the call. Nothing is scheduled in between, so that all ranks
+    """One of several ranks. The leader executes a command at once and passes it on with the next call that all ranks
+    make; the others execute it then, in order, before the call. Nothing is scheduled in between, so that all ranks
     schedule from the same state.
     """
 
@@ -104,7 +104,7 @@ class CommandRelay:
             )
 
     def meet(self, call: str, arguments: Any = None, *, compare: bool = True) -> None:
-        """Begin a call together with all ranks; commands of the leader have been carried out when it returns.
+        """Begin a call together with all ranks; the leader's commands have been executed here when it returns.
 
         compare: False where the arguments of the other ranks do not count.
         """
@@ -146,7 +146,7 @@ class CommandRelay:
             self._lockstep.phase = FOLLOW
             met = self._lockstep.meet(FOLLOW, flag=self._weights_moved())
             if met.call == until:
-                self._carry_out(met)
+                self._execute(met)
                 return met.arguments
             if met.call not in calls:
                 raise LockstepError(f"rank 0 calls {met.call} where this rank waits for {until}")
@@ -168,7 +168,7 @@ class CommandRelay:
             met = self._lockstep.meet(call, commands, arguments=plain(arguments), flag=flag, compare=compare)
         elif met.call != call:
             raise LockstepError(f"{call} while following {met.call}")
-        self._carry_out(met)
+        self._execute(met)
         return met
 
     def _weights_moved(self) -> bool:
@@ -179,7 +179,7 @@ class CommandRelay:
         params = SamplingParams.from_dict(given["params"])
         self._queue(given["id"], given["text"], given["ids"], params, given["stream"], given["salt"])
 
-    def _carry_out(self, met: Meeting) -> None:
+    def _execute(self, met: Meeting) -> None:
         self._outbox.commands = []
         for command in met.commands:
             if not self.is_leader or command["kind"] == "price":

@@ -32,9 +32,9 @@ def check_version(version: int, running: str) -> None:
 
 
 class EngineControls:
-    """Carries out the transitions in `states.TRANSITIONS`; each happens whole or not at all.
+    """The transitions in `states.TRANSITIONS`, each of which happens whole or not at all, and files of requests.
 
-    With several ranks each call begins on all of them together. See `DynamicInferenceEngine` for what they promise.
+    With several ranks each call begins on all of them together. `DynamicInferenceEngine` documents the methods.
     """
 
     def __init__(

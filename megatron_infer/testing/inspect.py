@@ -1,4 +1,4 @@
-"""What an engine is made of, for tests, benchmarks and checks: the one place that knows where it holds what."""
+"""The objects inside an engine, for tests, benchmarks and checks: the only place that reads its private attributes."""
 
 from __future__ import annotations
 

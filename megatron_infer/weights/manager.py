@@ -27,7 +27,7 @@ def no_tick(what: str) -> None:
 
 
 class WeightManager:
-    """Knows which weights the engine computes with. Versions count the changes it saw; 0 is what it was built with."""
+    """Tracks which weights the engine computes with. Versions count accepted changes; it is built with version 0."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class WeightManager:
     def root(self) -> bytes:
         """Root of the prefix-hash chain: KV of another model or of earlier weights can never match.
 
-        The count of updates is part of it: a version that is used a second time stands for other weights.
+        The count of updates is part of it: a version that is used a second time is one of other weights.
         """
         return root_of(model=self.model_name, weight_version=self.version, update=self.num_updates)
 
