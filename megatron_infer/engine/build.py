@@ -35,7 +35,7 @@ from megatron_infer.durable.kv_restore import KVArchive
 from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.build_graphs import step_graphs
-from megatron_infer.engine.command_relay import CommandRelay, LocalRelay, Outbox, Relay
+from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.compile_layers import compile_layers
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, measured_costs
@@ -95,7 +95,7 @@ class BuiltEngine:
     loop: StepLoop
     stat_logger: StatLogger
     lifecycle: Lifecycle
-    relay: Relay
+    relay: CommandRelay
     intake: RequestIntake
     controls: EngineControls
     replay: SequenceReplay
@@ -139,9 +139,7 @@ def build_engine(
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox)
-    relay: Relay = LocalRelay()
-    if rank_group.size > 1:
-        relay = CommandRelay(rank_group.lockstep, outbox, loop, queue=intake.queue, set_costs=scheduler.set_costs)
+    relay = CommandRelay(rank_group.lockstep, outbox, loop, queue=intake.queue, set_costs=scheduler.set_costs)
     lifecycle = Lifecycle()
     suspension = Suspension(loop, lifecycle, executor, scheduler, weights, setup.device, config)
     return BuiltEngine(

@@ -2,7 +2,7 @@
 
     leader: add_request(), abort() --Outbox--> next call of all ranks (step(), suspend(), ...) --> other ranks, in order
 
-A process alone has an Outbox that collects nothing and a LocalRelay, whose every call is this process's own.
+In an engine of one process the outbox collects nothing and every call is this process's own (see LocalLockstep).
 """
 
 from __future__ import annotations
@@ -46,32 +46,10 @@ class Outbox:
         self.commands.append({"kind": kind, **values})
 
 
-class LocalRelay:
-    """The relay of a process alone."""
-
-    is_leader = True
-
-    def require_leader(self, call: str) -> None:
-        """It is the leader."""
-
-    def meet(self, call: str, arguments: Any = None, *, compare: bool = True) -> None:
-        """No other rank makes the call."""
-
-    def begin_step(self, *, running: bool) -> bool | None:
-        """None: the step checks the weights itself."""
-        return None
-
-    def take_in(self, take_in: Callable[[], list[str]]) -> list[str]:
-        return take_in()
-
-    def follow(self, calls: dict[str, Callable[[Any], Any]], *, until: str = DISMISS) -> Any:
-        raise LockstepError(f"waiting for {until} in an engine of one process: no other rank calls it")
-
-
 class CommandRelay:
-    """One of several ranks. The leader executes a command at once and passes it on with the next call that all ranks
-    make; the others execute it then, in order, before the call. Nothing is scheduled in between, so that all ranks
-    schedule from the same state.
+    """One rank's part. The leader executes a command at once and passes it on with the next call that all ranks make;
+    the others execute it then, in order, before the call. Nothing is scheduled in between, so that all ranks schedule
+    from the same state.
     """
 
     def __init__(
@@ -111,7 +89,9 @@ class CommandRelay:
         self._meet(call, arguments, compare=compare)
 
     def begin_step(self, *, running: bool) -> bool | None:
-        """Receive the leader's commands -> whether weights changed on any rank."""
+        """Receive the leader's commands -> whether weights changed on any rank; None: the step itself checks."""
+        if self._lockstep.size == 1:
+            return None
         loop = self._loop
         was_idle = loop.was_idle
         met = self._meet("step()", flag=self._weights_moved())
@@ -184,9 +164,6 @@ class CommandRelay:
         for command in met.commands:
             if not self.is_leader or command["kind"] == "price":
                 self._commands[command["kind"]](command)
-
-
-Relay = LocalRelay | CommandRelay
 
 
 def plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.durable.snapshot_manager import SnapshotManager
-from megatron_infer.engine.command_relay import Relay
+from megatron_infer.engine.command_relay import CommandRelay
 from megatron_infer.engine.states import EngineState, Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.engine.suspend import MemoryReport, Suspension
@@ -45,7 +45,7 @@ class EngineControls:
         lifecycle: Lifecycle,
         suspension: Suspension,
         snapshots: SnapshotManager,
-        relay: Relay,
+        relay: CommandRelay,
     ) -> None:
         self.suspension, self.snapshots = suspension, snapshots
         self._loop, self._scheduler, self._weights = loop, scheduler, weights
