@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, prompts: list[Any]) -> None:
     engine = DynamicInferenceEngine(
         model, config, tokenizer=tokenizer_of(source), eos_ids=plan.eos_ids, device=str(device.torch), owns_weights=True
     )
-    rank_group = engine.parts.rank_group.groups
+    rank_group = engine.rank_group.groups
     mine = prompts[rank_group.dp_rank :: rank_group.dp_size]
     lines = [
         {

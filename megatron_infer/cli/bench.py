@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     )
     from megatron_infer.cli.bench_roofline import least_work, measure_ceiling  # imports torch
 
-    shape = llm.engine.parts.shape
+    shape = llm.engine.shape
     print(f"{args.model}: {describe(llm)}, {cpu_name()}")
     print(
         f"{len(workload.prompts)} requests, {workload.num_input_tokens:,} prompt + {workload.num_output_tokens:,} "
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         "ceiling": asdict(ceiling),
         "engines": {name: summarize(results, workload) for name, results in rounds.items()},
     }
-    work = least_work(shape, workload, kv_dtype_bytes=KV_DTYPE_BYTES[llm.engine.parts.kv_dtype])
+    work = least_work(shape, workload, kv_dtype_bytes=KV_DTYPE_BYTES[llm.engine.config.kv_dtype_of(shape)])
     report["least_work"] = {**asdict(work), "best_seconds": work.best_seconds(ceiling)}
     for summary in report["engines"].values():
         seconds = summary["seconds"]["median"]
@@ -205,7 +205,7 @@ def _peers(args: argparse.Namespace, llm: Any, workload: Workload) -> dict[str, 
     from megatron_infer.model_loader.sources import open_source
 
     note("loading transformers ...")
-    peer = TransformersPeer(Path(open_source(args.model).path), dtype=llm.engine.parts.shape.dtype, device=_device(llm))
+    peer = TransformersPeer(Path(open_source(args.model).path), dtype=llm.engine.shape.dtype, device=_device(llm))
     if "continuous" not in peer.variants:
         note("transformers' continuous batching has no recurrent states: only its generate is measured")
     peer.choose_attention(workload)
@@ -235,7 +235,7 @@ def _head(workload: Workload) -> Workload:
 def _plain_ids(llm: Any) -> list[int]:
     tokenizer = llm.tokenizer
     special = set() if tokenizer is None else tokenizer.special_ids | set(tokenizer.eos_ids)
-    return [i for i in range(llm.engine.parts.shape.vocab_size) if i not in special]
+    return [i for i in range(llm.engine.shape.vocab_size) if i not in special]
 
 
 def _decode_rate(result: RunResult) -> float | None:
@@ -251,7 +251,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _device(llm: Any) -> str:
-    return str(next(llm.engine.parts.model.parameters()).device)
+    return str(next(llm.engine.model.parameters()).device)
 
 
 def cpu_name() -> str:

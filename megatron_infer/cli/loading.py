@@ -49,7 +49,7 @@ def describe(llm: Any) -> str:
     """One line: parameters, dtype, threads."""
     import torch
 
-    shape = llm.engine.parts.shape
+    shape = llm.engine.shape
     return f"{shape.num_parameters / 1e6:,.0f}M parameters, {shape.dtype}, {torch.get_num_threads()} threads"
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megatron_infer.comm.backends import device_of
-from megatron_infer.comm.lockstep import Lockstep
+from megatron_infer.comm.lockstep import LocalLockstep, Lockstep
 from megatron_infer.comm.rank_links import connect
 from megatron_infer.errors import ConfigError
 
@@ -89,10 +89,10 @@ class ParallelGroups:
         replicas = found["dp"] if found["ep"] is None else found["expt_dp"]
         return cls(tp=found["tp"], pp=found["pp"], ep=found["ep"], dp=replicas, engine=engine, inner=inner)
 
-    def lockstep(self, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> Lockstep | None:
-        """Connect the engine's ranks, on every rank; None for a single process. give_up: see `Heartbeat`."""
+    def lockstep(self, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> Lockstep | LocalLockstep:
+        """Link the engine's ranks. Every rank calls it. give_up: see `Heartbeat`."""
         if self.engine is None:
-            return None
+            return LocalLockstep()
         links = connect(
             self.engine_rank, self.engine_size, self._gather, timeout_s=timeout_s, hosts=list(own_addresses())
         )

@@ -1,8 +1,8 @@
-"""Ranks of one engine in step: every call that they make together begins with a round over the leader.
+"""The ranks of one engine in lockstep: each call that all of them make begins with a round over the leader (rank 0).
 
-    other ranks --report: call, flag, digest, text--> leader --verdict: same for everyone--> other ranks
+    other ranks --report: call, flag, digest, text--> leader --answer, the same for all--> other ranks
 
-One round trip per step. Nothing here knows a tensor or a process group.
+One round trip per step. No tensor and no process group is involved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from megatron_infer.comm.heartbeat import Heartbeat
@@ -21,24 +21,27 @@ from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, RankFailure
 from megatron_infer.scheduler.step_plan import StepPlan
 
+ShapeOf = Callable[[StepPlan], GraphShape | None]
+"""What a step is padded to; None: it is not padded."""
 FOLLOW = "follow()"
 FAILED_STEP = "a failed step"
 SLICE_S = 0.2
-"""A wait looks so often whether everyone is still there."""
+"""A wait checks this often whether the other ranks are alive."""
 ALONE_S = 10.0
-"""Ranks whose part of a step raises alike come to say so within that time; others wait in a collective for the one."""
+"""Ranks whose part of a step raises the same report it within this time; a rank that raises alone is missed by others
+that wait for it in a collective."""
 
 
 class Meeting(NamedTuple):
     """What every rank has after a round."""
 
     call: str
-    """The leader's."""
+    """The call that the leader makes."""
     commands: list[dict[str, Any]]
     arguments: Any
-    """The leader's, of the call."""
+    """Arguments of the leader's call."""
     flag: bool
-    """Raised by any rank."""
+    """Whether any rank raised its flag."""
 
 
 class _Report(NamedTuple):
@@ -47,22 +50,58 @@ class _Report(NamedTuple):
     call: str
     flag: bool = False
     digest: str = ""
-    """Must be everyone's, unless it is empty."""
+    """Must be equal on all ranks, unless it is empty."""
     text: str = ""
     failed: bool = False
 
 
+class LocalLockstep:
+    """The lockstep of an engine of one process: every round ends at once with what this process brings."""
+
+    rank, size, is_leader = 0, 1, True
+
+    def __init__(self) -> None:
+        self.phase = "start"
+
+    def close(self) -> None:
+        """No other rank waits for this one."""
+
+    def meet(self, call: str, commands: Any = None, *, arguments: Any = None, flag: bool = False, **_: Any) -> Meeting:
+        return Meeting(call, commands or [], arguments, flag)
+
+    def agree(self, flag: bool, what: str = "an agreement") -> bool:
+        return flag
+
+    def gather(self, what: str, text: str) -> list[str]:
+        return [text]
+
+    def least(self, what: str, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_alive(self, *, goodbyes: bool = True) -> None:
+        """No other rank can be gone."""
+
+    def planned(self, plan: StepPlan, **_: Any) -> None:
+        """No other rank plans."""
+
+    def step_failed(self, error: BaseException, seconds: float, **_: Any) -> None:
+        """All ranks failed in the same way."""
+
+
 class Lockstep:
-    """One rank's side. After a RankFailure, or plans that differ, it is broken: every later call raises that again.
+    """One of several ranks. After a RankFailure, or plans that differ, it is broken: each later call raises that again.
 
     timeout_s: how long a rank may be late or silent before it counts as failed.
     """
 
     def __init__(self, links: RankLinks, *, timeout_s: float, give_up: Callable[[], bool] = lambda: True) -> None:
-        """give_up: see `Watch`."""
+        """give_up: see `Heartbeat`."""
         self.rank, self.size, self.timeout_s = links.rank, links.size, timeout_s
         self.phase = "start"
-        """What the engine does: named by errors, here and on the other ranks."""
+        """What the engine is doing, for error messages here and on the other ranks."""
         self._links = links
         phase = _PhaseOf(self)
         self._watch = Heartbeat(links.heartbeats, timeout_s=timeout_s, phase=phase, give_up=give_up)
@@ -86,36 +125,36 @@ class Lockstep:
         *,
         arguments: Any = None,
         flag: bool = False,
-        mine: bool = True,
+        compare: bool = True,
     ) -> Meeting:
         """Every rank calls it at the same place -> the leader's commands and arguments, and whether any raised `flag`.
 
-        `follow()` fits every call. Raises LockstepError, on all ranks, when they are in different calls or bring
-        different arguments; RankFailure when a rank does not come. mine: False where only the leader has arguments.
+        `follow()` fits every call. Raises LockstepError, on all ranks, when they are in different calls or pass
+        different arguments; RankFailure when a rank does not come. compare: False where only the leader has arguments.
         """
-        digest = digest_of(arguments) if mine and call != FOLLOW else ""
+        digest = digest_of(arguments) if compare and call != FOLLOW else ""
         content = {"commands": commands or [], "arguments": arguments}
         answer = self._round(_Report(call, flag, digest), content, patient=call == FOLLOW)
         return Meeting(answer["call"], answer["commands"], answer["arguments"], answer["flag"])
 
     def agree(self, flag: bool, what: str = "an agreement") -> bool:
-        """Whether any rank says so."""
+        """Whether `flag` is set on any rank."""
         return bool(self._round(_Report(what, flag))["flag"])
 
     def gather(self, what: str, text: str) -> list[str]:
-        """Everyone's text, by rank."""
+        """The text of each rank, by rank."""
         texts: list[str] = self._round(_Report(what, text=text))["texts"]
         return texts
 
     def least(self, what: str, values: Sequence[int]) -> list[int]:
-        """Of each value the least that any rank has."""
-        everyone = [json.loads(text) for text in self.gather(what, json.dumps(list(values)))]
-        return [min(column) for column in zip(*everyone, strict=True)]
+        """The least value of each column over the ranks."""
+        rows = [json.loads(text) for text in self.gather(what, json.dumps(list(values)))]
+        return [min(column) for column in zip(*rows, strict=True)]
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """The body happens on all ranks or fails on all of them: with its own error where it raised, elsewhere with
-        OtherRankFailed that names the rank. The body makes no rounds of its own."""
+        """The body succeeds on all ranks or fails on all: with its own error where it raised, elsewhere with
+        OtherRankFailed, which names the rank. The body makes no rounds of its own."""
         try:
             yield
         except (RankFailure, LockstepError):
@@ -126,24 +165,24 @@ class Lockstep:
             raise
         answer = self._round(_Report(what))
         if answer["failed"]:
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"])
-            raise OtherRankFailed(told, ranks=[rank for rank, _ in answer["failed"]])
+            reasons = "; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"])
+            raise OtherRankFailed(reasons, ranks=[rank for rank, _ in answer["failed"]])
 
     def check_alive(self, *, goodbyes: bool = True) -> None:
-        """Raise RankFailure if a rank has ended or fallen silent: for waits that are no rounds.
+        """Raise RankFailure if a rank has ended or is silent: for waits that are not rounds.
 
-        goodbyes: see `Watch.check`.
+        goodbyes: see `Heartbeat.check`.
         """
         try:
             self._watch.check(goodbyes=goodbyes)
         except RankFailure as failure:
             self._fail(failure)
 
-    def planned(self, plan: StepPlan, *, check: bool, shape: GraphShape | None = None) -> None:
-        """This rank is about to run `plan`, padded to `shape`; check: see that both are everyone's."""
+    def planned(self, plan: StepPlan, *, check: bool, shape_of: ShapeOf = lambda plan: None) -> None:
+        """This rank is about to run `plan`; check: raise LockstepError unless plan and padding are equal on all."""
         self.phase = f"{'prefill' if plan.prefill else 'decode'} of step {plan.step}"
         if check:
-            self.check_plan(plan, shape)
+            self.check_plan(plan, shape_of(plan))
 
     def check_plan(self, plan: StepPlan, shape: GraphShape | None = None) -> None:
         """Raise LockstepError, naming the first request that differs, unless every rank has planned the same step."""
@@ -154,20 +193,20 @@ class Lockstep:
         if len(set(answer["texts"])) == 1:
             return
         plans = [json.loads(text) for text in self.gather("comparison of plans", json.dumps(lines))]
-        # Each rank has other books now: there is no way back to a common state.
+        # The ranks' schedulers differ from here on: there is no way back to a common state.
         self._broken = LockstepError(f"step {plan.step}: {_first_difference(plans)}")
         raise self._broken
 
     def step_failed(
         self, error: BaseException, seconds: float, *, fatal: bool = False, cause: str = "", own: bool = False
     ) -> None:
-        """This rank's part of a step raised, after `seconds`. Returns if all ranks' did in the same way, and it was
-        fatal on none; else the engine has failed, and RankFailure names the rank that was the first to raise.
+        """This rank's part of a step raised, after `seconds`. Returns if it raised the same on all ranks and was fatal
+        on none; else the engine has failed, and RankFailure names the rank that raised first.
 
-        fatal: what the ranks compute with is of no use from here on, however alike their errors are. cause: what raised
-        on this very rank, where `error` is of all of them; such a rank is named before those that missed it. own: it
-        raised here and is no sign of another rank's trouble. Others that do not come are waiting for this rank then: it
-        names itself after ALONE_S, and at once where the error is fatal as well.
+        fatal: what the ranks compute with cannot be used again, even if their errors are equal. cause: what raised on
+        this rank, where `error` is the same on all; a rank with a cause is named before those that missed it. own: the
+        error arose here and is not the sign of a failure elsewhere. Ranks that do not come are then waiting for this
+        one: it names itself after ALONE_S, and at once if the error is fatal as well.
         """
         what = f"{type(error).__name__}: {error}"
         here = RankFailure(self.rank, self.phase, what) if own else None
@@ -191,7 +230,7 @@ class Lockstep:
     def _round(
         self, mine: _Report, content: Any = None, *, patient: bool = False, alone: RankFailure | None = None
     ) -> dict[str, Any]:
-        """alone: what is raised if a rank does not come within ALONE_S; None: it has the usual time, and is named."""
+        """alone: raised if a rank does not come within ALONE_S; None: it has the usual time and is named as failed."""
         self._check_broken()
         try:
             answer = self._lead(mine, content, alone) if self.is_leader else self._report(mine, patient, alone)
@@ -207,22 +246,22 @@ class Lockstep:
     def _lead(self, mine: _Report, content: Any, alone: RankFailure | None) -> dict[str, Any]:
         reports = [mine]
         try:
-            reports += [self._hear(rank, mine.call, alone) for rank in range(1, self.size)]
+            reports += [self._receive(rank, mine.call, alone) for rank in range(1, self.size)]
         except RankFailure as failure:
-            self._tell({"lost": [failure.rank, failure.reason]})
+            self._answer({"lost": [failure.rank, failure.reason]})
             raise
-        answer = _verdict(reports, content)
-        self._tell(answer)
+        answer = _answer_to(reports, content)
+        self._answer(answer)
         return answer
 
-    def _hear(self, rank: int, call: str, alone: RankFailure | None) -> _Report:
+    def _receive(self, rank: int, call: str, alone: RankFailure | None) -> _Report:
         patience_s, link = self._watch.patience_s, self._links.calls[rank]
         deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
         while True:
             try:
                 message = link.receive(SLICE_S)
             except LinkClosed:
-                self._watch.catch_up()  # it may have said why
+                self._watch.catch_up()  # the reason may have arrived
                 self._watch.check()
                 raise RankFailure(rank, self.phase, "its process has ended") from None
             if message is not None:
@@ -231,7 +270,7 @@ class Lockstep:
             if time.monotonic() > deadline:
                 raise alone or RankFailure(rank, self.phase, self._late(rank, call))
 
-    def _tell(self, answer: dict[str, Any]) -> None:
+    def _answer(self, answer: dict[str, Any]) -> None:
         for link in self._links.calls.values():
             try:
                 link.send(answer)
@@ -239,14 +278,14 @@ class Lockstep:
                 continue  # the next round misses it
 
     def _report(self, mine: _Report, patient: bool, alone: RankFailure | None) -> dict[str, Any]:
-        # Others may be awaited first, each as long as we would be.
+        # The leader may wait for other ranks first, for each as long as for this one.
         patience_s, link = self.size * self._watch.patience_s, self._links.calls[0]
         deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
         lost = False
         try:
             link.send(mine)
         except LinkClosed:
-            lost = True  # what it said before it went may still be there to read
+            lost = True  # what it sent before it ended may still be readable
         while True:
             try:
                 message: dict[str, Any] | None = link.receive(SLICE_S)
@@ -273,7 +312,7 @@ class Lockstep:
 
 
 class _PhaseOf:
-    """Reads a lockstep's phase without keeping it alive."""
+    """Reads a lockstep's phase without keeping the lockstep alive."""
 
     def __init__(self, lockstep: Lockstep) -> None:
         self._lockstep = weakref.ref(lockstep)
@@ -288,8 +327,8 @@ def _close(watch: Heartbeat, links: RankLinks) -> None:
     links.close()
 
 
-def _verdict(reports: Sequence[_Report], content: Any) -> dict[str, Any]:
-    """What everyone is told."""
+def _answer_to(reports: Sequence[_Report], content: Any) -> dict[str, Any]:
+    """What the leader answers to all ranks."""
     named = [(rank, report) for rank, report in enumerate(reports) if report.call != FOLLOW]
     calls = {report.call for _, report in named}
     if len(calls) > 1:
@@ -311,14 +350,14 @@ def _verdict(reports: Sequence[_Report], content: Any) -> dict[str, Any]:
 
 
 def digest_of(value: Any) -> str:
-    """16 hex digits that tell values apart which are the same in JSON."""
+    """16 hex digits that differ for values whose JSON differs; "" for None."""
     if value is None:
         return ""
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 def describe(plan: StepPlan) -> list[list[Any]]:
-    """A plan in JSON, a line for each request: what it does, where, and the token before. Then what is copied."""
+    """A plan as JSON values, a line per request: what it computes, where, and the token before. Then the copies."""
     lines = [
         [r.id, "decodes at", start, "after token", r.tokens[-1], "of", len(r.tokens)]
         for r, start in zip(plan.decode, plan.decode_starts, strict=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from megatron_infer.comm.lockstep import Lockstep
+from megatron_infer.comm.lockstep import LocalLockstep, Lockstep
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
 
 
-def agree_on_config(config: InferenceConfig, lockstep: Lockstep) -> None:
+def agree_on_config(config: InferenceConfig, lockstep: Lockstep | LocalLockstep) -> None:
     """Raise ConfigError, on every rank and naming the option, when ranks were configured differently."""
     values = config.to_dict()
     mine = {name: str(values[name]) for name in values if name != "logging_step_interval"}  # logging may differ

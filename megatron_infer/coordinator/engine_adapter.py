@@ -13,8 +13,9 @@ import msgspec
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.coordinator import protocol
-from megatron_infer.errors import InferenceError, RequestError
+from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.requests.drawn_sequence import DrawnSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,8 @@ class EngineInfo:
 class EngineAdapter(Protocol):
     """The engine that a replica serves; DynamicInferenceEngine is one.
 
-    It may also have controls (pause, suspend, ...). An engine that is no DynamicInferenceEngine also has
-    `replica_info() -> EngineInfo`, and may have `prefix_events: PrefixEvents | None` and `continue_request` (below).
+    It may also have the controls (pause, suspend, ...), and, unless it is a DynamicInferenceEngine,
+    `replica_info() -> EngineInfo`.
     """
 
     def add_request(
@@ -57,26 +58,31 @@ class EngineAdapter(Protocol):
 
     def step(self) -> list[RequestOutput]: ...
 
+    def continue_request(
+        self, request_id: str, ids: list[int], params: SamplingParams, drawn: Sequence[DrawnSequence], *, salt: str = ""
+    ) -> bool: ...
+
+    def prefix_events(self) -> PrefixEvents | None: ...
+
 
 def info_of(engine: Any) -> EngineInfo:
     """The description of an engine now."""
     if hasattr(engine, "replica_info"):
         info: EngineInfo = engine.replica_info()
         return info
-    parts, config = engine.parts, engine.config
-    lockstep = parts.rank_group.lockstep
+    config = engine.config
     return EngineInfo(
         block_size=config.block_size_tokens,
-        capacity=parts.sizes.max_requests,
-        root=parts.root(),
-        weight_version=parts.weight_version,
+        capacity=engine.sizes.max_requests,
+        root=engine.weights.root,
+        weight_version=engine.weight_version,
         state=engine.state.value,
-        model=parts.name,
+        model=engine.weights.model_name,
         policy=config.prefix_caching_coordinator_policy.value,
         alpha=float(config.prefix_caching_routing_alpha),
         num_requests=len(engine.output_processor),
-        limits=_limits_of(parts.input_processor.limits, 1 if lockstep is None else lockstep.size),
-        dtype=parts.shape.dtype,
+        limits=_limits_of(engine.input_processor.limits, engine.rank_group.size),
+        dtype=engine.shape.dtype,
     )
 
 
@@ -103,54 +109,6 @@ def stats_of(engine: Any) -> dict[str, Any]:
     if hasattr(engine, "figures"):
         values["figures"] = engine.figures().to_dict()
     return values
-
-
-def prefix_events_of(engine: Any) -> PrefixEvents | None:
-    """The changes of the engine's prefix cache; None if it has no cache."""
-    if hasattr(engine, "replica_info"):
-        events: PrefixEvents | None = getattr(engine, "prefix_events", None)
-        return events
-    context = engine.parts.context
-    return PrefixEvents(context.pool) if context.prefix_caching else None
-
-
-def continue_request(
-    engine: Any, request_id: str, ids: list[int], params: SamplingParams, kept: Sequence[protocol.Kept], *, salt: str
-) -> None:
-    """Have a DynamicInferenceEngine of one process continue a request that another engine began.
-
-    Its outputs in delta mode begin behind `kept`. Penalties, stop texts that span the move, min_tokens, text and
-    sampled tokens are as if the request had not moved. Raises RequestError, with nothing queued, if it does not fit.
-    """
-    from megatron_infer.scheduler.request import FinishReason, Status
-
-    parts, output_processor = engine.parts, engine.output_processor
-    members = parts.input_processor.build(request_id, ids, params, salt=salt)
-    if len(kept) != len(members):
-        raise RequestError(f"{len(kept)} samples to go on with, the request has n={len(members)}")
-    members[0].siblings = ()  # each sequence starts with tokens of its own
-    for request, one in zip(members, kept, strict=True):
-        request.tokens += protocol.bytes_to_ids(one.tokens)
-        if one.finish_reason is not None:
-            request.finish_reason, request.stop_reason = FinishReason(one.finish_reason), one.stop_reason
-            request.status = Status.FINISHED
-        elif len(request.tokens) >= request.max_total:
-            raise RequestError(
-                f"sample with {request.num_output:,} tokens has no room here: limit {request.max_total:,} in all"
-            )
-    output_processor.open(request_id, None, ids, params, "delta", members)
-    for sample, one in zip(output_processor.get(request_id).samples, kept, strict=True):
-        if sample.logprobs is not None:
-            sample.logprobs = [{} for _ in range(len(one.tokens) // 4)]
-            sample.cumulative_logprob = one.cumulative_logprob
-        if sample.token_details is not None:
-            sample.token_details.stand_in(len(one.tokens) // 4)
-        sample.resume_at((len(one.tokens) // 4, one.num_chars), watched=True)
-    for request in members:
-        if request.finish_reason is None:
-            parts.scheduler.add(request)
-    if engine.snapshot_manager.journal is not None:
-        engine.snapshot_manager.accepted(request_id)
 
 
 class _SentSequence:
@@ -185,17 +143,13 @@ class ServedRequest:
         future: Future[Any] | None = None if prepare is None else prepare(self.params)
         return None if future is None or future.done() else future
 
-    def begin(self, engine: Any) -> None:
+    def begin(self, engine: EngineAdapter) -> None:
         """Add it to the engine. Raises what the engine refuses it with."""
         run, params = self.run, self.params
         ids = None if run.prompt is None else protocol.bytes_to_ids(run.prompt)
         if run.kept:
             assert ids is not None, "a continued request has token ids"
-            if hasattr(engine, "continue_request"):
-                engine.continue_request(self.id, ids, params, run.kept, salt=run.salt)
-                return
-            if _is_one_process(engine):
-                continue_request(engine, self.id, ids, params, run.kept, salt=run.salt)
+            if engine.continue_request(self.id, ids, params, [_drawn(one) for one in run.kept], salt=run.salt):
                 return
             for sequence, kept in zip(self._sequences, run.kept, strict=True):  # sampled again, not sent again
                 sequence.skip_tokens = protocol.bytes_to_ids(kept.tokens)
@@ -275,9 +229,14 @@ def params_of(run: protocol.Run) -> SamplingParams:
     return dataclasses.replace(SamplingParams.from_dict(run.params), seed=run.seed)
 
 
-def _is_one_process(engine: Any) -> bool:
-    """Whether no other rank has to be told of its requests: ranks in lockstep can only add whole requests."""
-    return hasattr(engine, "output_processor") and getattr(engine, "relay", None) is None
+def _drawn(kept: protocol.Kept) -> DrawnSequence:
+    return DrawnSequence(
+        token_ids=protocol.bytes_to_ids(kept.tokens),
+        num_chars=kept.num_chars,
+        cumulative_logprob=kept.cumulative_logprob,
+        finish_reason=kept.finish_reason,
+        stop_reason=kept.stop_reason,
+    )
 
 
 def _details(one: CompletionOutput, first: int) -> tuple[Any, Any, Any, Any]:

@@ -28,7 +28,6 @@ from megatron_infer.coordinator.engine_adapter import (
     can_step,
     info_of,
     params_of,
-    prefix_events_of,
     stats_of,
 )
 from megatron_infer.errors import InferenceError, UnknownRequest
@@ -58,7 +57,7 @@ class Replica:
         """commands: further ones than the engine's methods, by name (`protocol.COMMANDS`)."""
         self.engine = engine
         self._commands = dict(commands or {})
-        self._prefix_events = prefix_events_of(engine)
+        self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
         self._preparing: dict[int, protocol.Cancel | None] = {}  # waiting for grammars; the message that cancelled them

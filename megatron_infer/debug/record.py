@@ -78,7 +78,7 @@ class RunRecorder:
         assert self._engine is not None
         group = self._engine.output_processor.get(request_id)
         assert group is not None, f"request {request_id!r} was added before its state was created"
-        request = group.samples[0].request
+        request = group.sequences[0].request
         salt = {"salt": request.cache.salt} if request.cache.salt else {}
         self._write(
             kind="add",

@@ -1,7 +1,7 @@
-"""Requests and outputs as JSON values and back. Long lists of numbers go where the file wants them.
+"""Requests and outputs as JSON values and back. Long lists of numbers are stored as the file needs them.
 
-A snapshot collects numbers in two columns (tensors), a journal line holds them itself: `Columns` and `Inline`.
-Times of time.monotonic become ages, as another process has another clock: differences between them are kept.
+A snapshot collects numbers in two columns (tensors), a journal line contains them: `Columns` and `Inline`.
+Times of time.monotonic become ages, because another process has another clock: differences between them are kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_
 
 
 class Numbers(Protocol):
-    """Where the numbers of records are: `put_*` gives what stands for a list, `get_*` takes that back."""
+    """Where the numbers of records are: `put_*` returns a reference to a list, `get_*` takes one."""
 
     def put_ints(self, values: Sequence[int]) -> Any: ...
 
@@ -63,7 +63,7 @@ class Columns:
     """Numbers of all records in one int64 and one float64 column; a record holds [start, count]."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """tensors: what `tensors()` gave, to read from it; None: to write."""
+        """tensors: as `tensors()` returned them, to read; None: to write."""
         self._ints, self._floats = array("q"), array("d")
         if tensors is not None:
             self._ints.frombytes(tensors["ints"].numpy().tobytes())
@@ -101,101 +101,102 @@ def _cut(column: array[Any], ref: Any) -> array[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedKV:
-    """What was computed of one sequence: its first `num_tokens` tokens, in these blocks of the file."""
+    """The computed part of one sequence: its first `num_tokens` tokens, in these blocks of the file."""
 
     num_tokens: int
     blocks: list[int]
-    """None of a model without attention layers."""
+    """Empty for a model without attention layers."""
     state: int | None = None
-    """The recurrent state behind those tokens, among the states of the file; None of a model that keeps none."""
+    """Index of the recurrent state behind those tokens; None for a model without recurrent states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedSample:
-    """What a file knows of a sample besides the sample itself."""
+class SavedSequence:
+    """Where a saved sequence was, beside the sequence itself."""
 
     arrival: int
     sent: tuple[int, int]
+    """(tokens, characters) that were handed out."""
     begun: bool
-    """Whether keys and values of it had been computed."""
+    """Whether any of its keys and values had been computed."""
     kv: SavedKV | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRequest:
-    """An unfinished request as a file has it: an account nobody knows yet, and its samples' places."""
+    """An unfinished request in a file, not yet in an engine, and where its sequences were."""
 
-    group: RequestState
-    saved: list[SavedSample]
+    state: RequestState
+    saved: list[SavedSequence]
 
 
 # ---------------------------------------------------------------------- unfinished requests
 
 
-def encode_group(
-    group: RequestState,
+def encode_request(
+    state: RequestState,
     numbers: Numbers,
     *,
     now: float,
     unsent: Mapping[int, tuple[int, int]] | None = None,
     kv: Mapping[str, SavedKV] | None = None,
 ) -> dict[str, Any]:
-    """Everything that continues `group` in another process.
+    """Everything that is needed to continue a request in another process.
 
-    unsent: by sample index, the (tokens, characters) of deltas that were made and that no caller has seen yet.
+    unsent: by index of the sequence, (tokens, characters) of delta outputs that no caller has seen yet.
     """
     unsent, kv = unsent or {}, kv or {}
     samples = []
-    for sample in group.samples:
-        request, held_back = sample.request, unsent.get(sample.index, (0, 0))
-        reason, stored = request.finish_reason, kv.get(request.id)
+    for sequence in state.sequences:
+        request, held_back = sequence.request, unsent.get(sequence.index, (0, 0))
+        reason, stored, details = request.finish_reason, kv.get(request.id), sequence.token_details
         samples.append(
             {
                 "id": request.id,
-                "index": sample.index,
+                "index": sequence.index,
                 "tokens": numbers.put_ints(request.tokens[request.prompt_len :]),
                 "seed": request.seed,
                 "arrival": request.arrival,
                 "begun": request.scheduled > 0,
                 "finish_reason": None if reason is None else reason.value,
                 "stop_reason": request.stop_reason,
-                "sent": [max(0, sent - held) for sent, held in zip(sample.sent, held_back, strict=True)],
-                "logprobs": None if sample.logprobs is None else encode_logprobs(sample.logprobs, numbers),
-                "cumulative_logprob": sample.cumulative_logprob,
-                "carried": None if sample.token_details is None else _encode_carried(sample.token_details, numbers),
+                "sent": [max(0, sent - held) for sent, held in zip(sequence.sent, held_back, strict=True)],
+                "logprobs": None if sequence.logprobs is None else encode_logprobs(sequence.logprobs, numbers),
+                "cumulative_logprob": sequence.cumulative_logprob,
+                "carried": None if details is None else _encode_token_details(details, numbers),
                 "history": dataclasses.asdict(request.history),
                 "kv": None if stored is None else _encode_kv(stored, numbers),
             }
         )
-    leader = group.samples[0].request
+    leader = state.sequences[0].request
     return {
-        "id": group.id,
-        "prompt": group.prompt,
-        "prompt_ids": numbers.put_ints(group.prompt_ids),
-        "params": group.params.to_dict(),
-        "mode": group.mode,
+        "id": state.id,
+        "prompt": state.prompt,
+        "prompt_ids": numbers.put_ints(state.prompt_ids),
+        "params": state.params.to_dict(),
+        "mode": state.mode,
         "max_total": leader.max_total,
         "stop_ids": numbers.put_ints(sorted(leader.stop_ids)),
         "cache": [leader.cache.allowed, leader.cache.salt],
-        "prompt_logprobs": _maybe_logprobs(group.prompt_logprobs, numbers),
-        "pooling": _encode_pooling(group.pooling, numbers),
-        "metrics": _encode_metrics(group.metrics, now),
-        "events": _encode_events(group.events, now),
-        "error": encode_error(group.error),
+        "prompt_logprobs": _maybe_logprobs(state.prompt_logprobs, numbers),
+        "pooling": _encode_pooling(state.pooling, numbers),
+        "metrics": _encode_metrics(state.metrics, now),
+        "events": _encode_events(state.events, now),
+        "error": encode_error(state.error),
         "samples": samples,
     }
 
 
-def decode_group(
+def decode_request(
     record: Mapping[str, Any], numbers: Numbers, *, tokenizer: TextCodec | None, now: float
 ) -> SavedRequest:
-    """The account that `encode_group` described; its requests are in no scheduler and its texts are not made yet."""
+    """The request that `encode_request` described; it is in no scheduler and its texts are not made yet."""
     params, prompt_ids = SamplingParams.from_dict(record["params"]), numbers.get_ints(record["prompt_ids"])
     stop_ids = frozenset(numbers.get_ints(record["stop_ids"]))
     codec = tokenizer if params.detokenize else None
-    samples: list[SequenceState] = []
-    saved: list[SavedSample] = []
-    for place, one in enumerate(record["samples"]):
+    sequences: list[SequenceState] = []
+    saved: list[SavedSequence] = []
+    for index, one in enumerate(record["samples"]):
         reason = one["finish_reason"]
         history = dict(one["history"])
         history["spans"] = [VersionSpan(*span) for span in history["spans"]]
@@ -215,33 +216,33 @@ def decode_group(
             finish_reason=None if reason is None else FinishReason(reason),
             stop_reason=one["stop_reason"],
         )
-        if one["index"] != place:
-            raise ValueError(f"request {record['id']!r}: sample {one['index']} in place {place}")
-        sample = SequenceState(request, place, params, tokenizer, samples[0] if samples else None)
-        sample.logprobs = None if one["logprobs"] is None else _filled(one["logprobs"], numbers, codec)
-        sample.cumulative_logprob = one["cumulative_logprob"]
-        if sample.token_details is not None and one.get("carried") is not None:  # files of before it have none
-            _decode_carried(sample.token_details, one["carried"], numbers)
-        samples.append(sample)
+        if one["index"] != index:
+            raise ValueError(f"request {record['id']!r}: sample {one['index']} in place {index}")
+        sequence = SequenceState(request, index, params, tokenizer, sequences[0] if sequences else None)
+        sequence.logprobs = None if one["logprobs"] is None else _filled(one["logprobs"], numbers, codec)
+        sequence.cumulative_logprob = one["cumulative_logprob"]
+        if sequence.token_details is not None and one.get("carried") is not None:  # earlier files have none
+            _decode_token_details(sequence.token_details, one["carried"], numbers)
+        sequences.append(sequence)
         tokens_sent, chars_sent = one["sent"]
         kv = None if one["kv"] is None else _decode_kv(one["kv"], numbers)
-        saved.append(SavedSample(arrival=one["arrival"], sent=(tokens_sent, chars_sent), begun=one["begun"], kv=kv))
-    if len(samples) != params.n:
-        raise ValueError(f"request {record['id']!r}: {len(samples)} samples of {params.n}")
-    group = RequestState(
+        saved.append(SavedSequence(arrival=one["arrival"], sent=(tokens_sent, chars_sent), begun=one["begun"], kv=kv))
+    if len(sequences) != params.n:
+        raise ValueError(f"request {record['id']!r}: {len(sequences)} samples of {params.n}")
+    state = RequestState(
         id=record["id"],
         prompt=record["prompt"],
         prompt_ids=prompt_ids,
         params=params,
         mode=record["mode"],
-        samples=samples,
+        sequences=sequences,
         metrics=_decode_metrics(record["metrics"], now),
         prompt_logprobs=_maybe_decoded(record["prompt_logprobs"], numbers, codec),
         pooling=_decode_pooling(params, record.get("pooling"), len(prompt_ids), numbers),
         events=_decode_events(record["events"], now),
         error=decode_error(record["error"]),
     )
-    return SavedRequest(group=group, saved=saved)
+    return SavedRequest(state=state, saved=saved)
 
 
 def _encode_pooling(log: PooledPrompt | None, numbers: Numbers) -> list[Any] | None:
@@ -262,7 +263,7 @@ def _decode_pooling(params: SamplingParams, record: Any, num_prompt: int, number
 
 
 def _encode_kv(kv: SavedKV, numbers: Numbers) -> list[Any]:
-    """[tokens, blocks], and the state where there is one."""
+    """[tokens, blocks], and the state if there is one."""
     return [kv.num_tokens, numbers.put_ints(kv.blocks), *(() if kv.state is None else (kv.state,))]
 
 
@@ -275,7 +276,7 @@ def _decode_kv(record: Sequence[Any], numbers: Numbers) -> SavedKV:
 
 
 def encode_output(output: RequestOutput, numbers: Numbers, *, now: float) -> dict[str, Any]:
-    """A whole (not a delta) finished output."""
+    """A finished output, a whole one and not a delta."""
     return {
         "id": output.request_id,
         "prompt": output.prompt,
@@ -340,7 +341,7 @@ def decode_output(
     )
 
 
-# ---------------------------------------------------------------------- their parts
+# ---------------------------------------------------------------------- parts of both
 
 
 def encode_logprobs(positions: Logprobs, numbers: Numbers) -> dict[str, Any]:
@@ -362,7 +363,7 @@ def encode_logprobs(positions: Logprobs, numbers: Numbers) -> dict[str, Any]:
 def decode_logprobs(
     record: Mapping[str, Any], numbers: Numbers, tokenizer: TextCodec | None
 ) -> list[dict[int, Logprob] | None]:
-    """The positions; tokens' texts come from the tokenizer, as they did."""
+    """The positions; tokens' texts come from the tokenizer again."""
     counts, ids, ranks = (numbers.get_ints(record[name]) for name in ("counts", "ids", "ranks"))
     entries = zip(ids, ranks, numbers.get_floats(record["values"]), strict=True)
     positions: list[dict[int, Logprob] | None] = []
@@ -389,30 +390,28 @@ def _maybe_decoded(
     return None if record is None else decode_logprobs(record, numbers, tokenizer)
 
 
-# ---------------------------------------------------------------------- what samples carry
+# ---------------------------------------------------------------------- token details
 
 
-def _encode_carried(token_details: TokenDetails, numbers: Numbers) -> dict[str, Any]:
-    support = (
-        None if token_details.support is None else TokenSupport.of_rows(token_details.vocab_size, token_details.support)
-    )
-    logs = (token_details.of_prompt, token_details.of_output)
+def _encode_token_details(details: TokenDetails, numbers: Numbers) -> dict[str, Any]:
+    support = None if details.support is None else TokenSupport.of_rows(details.vocab_size, details.support)
+    logs = (details.of_prompt, details.of_output)
     return {
-        "raw": _maybe_floats(token_details.raw, numbers),
-        "processed": _maybe_floats(token_details.processed, numbers),
+        "raw": _maybe_floats(details.raw, numbers),
+        "processed": _maybe_floats(details.processed, numbers),
         "support": None if support is None else _encode_support(support, numbers),
         "routing": [None if log is None or not log.count else _encode_array(log.rows, numbers) for log in logs],
     }
 
 
-def _decode_carried(token_details: TokenDetails, record: Mapping[str, Any], numbers: Numbers) -> None:
-    """Into what a new sample has; a request's samples all bring the routing of their one prompt."""
-    token_details.raw = _found_floats(record["raw"], numbers)
-    token_details.processed = _found_floats(record["processed"], numbers)
+def _decode_token_details(details: TokenDetails, record: Mapping[str, Any], numbers: Numbers) -> None:
+    """Fill those of a new sequence; the record of each sequence has the routing of their common prompt."""
+    details.raw = _found_floats(record["raw"], numbers)
+    details.processed = _found_floats(record["processed"], numbers)
     if record["support"] is not None:
         support = _decode_support(record["support"], numbers)
-        token_details.support, token_details.vocab_size = support.rows(), support.vocab_size
-    for log, rows in zip((token_details.of_prompt, token_details.of_output), record["routing"], strict=True):
+        details.support, details.vocab_size = support.rows(), support.vocab_size
+    for log, rows in zip((details.of_prompt, details.of_output), record["routing"], strict=True):
         if log is not None and rows is not None:
             log.take(log.first, _decode_array(rows, numbers))
 
@@ -435,7 +434,7 @@ def _decode_support(record: Sequence[Any], numbers: Numbers) -> TokenSupport:
 
 
 def _encode_array(array: np.ndarray, numbers: Numbers) -> list[Any]:
-    """[dtype, shape, its bytes as int64, the last one filled up with zeros]."""
+    """[dtype, shape, bytes as int64, the last one padded with zeros]."""
     content = array.tobytes()
     words = np.frombuffer(content + bytes(-len(content) % 8), dtype=np.int64)
     return [array.dtype.name, list(array.shape), numbers.put_ints(words.tolist())]
@@ -472,7 +471,7 @@ def encode_error(error: InferenceError | None) -> list[str] | None:
 
 
 def decode_error(record: Sequence[str] | None) -> InferenceError | None:
-    """An error of the class of that name with that message; of the family's root when the class is not known here."""
+    """An error of the class of that name with that message; an InferenceError if the class is unknown here."""
     if record is None:
         return None
     name, message = record
@@ -480,4 +479,4 @@ def decode_error(record: Sequence[str] | None) -> InferenceError | None:
     for cls in known:
         known += cls.__subclasses__()
     cls = next((cls for cls in known if cls.__name__ == name), InferenceError)
-    return cls.__new__(cls, message)  # its own arguments are gone, its message is not
+    return cls.__new__(cls, message)  # its arguments are not saved, its message is

@@ -1,7 +1,7 @@
-"""One file of saved requests: safetensors with a manifest and a checksum over everything, put in place at once.
+"""One file of saved requests: safetensors with a manifest and a checksum over everything, replaced atomically.
 
     metadata: {"format": FORMAT, "version": "1", "manifest": JSON (ASCII), "checksum": hex}
-    tensors:  what the manifest's writer named, as safetensors stores them
+    tensors:  named by the manifest's writer, as safetensors stores them
 
 The checksum is blake2b over format, version, manifest and, by name, every tensor's name, dtype, shape and bytes.
 """
@@ -27,7 +27,7 @@ _FIELDS = {"format", "version", "manifest", "checksum"}
 
 
 def write(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Put a file in place of what `path` names: after a crash at any moment it holds the old content or all the new."""
+    """Replace the file at `path`: after a crash at any moment it has the old content or all of the new."""
     staged = stage(path, manifest, tensors)
     try:
         put_in_place(staged, path)
@@ -37,8 +37,8 @@ def write(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def stage(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Write the content beside `path` and make it durable -> where it is; `put_in_place` then makes it `path`."""
-    from safetensors.torch import save_file  # here and below: an engine that keeps no files needs no such package
+    """Write the content to a file beside `path` and sync it -> that file, which `put_in_place` renames to `path`."""
+    from safetensors.torch import save_file  # here and below: an engine that saves no files does not need the package
 
     text = json.dumps(manifest, separators=(",", ":"))
     metadata = {"format": FORMAT, "version": str(VERSION), "manifest": text}
@@ -59,7 +59,7 @@ def put_in_place(staged: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a directory's entries, reach the disk."""
+    """Write a file's content, or a directory's entries, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -68,7 +68,7 @@ def sync(path: Path) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(manifest, tensors) of a whole and undamaged file of this format. Raises SnapshotError, FileNotFoundError."""
+    """(manifest, tensors) of a file, whose checksum is verified. Raises SnapshotError, FileNotFoundError."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -86,7 +86,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest alone, unchecked against the rest. Raises SnapshotError, FileNotFoundError."""
+    """The manifest alone, without the checksum. Raises SnapshotError, FileNotFoundError."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -129,7 +129,7 @@ def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str
 
 
 def add_tensor(digest: hashlib.blake2b, name: str, tensor: Tensor, *, chunk: int = 1 << 24) -> None:
-    """Take name, dtype, shape and bytes of a tensor into `digest`, `chunk` elements at a time, from any device."""
+    """Add name, dtype, shape and bytes of a tensor to `digest`, `chunk` elements at a time, from any device."""
     head = f"{len(name)}:{name} {tensor.dtype} {list(tensor.shape)};"
     digest.update(head.encode("utf-8"))
     flat = tensor.detach().reshape(-1)

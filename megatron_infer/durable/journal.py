@@ -1,15 +1,15 @@
-"""What happened since a snapshot, line by line in a file beside it: accepted, finished and acknowledged requests.
+"""Changes since a snapshot, line by line in a file beside it: accepted, finished and acknowledged requests.
 
     {"check": hex, "record": {"kind": "begin", "format": ..., "version": 1, "generation": [series, number]}}
     {"check": hex, "record": {"kind": "accept" | "finish" | "ack", "data": {...}}}
 
 `check` is blake2b over generation, line number and record, so a line that is damaged, moved or of another run is
-noticed. Snapshot and journal name their generation; a snapshot also says how many records of the generation before it
-holds. Whatever moment a kill comes at, one of these is what a load finds:
+noticed. Snapshot and journal have the number of their generation; a snapshot also has the number of records of the
+generation before that it contains. Whenever the process is killed, a load finds one of these:
 
-    snapshot n, journal n        the usual state: all records happened after the snapshot
-    snapshot n, journal n - 1    between the two renames: records the snapshot covers are skipped
-    no snapshot, journal 1       keep_snapshots had not returned for the first time: nothing was promised
+    snapshot n, journal n        the usual state: all records are later than the snapshot
+    snapshot n, journal n - 1    killed between the two renames: records that the snapshot contains are skipped
+    no snapshot, journal 1       the first keep_snapshots had not returned: nothing was promised
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ KINDS = ("accept", "finish", "ack")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Which snapshot and journal belong together."""
+    """Says which snapshot and journal belong together."""
 
     series: str
-    """Of all generations that follow one another at one path."""
+    """Name of all generations that follow one another at one path."""
     number: int
     covered: int = 0
-    """Records of the generation before that the snapshot of this one holds."""
+    """Records of the generation before that this one's snapshot contains."""
 
     @classmethod
     def first(cls) -> Generation:
@@ -61,24 +61,24 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class JournalRecords:
-    """What a journal adds to its snapshot."""
+    """The content of a journal."""
 
     records: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     num_records: int = 0
-    """In the file, those that the snapshot covers included."""
+    """Records in the file, including those that the snapshot contains."""
     num_seeds: int = 0
     num_ids: int = 0
     notes: list[str] = field(default_factory=list)
 
 
 class Journal:
-    """The growing file. A record is with the operating system when `append` returns: killing the process loses none.
+    """The file that grows. The operating system has a record when `append` returns: killing the process loses none.
 
-    With fsync it is on the disk by then, and survives the machine's end too.
+    With fsync it is on the disk by then, and survives a crash of the machine too.
     """
 
     def __init__(self, path: Path, generation: Generation, *, fsync: bool) -> None:
-        """path: of the snapshot. The file takes its place with `put_in_place`, or at the first record."""
+        """path: the snapshot's. The file gets its name with `put_in_place`, or at the first record."""
         self.generation, self.num_records = generation, 0
         self._path, self._fsync = journal_path(path), fsync
         self._staged = self._path.with_name(self._path.name + ".tmp")
@@ -99,7 +99,7 @@ class Journal:
             self._in_place = True
 
     def append(self, records: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Write (kind, data) records, all or none of them: after an OSError the file is as it was."""
+        """Write (kind, data) records, all or none: after an OSError the file is as it was."""
         self.put_in_place()
         lines = [
             _line(_salt(self.generation), number, {"kind": kind, "data": data})
@@ -119,7 +119,7 @@ class Journal:
         self._staged.unlink(missing_ok=True)
 
     def _write(self, content: bytes) -> None:
-        """At the end of what is known to be written: what a failed write or fsync left there is cut off."""
+        """Write behind the last complete record; what a failed write or fsync left there is cut off."""
         view, at = memoryview(content), self._size
         try:
             while view:
@@ -138,10 +138,10 @@ def journal_path(path: Path) -> Path:
 
 
 def read_journal(path: Path, generation: Generation) -> JournalRecords:
-    """What the journal of the snapshot at `path`, of `generation`, adds to it.
+    """The journal of the snapshot at `path`, which is of `generation`.
 
-    A last line without its end is a command that never returned: it is left out and mentioned. Anything else that is
-    wrong raises SnapshotError with its line number.
+    A last line without its end is a command that never returned: it is left out and noted. Any other damage raises
+    SnapshotError with the line number.
     """
     file = journal_path(path)
     try:
@@ -180,7 +180,7 @@ def read_journal(path: Path, generation: Generation) -> JournalRecords:
 
 
 def has_records(path: Path) -> bool:
-    """Whether the journal beside `path` holds anything but its beginning."""
+    """Whether the journal beside `path` has records."""
     file = journal_path(path)
     return file.exists() and len(file.read_bytes().split(b"\n", 1)[-1]) > 0
 
@@ -199,7 +199,7 @@ def _check(salt: str, number: int, text: bytes) -> bytes:
 
 
 def _text(salt: str, number: int, line: bytes) -> bytes | None:
-    """The record's JSON when the line is whole, else None."""
+    """The record's JSON if the line is whole, else None."""
     head, check, middle, text = line[:10], line[10:42], line[42:53], line[53:-1]
     frame = (head, middle, line[-1:]) == (b'{"check":"', b'","record":', b"}")
     return text if frame and check == _check(salt, number, text) else None
@@ -215,6 +215,6 @@ def _record(file: Path, salt: str, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _refuse_whole(file: Path, salt: str, number: int, torn: bytes) -> None:
-    """A whole line whose end of line alone is wrong was not torn: its command did return."""
+    """Raise SnapshotError if only the line's end is wrong: its command did return."""
     if _text(salt, number, torn[:-1]) is not None:
         raise SnapshotError(file, f"damaged in line {number}")

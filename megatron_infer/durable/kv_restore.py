@@ -1,4 +1,4 @@
-"""What a file holds of saved requests' memory, and how it comes back into a cache of other blocks and rows.
+"""Keys, values and states in files of saved requests, and how they come back into a cache of other blocks and rows.
 
     blocks  [blocks, layers, 2, B, K, H]    where the model has attention layers
     states  uint8 [sequences, slot_bytes]   where it keeps recurrent states: each as its slot had it
@@ -7,8 +7,8 @@ A file holds every block once, in the block size of the engine that wrote it; a 
 prompts are stored once. Tokens 0 .. num_tokens-1 of a sequence are those blocks laid end to end. A state is behind
 exactly those tokens, and a sequence's own.
 
-Of several ranks each writes such tensors of its own part, under the same places; a pipeline stage without attention or
-Mamba layers has no `blocks` or `states`, and the places count all the same.
+With several ranks each writes such tensors of its own part, under the same numbers; a pipeline stage without attention
+or Mamba layers has no `blocks` or `states`, but counts their numbers.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.durable.codec import SavedKV
 from megatron_infer.durable.file_format import add_tensor
-from megatron_infer.engine.build import Assembly
+from megatron_infer.durable.rank_files import layout_differs, layout_of, read_part
 from megatron_infer.memory.store import StateStore
+from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.scheduler.policy import blocks_needed
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.weights.manager import WeightManager
 
 _SHAPE = ("num_layers", "num_attention_layers", "num_query_heads", "num_kv_heads", "head_dim", "hidden_size", "dtype")
 """Fields of ModelShape that keys and values of one rank depend on."""
@@ -36,9 +40,9 @@ _ROTARY_POSITIONS = 64
 
 
 def describe(shape: ModelShape, *, kv_dtype: str | None = None) -> dict[str, Any]:
-    """What the saved memory of one rank depends on, as JSON values; of the recurrent state where there is one.
+    """What the saved memory of one rank depends on, as JSON values, with the recurrent state's where there is one.
 
-    kv_dtype: of the cache; named where it is not the model's.
+    kv_dtype: the cache's; included where it is not the model's.
     """
     fields = asdict(shape)
     named = {name: fields[name] for name in _SHAPE}
@@ -64,9 +68,9 @@ def difference(shape: ModelShape, saved: Mapping[str, Any], *, kv_dtype: str | N
 
 
 def num_places(kv: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many blocks and states a file has places for, by what it says of itself; kv: None without saved memory.
+    """How many blocks and states a file numbers, by its own description; kv: None without saved memory.
 
-    Raises ValueError when a tensor holds another number.
+    Raises ValueError when a tensor holds another count.
     """
     counts = {}
     for name, layers in (("blocks", "num_attention_layers"), ("states", "state.num_layers")):
@@ -79,22 +83,22 @@ def num_places(kv: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> d
 
 
 def check_places(kv: SavedKV, counts: Mapping[str, int]) -> None:
-    """Raise ValueError when a sequence names a block or state that its file has no place for."""
+    """Raise ValueError when a sequence names a block or state that its file does not have."""
     for name, places in (("blocks", kv.blocks), ("states", [] if kv.state is None else [kv.state])):
         wrong = [place for place in places if not 0 <= place < counts[name]]
         if wrong:
             raise ValueError(f"{name} {wrong[:8]} of {counts[name]}")
 
 
-def content_digest(parts: Assembly) -> str:
-    """Names the model's content: every parameter's name, dtype, shape and bytes, and how positions enter keys.
+def content_digest(adopted: AdoptedModel) -> str:
+    """A digest of the model's content: each parameter's name, dtype, shape and bytes, and how positions enter keys.
 
     Two engines with equal digests and shapes compute the same keys and values. Reads all weights, a piece at a time.
     """
     digest = hashlib.blake2b(digest_size=32)
-    for name, parameter in sorted(parts.model.named_parameters()):
+    for name, parameter in sorted(adopted.live.named_parameters()):
         add_tensor(digest, name, parameter)
-    rotary = parts.adopted.rotary_table(_ROTARY_POSITIONS)
+    rotary = adopted.rotary_table(_ROTARY_POSITIONS)
     if rotary is not None:
         add_tensor(digest, "cos", rotary.cos_PR)
         add_tensor(digest, "sin", rotary.sin_PR)
@@ -103,21 +107,21 @@ def content_digest(parts: Assembly) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What one rank holds of requests' computed tokens."""
+    """Keys, values and states that one rank holds of requests."""
 
     saved: dict[str, SavedKV]
     """By request, the same on every rank."""
     tensors: dict[str, Tensor]
-    """`blocks`, `states`: as far as this rank keeps them."""
+    """`blocks` and `states`, as far as this rank has layers that keep them."""
     num_blocks: int = 0
     num_states: int = 0
 
 
 def collect(requests: Iterable[Request], store: StateStore, *, attends: bool, recurrent: bool) -> Memory:
-    """What is computed of the requests that hold some.
+    """The memory of requests of which something is computed.
 
     attends, recurrent: some rank keeps keys and values, or recurrent states. Nothing may be in flight: what was
-    scheduled of a request is then computed, and its row's state behind just that.
+    scheduled of a request is computed then, and its row's state is behind exactly those tokens.
     """
     place: dict[int, int] = {}
     rows: list[int] = []
@@ -140,22 +144,22 @@ def collect(requests: Iterable[Request], store: StateStore, *, attends: bool, re
 
 
 class KVReturn:
-    """Puts saved memory back: finds a request room, lets it share what others already brought, and writes.
+    """Puts saved memory back: leases a request blocks and a row, shared with requests put back before, and writes.
 
-    Sharing goes by whole blocks of this engine among the leading blocks that two sequences have in common in the file.
+    Whole blocks of this engine are shared among the leading blocks that two sequences have in common in the file.
     """
 
     def __init__(
         self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: StateStore, *, block_size: int | None
     ) -> None:
-        """tensors: what `collect` gave, in blocks of `block_size`; None: the file holds no blocks on any rank."""
+        """tensors: as `collect` gave them, in blocks of `block_size`; None: the file holds no blocks on any rank."""
         self._content, self._states = tensors.get("blocks"), tensors.get("states")
         self._file_block_size = block_size
         self._scheduler, self._store = scheduler, store
         self._owner: dict[int, tuple[Request, SavedKV]] = {}
 
     def readmit(self, request: Request, kv: SavedKV) -> bool:
-        """Let `request` go on where it was; False, and nothing changed, when there is no room."""
+        """Let `request` go on where it was; False, with nothing changed, when there is no room."""
         like, num_shared = self._shares_with(kv)
         if not self._scheduler.readmit(request, kv.num_tokens, like=like, num_shared=num_shared):
             return False
@@ -168,7 +172,7 @@ class KVReturn:
         return True
 
     def _shares_with(self, kv: SavedKV) -> tuple[Request | None, int]:
-        """Who holds the longest run of this sequence's leading blocks already, and how many tokens to share."""
+        """The request that has most of this sequence's leading blocks, and how many tokens to share with it."""
         best: Request | None = None
         run = 0
         for column, block in enumerate(kv.blocks):
@@ -199,3 +203,89 @@ class KVReturn:
         cut = padded.reshape(layers, 2, count, size, heads, dim).permute(2, 0, 1, 3, 4, 5).contiguous()
         first = start // size
         self._store.write_blocks(lease.blocks[first : first + count], cut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileMemory:
+    """One rank's memory in a file that was read."""
+
+    kv: Mapping[str, Any] | None
+    """What it depends on; None: there is none."""
+    tensors: Mapping[str, Tensor]
+    unusable: str | None
+    """Why it cannot be used on this rank, whatever the weights; None: it may be used."""
+
+
+class KVArchive:
+    """Saves and restores what one engine's cache holds of requests; with several ranks each does its own part."""
+
+    def __init__(
+        self,
+        adopted: AdoptedModel,
+        store: StateStore,
+        scheduler: Scheduler,
+        weights: WeightManager,
+        rank_group: RankGroup,
+        *,
+        kv_dtype: str,
+    ) -> None:
+        self._adopted, self._store, self._scheduler = adopted, store, scheduler
+        self._weights, self._groups, self._kv_dtype = weights, rank_group.groups, kv_dtype
+        self._attends = rank_group.any_rank(store.layout.block_bytes > 0)
+        self._digest: tuple[int, str] | None = None
+
+    def collect(self, requests: Iterable[Request]) -> Memory:
+        """This rank's memory of these requests (see `collect`)."""
+        recurrent = self._scheduler.context.states is not None
+        return collect(requests, self._store, attends=self._attends, recurrent=recurrent)
+
+    def describe(self, memory: Memory) -> dict[str, Any]:
+        """What saved memory of this rank depends on, and how much of it there is."""
+        return {
+            "shape": describe(self._adopted.shape, kv_dtype=self._kv_dtype),
+            "content": self._content(),
+            "block_size": self._store.layout.block_size if memory.num_blocks else None,
+            "num_blocks": memory.num_blocks,
+            "num_states": memory.num_states,
+        }
+
+    def read(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FileMemory:
+        """This rank's memory in the file at `path` with that content."""
+        groups, kv = self._groups, manifest["kv"]
+        if kv is None:
+            return FileMemory(kv=None, tensors={}, unusable="saved without keys and values")
+        if (differs := layout_differs(layout_of(groups), manifest.get("layout", {"ranks": 1}))) is not None:
+            return FileMemory(kv=None, tensors={}, unusable=differs)
+        if groups.engine_rank:
+            try:
+                kv, tensors = read_part(path, manifest, groups.engine_rank)
+            except FileNotFoundError as error:
+                missing = f"the part of rank {groups.engine_rank} is missing: {error.filename or error}"
+                return FileMemory(kv=None, tensors={}, unusable=missing)
+        own = {name: tensors[name] for name in ("blocks", "states") if name in tensors}
+        return FileMemory(kv=kv, tensors=own, unusable=None)
+
+    def why_unusable(self, memory: FileMemory) -> str | None:
+        """Why a file's memory cannot be used with the weights as they are; None when it can."""
+        if memory.kv is None:
+            return memory.unusable
+        differs = difference(self._adopted.shape, memory.kv["shape"], kv_dtype=self._kv_dtype)
+        if differs is not None:
+            return differs
+        if memory.kv["content"] != self._content():
+            return "the weights differ from those it was computed with"
+        return None
+
+    def returning(self, memory: FileMemory) -> KVReturn:
+        """Puts a file's memory back."""
+        assert memory.kv is not None
+        in_blocks = int(memory.tensors["blocks"].shape[3]) if "blocks" in memory.tensors else None
+        block_size = memory.kv.get("block_size") or in_blocks
+        return KVReturn(memory.tensors, self._scheduler, self._store, block_size=block_size)
+
+    def _content(self) -> str:
+        """The digest of all weights, computed once per update of them (versions may repeat)."""
+        update = self._weights.num_updates
+        if self._digest is None or self._digest[0] != update:
+            self._digest = (update, content_digest(self._adopted))
+        return self._digest[1]

@@ -1,4 +1,4 @@
-"""Requests that survive SIGKILL: a snapshot now and then, and a journal line before anyone is told anything."""
+"""Requests that survive SIGKILL: periodic snapshots, and a journal line before each request and output is confirmed."""
 
 from __future__ import annotations
 
@@ -8,35 +8,44 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_infer.durable import file_format as file_format
-from megatron_infer.durable.codec import Inline, encode_group, encode_output
+from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.durable import file_format
+from megatron_infer.durable.codec import Inline, encode_output, encode_request
 from megatron_infer.durable.journal import Generation, Journal, has_records, journal_path
 from megatron_infer.durable.snapshot import Archive, Content, LoadReport
-from megatron_infer.engine.build import Assembly
 from megatron_infer.errors import InferenceError, SnapshotError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.requests.input_processor import InputProcessor
 from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.requests.request_state import RequestState
+from megatron_infer.scheduler.scheduler import Scheduler
 
 
 class SnapshotManager:
     """One engine's saved requests: files on demand, and one that is kept up to date while it runs.
 
-    A finished output stays in the kept files until `acknowledge`: between step() returning it and the caller having
-    stored it the process may die, and only the caller knows when that window has closed. What is not acknowledged is
-    held in memory too, and written with every snapshot: acknowledge as you store.
+    A finished output stays in the kept files until `acknowledge`: the process may die after step() has returned it and
+    before the caller has stored it, and only the caller can tell when it has. Outputs that are not acknowledged stay in
+    memory too and are written with every snapshot: acknowledge as you store.
     """
 
-    def __init__(self, parts: Assembly, output_processor: OutputProcessor) -> None:
+    def __init__(
+        self,
+        archive: Archive,
+        input_processor: InputProcessor,
+        output_processor: OutputProcessor,
+        scheduler: Scheduler,
+        rank_group: RankGroup,
+    ) -> None:
         self.journal: Journal | None = None
-        """None: nothing is kept, and a step costs nothing here."""
+        """None: no file is kept, and a step costs nothing here."""
         self.owed: dict[str, RequestOutput] = {}
-        """Whole outputs that nobody acknowledged, by id: of kept requests, and what loads found."""
-        self._parts, self._output_processor = parts, output_processor
-        self._archive = Archive(parts, output_processor)
+        """Whole outputs that were not acknowledged, by id: of kept requests, and those that loads found."""
+        self._archive, self._rank_group = archive, rank_group
+        self._input, self._output, self._scheduler = input_processor, output_processor, scheduler
         self._unwritten: list[RequestOutput] = []
         self._known: dict[Path, tuple[Generation, int] | None] = {}
-        """Files that were loaded, whose content this engine stands in for: generation and records of the journal."""
+        """Files that were loaded, whose content is in this engine now: generation and records of the journal."""
         self._path: Path | None = None
         self._every_steps = self._num_steps = 0
         self._fsync = False
@@ -44,24 +53,25 @@ class SnapshotManager:
     # ------------------------------------------------------------------ on demand
 
     def save(self, path: str | os.PathLike[str], undelivered: Sequence[RequestOutput], *, kv: bool) -> None:
-        """Write every unfinished request, and all outputs that are owed, to `path`. With kv every rank calls it.
+        """Write every unfinished request, and all outputs in `owed`, to `path`. With kv every rank calls it.
 
-        undelivered: outputs the engine made and has not handed out. The finished ones among them are saved as they
-        are: of a delta stream the last piece.
+        undelivered: outputs that the engine has not handed out. The finished ones among them are saved as they are: of
+        a delta stream the last piece.
         """
         target = Path(path)
-        with self._parts.rank_group.together("saving requests") if kv else nullcontext():
+        with self._rank_group.together("saving requests") if kv else nullcontext():
             if self._path is not None and target.resolve() == self._path:
                 raise SnapshotError(target, "keep_snapshots keeps it; save elsewhere, or call keep_snapshots(None)")
         finished = {output.request_id: output for output in undelivered if output.finished} | self.owed
         self._archive.save(target, undelivered, finished, kv=kv)
 
     def read(self, path: str | os.PathLike[str]) -> Content:
-        """What a file holds, held against this engine, which is not changed. Raises SnapshotError."""
-        return self._archive.read(Path(path), owed=self.owed)
+        """A file's content, checked against this engine, which does not change. Raises SnapshotError. On every rank."""
+        with self._rank_group.together("reading saved requests"):
+            return self._archive.read(Path(path), owed=self.owed)
 
     def put_back(self, content: Content, undelivered: Sequence[RequestOutput]) -> LoadReport:
-        """Take in what `read` gave. Nothing may be in flight."""
+        """Take in what `read` returned. Nothing may be in flight."""
         report = self._archive.put_back(content)
         self.owed |= {output.request_id: output for output in report.finished}
         generation = content.generation
@@ -71,13 +81,13 @@ class SnapshotManager:
         return report
 
     def acknowledge(self, request_ids: Iterable[str] | None) -> int:
-        """Let go of finished outputs, of all of them with None -> how many. An id that is not held is skipped.
+        """Drop finished outputs, all of them with None -> how many. Unknown ids are skipped.
 
-        Raises UnknownRequest, and lets go of nothing, when one of the requests has not finished.
+        Raises UnknownRequest, and drops none, if one of the requests has not finished.
         """
         ids = list(self.owed) if request_ids is None else list(dict.fromkeys(request_ids))
         for request_id in ids:
-            if request_id in self._output_processor:
+            if request_id in self._output:
                 raise UnknownRequest(f"request {request_id!r} has not finished; there is nothing to acknowledge yet")
         ids = [request_id for request_id in ids if request_id in self.owed]
         if self.journal is not None and ids:
@@ -97,11 +107,11 @@ class SnapshotManager:
         every_steps: int,
         fsync: bool,
     ) -> None:
-        """Begin to keep `path` and its journal; None: leave a last snapshot without a journal, and end.
+        """Begin to keep `path` and its journal up to date; None: write a last snapshot without a journal, and end.
 
-        A request is there before add_request returns, a finished output before step() returns it and until it is
-        acknowledged; other requests go on from the last snapshot, at most every_steps steps back, with the same tokens
-        (delta streams send those again). fsync: survive the machine's end too.
+        A request is in the files before add_request returns, a finished output before step() returns it and until it
+        is acknowledged; other requests go on from the last snapshot, at most every_steps steps back, with the same
+        tokens (delta streams send those again). fsync: survive a crash of the machine too.
         """
         if every_steps < 1:
             raise InferenceError(f"every_steps is at least 1, got {every_steps}")
@@ -118,28 +128,26 @@ class SnapshotManager:
         except BaseException:
             self._path = None
             raise
-        self._output_processor.on_retire = self._retired
+        self._output.on_close = self._closed
 
-    def accepted(self, request_id: str) -> None:
-        """Before add_request returns; when the line cannot be written, the request is not accepted."""
-        assert self.journal is not None
-        group, input_processor = self._output_processor.get(request_id), self._parts.input_processor
-        assert group is not None
-        record = encode_group(group, Inline(), now=time.monotonic())
+    def accepted(self, state: RequestState) -> None:
+        """Before add_request returns; if the line cannot be written, the request is not accepted."""
+        if self.journal is None:
+            return
+        record = encode_request(state, Inline(), now=time.monotonic())
+        counts = {"num_seeds": self._input.num_seeds, "num_ids": self._input.num_ids}
         try:
-            self.journal.append(
-                [("accept", {**record, "num_seeds": input_processor.num_seeds, "num_ids": input_processor.num_ids})]
-            )
+            self.journal.append([("accept", {**record, **counts})])
         except BaseException:
-            for sample in group.samples:
-                self._parts.scheduler.abort(sample.request)
-            self._output_processor.on_retire = None
-            self._output_processor.retire(group)
-            self._output_processor.on_retire = self._retired
+            for sequence in state.sequences:
+                self._scheduler.abort(sequence.request)
+            self._output.on_close = None
+            self._output.close(state)
+            self._output.on_close = self._closed
             raise
 
     def flush(self) -> None:
-        """Before outputs are handed out: those that finished since are in the journal."""
+        """Before outputs are handed out: write those that finished since to the journal."""
         if self._unwritten:
             assert self.journal is not None
             now = time.monotonic()
@@ -147,7 +155,7 @@ class SnapshotManager:
             self._unwritten = []
 
     def stepped(self, undelivered: Sequence[RequestOutput]) -> None:
-        """Before step() returns `undelivered`."""
+        """Before step() returns; undelivered: its outputs and those that wait for the next step."""
         self.flush()
         self._num_steps += 1
         if self._num_steps >= self._every_steps and self._has_news():
@@ -156,16 +164,16 @@ class SnapshotManager:
     # ------------------------------------------------------------------ its files
 
     def _has_news(self) -> bool:
-        """False while the engine idles."""
-        return len(self._output_processor) > 0 or (self.journal is not None and self.journal.num_records > 0)
+        """False while the engine is idle."""
+        return len(self._output) > 0 or (self.journal is not None and self.journal.num_records > 0)
 
-    def _retired(self, group: RequestState) -> None:
-        output = group.output("cumulative")
-        self.owed[group.id] = output
+    def _closed(self, state: RequestState) -> None:
+        output = state.output("cumulative")
+        self.owed[state.id] = output
         self._unwritten.append(output)
 
     def _in_the_way(self, path: Path) -> tuple[Generation, int] | None:
-        """What this engine has loaded from the files at `path`, if that are any; refuses to write over others."""
+        """Generation and records that this engine has loaded from `path`, if any; raises if other files are there."""
         known = self._known.get(path.resolve(), None)
         if path.resolve() not in self._known:
             if path.exists():
@@ -175,7 +183,7 @@ class SnapshotManager:
         return known
 
     def _begin(self, before: tuple[Generation, int] | None, undelivered: Sequence[RequestOutput]) -> None:
-        """The first snapshot and journal. Where no snapshot with a journal was, the journal comes first."""
+        """The first snapshot and journal. If there was no snapshot with a journal, the journal comes first."""
         assert self._path is not None
         generation = Generation.first() if before is None else before[0].next(before[1])
         staged, journal = self._stage(generation, undelivered)
@@ -191,14 +199,14 @@ class SnapshotManager:
         self.journal, self._num_steps = journal, 0
 
     def _snapshot(self, undelivered: Sequence[RequestOutput]) -> None:
-        """The next generation. When it fails, the present one goes on."""
+        """Write the next generation. If it fails, the present one goes on."""
         old = self.journal
         assert old is not None and self._path is not None
         self.flush()
         staged, journal = self._stage(old.generation.next(old.num_records), undelivered)
         try:
             file_format.put_in_place(staged, self._path)
-        except BaseException:  # whether or not the new snapshot is in place: it says what it covers of the old journal
+        except BaseException:  # the new snapshot may be in place: it says which records of the old journal it contains
             staged.unlink(missing_ok=True)
             journal.discard()
             raise
@@ -222,5 +230,5 @@ class SnapshotManager:
         self._known[self._path] = None
         journal_path(self._path).unlink(missing_ok=True)
         self.journal.close()
-        self.journal = self._path = self._output_processor.on_retire = None
+        self.journal = self._path = self._output.on_close = None
         self._unwritten = []

@@ -1,4 +1,4 @@
-"""Whether an engine's steps are captured as CUDA graphs: what has to be so, and who says when it is not."""
+"""Whether an engine's steps are captured as CUDA graphs, and why not."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ def step_graphs(
     sampler: Sampler,
     link: StageLink | None,
 ) -> StepGraphs | None:
-    """The graphs that were asked for, or None; a row of the start-up table says which, and why not.
-
-    sampler: over the whole vocabulary, also where it is split over ranks.
-    """
+    """The graphs that the config asks for, or None; a row of the start-up table says which, or why not."""
     if config.num_cuda_graphs is None:
         return None
     found = make_recorder(device)
@@ -59,7 +56,7 @@ def step_graphs(
         )
         if reason is None and not shapes:
             reason = "the model's experts are chosen on the host for steps of these sizes"
-    if link is not None:  # what a stage sends is padded or not: all of them do the same
+    if link is not None:  # a stage sends padded or unpadded tensors: all stages must do the same
         digest = 0 if reason is not None else zlib.crc32(repr(shapes).encode())
         if len(set(link.compare([digest])[:, 0].tolist())) > 1:
             reason = reason or "another pipeline stage cannot be captured in the same shapes"
@@ -98,7 +95,7 @@ def step_graphs(
 
 
 def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:
-    """Whether all members of the groups say so; waits for them."""
+    """Whether `flag` is set on all members of the groups; waits for them."""
     for group in groups:
         agreed = torch.tensor([int(flag)], device=device.torch)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
@@ -113,13 +110,13 @@ def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], devi
 
 
 def why_not(adopted: AdoptedModel, chosen: ChosenKernels, recorder: Recorder) -> str | None:
-    """What of this engine a graph cannot hold; None: nothing."""
+    """What in this engine cannot be captured; None: nothing."""
     if adopted.specs and not chosen.attention.graph_safe:
         return f"attention {chosen.attention.name!r} decides on the host"
     if chosen.scan is not None and not chosen.scan.graph_safe:
         return f"the selective scan {chosen.scan.name!r} decides on the host"
     if (layer := adopted.foreign_layer()) is not None:
-        return f"{layer} is of the user's own, and nobody knows what it does"
+        return f"{layer} is of the user's own, and it is unknown what it does"
     if adopted.compiler is not None and not recorder.holds_compiled:
         return f"{recorder.name} does not see what compiled layers launch"
     for group in adopted.groups():

@@ -1,4 +1,9 @@
-"""What an engine's leader is told and the other ranks must hear: requests, aborts, prices, and which call comes."""
+"""How all ranks of one engine execute the same commands: the leader collects them, the others get them with a call.
+
+    leader: add_request(), abort() --Outbox--> next call of all ranks (step(), suspend(), ...) --> other ranks, in order
+
+In an engine of one process the outbox collects nothing and every call is this process's own (see LocalLockstep).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
-from megatron_infer.comm.lockstep import FOLLOW, Lockstep, Meeting
+from megatron_infer.comm.lockstep import FOLLOW, LocalLockstep, Lockstep, Meeting
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import LockstepError, NotLeader, RankFailure, RequestError
@@ -15,86 +20,96 @@ from megatron_infer.scheduler.policy import CostModel
 
 DISMISS = "dismiss()"
 ROLLOUT = "rollout()"
-"""The leader hands out finished groups, or ends a rollout: see rl.ranks."""
+"""The leader hands out finished groups, or ends a rollout: see rl.multi_rank."""
+
+
+class Outbox:
+    """Commands that the leader has executed and the other ranks have not. Other ranks collect nothing."""
+
+    def __init__(self, lockstep: Lockstep | LocalLockstep) -> None:
+        self._is_used = lockstep.is_leader and lockstep.size > 1
+        self.commands: list[dict[str, Any]] = []
+
+    def add(self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, **how: str) -> None:
+        if self._is_used:
+            self._pass_on("add", id=request_id, text=text, ids=ids, params=params.to_dict(), **how)
+
+    def abort(self, request_id: str) -> None:
+        if self._is_used:
+            self._pass_on("abort", id=request_id)
+
+    def set_costs(self, costs: CostModel) -> None:
+        """New prices of evictions, which the leader takes with the other ranks."""
+        self._pass_on("price", costs=asdict(costs))
+
+    def _pass_on(self, kind: str, **values: Any) -> None:
+        self.commands.append({"kind": kind, **values})
 
 
 class CommandRelay:
-    """One rank's side of the commands of an engine.
-
-    The leader does what it is told at once and passes it on with the next call that all ranks make; the others do it
-    then, in order, before anything else. Nothing is scheduled in between, so that all ranks schedule from the same.
+    """One rank's part. The leader executes a command at once and passes it on with the next call that all ranks make;
+    the others execute it then, in order, before the call. Nothing is scheduled in between, so that all ranks schedule
+    from the same state.
     """
 
-    def __init__(self, lockstep: Lockstep, loop: StepLoop, queue: Callable[..., str]) -> None:
-        """queue(id, text, token ids, params, stream, salt): takes in a request that the leader has checked."""
-        self.lockstep = lockstep
-        self._loop, self._queue = loop, queue
+    def __init__(
+        self,
+        lockstep: Lockstep | LocalLockstep,
+        outbox: Outbox,
+        loop: StepLoop,
+        *,
+        queue: Callable[..., str],
+        set_costs: Callable[[CostModel], None],
+    ) -> None:
+        """queue(id, text, token ids, params, stream, salt): queues a request that the leader has checked. set_costs:
+        takes new prices of evictions."""
+        self.is_leader = lockstep.is_leader
+        self._lockstep, self._outbox, self._loop, self._queue = lockstep, outbox, loop, queue
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
             "add": self._add,
             "abort": lambda given: loop.abort(given["id"]),
-            "price": lambda given: loop.take_costs(CostModel(**given["costs"])),
+            "price": lambda given: set_costs(CostModel(**given["costs"])),
         }
-        self._outbox: list[dict[str, Any]] = []
         self._met: Meeting | None = None
-        """A call that `follow` has met, and that the method it called has not begun."""
-
-    # ------------------------------------------------------------------ the leader's side
+        """A call of the leader that `follow` has received and whose method has not begun here."""
 
     def require_leader(self, call: str) -> None:
-        """Raise NotLeader unless this is the rank that requests go to."""
-        if not self.lockstep.is_leader:
+        """Raise NotLeader unless this is the rank that takes requests."""
+        if not self.is_leader:
             raise NotLeader(
-                f"{call} on rank {self.lockstep.rank} of an engine of {self.lockstep.size} ranks: requests go to its "
-                "rank 0, where all ranks hear of them; call it there, and step(), generate() or follow() here"
+                f"{call} on rank {self._lockstep.rank} of an engine of {self._lockstep.size} ranks: requests go to its "
+                "rank 0, which passes them on; call it there, and step(), generate() or follow() here"
             )
 
-    def pass_on(self, kind: str, **values: Any) -> None:
-        """Have every rank do it with the next call."""
-        self._outbox.append({"kind": kind, **values})
+    def meet(self, call: str, arguments: Any = None, *, compare: bool = True) -> None:
+        """Begin a call together with all ranks; the leader's commands have been executed here when it returns.
 
-    def add(self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, **how: str) -> None:
-        self.pass_on("add", id=request_id, text=text, ids=ids, params=params.to_dict(), **how)
-
-    def price(self, costs: CostModel) -> None:
-        """Prices change on all ranks at the same time, here too."""
-        self.pass_on("price", costs=asdict(costs))
-
-    # ------------------------------------------------------------------ every rank's
-
-    def meet(self, call: str, arguments: Any = None, *, flag: bool = False, mine: bool = True) -> Meeting:
-        """Begin a call together with all ranks; what the leader passed on has been done when it returns.
-
-        mine: False where the arguments of the others do not count.
+        compare: False where the arguments of the other ranks do not count.
         """
-        met, self._met = self._met, None
-        self.lockstep.phase = call.removesuffix("()")
-        if met is None:
-            met = self.lockstep.meet(call, self._outbox, arguments=plain(arguments), flag=flag, mine=mine)
-        elif met.call != call:
-            raise LockstepError(f"{call} while following {met.call}")
-        self._take(met)
-        return met
+        self._meet(call, arguments, compare=compare)
 
-    def begin_step(self, *, running: bool) -> bool:
-        """Hear what the leader passes on -> whether weights changed on any rank."""
-        loop, parts = self._loop, self._loop.parts
+    def begin_step(self, *, running: bool) -> bool | None:
+        """Receive the leader's commands -> whether weights changed on any rank; None: the step itself checks."""
+        if self._lockstep.size == 1:
+            return None
+        loop = self._loop
         was_idle = loop.was_idle
-        met = self.meet("step()", flag=self.weights_moved())
-        # Ranks that were idle, or that heard of an abort just now, have looked at too little.
+        met = self._meet("step()", flag=self._weights_moved())
+        # A rank that was idle, or that has just received an abort, has not read the content of its weights.
         if running and (was_idle or any(command["kind"] == "abort" for command in met.commands)):
-            return self.lockstep.agree(not loop.is_idle and parts.weights_differ(), "a look at the weights")
+            return self._lockstep.agree(not loop.is_idle and loop.weights_differ(), "a look at the weights")
         return met.flag
 
     def take_in(self, take_in: Callable[[], list[str]]) -> list[str]:
-        """Queue the leader's prompts on every rank -> their ids; what the leader refuses is refused on all."""
+        """Queue the leader's prompts on every rank -> their ids; a refusal of the leader is raised on all."""
         mine: dict[str, Any] = {}
         refusal: Exception | None = None
-        if self.lockstep.is_leader:
+        if self.is_leader:
             try:
                 mine = {"ids": take_in()}
-            except Exception as error:  # the others wait for word, whatever is wrong with the prompts
+            except Exception as error:  # the other ranks wait for this one, whatever is wrong with the prompts
                 refusal, mine = error, {"refused": f"{type(error).__name__}: {error}"}
-        given = self.meet("generate()", mine, mine=False).arguments
+        given = self._meet("generate()", mine, compare=False).arguments
         if refusal is not None:
             raise refusal
         if "refused" in given:
@@ -102,20 +117,16 @@ class CommandRelay:
         ids: list[str] = given["ids"]
         return ids
 
-    def weights_moved(self) -> bool:
-        """This rank's word on whether weights changed, as far as that matters before a step."""
-        return not self._loop.was_idle and self._loop.parts.weights_differ()
-
     def follow(self, calls: dict[str, Callable[[Any], Any]], *, until: str = DISMISS) -> Any:
-        """Take part in what the leader calls until it calls `until` -> what that brings.
+        """Take part in the leader's `calls` until it calls `until` -> the arguments of that.
 
-        An error that the leader gets, too, is its own.
+        Errors of a call that the leader gets too are the leader's to handle.
         """
         while True:
-            self.lockstep.phase = FOLLOW
-            met = self.lockstep.meet(FOLLOW, flag=self.weights_moved())
+            self._lockstep.phase = FOLLOW
+            met = self._lockstep.meet(FOLLOW, flag=self._weights_moved())
             if met.call == until:
-                self._take(met)
+                self._execute(met)
                 return met.arguments
             if met.call not in calls:
                 raise LockstepError(f"rank 0 calls {met.call} where this rank waits for {until}")
@@ -124,20 +135,34 @@ class CommandRelay:
                 calls[met.call](met.arguments)
             except (LockstepError, RankFailure):
                 raise
-            except (ValueError, RuntimeError):  # the leader's to handle: transitions fail on all ranks alike
+            except (ValueError, RuntimeError):  # the leader has it as well: transitions fail on all ranks alike
                 continue
             finally:
                 self._met = None
+
+    def _meet(self, call: str, arguments: Any = None, *, flag: bool = False, compare: bool = True) -> Meeting:
+        met, self._met = self._met, None
+        self._lockstep.phase = call.removesuffix("()")
+        if met is None:
+            commands = self._outbox.commands
+            met = self._lockstep.meet(call, commands, arguments=plain(arguments), flag=flag, compare=compare)
+        elif met.call != call:
+            raise LockstepError(f"{call} while following {met.call}")
+        self._execute(met)
+        return met
+
+    def _weights_moved(self) -> bool:
+        """Whether weights changed on this rank, as far as that matters before a step."""
+        return not self._loop.was_idle and self._loop.weights_differ()
 
     def _add(self, given: dict[str, Any]) -> None:
         params = SamplingParams.from_dict(given["params"])
         self._queue(given["id"], given["text"], given["ids"], params, given["stream"], given["salt"])
 
-    def _take(self, met: Meeting) -> None:
-        if self.lockstep.is_leader:
-            self._outbox = []
+    def _execute(self, met: Meeting) -> None:
+        self._outbox.commands = []
         for command in met.commands:
-            if not self.lockstep.is_leader or command["kind"] == "price":
+            if not self.is_leader or command["kind"] == "price":
                 self._commands[command["kind"]](command)
 
 

@@ -1,4 +1,4 @@
-"""Whether an engine's layers are compiled, what that took, and who says when they are not."""
+"""Whether an engine's layers are compiled, how long that took, and why not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPERATION = "layers between kernels"
 def compile_layers(
     adopted: AdoptedModel, config: InferenceConfig, chosen: ChosenKernels, *, any_rank: Callable[[bool], bool]
 ) -> None:
-    """Where it is asked for, compile them on all ranks or on none; a row of the start-up table says what came of it."""
+    """With compile_layers=True, compile them on all ranks or on none; a row of the start-up table has the result."""
     if not config.compile_layers:
         return
     reason = None
@@ -29,11 +29,7 @@ def compile_layers(
     else:
         try:
             adopted.compile_layers()
-        except (
-            RuntimeError,
-            ImportError,
-            OSError,
-        ) as error:  # no C++ compiler, no Triton: torch.compile has many names
+        except (RuntimeError, ImportError, OSError) as error:  # no C++ compiler or no Triton: any of these
             reason = _cause(error)
     if any_rank(reason is not None):
         adopted.undo_compile()
@@ -49,7 +45,7 @@ def compile_layers(
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what went wrong, within what torch wraps around it."""
+    """The first line of the innermost error that torch wraps."""
     while (inner := getattr(error, "inner_exception", None)) is not None:
         error = inner
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,6 +1,8 @@
-"""What computing and copying cost on this machine, measured while the engine runs: prices for evictions."""
+"""What computing and copying cost on this machine, measured while the engine runs: the prices of evictions."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from megatron_infer.memory.store import StateStore
 from megatron_infer.scheduler.policy import CostModel
@@ -9,21 +11,27 @@ from megatron_infer.scheduler.step_plan import StepPlan
 SMOOTHING = 0.2
 """Weight of a new reading."""
 MIN_PREFILL_TOKENS = 16
-"""A step tells the price of prefill only if it computes so many prompt tokens, and they are most of it."""
+"""A step is a reading of the price of prefill only if it computes this many prompt tokens, and they are most of it."""
+
+
+def measured_costs(store: StateStore) -> CostModel:
+    """Prices before the first step: copies as measured on unused places, prefill as the default has it."""
+    store.measure_copies()
+    return CostModel(copy_s_per_block=store.copy_s_per_block, copy_s_per_state=store.copy_s_per_state)
 
 
 class CostMeter:
-    """Seconds for a prompt token, from the steps that prefill, and for a block or a state between pool and host.
+    """Seconds per prompt token, from steps that prefill, and per block or state copied between pool and host.
 
-    Until a step has told, the price of prefill is the default's. Copies are measured once on idle places at the
-    start and then wherever they really happen: fresh memory costs several times what a warm block does.
+    The price of prefill is the default's until the first reading. Copies are measured by the store wherever they
+    happen: into fresh memory they take several times as long as into memory that is in use.
     """
 
-    def __init__(self, store: StateStore) -> None:
-        self._store = store
+    def __init__(self, store: StateStore, set_costs: Callable[[CostModel], None]) -> None:
+        """set_costs: called with new prices."""
+        self._store, self._set_costs = store, set_costs
         self._prefill_s_per_token = CostModel().prefill_s_per_token
         self._num_readings = 0
-        store.measure_copies()
 
     @property
     def costs(self) -> CostModel:
@@ -33,13 +41,13 @@ class CostMeter:
             copy_s_per_state=self._store.copy_s_per_state,
         )
 
-    def take(self, plan: StepPlan, seconds: float) -> bool:
-        """A step took so long -> whether prices changed."""
+    def after_step(self, plan: StepPlan, seconds: float, step: int) -> None:
+        """A step that took `seconds` changes the prices if it mostly prefills."""
         num_prefill = plan.num_tokens - len(plan.decode)
         if num_prefill < MIN_PREFILL_TOKENS or num_prefill < 3 * len(plan.decode):
-            return False
+            return
         reading = seconds / plan.num_tokens
         self._num_readings += 1
         weight = max(SMOOTHING, 1 / self._num_readings)
         self._prefill_s_per_token += weight * (reading - self._prefill_s_per_token)
-        return True
+        self._set_costs(self.costs)

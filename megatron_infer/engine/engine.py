@@ -3,73 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.durable.snapshot import LoadReport
-from megatron_infer.durable.snapshot_manager import SnapshotManager
-from megatron_infer.engine.build import assemble
-from megatron_infer.engine.command_relay import CommandRelay
-from megatron_infer.engine.controls import EngineControls
+from megatron_infer.engine.build import build_engine
+from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
 from megatron_infer.engine.states import EngineState
-from megatron_infer.engine.stats import figures_of
-from megatron_infer.engine.step_loop import Listener, StepLoop
-from megatron_infer.errors import (
-    DuplicateRequest,
-    InferenceError,
-    InvalidPrompt,
-    UnknownRequest,
-)
+from megatron_infer.engine.stats import EngineStats
+from megatron_infer.engine.suspend import MemoryReport
+from megatron_infer.errors import WrongState
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.requests.input_processor import Prompt, TextCodec, is_single_prompt, salt_of
-from megatron_infer.requests.output_processor import OutputProcessor
+from megatron_infer.requests.drawn_sequence import DrawnSequence
+from megatron_infer.requests.input_processor import Prompt, TextCodec
 from megatron_infer.requests.request_state import StreamMode
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Counters since construction, and where the engine stands now."""
-
-    num_steps: int
-    num_requests: int
-    num_waiting: int
-    num_running: int
-    num_paused: int
-    num_free_blocks: int
-    num_blocks: int
-    weight_version: int
-    state: str
-    counters: dict[str, int]
-
-    @classmethod
-    def of(cls, engine: DynamicInferenceEngine) -> EngineStats:
-        scheduler = engine.parts.scheduler
-        return cls(
-            num_steps=engine.num_steps,
-            num_requests=len(engine.output_processor),
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
-            num_paused=scheduler.num_paused,
-            num_free_blocks=engine.parts.context.num_free_blocks,
-            num_blocks=engine.parts.sizes.num_usable_blocks,
-            weight_version=engine.parts.weight_version,
-            state=engine.state.value,
-            counters=scheduler.stats.as_dict(),
-        )
+StrPath = str | os.PathLike[str]
 
 
-class DynamicInferenceEngine(EngineControls):
+class DynamicInferenceEngine:
     """Serves requests from a paged cache with a live megatron-core model; one thread drives it.
 
-    A model over several ranks has an engine on each, and they work as one: requests are added on the first (the
-    leader), everything else is called on every rank, by the script or by `follow()`. Only what is marked so is the
-    leader's alone. A rank that dies or stalls ends the others with RankFailure, see collective_timeout_s.
+    A model over several ranks has an engine on each, and they work as one: requests are added on rank 0 (the leader);
+    all other calls are made on every rank, by the script or by `follow()`, unless they say that they are the leader's.
+    A rank that dies or stalls ends the others with RankFailure, see collective_timeout_s.
 
     The model is adopted in place (parameters, optimizer state and training path untouched). `step()` schedules, runs
     and commits one step; with `InferenceConfig(overlap=True)` a step is committed after the next one is launched.
@@ -89,19 +53,14 @@ class DynamicInferenceEngine(EngineControls):
     ) -> None:
         """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash.
 
-        owns_weights: nobody else uses the model, so that a suspend may move its parameters off a device. A model that
-        is being trained belongs to its trainer: its parameters stay, and only copies derived from them go.
+        owns_weights: only the engine uses the model, so that a suspend may move its parameters off a device. A model
+        that is being trained belongs to its trainer: its parameters stay, and only copies derived from them go.
         """
         if eos_ids is None:
             eos_ids = () if tokenizer is None else tokenizer.eos_ids
         self.config = config if config is not None else InferenceConfig()
         self.tokenizer = tokenizer
-        self.output_processor = OutputProcessor(
-            tokenizer,
-            token_events=self.config.track_generated_token_events,
-            pause_events=self.config.track_paused_request_events,
-        )
-        self.parts = assemble(
+        built = build_engine(
             model,
             self.config,
             tokenizer=tokenizer,
@@ -109,19 +68,54 @@ class DynamicInferenceEngine(EngineControls):
             device=device,
             name=model_name,
             owns_weights=owns_weights,
-            on_event=self.output_processor.on_event,
         )
-        self.loop = StepLoop(
-            self.parts,
-            self.output_processor,
-            overlap=self.config.overlap,
-            check_invariants=self.config.check_invariants,
-        )
-        super().__init__(self.parts, self.loop)
-        self.snapshot_manager = SnapshotManager(self.parts, self.output_processor)
-        if self.parts.rank_group.lockstep is not None:
-            self.relay = CommandRelay(self.parts.rank_group.lockstep, self.loop, self._queue)
-            self.loop.set_costs = self.relay.price
+        setup = built.setup
+        self.model, self.shape = setup.adopted.live, setup.adopted.shape
+        """The live model, adopted in place, and its sizes on this rank."""
+        self.device, self.kernels, self.rank_group = setup.device, setup.kernels, setup.rank_group
+        """`kernels.table()` says which backend runs what, and why not the others."""
+        self.sizes = setup.agreed.sizes
+        """Of the cache and of a step."""
+        self.weights, self.loop, self.replay = built.weights, built.loop, built.replay
+        self.input_processor, self.output_processor = built.input_processor, built.output_processor
+        self.lifecycle, self.relay, self.listeners = built.lifecycle, built.relay, built.loop.listeners
+        self._scheduler, self._stat_logger = built.scheduler, built.stat_logger
+        self._intake, self._controls = built.intake, built.controls
+
+    @property
+    def state(self) -> EngineState:
+        return self.lifecycle.state
+
+    @property
+    def suspended_tags(self) -> frozenset[str]:
+        """What is suspended now."""
+        return self._controls.suspension.tags
+
+    @property
+    def arrived_s(self) -> float | None:
+        """Seconds that the cache's copies of the latest resume took; None while they run, and before the first."""
+        return self._controls.suspension.arrived_s
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that steps compute with, see `set_weight_version`; 0 at first."""
+        return self.weights.version
+
+    @property
+    def num_steps(self) -> int:
+        return self.loop.num_steps
+
+    def stats(self) -> EngineStats:
+        return self._stat_logger.stats(state=self.state.value, num_steps=self.num_steps)
+
+    def figures(self) -> EngineSnapshot:
+        """What metrics are made of; from any thread."""
+        return self._stat_logger.snapshot(state=self.state.value, num_steps=self.num_steps)
+
+    def prefix_events(self) -> PrefixEvents | None:
+        """A reader of what the prefix cache publishes and forgets from now on; None without a prefix cache."""
+        context = self._scheduler.context
+        return PrefixEvents(context.pool) if context.prefix_caching else None
 
     # ------------------------------------------------------------------ commands, effective between steps
     def add_request(
@@ -135,95 +129,56 @@ class DynamicInferenceEngine(EngineControls):
         """Queue a prompt -> its request id. Raises RequestError (and queues nothing) when it cannot be served.
 
         stream: what step() reports while it runs: "cumulative" (all text and tokens so far), "delta" (what is new) or
-        "final" (only once it has finished; costs nothing per token). With several ranks: on the leader.
+        "final" (only once it has finished; costs nothing per token). On the leader.
         """
-        if self.relay is not None:
-            self.relay.require_leader("add_request()")
-        params = params if params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise InvalidPrompt(
-                f"params is a {type(params).__name__}, not SamplingParams; see SamplingParams.from_dict"
-            )
-        if stream not in ("cumulative", "delta", "final"):
-            raise InvalidPrompt(f"stream is 'cumulative', 'delta' or 'final', got {stream!r}")
-        if request_id is None:
-            request_id = self._new_id()
-        elif not isinstance(request_id, str) or not request_id:
-            raise InvalidPrompt(f"a request id is a non-empty str, got {request_id!r}")
-        elif self._taken(request_id):
-            remedy = "abort it" if request_id in self.output_processor else "acknowledge its output"
-            raise DuplicateRequest(
-                f"request id {request_id!r} is already in the engine; choose another or {remedy} first"
-            )
-        text, ids = self.parts.input_processor.tokenize(prompt)
-        return self._queue(request_id, text, ids, params, stream, salt_of(prompt))
+        self.relay.require_leader("add_request()")
+        return self._intake.add(prompt, params, request_id=request_id, stream=stream)
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """Begin what `add_request` would wait for, a grammar to compile; from any thread. None: nothing."""
-        return (
-            None if params.structured is None else self.parts.input_processor.grammars.cache.compile(params.structured)
-        )
+        return None if params.structured is None else self.input_processor.grammars.cache.compile(params.structured)
 
-    def _queue(
-        self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, stream: StreamMode, salt: str
-    ) -> str:
-        members = self.parts.input_processor.build(request_id, ids, params, salt=salt)
-        self.output_processor.open(request_id, text, ids, params, stream, members)
-        self.parts.scheduler.add(members[0])
-        if self.snapshot_manager.journal is not None:
-            self.snapshot_manager.accepted(request_id)
-        if self.relay is not None and self.relay.lockstep.is_leader:
-            self.relay.add(request_id, text, ids, params, stream=stream, salt=salt)
-        for listener in self.listeners:
-            listener.on_add(request_id, ids, params, self.num_steps)
-        return request_id
+    def continue_request(
+        self, request_id: str, ids: list[int], params: SamplingParams, drawn: Sequence[DrawnSequence], *, salt: str = ""
+    ) -> bool:
+        """Go on with a request that another engine began -> False if this one cannot, having several ranks.
+
+        Its delta outputs begin behind what was `drawn`: penalties, stop strings that span the move, min_tokens, text
+        and draws are as if it had not moved. Raises RequestError, with nothing queued, when it does not fit here.
+        """
+        if self.rank_group.size > 1:  # other ranks receive whole requests only
+            return False
+        self._intake.continue_from(request_id, ids, params, drawn, salt=salt)
+        return True
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request wherever it stands -> what it has so far. Raises UnknownRequest. On the leader."""
-        if self.relay is not None:
-            self.relay.require_leader("abort()")
-        if request_id not in self.output_processor:
-            raise UnknownRequest(f"no request {request_id!r} in the engine: it has finished or was never added")
-        output = self.loop.abort(request_id)
-        if self.relay is not None:
-            self.relay.pass_on("abort", id=request_id)
-        if self.snapshot_manager.journal is not None:
-            self.snapshot_manager.flush()
-        return output
+        """End a request in any state -> what it has so far. Raises UnknownRequest. On the leader."""
+        self.relay.require_leader("abort()")
+        return self._intake.abort(request_id)
 
     def has_unfinished(self) -> bool:
         """True while a request is unfinished or an output waits for the next step(). Called on every rank."""
-        self._meet("has_unfinished()")
+        self.relay.meet("has_unfinished()")
         return bool(self.loop.backlog) or not self.loop.is_idle
 
     def can_step(self) -> bool:
         """True when step() has something to do: an output to hand out, or work in the RUNNING state. On the leader."""
-        if self.relay is not None:
-            self.relay.require_leader("can_step()")
+        self.relay.require_leader("can_step()")
         return bool(self.loop.backlog) or (self.state is EngineState.RUNNING and not self.loop.is_idle)
-
-    @property
-    def num_steps(self) -> int:
-        return self.loop.num_steps
-
-    @property
-    def listeners(self) -> list[Listener]:
-        return self.loop.listeners
 
     # ------------------------------------------------------------------ the loop
     def step(self) -> list[RequestOutput]:
         """One step -> outputs of the requests that have news, finished ones marked.
 
-        While paused or suspended it hands out what waits (aborts, a step committed on the way) and raises WrongState
-        when nothing does.
+        While paused or suspended it hands out outputs that wait (of aborts, of a step committed meanwhile) and raises
+        WrongState when there are none.
         """
         self.lifecycle.require_whole_weights("step()")
-        changed = None if self.relay is None else self.relay.begin_step(running=self.state is EngineState.RUNNING)
-        if self.state is not EngineState.RUNNING:
-            if not self.loop.backlog:
-                self.lifecycle.require("step()", EngineState.RUNNING)
-            return self._handed_out(self.loop.take_backlog())
-        return self._handed_out(self.loop.step(changed))
+        changed = self.relay.begin_step(running=self.state is EngineState.RUNNING)
+        if not self.loop.backlog:
+            self.lifecycle.require("step()", EngineState.RUNNING)
+        is_running = self.state is EngineState.RUNNING
+        return self._controls.hand_out(self.loop.step(changed) if is_running else self.loop.take_backlog())
 
     def generate(
         self,
@@ -238,139 +193,182 @@ class DynamicInferenceEngine(EngineControls):
         of these finishes. With several ranks every rank calls it and has the outputs; the leader's prompts count.
         """
         self.lifecycle.require_able("generate()")
-        take_in = partial(self._take_in, prompts, params)
-        ids = take_in() if self.relay is None else self.relay.take_in(take_in)
-        place = {request_id: index for index, request_id in enumerate(ids)}
-        results: list[RequestOutput | None] = [None] * len(place)
-        others: list[RequestOutput] = []
-        try:
-            while place:
-                outputs = self.step()
-                others += [output for output in outputs if output.request_id not in place]
-                for output in outputs:
-                    if output.request_id in place:
-                        results[place.pop(output.request_id)] = output
-                        if on_output is not None:
-                            on_output(output)
-        finally:
-            # After an interrupt nothing of this call is left behind, neither requests nor their outputs.
-            self.loop.backlog = [out for out in others + self.loop.backlog if out.request_id not in place]
-            for request_id in place:
-                if request_id in self.output_processor and (self.relay is None or self.relay.lockstep.is_leader):
-                    self.abort(request_id)
-        return [output for output in results if output is not None]
-
-    def _take_in(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[str]:
-        """Queue all prompts or, when one cannot be served, none -> their ids."""
-        batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        wanted = _params_for(batch, params)
-        checked = [
-            self._checked(prompt, one, index, len(batch))
-            for index, (prompt, one) in enumerate(zip(batch, wanted, strict=True))
-        ]
-        return [
-            self._queue(self._new_id(), text, ids, one, "final", salt_of(prompt))
-            for (text, ids), one, prompt in zip(checked, wanted, batch, strict=True)
-        ]
+        ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
+        return _run_to_end(self, ids, on_output)
 
     def drain(self) -> None:
         """Commit the step in flight, if there is one; its outputs come with the next step(). Called on every rank."""
-        self._meet("drain()")
+        self.relay.meet("drain()")
         self.loop.drain()
 
+    # ------------------------------------------------------------------ memory and weights
+    # Transitions of `states.TRANSITIONS`: each happens whole or not at all, on all ranks. timeout_s: the time that one
+    # may take, None for states.DEFAULT_TIMEOUT_S; past it the call raises TransitionTimeout with everything as before.
+
+    def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
+        """Stop between two steps and leave memory where it is; requests are accepted and wait.
+
+        keep: each request goes on at unpause() exactly where it was. retract: all go back to the queue, in order, and
+        are recomputed. abort: all end with the tokens they have; the outputs come with the next step().
+        """
+        self._controls.pause(mode, timeout_s=timeout_s)
+
+    def unpause(self, *, timeout_s: float | None = None) -> None:
+        """Go on after pause(). Weights that changed meanwhile are noticed, however they were written."""
+        self._controls.unpause(timeout_s=timeout_s)
+
+    def suspend(
+        self,
+        mode: str | KVCacheManagementMode | None = None,
+        tags: Iterable[str] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> MemoryReport:
+        """Stop between two steps and give memory back before returning; requests are accepted and wait.
+
+        mode: what becomes of the KV cache (None: the config's kv_cache_management_mode). "persist" keeps it, "offload"
+        moves the blocks that requests hold to host memory, "recompute" drops it and requests are recomputed.
+        tags: any of "kv_cache", "weights" (copies derived from the weights; the parameters too if the engine owns them
+        and they are on a device), "graphs"; None: all. More tags can follow while suspended.
+        Raises TransitionFailed or TransitionTimeout with everything as it was before.
+        """
+        return self._controls.suspend(mode, tags, timeout_s=timeout_s)
+
+    def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> MemoryReport:
+        """Take back what was suspended (all, or `tags` now and the rest later) and go on once nothing is left.
+
+        Trainers do resume({"weights"}), push weights, resume(). Weights that changed are noticed by their content.
+        Raises TransitionFailed (out of memory, say) with the engine SUSPENDED as before: a retry may succeed.
+        """
+        return self._controls.resume(tags, timeout_s=timeout_s)
+
+    def suspended(
+        self, mode: str | KVCacheManagementMode | None = None, tags: Iterable[str] | None = None
+    ) -> AbstractContextManager[MemoryReport]:
+        """`with engine.suspended(): train()`: resumes whatever the body does. A failed resume is raised, beside the
+        body's own error if there was one."""
+        return self._controls.suspended(mode, tags)
+
+    def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
+        """The weights that the model has now are `version`: call it after writing them, in any state.
+
+        Cached KV of earlier weights is never matched again and derived copies are rebuilt. running: "keep" lets
+        unfinished requests go on with the KV they have (their spans say so), "recompute" recomputes it.
+        """
+        self._controls.set_weight_version(version, running, timeout_s=timeout_s)
+
+    def refresh_weights(self) -> None:
+        """Weights changed in place: what set_weight_version(the next number) does; running requests keep their KV.
+
+        Every step sees parameters updated in place or re-pointed by itself, and the first step after idling any change
+        at all; call it when weights were written through `.data` while requests are running.
+        """
+        self.set_weight_version(self.weight_version + 1)
+
+    def verify_weights(self) -> None:
+        """Raise StaleCache if anything derived from the weights does not belong to those the model has now.
+
+        Computes every derived copy once more; `weights.derived` is the registry to put one's own into.
+        """
+        self.relay.meet("verify_weights()")
+        self.weights.verify()
+
+    def reset_prefix_cache(self) -> int:
+        """Nothing computed before is matched by a later prompt -> cached blocks that came free. In any state.
+
+        Requests in progress keep what they have.
+        """
+        self.relay.meet("reset_prefix_cache()")
+        return self._scheduler.reset_prefix_cache()
+
+    # ------------------------------------------------------------------ several ranks
+    def follow(self, also: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
+        """On every rank but the leader: take part in what the leader calls until it calls dismiss().
+
+        also: further calls of the leader's, by the name that they pass to `relay.meet`.
+        For scripts that only the leader runs. Outputs of steps are the leader's to take.
+        """
+        if self.relay.is_leader:
+            raise WrongState("follow() is for the ranks beside the leader of an engine", state=self.state.value)
+        self.relay.follow(self.followed() | dict(also or {}))
+
+    def dismiss(self) -> None:
+        """On the leader: the other ranks' follow() returns. Without other ranks it does nothing."""
+        self.relay.require_leader(DISMISS)
+        self.relay.meet(DISMISS)
+
     def followed(self) -> dict[str, Callable[[Any], Any]]:
-        return super().followed() | {
-            "step()": lambda given: self.step(),
-            "generate()": lambda given: self.generate([]),
-            "has_unfinished()": lambda given: self.has_unfinished(),
-            "drain()": lambda given: self.drain(),
-            "save_requests()": lambda given: self.save_requests(**given),
-            "load_requests()": lambda given: self.load_requests(**given),
-        }
+        """The leader's calls, by name, as this rank makes them with the leader's arguments."""
+        return _calls_of(self)
 
     # ------------------------------------------------------------------ requests that outlive the process
-    def save_requests(self, path: str | os.PathLike[str], *, kv: bool = False) -> None:
+    def save_requests(self, path: StrPath, *, kv: bool = False) -> None:
         """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on.
 
         With several ranks: on the leader, or with kv on every rank, each of which writes its part beside `path`.
         """
-        if kv:
-            self._meet("save_requests()", path=os.fspath(path), kv=True)
-            self.lifecycle.require("save_requests(kv=True)", EngineState.RUNNING, EngineState.PAUSED)
-            self.loop.drain()
-        elif self.relay is not None:
-            self.relay.require_leader("save_requests() without kv")
-        self.snapshot_manager.save(path, self.loop.backlog, kv=kv)
+        self._controls.save_requests(path, kv=kv)
 
-    def load_requests(self, path: str | os.PathLike[str]) -> LoadReport:
+    def load_requests(self, path: StrPath) -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
 
         Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them;
         elsewhere the requests' tokens are computed again, see `LoadReport.recomputed`.
         """
-        self._meet("load_requests()", path=os.fspath(path))
-        self.lifecycle.require("load_requests()", EngineState.RUNNING, EngineState.PAUSED)
-        with self.parts.rank_group.together("reading saved requests"):
-            content = self.snapshot_manager.read(path)
-        self.loop.drain()
-        return self.snapshot_manager.put_back(content, self.loop.backlog)
+        return self._controls.load_requests(path)
 
-    def keep_snapshots(
-        self, path: str | os.PathLike[str] | None, *, every_steps: int = 64, fsync: bool = False
-    ) -> None:
-        """Keep requests in `path` and a journal so that SIGKILL loses none (see `SnapshotManager.keep`); None ends it.
+    def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
+        """On the leader: keep requests in `path` and a journal so that SIGKILL loses none; None ends it.
 
-        With several ranks: on the leader.
+        See `SnapshotManager.keep`.
         """
-        if self.relay is not None:
-            self.relay.require_leader("keep_snapshots()")
-        self.snapshot_manager.keep(path, self.loop.backlog, every_steps=every_steps, fsync=fsync)
+        self.relay.require_leader("keep_snapshots()")
+        self._controls.keep_snapshots(path, every_steps=every_steps, fsync=fsync)
 
     def acknowledge(self, request_ids: Sequence[str] | None = None) -> int:
-        """Say that finished outputs (None: all) are stored, so that kept files drop them -> how many."""
-        return self.snapshot_manager.acknowledge(request_ids)
-
-    def stats(self) -> EngineStats:
-        return EngineStats.of(self)
-
-    def figures(self) -> EngineSnapshot:
-        """What metrics are made of; from any thread."""
-        return figures_of(self.parts, self.output_processor.meter, state=self.state.value, num_steps=self.num_steps)
-
-    def _new_id(self) -> str:
-        return self.parts.input_processor.new_id(self._taken)
-
-    def _taken(self, request_id: str) -> bool:
-        return request_id in self.output_processor or request_id in self.snapshot_manager.owed
-
-    def _handed_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Outputs as they leave step(): what is kept knows of them first, or the next step() brings them."""
-        if self.snapshot_manager.journal is not None:
-            try:
-                self.snapshot_manager.stepped([*outputs, *self.loop.backlog])
-            except BaseException:
-                self.loop.backlog = outputs + self.loop.backlog
-                raise
-        return outputs
-
-    def _checked(self, prompt: Prompt, params: SamplingParams, index: int, count: int) -> tuple[str | None, list[int]]:
-        """(text, ids) of a prompt that can be served; an error names its place when there are several."""
-        try:
-            text, ids = self.parts.input_processor.tokenize(prompt)
-            self.parts.input_processor.check(ids, params)
-            self.parts.input_processor.check_params(params)
-        except InferenceError as error:
-            if count > 1:
-                error.args = (f"prompt {index}: {error}",)
-            raise
-        return text, ids
+        """Finished outputs (None: all) are stored by the caller, so that kept files drop them -> how many."""
+        return self._controls.acknowledge(request_ids)
 
 
-def _params_for(batch: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params if params is not None else SamplingParams()] * len(batch)
-    if len(params) != len(batch):
-        raise InvalidPrompt(f"{len(batch)} prompts but {len(params)} SamplingParams; pass one, or one for each prompt")
-    return list(params)
+def _run_to_end(
+    engine: DynamicInferenceEngine, ids: Sequence[str], on_output: Callable[[RequestOutput], None] | None
+) -> list[RequestOutput]:
+    """Step until these requests have finished -> their outputs, in order. After an error they are aborted."""
+    place = {request_id: index for index, request_id in enumerate(ids)}
+    results: list[RequestOutput | None] = [None] * len(place)
+    others: list[RequestOutput] = []
+    try:
+        while place:
+            outputs = engine.step()
+            others += [output for output in outputs if output.request_id not in place]
+            for output in outputs:
+                if output.request_id in place:
+                    results[place.pop(output.request_id)] = output
+                    if on_output is not None:
+                        on_output(output)
+    finally:
+        # After an interrupt nothing of this call is left behind, neither requests nor their outputs.
+        engine.loop.backlog = [out for out in others + engine.loop.backlog if out.request_id not in place]
+        for request_id in place:
+            if request_id in engine.output_processor and engine.relay.is_leader:
+                engine.abort(request_id)
+    return [output for output in results if output is not None]
+
+
+def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]:
+    return {
+        "step()": lambda given: engine.step(),
+        "generate()": lambda given: engine.generate([]),
+        "has_unfinished()": lambda given: engine.has_unfinished(),
+        "drain()": lambda given: engine.drain(),
+        "pause()": lambda given: engine.pause(**given),
+        "unpause()": lambda given: engine.unpause(**given),
+        "suspend()": lambda given: engine.suspend(**given),
+        "resume()": lambda given: engine.resume(**given),
+        "update()": lambda given: engine.set_weight_version(**given),
+        "verify_weights()": lambda given: engine.verify_weights(),
+        "reset_prefix_cache()": lambda given: engine.reset_prefix_cache(),
+        "save_requests()": lambda given: engine.save_requests(**given),
+        "load_requests()": lambda given: engine.load_requests(**given),
+        ROLLOUT: lambda given: engine.relay.meet(ROLLOUT),
+    }

@@ -1,14 +1,14 @@
-"""The states an engine can be in, as one table, and the one way to change between them.
+"""The states of an engine as one table, and the one way to change between them.
 
                  pause                        suspend
     RUNNING --PAUSING--> PAUSED    RUNNING, PAUSED, SUSPENDED --SUSPENDING--> SUSPENDED
        ^                   |           ^                                         |
-       +----UNPAUSING------+           +-- RESUMING: back where suspend began ---+   (SUSPENDED while tags are left)
+       +----UNPAUSING------+           +-- RESUMING: to where suspend began -----+   (SUSPENDED while tags are left)
 
     update: RUNNING, PAUSED or SUSPENDED --UPDATING--> the same
 
-A transition that fails (an error, a deadline passed, an interrupt) undoes what it did and leaves the state it began in.
-Ctrl-C takes effect at the next tick, where everything can be undone, or once the transition is complete.
+A transition that fails (error, deadline, interrupt) undoes what it did and leaves the state that it began in. Ctrl-C
+takes effect at the next tick, where everything can be undone, or once the transition is complete.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class EngineState(str, Enum):
     RUNNING = "running"
     PAUSING = "pausing"
     PAUSED = "paused"
-    """Requests stand still, memory is untouched."""
+    """Requests wait, memory is untouched."""
     UNPAUSING = "unpausing"
     SUSPENDING = "suspending"
     SUSPENDED = "suspended"
-    """Requests stand still, memory is given back as far as was asked."""
+    """Requests wait, memory is freed as far as the caller asked."""
     RESUMING = "resuming"
     UPDATING = "updating"
 
@@ -50,7 +50,7 @@ _RUNNING, _PAUSED, _SUSPENDED = EngineState.RUNNING, EngineState.PAUSED, EngineS
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A transition: the state while it is under way, and where it leads from each state that it may begin in."""
+    """A transition: the state during it, and the state after it for each state that it may begin in."""
 
     via: EngineState
     targets: dict[EngineState, EngineState]
@@ -63,7 +63,7 @@ TRANSITIONS: dict[str, Rule] = {
     "resume": Rule(EngineState.RESUMING, {_SUSPENDED: _RUNNING}),
     "update": Rule(EngineState.UPDATING, {_RUNNING: _RUNNING, _PAUSED: _PAUSED, _SUSPENDED: _SUSPENDED}),
 }
-"""Command -> rule. A suspend that began in PAUSED resumes to PAUSED; a resume that leaves tags behind to SUSPENDED."""
+"""Command -> rule. A suspend that began in PAUSED resumes to PAUSED; a resume that leaves tags, to SUSPENDED."""
 
 WAY_OUT: dict[EngineState, str] = {
     EngineState.PAUSED: "call unpause() first",
@@ -74,11 +74,11 @@ WAY_OUT: dict[EngineState, str] = {
 DEFAULT_TIMEOUT_S = 300.0
 
 Observer = Callable[[str], None]
-"""Told what a transition is about to do or wait for; one that raises makes the transition fail there."""
+"""Called with what a transition does or waits for next; if it raises, the transition fails there."""
 
 
 class HeldInterrupt:
-    """Keeps SIGINT from coming between two pieces of work, such as memory that went and the note that it did."""
+    """Delays SIGINT, so that it cannot separate two pieces of work, such as freeing memory and recording that."""
 
     def __init__(self) -> None:
         self._handler: Callable[[int, Any], Any] | None = None
@@ -86,17 +86,18 @@ class HeldInterrupt:
 
     def hold(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread() and callable(handler):  # others get no signals
+        if threading.current_thread() is threading.main_thread() and callable(handler):  # other threads get no signals
             self._handler = handler
             signal.signal(signal.SIGINT, self._note)
 
     def deliver(self) -> None:
-        """Let the handler found by `hold` have what has come since; it may raise."""
+        """Call the handler that `hold` found with a signal that came since; it may raise."""
         pending, self._pending = self._pending, None
         if pending is not None and self._handler is not None:
             self._handler(*pending)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """End `hold`."""
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
         self.deliver()
@@ -107,7 +108,7 @@ class HeldInterrupt:
 
 @dataclass(slots=True)
 class Transition:
-    """A transition under way."""
+    """A transition in progress."""
 
     command: str
     source: EngineState
@@ -121,7 +122,7 @@ class Transition:
     _undo: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
 
     def tick(self, what: str) -> None:
-        """Before each piece of work: says what is waited for, and raises when the time is up or Ctrl-C was pressed."""
+        """Before each piece of work `what`: raises if the time is up or Ctrl-C was pressed."""
         self.interrupt.deliver()
         if self.clock() > self.deadline:
             raise TransitionTimeout(
@@ -140,7 +141,7 @@ class Transition:
             what, action = self._undo.pop()
             try:
                 action()
-            except BaseException as second:  # the others are undone all the same, and the first error is what is told
+            except BaseException as second:  # the other actions still run, and the first error is the one raised
                 error.add_note(f"undoing {what} failed as well: {type(second).__name__}: {second}")
 
 
@@ -151,27 +152,27 @@ class Lifecycle:
         self.state = EngineState.RUNNING
         self.observers: list[Observer] = []
         self.torn: str | None = None
-        """Why the weights are not whole: an update is under way, or ended half-way; None: they are."""
+        """Why the weights are not whole: an update is in progress or has ended half-way; None: they are."""
         self._clock = clock
-        self._transit: Transition | None = None
+        self._transition: Transition | None = None
 
     @property
     def waits_for(self) -> str | None:
-        """What the transition under way is doing; None while there is none."""
-        return None if self._transit is None else self._transit.waits_for
+        """What the transition in progress is doing; None without one."""
+        return None if self._transition is None else self._transition.waits_for
 
     def require(self, call: str, *states: EngineState) -> None:
-        """Raise WrongState, naming the state and the way out, unless the engine is in one of `states`."""
+        """Raise WrongState, with the state and what to call, unless the engine is in one of `states`."""
         if self.state in states:
             return
-        busy = self._transit
+        busy = self._transition
         way_out = (
             f"it waits for {busy.waits_for}" if busy is not None else WAY_OUT.get(self.state, "wait for it to end")
         )
         raise WrongState(f"{call} while the engine is {self.state.name}; {way_out}", state=self.state.value)
 
     def require_whole_weights(self, call: str) -> None:
-        """Raise WrongState while a weight update is under way, or after one that ended half-way."""
+        """Raise WrongState during a weight update, and after one that ended half-way."""
         if self.torn is not None:
             raise WrongState(f"{call} with weights that are not whole: {self.torn}", state=self.state.value)
 
@@ -182,10 +183,10 @@ class Lifecycle:
 
     @contextmanager
     def transition(self, command: str, *, timeout_s: float | None = None) -> Iterator[Transition]:
-        """Carry out the body as one transition: it ends in `transit.target`, or fails and leaves the state as it was.
+        """Run the body as one transition: it ends in its `target`, or fails and leaves the state as it was.
 
         timeout_s: None takes DEFAULT_TIMEOUT_S. Raises WrongState before anything is done; TransitionTimeout or
-        TransitionFailed afterwards, with the cause and what was being done. Interrupts pass through, undone as well.
+        TransitionFailed afterwards, with the cause and what was being done. An interrupt is undone as well.
         """
         rule = TRANSITIONS[command]
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
@@ -204,23 +205,23 @@ class Lifecycle:
         )
         transition.interrupt.hold()
         try:
-            self.state, self._transit = rule.via, transition
+            self.state, self._transition = rule.via, transition
             try:
                 yield transition
             except BaseException as error:
                 transition.roll_back(error)
-                self.state, self._transit = source, None
-                _tell(transition, error)
+                self.state, self._transition = source, None
+                _explain(transition, error)
                 raise
-            self.state, self._transit = transition.target, None
+            self.state, self._transition = transition.target, None
         finally:
-            transition.interrupt.let_go()
+            transition.interrupt.release()
 
 
-def _tell(transition: Transition, error: BaseException) -> None:
-    """Say of a failed transition where it failed and that nothing has changed.
+def _explain(transition: Transition, error: BaseException) -> None:
+    """Raise TransitionFailed with where it failed and that nothing has changed, or add that to a TransitionTimeout.
 
-    WrongState and interrupts pass, and what ends the engine of several ranks.
+    Returns for WrongState, interrupts, and errors that end an engine of several ranks.
     """
     if isinstance(error, WrongState | LockstepError | RankFailure) or not isinstance(error, Exception):
         return

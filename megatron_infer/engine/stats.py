@@ -1,77 +1,154 @@
-"""Reads an engine's figures; from any thread, as nothing is changed or waited for."""
+"""An engine's counters and gauges: read at any time, and written to the metrics writer every few steps."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
-from megatron_infer.metrics.engine_snapshot import GRAPH_STEPS, EngineSnapshot
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from megatron_infer.context.dynamic_context import DynamicInferenceContext
-    from megatron_infer.engine.build import Assembly
-    from megatron_infer.metrics.engine_meter import EngineMeter
-    from megatron_infer.scheduler.request import Request
-
-
-def figures_of(parts: Assembly, meter: EngineMeter, *, state: str, num_steps: int) -> EngineSnapshot:
-    """The engine as it stands. Read while a step runs, gauges may be a moment apart from each other."""
-    scheduler, context, stats = parts.scheduler, parts.context, parts.scheduler.stats
-    pool = context.pool
-    paused = held_blocks(scheduler.paused)
-    paused -= held_blocks(scheduler.running)
-    used = max(0, pool.num_blocks - pool.num_free - len(paused))
-    return EngineSnapshot(
-        state=state,
-        weight_version=parts.weight_version,
-        num_waiting=scheduler.num_waiting,
-        num_running=scheduler.num_running,
-        num_paused=scheduler.num_paused,
-        capacity=parts.sizes.max_requests,
-        blocks_used=used,
-        blocks_cached=pool.num_cached,
-        blocks_paused=len(paused),
-        blocks_free=pool.num_free - pool.num_cached,
-        num_steps=num_steps,
-        prefix_queries=stats.prefix_queries,
-        prefix_hits=stats.prefix_hits,
-        prefix_hit_tokens=stats.prefix_hit_tokens,
-        pauses=stats.paused,
-        evictions=stats.evicted,
-        swaps_out=stats.swapped_out,
-        swaps_in=stats.swapped_in,
-        recomputed_tokens=stats.recomputed_tokens,
-        **state_slots(context),
-        **graph_figures(parts),
-        **meter.as_figures(),
-    )
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.resolved_sizes import ResolvedSizes
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.cuda_graphs.padded_step import StepGraphs
+from megatron_infer.metrics.engine_snapshot import GRAPH_STEPS, EngineSnapshot, StepSnapshot
+from megatron_infer.metrics.wandb import WandbSink, check_writer
+from megatron_infer.requests.output_processor import OutputProcessor
+from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.scheduler.step_plan import StepPlan
+from megatron_infer.weights.manager import WeightManager
 
 
-def graph_figures(parts: Assembly) -> dict[str, Any]:
-    """Captured steps; nothing where none are."""
-    if parts.graphs is None:
-        return {}
-    pool = parts.graphs.pool
-    counts = pool.counts
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since construction, and gauges as they are now."""
+
+    num_steps: int
+    num_requests: int
+    num_waiting: int
+    num_running: int
+    num_paused: int
+    num_free_blocks: int
+    num_blocks: int
+    weight_version: int
+    state: str
+    counters: dict[str, int]
+
+
+class StatLogger:
+    """Reads one engine's figures, from any thread: nothing is changed or waited for."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        output_processor: OutputProcessor,
+        weights: WeightManager,
+        graphs: StepGraphs | None,
+        config: InferenceConfig,
+        sizes: ResolvedSizes,
+    ) -> None:
+        """Raises ConfigError for a metrics writer that is none."""
+        self._scheduler, self._output_processor, self._weights = scheduler, output_processor, weights
+        self._graphs, self._config, self._sizes = graphs, config, sizes
+        check_writer(config.metrics_writer)
+        self._sink = WandbSink(config.metrics_writer) if config.logging_step_interval > 0 else None
+
+    def stats(self, *, state: str, num_steps: int) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            num_steps=num_steps,
+            num_requests=len(self._output_processor),
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_paused=scheduler.num_paused,
+            num_free_blocks=scheduler.context.num_free_blocks,
+            num_blocks=self._sizes.num_usable_blocks,
+            weight_version=self._weights.version,
+            state=state,
+            counters=scheduler.stats.as_dict(),
+        )
+
+    def snapshot(self, *, state: str, num_steps: int) -> EngineSnapshot:
+        """The engine as it is now. While a step runs, gauges may be of slightly different moments."""
+        scheduler, context, stats = self._scheduler, self._scheduler.context, self._scheduler.stats
+        pool = context.pool
+        paused = _held_blocks(scheduler.paused)
+        paused -= _held_blocks(scheduler.running)
+        used = max(0, pool.num_blocks - pool.num_free - len(paused))
+        return EngineSnapshot(
+            state=state,
+            weight_version=self._weights.version,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_paused=scheduler.num_paused,
+            capacity=self._sizes.max_requests,
+            blocks_used=used,
+            blocks_cached=pool.num_cached,
+            blocks_paused=len(paused),
+            blocks_free=pool.num_free - pool.num_cached,
+            num_steps=num_steps,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            pauses=stats.paused,
+            evictions=stats.evicted,
+            swaps_out=stats.swapped_out,
+            swaps_in=stats.swapped_in,
+            recomputed_tokens=stats.recomputed_tokens,
+            **_state_slots(context),
+            **({} if self._graphs is None else _graph_figures(self._graphs)),
+            **self._output_processor.meter.as_figures(),
+        )
+
+    def after_step(self, plan: StepPlan, seconds: float, step: int) -> None:
+        """Give a step's figures to the metrics writer, every logging_step_interval steps."""
+        if self._sink is None or step % self._config.logging_step_interval:
+            return
+        sizes, figures = self._sizes, self.snapshot(state="running", num_steps=step)
+        num_free = figures.blocks_free + figures.blocks_cached
+        self._sink.write(
+            StepSnapshot(
+                step=step,
+                step_time_s=seconds,
+                waiting_queue_len=figures.num_waiting,
+                total_requests_dict_size=len(self._output_processor),
+                total_blocks=sizes.num_usable_blocks,
+                allocated_blocks=sizes.num_usable_blocks - num_free,
+                active_unique_blocks=len(_held_blocks(self._scheduler.running)),
+                active_request_count=figures.num_running,
+                paused_request_count=figures.num_paused,
+                block_count_avail=num_free,
+                active_token_count=plan.num_tokens,
+                total_request_count=figures.num_running + figures.num_paused,
+                max_requests=sizes.max_requests,
+                prefix_cache_hits=figures.prefix_hits,
+                prefix_cache_blocks_matched=figures.prefix_hit_tokens // self._config.block_size_tokens,
+            ),
+            figures,
+        )
+
+
+def _graph_figures(graphs: StepGraphs) -> dict[str, Any]:
+    """Captured steps."""
+    counts = graphs.pool.counts
     steps = (counts.replays, counts.uncaptured, sum(list(counts.eager.values())))
     return {
-        "graphs": len(pool.captured),
-        "graph_bytes": pool.num_bytes,
+        "graphs": len(graphs.pool.captured),
+        "graph_bytes": graphs.pool.num_bytes,
         "graph_captures": counts.captures,
         "graph_steps": dict(zip(GRAPH_STEPS, steps, strict=True)),
-        "graph_draws_outside": sum(list(parts.graphs.drawn_outside.values())),
+        "graph_draws_outside": sum(list(graphs.drawn_outside.values())),
     }
 
 
-def held_blocks(requests: Iterable[Request]) -> set[int]:
+def _held_blocks(requests: Iterable[Request]) -> set[int]:
     """Blocks that these requests hold, a shared one once."""
     leases = [request.lease for request in list(requests)]
     return {block for lease in leases if lease is not None for block in list(lease.blocks)}
 
 
-def state_slots(context: DynamicInferenceContext) -> dict[str, int]:
-    """Recurrent-state slots: of rows, and of the prefix cache; all 0 for a model that keeps no state."""
+def _state_slots(context: DynamicInferenceContext) -> dict[str, int]:
+    """Recurrent-state slots of rows and of the prefix cache; nothing for a model without recurrent states."""
     if context.states is None:
         return {}
     free, slots = context.num_free_rows, context.states.slots

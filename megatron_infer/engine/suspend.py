@@ -1,4 +1,4 @@
-"""Giving memory back and taking it again: what each mode and tag does, in which order, and what it cost."""
+"""Suspend and resume: what each mode and tag does with memory, in which order, and what it cost."""
 
 from __future__ import annotations
 
@@ -8,33 +8,37 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from megatron_infer.config.inference import KVCacheManagementMode
-from megatron_infer.engine.build import Assembly
+from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
+from megatron_infer.cuda_graphs.padded_step import StepGraphs
+from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.states import EngineState, Lifecycle, Transition
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.memory.store import StateStore, StoreReport
+from megatron_infer.memory.device import Device
+from megatron_infer.memory.store import StoreReport
+from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.weights.manager import WeightManager, no_tick
 
 WEIGHTS, GRAPHS, KV_CACHE = "weights", "graphs", "kv_cache"
 TAGS = (WEIGHTS, GRAPHS, KV_CACHE)
-"""In the order they come back: weights are pushed before the cache takes its memory again."""
+"""In the order they are resumed: weights are pushed before the cache takes its memory again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagReport:
-    """What one tag's memory did, in bytes."""
+    """What a command did with one tag's memory, in bytes."""
 
     bytes_freed: int = 0
-    """Given back to the system or the device's allocator (negative: taken), measured; copies made for it count."""
+    """Given back to the system or the device's allocator (negative: taken), measured; host copies are counted."""
     bytes_copied: int = 0
     """Moved to or from host memory."""
     bytes_resident: int = 0
-    """What the tag still occupies now, host copies included."""
+    """Memory that the tag occupies afterwards, copies on the host included."""
     copy_s: float = 0.0
     """Seconds of copying the cache, by the device's clock where there is one; 0.0: nothing was copied, or not timed."""
     bytes_under_way: int = 0
-    """Of bytes_copied, those whose copies still ran when the command returned: steps wait for them on the device, layer
-    by layer. How long they took is known later (`StateStore.restore_copy_s`)."""
+    """Part of bytes_copied whose copies still ran when the command returned: steps wait for them on the device, layer
+    by layer. Their time is known later (`DynamicInferenceEngine.arrived_s`)."""
 
     @property
     def gb_per_s(self) -> float | None:
@@ -48,7 +52,7 @@ class MemoryReport:
 
     command: str
     mode: str
-    """How the KV cache is, or was, away: "persist" (where it was), "offload" or "recompute"."""
+    """What became of the KV cache: "persist" (it stayed), "offload" or "recompute"."""
     state: str
     seconds: float
     tags: dict[str, TagReport]
@@ -80,22 +84,132 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f}"
 
 
+class CacheSuspension:
+    """The tag kv_cache: memory of keys, values and recurrent states while an engine is suspended."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, config: InferenceConfig) -> None:
+        self._scheduler, self._executor, self._store = scheduler, executor, executor.runner.store
+        self._context, self._is_unified = scheduler.context, config.unified_memory_level > 0
+        self.mode = KVCacheManagementMode.PERSIST
+        """How the cache is suspended; PERSIST while it is not."""
+
+    @property
+    def addresses_stable(self) -> bool:
+        """Whether the cache has the same addresses after suspend and resume."""
+        return self._store.addresses_stable
+
+    @property
+    def arrived_s(self) -> float | None:
+        """Seconds that the copies of the latest restore took; None while they run, and before the first."""
+        return self._store.restore_copy_s
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the cache now, on the device and on the host."""
+        store = self._store
+        return store.resident_bytes() + store.host_bytes() + store.idle_host_bytes()
+
+    def moves(self, mode: KVCacheManagementMode) -> bool:
+        """Whether suspending it as `mode` frees its memory. Raises ConfigError for a mode that is not possible."""
+        if mode is KVCacheManagementMode.OFFLOAD and self._is_unified:
+            raise ConfigError('mode="offload" with unified_memory_level=1: it moves by itself; take "persist"')
+        if _STRENGTH[mode] < _STRENGTH[self.mode]:
+            raise ConfigError(
+                f'mode="{mode.value}": the cache is suspended as "{self.mode.value}" already; resume() first'
+            )
+        return mode is not self.mode
+
+    def offload(self, mode: KVCacheManagementMode, transition: Transition) -> StoreReport | None:
+        """The part of a suspend that can fail, and is undone if it fails on another rank; None: nothing is copied."""
+        if mode is not KVCacheManagementMode.OFFLOAD:
+            if not self._store.is_released:
+                transition.tick("release the cache")
+            return None
+        blocks, states = self._context.held_blocks(), self._context.held_state_slots()
+        done = self._store.offload(blocks, transition.tick, state_slots=states)
+        transition.undo("the offload", partial(self._store.restore, set(blocks), no_tick, keep_states=set(states)))
+        return done
+
+    def release(self, offloaded: StoreReport | None) -> TagReport:
+        """The rest of a suspend, which cannot fail. offloaded: what `offload` gave."""
+        if offloaded is not None:
+            self._context.forget_free()
+            return self._report(offloaded)
+        store = self._store
+        freed = store.drop_host_copy() if store.is_released else store.release(no_tick).bytes_freed
+        freed += self._requeue_all()
+        store.trim_host(keep_bytes=0)
+        return TagReport(bytes_freed=freed, bytes_resident=self.resident_bytes)
+
+    def persist(self, transition: Transition) -> TagReport:
+        """Content and addresses stay; unified memory may leave the device when others need room."""
+        self._store.allow_migration()
+        transition.undo("lending the cache", self._end_persist)
+        return TagReport(bytes_resident=self.resident_bytes)
+
+    def restore(self, transition: Transition) -> TagReport:
+        """Undo a suspend in any mode."""
+        store, context = self._store, self._context
+        if not store.is_released:
+            self._end_persist()
+            return TagReport(bytes_resident=self.resident_bytes)
+        context.forget_free()  # cached blocks of requests that ended meanwhile: their content is not restored
+        blocks, states = context.held_blocks(), context.held_state_slots()
+        done = store.restore(set(blocks), transition.tick, keep_states=set(states))
+        if self.mode is KVCacheManagementMode.OFFLOAD:
+            transition.undo("the restore", partial(store.offload, blocks, no_tick, state_slots=states))
+        else:
+            transition.undo("the restore", partial(store.release, no_tick))
+        return self._report(done)
+
+    def _end_persist(self) -> None:
+        self._store.prefetch(self._context.held_blocks(), state_slots=self._context.held_state_slots())
+
+    def _requeue_all(self) -> int:
+        """All requests are recomputed -> bytes of host memory that swapped requests freed."""
+        before = self._store.host_bytes()
+        self._scheduler.requeue_all()
+        self._context.forget_all()
+        self._executor.free_host_slots()
+        return before - self._store.host_bytes()
+
+    def _report(self, done: StoreReport) -> TagReport:
+        return TagReport(
+            bytes_freed=done.bytes_freed,
+            bytes_copied=done.bytes_copied,
+            bytes_resident=self.resident_bytes,
+            copy_s=done.copy_s,
+            bytes_under_way=done.bytes_under_way,
+        )
+
+
 class Suspension:
-    """Which tags are away, and how they go and come back. A transition that fails leaves everything as it was.
+    """Which tags are suspended, and how they go and come back. A transition that fails leaves everything as it was.
 
         suspend:  step in flight committed -> live weights* -> KV cache -> (nothing fails from here) graphs that would
-                  read memory which is elsewhere by then -> derived copies
-        resume:   live weights* -> weights looked at, derived copies rebuilt -> KV cache      * if the engine owns them
-
-    What may fail comes before what cannot be undone. PERSIST and OFFLOAD do not touch requests; RECOMPUTE sends all of
-    them back to the queue, in their order.
+                  read memory at new addresses -> derived copies
+        resume:   live weights* -> changed weights accepted, derived copies rebuilt -> KV cache
+                                                                                  * if the engine owns them
+    What can fail comes before what cannot be undone. PERSIST and OFFLOAD do not affect requests; RECOMPUTE puts all of
+    them back into the queue, in their order.
     """
 
-    def __init__(self, parts: Assembly, loop: StepLoop, lifecycle: Lifecycle) -> None:
-        self._parts, self._loop, self._lifecycle = parts, loop, lifecycle
+    def __init__(
+        self,
+        loop: StepLoop,
+        lifecycle: Lifecycle,
+        executor: Executor,
+        scheduler: Scheduler,
+        weights: WeightManager,
+        device: Device,
+        graphs: StepGraphs | None,
+        config: InferenceConfig,
+    ) -> None:
+        self._loop, self._lifecycle, self._weights = loop, lifecycle, weights
+        self._cache, self._graphs = CacheSuspension(scheduler, executor, config), graphs
+        self._device, self._rank_group = device, executor.rank_group
+        self._default_mode = config.kv_cache_management_mode
         self._away: set[str] = set()
-        self._mode = KVCacheManagementMode.PERSIST
-        """How the cache is away; PERSIST while it is not."""
         self._returns_to = EngineState.RUNNING
 
     @property
@@ -103,177 +217,119 @@ class Suspension:
         """What is suspended now."""
         return frozenset(self._away)
 
+    @property
+    def arrived_s(self) -> float | None:
+        """See `DynamicInferenceEngine.arrived_s`."""
+        return self._cache.arrived_s
+
     def suspend(
         self, *, mode: str | KVCacheManagementMode | None, tags: Iterable[str] | None, timeout_s: float | None
     ) -> MemoryReport:
-        """See `EngineControls.suspend`."""
+        """See `DynamicInferenceEngine.suspend`."""
         wanted = _known(tags)
-        chosen = self._parts.config.kv_cache_management_mode if mode is None else _mode(mode)
-        cache_leaves = KV_CACHE in wanted and self._leaves(chosen)
-        # PERSIST moves nothing: the next weights are packed over these copies. Who names the tag wants the memory.
+        chosen = self._default_mode if mode is None else _mode(mode)
+        frees_cache = KV_CACHE in wanted and self._cache.moves(chosen)
+        # PERSIST moves nothing: the next weights are packed over these copies, unless the caller names their tag.
         copies_stay = tags is None and chosen is KVCacheManagementMode.PERSIST
         with self._lifecycle.transition("suspend", timeout_s=timeout_s) as transition:
-            meter = _Meter(self._parts)
+            meter = _Meter(self._device)
             self._loop.quiesce(transition.tick)
             fresh = wanted - self._away
             reports = {tag: TagReport() for tag in TAGS if tag in fresh}
-            moves = cache_leaves and not self._parts.runner.store.addresses_stable
-            if moves and self._parts.graphs is not None:
-                # A failure's way back moves the cache of some ranks only; all capture again, or none.
-                transition.undo("the graphs", partial(self._parts.graphs.pool.drop, "a suspend failed"))
-            with self._parts.rank_group.together("giving memory back"):
+            moves = frees_cache and not self._cache.addresses_stable
+            if moves and self._graphs is not None:
+                # Undoing a failure moves the cache of some ranks only: all capture again, or none.
+                transition.undo("the graphs", partial(self._graphs.pool.drop, "a suspend failed"))
+            with self._rank_group.together("giving memory back"):
                 if WEIGHTS in fresh:
-                    self._parts.offload_weights(transition)
-                done = self._put_cache_away(chosen, transition) if cache_leaves else None
-            if cache_leaves:
-                reports[KV_CACHE] = self._drop_cache(chosen, done)
+                    transition.undo("offloading the weights", partial(self._weights.reload, no_tick))
+                    self._weights.offload(transition.tick)
+                offloaded = self._cache.offload(chosen, transition) if frees_cache else None
+            if frees_cache:
+                reports[KV_CACHE] = self._cache.release(offloaded)
             elif KV_CACHE in fresh:
-                self._lend_cache(transition)
-                reports[KV_CACHE] = TagReport(bytes_resident=_resident(self._parts.runner.store))
+                reports[KV_CACHE] = self._cache.persist(transition)
             # From here on nothing fails.
             if GRAPHS in wanted:
-                reports[GRAPHS] = self._put_graphs_away(named=tags is not None, moves=moves)
-            if WEIGHTS in fresh or (WEIGHTS in wanted and not copies_stay and self._parts.derived.num_bytes):
+                reports[GRAPHS] = self._suspend_graphs(named=tags is not None, moves=moves)
+            if WEIGHTS in fresh or (WEIGHTS in wanted and not copies_stay and self._weights.derived.num_bytes):
                 reports[WEIGHTS] = self._release_derived(keep_memory=copies_stay)
-            if cache_leaves or not copies_stay or self._parts.device.is_cuda:
-                self._parts.device.trim()
+            if frees_cache or not copies_stay or self._device.is_cuda:
+                self._device.trim()
             if KV_CACHE in wanted:
-                self._mode = chosen
+                self._cache.mode = chosen
             if not self._away:
                 self._returns_to = transition.source
             self._away |= wanted
-        return self._report("suspend", self._mode, meter, reports)
+        return self._report("suspend", self._cache.mode, meter, reports)
 
     def resume(self, *, tags: Iterable[str] | None, timeout_s: float | None) -> MemoryReport:
-        """See `EngineControls.resume`."""
+        """See `DynamicInferenceEngine.resume`."""
         self._lifecycle.require("resume()", EngineState.SUSPENDED)
         wanted = set(self._away) if tags is None else _known(tags)
         if wanted - self._away:
             missing, away = ", ".join(sorted(wanted - self._away)), ", ".join(sorted(self._away))
             raise ConfigError(f"resume(tags={sorted(wanted)}): {missing} not suspended; suspended now: {away}")
         with self._lifecycle.transition("resume", timeout_s=timeout_s) as transition:
-            meter, left, mode = _Meter(self._parts), self._away - wanted, self._mode
+            meter, left, mode = _Meter(self._device), self._away - wanted, self._cache.mode
             reports = {tag: TagReport() for tag in TAGS if tag in wanted}
             if WEIGHTS in wanted:
-                before = self._parts.weight_bytes()
-                with self._parts.rank_group.together("taking the weights back"):
-                    self._parts.reload_weights(transition)
-                taken = self._parts.weight_bytes() - before
-                reports[WEIGHTS] = TagReport(bytes_freed=-taken, bytes_copied=taken, bytes_resident=before + taken)
+                reports[WEIGHTS] = self._reload_weights(transition)
             if not left:
-                reports[WEIGHTS] = self._settle_weights(transition, reports.get(WEIGHTS, TagReport()))
+                reports[WEIGHTS] = self._catch_up_weights(transition, reports.get(WEIGHTS, TagReport()))
             if KV_CACHE in wanted:
-                with self._parts.rank_group.together("taking the cache back"):
-                    reports[KV_CACHE] = self._restore_cache(transition)
-                self._mode = KVCacheManagementMode.PERSIST
-            if GRAPHS in wanted and self._parts.graphs is not None:  # captured again when a step needs them
-                reports[GRAPHS] = TagReport(bytes_resident=self._parts.graphs.pool.num_bytes)
+                with self._rank_group.together("taking the cache back"):
+                    reports[KV_CACHE] = self._cache.restore(transition)
+                self._cache.mode = KVCacheManagementMode.PERSIST
+            if GRAPHS in wanted and self._graphs is not None:  # captured again when a step needs them
+                reports[GRAPHS] = TagReport(bytes_resident=self._graphs.pool.num_bytes)
             transition.target = EngineState.SUSPENDED if left else self._returns_to
             self._away = left
         return self._report("resume", mode, meter, reports)
 
-    # ------------------------------------------------------------------ the tags
+    # ------------------------------------------------------------------ graphs and weights
 
-    def _leaves(self, mode: KVCacheManagementMode) -> bool:
-        """Whether the cache's memory has to go for `mode`. Raises ConfigError for what cannot be."""
-        if mode is KVCacheManagementMode.OFFLOAD and self._parts.config.unified_memory_level:
-            raise ConfigError('mode="offload" with unified_memory_level=1: it moves by itself; take "persist"')
-        if _STRENGTH[mode] < _STRENGTH[self._mode]:
-            raise ConfigError(
-                f'mode="{mode.value}": the cache is suspended as "{self._mode.value}" already; resume() first'
-            )
-        return mode is not self._mode
+    def _suspend_graphs(self, *, named: bool, moves: bool) -> TagReport:
+        """Graphs stay as long as the memory that they read keeps its addresses, unless the caller names their tag.
 
-    def _put_cache_away(self, mode: KVCacheManagementMode, transition: Transition) -> StoreReport | None:
-        """What may fail, and can be undone as long as other ranks may fail."""
-        store, context = self._parts.runner.store, self._parts.context
-        if mode is not KVCacheManagementMode.OFFLOAD:
-            if not store.is_released:
-                transition.tick("release the cache")
-            return None
-        blocks, states = context.held_blocks(), context.held_state_slots()
-        done = store.offload(blocks, transition.tick, state_slots=states)
-        transition.undo("the offload", partial(store.restore, set(blocks), _no_tick, keep_states=set(states)))
-        return done
-
-    def _drop_cache(self, mode: KVCacheManagementMode, done: StoreReport | None) -> TagReport:
-        """What is left, which nothing can stop."""
-        store = self._parts.runner.store
-        if done is not None:
-            self._parts.context.forget_free()
-            return _cache_report(done, store)
-        freed = store.drop_host_copy() if store.is_released else store.release(_no_tick).bytes_freed
-        freed += self._drop_requests()
-        store.trim_host(keep_bytes=0)
-        return TagReport(bytes_freed=freed, bytes_resident=_resident(store))
-
-    def _lend_cache(self, transition: Transition) -> None:
-        """The mode persist: content and addresses stay, and where pages can leave on their own they may."""
-        self._parts.runner.store.allow_migration()
-        transition.undo("lending the cache", self._settle_cache)
-
-    def _settle_cache(self) -> None:
-        context = self._parts.context
-        self._parts.runner.store.prefetch(context.held_blocks(), state_slots=context.held_state_slots())
-
-    def _drop_requests(self) -> int:
-        """Everyone computes anew -> bytes of host memory that evicted requests gave back."""
-        store = self._parts.runner.store
-        before = store.host_bytes()
-        self._parts.scheduler.requeue_all()
-        self._parts.context.forget_all()
-        self._parts.free_host_slots()
-        return before - store.host_bytes()
-
-    def _restore_cache(self, transition: Transition) -> TagReport:
-        store, context = self._parts.runner.store, self._parts.context
-        if not store.is_released:
-            self._settle_cache()
-            return TagReport(bytes_resident=_resident(store))
-        context.forget_free()  # of requests that ended meanwhile: the books still had it, nothing brings it back
-        blocks, states = context.held_blocks(), context.held_state_slots()
-        done = store.restore(set(blocks), transition.tick, keep_states=set(states))
-        if self._mode is KVCacheManagementMode.OFFLOAD:
-            transition.undo("the restore", partial(store.offload, blocks, _no_tick, state_slots=states))
-        else:
-            transition.undo("the restore", partial(store.release, _no_tick))
-        return _cache_report(done, store)
-
-    def _put_graphs_away(self, *, named: bool, moves: bool) -> TagReport:
-        """Graphs stay for as long as what they read stays where it is, unless somebody names their memory.
-
-        moves: the cache comes back elsewhere. So do weights that are laid up.
+        moves: the cache comes back at other addresses. So do weights that are offloaded.
         """
-        graphs = self._parts.graphs
-        if graphs is None:
+        if self._graphs is None:
             return TagReport()
         freed = 0
-        if named or moves or self._parts.offloaded_weight_bytes():
-            freed = graphs.pool.drop("suspended")
-        return TagReport(bytes_freed=freed, bytes_resident=graphs.pool.num_bytes)
+        if named or moves or self._weights.offloaded_bytes:
+            freed = self._graphs.pool.drop("suspended")
+        return TagReport(bytes_freed=freed, bytes_resident=self._graphs.pool.num_bytes)
 
     def _release_derived(self, *, keep_memory: bool) -> TagReport:
-        parts = self._parts
-        derived, laid_up = parts.derived.num_bytes, parts.offloaded_weight_bytes()
-        parts.derived.release(keep_memory=keep_memory)
-        derived -= parts.derived.num_bytes
+        weights = self._weights
+        freed, offloaded = weights.derived.num_bytes, weights.offloaded_bytes
+        weights.derived.release(keep_memory=keep_memory)
+        freed -= weights.derived.num_bytes
         return TagReport(
-            bytes_freed=derived + laid_up, bytes_copied=laid_up, bytes_resident=parts.weight_bytes() + laid_up
+            bytes_freed=freed + offloaded, bytes_copied=offloaded, bytes_resident=weights.num_bytes + offloaded
         )
 
-    def _settle_weights(self, transition: Transition, so_far: TagReport) -> TagReport:
-        """Before the engine runs again: changed weights are seen, derived copies rebuilt."""
-        parts = self._parts
-        before = parts.derived.num_bytes
-        if parts.derived.is_released:
-            transition.undo("the rebuilt copies", partial(parts.derived.release, keep_memory=before > 0))
-        with parts.rank_group.together("the look whether weights changed"):
-            transition.tick("the look whether weights changed")
-        parts.catch_up_with_weights(transition.tick)
+    def _reload_weights(self, transition: Transition) -> TagReport:
+        before = self._weights.num_bytes
+        with self._rank_group.together("taking the weights back"):
+            if self._weights.offloaded_bytes:
+                self._weights.reload(transition.tick)
+                transition.undo("reloading the weights", partial(self._weights.offload, no_tick))
+        taken = self._weights.num_bytes - before
+        return TagReport(bytes_freed=-taken, bytes_copied=taken, bytes_resident=before + taken)
+
+    def _catch_up_weights(self, transition: Transition, so_far: TagReport) -> TagReport:
+        """Before the engine runs again: accept changed weights, rebuild derived copies."""
+        weights = self._weights
+        before = weights.derived.num_bytes
+        if weights.derived.is_released:
+            transition.undo("the rebuilt copies", partial(weights.derived.release, keep_memory=before > 0))
+        weights.catch_up(transition.tick)
         return TagReport(
-            bytes_freed=so_far.bytes_freed - (parts.derived.num_bytes - before),
+            bytes_freed=so_far.bytes_freed - (weights.derived.num_bytes - before),
             bytes_copied=so_far.bytes_copied,
-            bytes_resident=parts.weight_bytes(),
+            bytes_resident=weights.num_bytes,
         )
 
     def _report(
@@ -288,38 +344,20 @@ class Suspension:
             seconds=seconds,
             tags={tag: tags[tag] for tag in TAGS if tag in tags},
             process_bytes_before=meter.in_use,
-            process_bytes_after=self._parts.device.used_bytes(),
+            process_bytes_after=self._device.used_bytes(),
             num_requests=len(self._loop.output_processor),
         )
 
 
 _STRENGTH = {mode: place for place, mode in enumerate(KVCacheManagementMode)}
-"""PERSIST < OFFLOAD < RECOMPUTE: a suspended cache may only go further away."""
-
-
-def _no_tick(what: str) -> None:
-    """For work that is not to be stopped."""
+"""PERSIST < OFFLOAD < RECOMPUTE: a suspended cache can be suspended in a later mode only."""
 
 
 class _Meter:
     """Clock and memory in use when a command began."""
 
-    def __init__(self, parts: Assembly) -> None:
-        self.started, self.in_use = time.perf_counter(), parts.device.used_bytes()
-
-
-def _resident(store: StateStore) -> int:
-    return store.resident_bytes() + store.host_bytes() + store.idle_host_bytes()
-
-
-def _cache_report(done: StoreReport, store: StateStore) -> TagReport:
-    return TagReport(
-        bytes_freed=done.bytes_freed,
-        bytes_copied=done.bytes_copied,
-        bytes_resident=_resident(store),
-        copy_s=done.copy_s,
-        bytes_under_way=done.bytes_under_way,
-    )
+    def __init__(self, device: Device) -> None:
+        self.started, self.in_use = time.perf_counter(), device.used_bytes()
 
 
 def _known(tags: Iterable[str] | None) -> set[str]:

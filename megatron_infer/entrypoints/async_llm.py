@@ -1,4 +1,4 @@
-"""AsyncLLM: the same engine behind asyncio; one thread steps it, any number of coroutines wait for tokens."""
+"""AsyncLLM: an engine behind asyncio; one thread steps it, any number of coroutines wait for tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _T = TypeVar("_T")
 
 
 class EngineStopped(InferenceError):
-    """The engine's thread has ended; carries why as __cause__ when it did not end on request."""
+    """The engine's thread has ended; __cause__ says why if it was not shut down."""
 
 
 class EngineThread:
-    """Runs an engine's loop; commands are callables applied between steps, in order."""
+    """Steps an engine on a thread of its own; commands are callables that run between steps, in order."""
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
@@ -58,7 +58,7 @@ class EngineThread:
         stream: StreamMode,
         sink: Callable[[RequestOutput | BaseException], None],
     ) -> Future[str]:
-        """Queue a request; `sink` gets its outputs (or what ended the engine) on the engine's thread."""
+        """Queue a request; `sink` is called with its outputs (or the engine's end) on the engine's thread."""
 
         def add() -> str:
             added = self.engine.add_request(prompt, params, request_id=request_id, stream=stream)
@@ -78,7 +78,7 @@ class EngineThread:
         return self.call(end)
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End after the step under way; waiting callers get EngineStopped."""
+        """End after the present step; waiting callers get EngineStopped."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -91,7 +91,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self.engine.parts.device.make_current()
+            self.engine.device.make_current()
             while self._take_commands():
                 for output in self.engine.step():
                     sink = self._sinks.get(output.request_id)
@@ -113,7 +113,7 @@ class EngineThread:
             self._sinks.clear()
 
     def _take_commands(self) -> bool:
-        """Apply queued commands, waiting for one while the engine is idle -> False when it is time to end."""
+        """Run queued commands, waiting for one while the engine is idle -> False once the thread is to end."""
         while True:
             with self._wake:
                 while not self._commands and not self._stopping and not self.engine.can_step():
@@ -127,14 +127,14 @@ class EngineThread:
                     continue
                 try:
                     future.set_result(command())
-                except Exception as error:  # belongs to the caller of this command
+                except Exception as error:  # raised at the caller of this command
                     future.set_exception(error)
             if self.engine.can_step():
                 return True
 
 
 class AsyncLLM:
-    """asyncio face of an engine: pass a model's name (and LLM's options), or an `LLM` that exists."""
+    """An engine for asyncio: pass a model's name (and options of `LLM`), or an `LLM`."""
 
     def __init__(self, model: str | LLM, **options: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
@@ -158,7 +158,7 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
         preparing = None if params is None else self.llm.engine.prepare(params)
-        if preparing is not None:  # not on the engine's thread, where others' steps would wait for it
+        if preparing is not None:  # not on the engine's thread, where other requests' steps would wait for it
             await asyncio.shield(asyncio.wrap_future(preparing))
         submitted = self._thread.submit(prompt, params, request_id, stream, sink)
         try:
@@ -180,7 +180,7 @@ class AsyncLLM:
                 self._thread.abort(added)
 
     def _abort_unseen(self, submitted: Future[str]) -> None:
-        """A request that got in although its caller was gone."""
+        """Abort a request that was queued after its caller had been cancelled."""
         if not submitted.cancelled() and submitted.exception() is None:
             self._thread.abort(submitted.result())
 
@@ -189,7 +189,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._thread.abort(request_id))
 
     async def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
-        """Engine's pause() between two steps; streams stand still (keep, retract) or end (abort)."""
+        """The engine's pause() between two steps; streams wait (keep, retract) or end (abort)."""
         await self._control(lambda: self.llm.engine.pause(mode, timeout_s=timeout_s), timeout_s)
 
     async def unpause(self, *, timeout_s: float | None = None) -> None:
@@ -198,7 +198,7 @@ class AsyncLLM:
     async def suspend(
         self, mode: str | None = None, tags: Iterable[str] | None = None, *, timeout_s: float | None = None
     ) -> MemoryReport:
-        """Engine's suspend() between two steps; streams stand still."""
+        """The engine's suspend() between two steps; streams wait."""
         return await self._control(lambda: self.llm.engine.suspend(mode, tags, timeout_s=timeout_s), timeout_s)
 
     async def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> MemoryReport:
@@ -210,21 +210,21 @@ class AsyncLLM:
         )
 
     async def _control(self, command: Callable[[], _T], timeout_s: float | None) -> _T:
-        """Run a transition on the engine's thread; it must begin in the time it may take."""
+        """Run a transition on the engine's thread; it must begin within the time that it may take."""
         future = self._thread.call(command)
         waiting = asyncio.wrap_future(future)
         limit = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         try:
             begun = bool((await asyncio.wait({waiting}, timeout=limit))[0])
         except asyncio.CancelledError:
-            future.cancel()  # what has not begun is not carried out behind the caller's back
+            future.cancel()  # a command that has not begun does not run after the caller has left
             raise
         if not begun and future.cancel():
             raise TransitionTimeout(f"the engine did not get to it within {limit:g} s: it waits for the step under way")
         return await waiting
 
     def shutdown(self) -> None:
-        """End the engine's thread; requests under way get EngineStopped."""
+        """End the engine's thread; callers of unfinished requests get EngineStopped."""
         self._thread.stop()
 
     async def __aenter__(self) -> AsyncLLM:

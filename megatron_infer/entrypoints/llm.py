@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_infer.utils.openmp import limit_spinning
 
-limit_spinning()  # before the imports below bring torch in, unless the script has done so
+limit_spinning()  # before the imports below load torch, unless the script has done so
 
 # ruff: noqa: E402
 from megatron_infer.config.inference import InferenceConfig
@@ -34,9 +34,9 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM:
     """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
 
-    `config` is an InferenceConfig, or a mapping of some of its options: what it leaves open (all of it, for None) suits
-    the machine and the model, see `machine_config`. dtype "auto" is bfloat16 where the device computes in it,
-    else float32. The engine underneath is `llm.engine`.
+    `config` is an InferenceConfig, or a mapping of some of its options: the others (all, for None) are chosen for the
+    machine and the model, see `config.machine_config`. dtype "auto" is bfloat16 where the device computes in it, else
+    float32. The engine is `llm.engine`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LLM:
         normalize: bool = True,
         dimensions: int | None = None,
     ) -> list[Embedding]:
-        """The prompts' final hidden states as one vector each, in order: pooling "last" or "mean", of length 1 if
+        """One vector per prompt from its final hidden states, in order: pooling "last" or "mean", of length 1 if
         `normalize`; `dimensions` keeps the first components only, for models that were trained for it."""
         outputs = self.engine.generate(prompts, params_for(pooling))
         return embeddings_of(outputs, dimensions=dimensions, normalize=normalize)
@@ -119,7 +119,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, through the model's chat template."""
+        """Answer one conversation, or each of several, with the model's chat template."""
         if self.tokenizer is None:
             raise InvalidPrompt(
                 "a chat needs the model's tokenizer and it has none; render it yourself and pass token ids"
@@ -141,6 +141,6 @@ def _tokenizer_of(source: ModelSource) -> Tokenizer | None:
 
 
 def chat_prompt(tokenizer: Tokenizer, messages: Any) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's turn; the template writes its own special tokens."""
+    """Token ids of a conversation up to the assistant's turn; the template adds its own special tokens."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     return tokenizer.encode(text, add_special=False)

@@ -146,7 +146,7 @@ class EngineSnapshot:
     graph_steps: Mapping[str, int] = field(default_factory=dict)
     """Steps by GRAPH_STEPS: replayed from a graph, padded to a shape without a graph, or eager."""
     graph_draws_outside: int = 0
-    """Replayed and padded steps with a row that the captured sampling cannot serve: see `CapturedDraw.drawn_outside`."""
+    """Replayed and padded steps with a row that the captured draw cannot serve: see `CapturedDraw.drawn_outside`."""
     ended: Mapping[str, int] = field(default_factory=dict)
     """Requests by outcome: stop, length, abort, error."""
     transitions: Mapping[str, int] = field(default_factory=dict)

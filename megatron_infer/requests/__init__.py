@@ -1,1 +1,1 @@
-"""A caller's request on its way in and out: checks, tokenization, text, outputs."""
+"""Callers' requests: checks and tokenization on the way in, text and outputs on the way out."""

@@ -1,4 +1,4 @@
-"""From what a caller passes to requests the scheduler can run; refusals come before any state changes."""
+"""Turns what a caller passes into requests that the scheduler can run; raises before any state changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_SALT_CHARS = 256
 
 
 class TextCodec(Protocol):
-    """What intake and outputs need of a tokenizer."""
+    """The part of a tokenizer that requests and outputs use."""
 
     eos_ids: tuple[int, ...]
 
@@ -32,7 +32,7 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The figures a request is held against."""
+    """The limits that a request is checked against."""
 
     vocab_size: int
     max_sequence_length: int
@@ -41,7 +41,7 @@ class Limits:
     block_size: int
     num_usable_blocks: int
     knows_routing: bool = False
-    """Whether requests can be told which experts their tokens went to."""
+    """Whether a request may ask for the experts of its tokens."""
 
 
 class InputProcessor:
@@ -56,7 +56,7 @@ class InputProcessor:
         self.num_ids = 0
 
     def new_id(self, taken: Callable[[str], bool]) -> str:
-        """An id for a request that came without one: the next number that is not taken."""
+        """An id for a request without one: the next number that is not taken."""
         while True:
             name, self.num_ids = str(self.num_ids), self.num_ids + 1
             if not taken(name):
@@ -81,7 +81,7 @@ class InputProcessor:
         return text, ids
 
     def check(self, ids: Sequence[int], params: SamplingParams) -> int:
-        """Raise what stands in the way of serving `ids`; else the length at which the sequence ends."""
+        """The length at which a sequence that begins with `ids` ends. Raises if it cannot be served."""
         limits, num_prompt = self.limits, len(ids)
         if num_prompt + 1 > limits.max_sequence_length:
             raise PromptTooLong(
@@ -118,7 +118,7 @@ class InputProcessor:
         return wanted
 
     def check_params(self, params: SamplingParams) -> None:
-        """Hold parameters against the vocabulary and the tokenizer; waits for a grammar that is not compiled yet."""
+        """Check parameters against vocabulary and tokenizer; waits for a grammar that is not compiled yet."""
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
         if params.return_routing and not self.limits.knows_routing:
@@ -148,14 +148,14 @@ class InputProcessor:
             self.grammars.cache.check(params.structured)
 
     def build(self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str = "") -> list[Request]:
-        """The request's n sequences, leader first; the leader brings the others as its siblings. salt: `salt_of`."""
+        """The n sequences of a request; the first has the others as its siblings. salt: see `salt_of`."""
         max_total = self.check(ids, params)
         self.check_params(params)
         seed = params.seed
         if seed is None:
             seed, self.num_seeds = derive_seed(self._seed, self.num_seeds + 1), self.num_seeds + 1
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        members = [
+        sequences = [
             Request(
                 id=request_id if params.n == 1 else f"{request_id}#{index}",
                 tokens=list(ids),
@@ -168,19 +168,19 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
-        members[0].siblings = tuple(members[1:])
-        return members
+        sequences[0].siblings = tuple(sequences[1:])
+        return sequences
 
 
 def _may_share(params: SamplingParams) -> bool:
-    """Whether a cached prefix may stand for positions of the prompt: not where something of each is asked for."""
+    """Whether cached blocks may replace prompt positions: not if the caller wants a value of every position."""
     return params.prompt_logprobs is None and not params.return_routing and params.pooling != "mean"
 
 
 def salt_of(prompt: Prompt) -> str:
-    """The cache salt a prompt brings: it shares cached prefixes only with prompts of the same salt; "" if it has none.
+    """A prompt's cache salt: it shares cached prefixes only with prompts of the same salt; "" if it has none.
 
-    Raises InvalidPrompt when it is no str or longer than MAX_SALT_CHARS.
+    Raises InvalidPrompt if it is not a str or is longer than MAX_SALT_CHARS.
     """
     salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
     if not isinstance(salt, str):

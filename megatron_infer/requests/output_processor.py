@@ -1,9 +1,9 @@
-"""What every caller is owed: groups of samples, and how a committed step becomes outputs."""
+"""Open requests, and how a committed step becomes outputs for their callers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,42 +19,43 @@ from megatron_infer.runner.in_flight import PromptScores, RunnerOutput
 from megatron_infer.runner.pooling import Pooled
 from megatron_infer.sampling.returned_details import ALONE, TokenDetailsBatch
 from megatron_infer.scheduler.request import FinishReason, Request
-from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
+
+FinishByText = Callable[[Request, FinishReason, str], None]
+"""Called with a request whose last token completed a stop string: `Scheduler.finish_by_text`."""
 
 
 class OutputProcessor:
-    """Open requests by id, and the sequences that want work per token (text, stop strings, logprobs, token events)."""
+    """Open requests by id, and the sequences that need work per token (text, stop strings, logprobs, token events)."""
 
     def __init__(self, tokenizer: TextCodec | None, *, token_events: bool, pause_events: bool) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._token_events, self._pause_events = token_events, pause_events
-        self._groups: dict[str, RequestState] = {}
-        self._members: dict[str, tuple[RequestState, SequenceState]] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._sequences: dict[str, tuple[RequestState, SequenceState]] = {}
         self._watched: set[str] = set()
+        """Ids of sequences that need work per token."""
         self.meter = EngineMeter()
         self.num_structured = 0
-        """Open accounts of structured output."""
-        self.on_retire: Callable[[RequestState], None] | None = None
-        """Told of every account that is closed, before its last output is handed out."""
+        """Open requests with structured output."""
+        self.on_close: Callable[[RequestState], None] | None = None
+        """Called with each request that is closed, before its last output is handed out."""
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._groups
+        return request_id in self._requests
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._requests)
 
     @property
-    def tokenizer(self) -> TextCodec | None:
-        return self._tokenizer
-
-    @property
-    def groups(self) -> list[RequestState]:
-        """The open accounts, in the order they were opened."""
-        return list(self._groups.values())
+    def requests(self) -> list[RequestState]:
+        """The open requests, oldest first."""
+        return list(self._requests.values())
 
     def get(self, request_id: str) -> RequestState | None:
-        return self._groups.get(request_id)
+        return self._requests.get(request_id)
+
+    # ------------------------------------------------------------------ coming and going
 
     def open(
         self,
@@ -63,218 +64,230 @@ class OutputProcessor:
         ids: list[int],
         params: SamplingParams,
         mode: StreamMode,
-        members: Sequence[Request],
-    ) -> None:
-        """Start an account for a request of len(members) samples."""
-        samples: list[SequenceState] = []
-        for i, request in enumerate(members):
-            samples.append(SequenceState(request, i, params, self._tokenizer, samples[0] if samples else None))
-        group = RequestState(
+        requests: Sequence[Request],
+    ) -> RequestState:
+        """Open a caller's request, one sequence for each of `requests`."""
+        sequences: list[SequenceState] = []
+        for i, request in enumerate(requests):
+            sequences.append(SequenceState(request, i, params, self.tokenizer, sequences[0] if sequences else None))
+        state = RequestState(
             id=request_id,
             prompt=prompt,
             prompt_ids=ids,
             params=params,
             mode=mode,
-            samples=samples,
+            sequences=sequences,
             metrics=RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids)),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             pooling=None if params.pooling is None else PooledPrompt(params.pooling, len(ids)),
         )
-        group.event("ADD_ENGINE")
-        self.enter(group)
+        state.event("ADD_ENGINE")
+        self.add(state)
+        return state
 
-    def enter(self, group: RequestState) -> bool:
-        """Take an account in, a new one or a loaded one -> whether its samples want work per token."""
-        assert group.id not in self._groups, f"request {group.id!r} has an account already"
-        self._groups[group.id] = group
-        self.num_structured += group.params.structured is not None
-        params, samples = group.params, group.samples
-        per_token = group.mode != "final" or params.logprobs is not None or samples[0].has_stops or self._token_events
+    def add(self, state: RequestState) -> bool:
+        """Take in an open request, a new one or a loaded one -> whether its sequences need work per token."""
+        assert state.id not in self._requests, f"request {state.id!r} is open already"
+        self._requests[state.id] = state
+        self.num_structured += state.params.structured is not None
+        params, sequences = state.params, state.sequences
+        per_token = state.mode != "final" or params.logprobs is not None or sequences[0].has_stops or self._token_events
         per_token = per_token or params.carries
-        for sample in samples:
-            self._members[sample.request.id] = (group, sample)
+        for sequence in sequences:
+            self._sequences[sequence.request.id] = (state, sequence)
             if per_token:
-                self._watched.add(sample.request.id)
+                self._watched.add(sequence.request.id)
         return per_token
 
-    def retire(self, group: RequestState) -> RequestOutput:
-        """Close the account -> its last output."""
-        group.event("FINISH")
-        if self.on_retire is not None:
-            self.on_retire(group)
-        output = group.output()
-        ids = [sample.request.id for sample in group.samples]
-        outcome = "error" if group.error is not None else outcome_of(s.request.finish_reason for s in group.samples)
-        self.meter.end(outcome, group.metrics.latency_s or 0.0, ids)
-        del self._groups[group.id]
-        self.num_structured -= group.params.structured is not None
+    def close(self, state: RequestState) -> RequestOutput:
+        """Close a request whose sequences have ended -> its last output."""
+        state.event("FINISH")
+        if self.on_close is not None:
+            self.on_close(state)
+        output = state.output()
+        ids = [sequence.request.id for sequence in state.sequences]
+        outcome = "error" if state.error is not None else outcome_of(s.request.finish_reason for s in state.sequences)
+        self.meter.end(outcome, state.metrics.latency_s or 0.0, ids)
+        del self._requests[state.id]
+        self.num_structured -= state.params.structured is not None
         for one in ids:
-            del self._members[one]
+            del self._sequences[one]
             self._watched.discard(one)
         return output
 
     def on_event(self, request: Request, kind: str, payload: dict[str, Any]) -> None:
-        """The scheduler's account of what it did to a request."""
-        member = self._members.get(request.id)
-        if member is None:
+        """The scheduler reports what it did to a request."""
+        found = self._sequences.get(request.id)
+        if found is None:
             return
-        group, sample = member
+        state, sequence = found
         if kind == "admit":
-            if group.metrics.first_scheduled_time is None:
-                group.metrics.first_scheduled_time = time.monotonic()
-            group.event("ADD_CONTEXT", sample=sample.index, **payload)
+            if state.metrics.first_scheduled_time is None:
+                state.metrics.first_scheduled_time = time.monotonic()
+            state.event("ADD_CONTEXT", sample=sequence.index, **payload)
         elif kind == "evict" or (kind in ("pause", "resume") and self._pause_events):
-            group.event(kind.upper(), sample=sample.index, **payload)
+            state.event(kind.upper(), sample=sequence.index, **payload)
 
     def set_error(self, request: Request, error: InferenceError) -> None:
-        member = self._members.get(request.id)
-        if member is not None and member[0].error is None:
-            member[0].error = error
-            member[0].event("FAIL", message=str(error))
+        found = self._sequences.get(request.id)
+        if found is not None and found[0].error is None:
+            found[0].error = error
+            found[0].event("FAIL", message=str(error))
 
-    def take(
-        self, plan: StepPlan, drawn: RunnerOutput, taken: Sequence[int], ended: Iterable[Request], scheduler: Scheduler
+    # ------------------------------------------------------------------ a committed step
+
+    def process(
+        self,
+        plan: StepPlan,
+        output: RunnerOutput,
+        taken: Sequence[int],
+        ended: Iterable[Request],
+        finish_by_text: FinishByText,
     ) -> list[RequestOutput]:
-        """A committed step -> outputs with news. Stop strings found here end their request in the scheduler.
+        """Outputs of the requests that have news from a committed step.
 
-        taken: indices into plan.sampled whose requests took their tokens.
+        taken: indices into plan.sampled of requests that took their token. ended: those that have ended in this step.
         """
-        if drawn.prompt_scores:
-            self._take_prompt_scores(drawn.prompt_scores)
-        for pooled in drawn.pooled:
-            self._take_pooled(pooled)
-        ended = tuple(ended)
-        self._count(plan, ended)
+        requests = plan.sampled if len(taken) == len(plan.sampled) else [plan.sampled[index] for index in taken]
+        if output.prompt_scores:
+            self._add_prompt_scores(output.prompt_scores)
+        for pooled in output.pooled:
+            self._add_pooled(pooled)
+        self._count(plan, requests)
         touched: dict[str, RequestState] = {}
         if self._watched:
-            if drawn.logprobs is not None:
-                self._take_logprobs(plan, drawn, taken)
-            if drawn.token_details is not None:
-                self._take_token_details(plan, drawn.token_details, taken)
-            if drawn.routing is not None:
-                self._take_routing(plan, drawn.routing)
-            self._take_tokens(plan, taken, touched, scheduler)
-        return self.close(ended, touched)
+            if output.logprobs is not None or output.token_details is not None:
+                self._add_details(plan, output, set(taken))
+            if output.routing is not None:
+                self._add_routing(plan, output.routing)
+            for request in requests:
+                if request.id in self._watched:
+                    self._add_text(request, touched, finish_by_text)
+        return self.outputs_of(ended, finish_by_text, touched)
 
-    def _count(self, plan: StepPlan, ended: Sequence[Request]) -> None:
-        """Tokens that were taken, not those dropped because their request had ended before."""
-        now = time.monotonic()
-        for chunk in plan.prefill:
-            member = self._members.get(chunk.request.id)
-            if member is not None and chunk.samples and member[0].metrics.first_token_time is None:
-                group = member[0]
-                group.metrics.first_token_time = now
-                cached = group.samples[0].request.history.cached_tokens
-                waited = now - group.metrics.arrival_time
-                self.meter.first_token(waited, prompt=len(group.prompt_ids), cached=cached)
-        just_ended = {request.id for request in ended if request.finish_reason is not FinishReason.ERROR}
-        members = self._members
-        taken = [
-            request.id
-            for request in plan.sampled
-            if request.id in members and (request.finish_reason is None or request.id in just_ended)
-        ]
-        self.meter.tokens(taken, now)
-
-    def close(self, ended: Iterable[Request], touched: dict[str, RequestState] | None = None) -> list[RequestOutput]:
-        """Outputs of groups that ended or have news."""
+    def outputs_of(
+        self, ended: Iterable[Request], finish_by_text: FinishByText, touched: dict[str, RequestState] | None = None
+    ) -> list[RequestOutput]:
+        """Outputs of requests in `touched` that have news, and of those that have ended, which are closed."""
         touched = {} if touched is None else touched
         for request in ended:
-            member = self._members.get(request.id)
-            if member is not None:
-                touched[member[0].id] = member[0]
+            found = self._sequences.get(request.id)
+            if found is not None:
+                touched[found[0].id] = found[0]
         outputs: list[RequestOutput] = []
-        for group in touched.values():
-            for sample in group.samples:
-                if sample.request.finish_reason is not None:
-                    sample.close()
-            if group.finished:
-                outputs.append(self.retire(group))
-            elif group.mode != "final" and any(sample.has_news() for sample in group.samples):
-                outputs.append(group.output())
+        for state in touched.values():
+            self.end_texts(state, finish_by_text)
+            if state.finished:
+                outputs.append(self.close(state))
+            elif state.mode != "final" and any(sequence.has_news() for sequence in state.sequences):
+                outputs.append(state.output())
         return outputs
 
-    def _take_tokens(
-        self, plan: StepPlan, taken: Sequence[int], touched: dict[str, RequestState], scheduler: Scheduler
+    def end_texts(self, state: RequestState, finish_by_text: FinishByText) -> None:
+        """Complete the texts of sequences that have ended; the text held back until then may hold a stop string."""
+        for sequence in state.sequences:
+            if sequence.request.finish_reason is not None and (matched := sequence.end_text()) is not None:
+                finish_by_text(sequence.request, FinishReason.STOP, matched)
+
+    def _count(self, plan: StepPlan, requests: Sequence[Request]) -> None:
+        """Count first tokens, and the tokens of `requests`, which took one."""
+        now, sequences = time.monotonic(), self._sequences
+        for chunk in plan.prefill:
+            found = sequences.get(chunk.request.id)
+            if found is not None and chunk.samples and found[0].metrics.first_token_time is None:
+                state = found[0]
+                state.metrics.first_token_time = now
+                cached = state.sequences[0].request.history.cached_tokens
+                waited = now - state.metrics.arrival_time
+                self.meter.first_token(waited, prompt=len(state.prompt_ids), cached=cached)
+        error = FinishReason.ERROR
+        self.meter.tokens([one.id for one in requests if one.id in sequences and one.finish_reason is not error], now)
+
+    def _add_text(self, request: Request, touched: dict[str, RequestState], finish_by_text: FinishByText) -> None:
+        state, sequence = self._sequences[request.id]
+        if self._token_events:
+            state.event("GENERATED_TOKEN", token=request.tokens[-1], sample=sequence.index)
+        matched = sequence.advance()
+        if matched is not None:
+            finish_by_text(request, FinishReason.STOP, matched)
+        touched[state.id] = state
+
+    def _add_details(self, plan: StepPlan, output: RunnerOutput, taken: Collection[int]) -> None:
+        """Logprobs and token details of tokens that were taken."""
+        if (logprobs := output.logprobs) is not None:
+            columns = (
+                logprobs.index,
+                logprobs.token_logprob,
+                logprobs.token_rank,
+                logprobs.counts,
+                logprobs.top_ids,
+                logprobs.top_logprobs,
+            )
+            for place, logprob, rank, count, ids, values in zip(*(one.tolist() for one in columns), strict=True):
+                if place in taken:
+                    self._add_logprob(plan.sampled[place], logprob, rank, ids[:count], values[:count])
+        if output.token_details is not None:
+            self._add_token_details(plan, output.token_details, taken)
+
+    def _add_logprob(
+        self, request: Request, logprob: float, rank: int, top_ids: Sequence[int], top_logprobs: Sequence[float]
     ) -> None:
-        for request in map(plan.sampled.__getitem__, taken):
-            if request.id not in self._watched:
-                continue
-            group, sample = self._members[request.id]
-            if self._token_events:
-                group.event("GENERATED_TOKEN", token=request.tokens[-1], sample=sample.index)
-            matched = sample.advance()
-            if matched is not None:
-                if request.finish_reason is None:
-                    scheduler.finish(request, FinishReason.STOP, stop_reason=matched)
-                else:  # the same token also was the last one allowed: the text decides
-                    request.finish_reason, request.stop_reason = FinishReason.STOP, matched
-            touched[group.id] = group
+        state, sequence = self._sequences[request.id]
+        assert sequence.logprobs is not None, f"{request.id} has logprobs that were not requested"
+        sequence.cumulative_logprob += logprob
+        codec = self._codec_of(state)
+        sequence.logprobs.append(logprob_entry(codec, request.tokens[-1], logprob, rank, top_ids, top_logprobs))
 
-    def _take_logprobs(self, plan: StepPlan, drawn: RunnerOutput, taken: Sequence[int]) -> None:
-        batch = drawn.logprobs
-        assert batch is not None
-        columns = (batch.index, batch.token_logprob, batch.token_rank, batch.counts, batch.top_ids, batch.top_logprobs)
-        for place, logprob, rank, count, ids, values in zip(*(column.tolist() for column in columns), strict=True):
-            if place not in taken:
-                continue
-            request = plan.sampled[place]
-            group, sample = self._members[request.id]
-            assert sample.logprobs is not None, f"{request.id} has logprobs nobody asked for"
-            sample.cumulative_logprob += logprob
-            codec = self._codec_of(group)
-            sample.logprobs.append(logprob_entry(codec, request.tokens[-1], logprob, rank, ids[:count], values[:count]))
-
-    def _take_token_details(self, plan: StepPlan, batch: TokenDetailsBatch, taken: Sequence[int]) -> None:
+    def _add_token_details(self, plan: StepPlan, batch: TokenDetailsBatch, taken: Collection[int]) -> None:
         bits_BY = batch.bits_BY.numpy()
         columns = (batch.index, batch.raw, batch.processed, batch.support)
-        for place, raw, processed, told in zip(*(column.tolist() for column in columns), strict=True):
+        for place, raw, processed, support in zip(*(column.tolist() for column in columns), strict=True):
             if place not in taken:
                 continue
             request = plan.sampled[place]
-            token_details = self._members[request.id][1].token_details
-            assert token_details is not None, f"{request.id} carries what nobody asked for"
-            token_details.take_logprobs(raw, processed)
+            token_details = self._sequences[request.id][1].token_details
+            assert token_details is not None, f"{request.id} has token details that were not requested"
+            token_details.add_logprobs(raw, processed)
             if token_details.support is not None:
-                bits = None if told < 0 else bits_BY[told]
-                token_details.take_support(bits, request.tokens[-1] if told == ALONE else None, batch.vocab_size)
+                bits = None if support < 0 else bits_BY[support]
+                token_details.add_support(bits, request.tokens[-1] if support == ALONE else None, batch.vocab_size)
 
-    def _take_routing(self, plan: StepPlan, routing: np.ndarray) -> None:
-        """Of every position of the step whose request asked, those of requests that have just ended included."""
+    def _add_routing(self, plan: StepPlan, routing: np.ndarray) -> None:
+        """Experts of each position of the step whose request asked, also of requests that have just ended."""
         for token, (request, start) in enumerate(zip(plan.decode, plan.decode_starts, strict=True)):
             if request.params.return_routing:
-                self._note_routing(request, start, routing[token : token + 1])
+                self._add_routing_of(request, start, routing[token : token + 1])
         offset = len(plan.decode)
         for chunk in plan.prefill:
             if chunk.request.params.return_routing:
-                self._note_routing(chunk.request, chunk.start, routing[offset : offset + chunk.n])
+                self._add_routing_of(chunk.request, chunk.start, routing[offset : offset + chunk.n])
             offset += chunk.n
 
-    def _note_routing(self, request: Request, start: int, rows: np.ndarray) -> None:
-        member = self._members.get(request.id)
-        if member is not None and member[1].token_details is not None:
-            member[1].token_details.take_routing(start, rows)
+    def _add_routing_of(self, request: Request, start: int, rows: np.ndarray) -> None:
+        found = self._sequences.get(request.id)
+        if found is not None and found[1].token_details is not None:
+            found[1].token_details.add_routing(start, rows)
 
-    def _take_pooled(self, pooled: Pooled) -> None:
-        member = self._members.get(pooled.request.id)
-        if member is not None and member[0].pooling is not None:
-            member[0].pooling.take(pooled.start, pooled.end, pooled.values_D.numpy())
+    def _add_pooled(self, pooled: Pooled) -> None:
+        found = self._sequences.get(pooled.request.id)
+        if found is not None and found[0].pooling is not None:
+            found[0].pooling.take(pooled.start, pooled.end, pooled.values_D.numpy())
 
-    def _take_prompt_scores(self, scored: list[PromptScores]) -> None:
+    def _add_prompt_scores(self, scored: list[PromptScores]) -> None:
         for scores in scored:
-            member = self._members.get(scores.request.id)
-            if member is None or member[0].prompt_logprobs is None:
+            found = self._sequences.get(scores.request.id)
+            if found is None or found[0].prompt_logprobs is None:
                 continue
-            group = member[0]
-            known = group.prompt_logprobs
+            state = found[0]
+            known = state.prompt_logprobs
             assert known is not None
-            codec = self._codec_of(group)
+            codec = self._codec_of(state)
             columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
             entries = zip(*(column.tolist() for column in columns), strict=True)
             for position, (logprob, rank, ids, values) in enumerate(entries, start=scores.first):
                 if position == len(known):  # a recomputed prompt is scored once, not twice
-                    known.append(logprob_entry(codec, group.prompt_ids[position], logprob, rank, ids, values))
+                    known.append(logprob_entry(codec, state.prompt_ids[position], logprob, rank, ids, values))
 
-    def _codec_of(self, group: RequestState) -> TextCodec | None:
-        """What spells the tokens of its log probabilities; None where nobody asked for text."""
-        return self._tokenizer if group.params.detokenize else None
+    def _codec_of(self, state: RequestState) -> TextCodec | None:
+        """Decodes the tokens of a request's log probabilities; None where the caller wants no text."""
+        return self.tokenizer if state.params.detokenize else None

@@ -1,4 +1,4 @@
-"""What has become of each request: text, logprobs, events, times. Lives beside the scheduler and survives evictions."""
+"""A request as its caller sees it: text, logprobs, events, times. Kept beside the scheduler; survives evictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_infer.outputs.request_output import CompletionOutput, Logprob, Req
 from megatron_infer.requests.input_processor import TextCodec
 from megatron_infer.requests.pooled_prompt import PooledPrompt
 from megatron_infer.requests.token_details import token_details_of
-from megatron_infer.scheduler.request import FinishReason, Request
+from megatron_infer.scheduler.request import Request
 from megatron_infer.text.detokenizer import IncrementalDetokenizer
 from megatron_infer.text.stop import StopStrings
 
@@ -21,7 +21,7 @@ StreamMode = Literal["cumulative", "delta", "final"]
 
 
 class SequenceState:
-    """One sequence's visible side: its text so far, its logprobs, what was already handed out."""
+    """One sequence as its caller sees it: its text so far, its logprobs, and how much of them was handed out."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class SequenceState:
         tokenizer: TextCodec | None,
         first: SequenceState | None = None,
     ) -> None:
-        """first: the first sample of the same request; None for itself."""
+        """first: the first sequence of the same request; None for the first itself."""
         self.request, self.index = request, index
         self.token_details = token_details_of(
             params, request.prompt_len, request.max_total, None if first is None else first.token_details
@@ -70,22 +70,24 @@ class SequenceState:
         self._text += released
         return self.stop_string
 
-    def close(self) -> None:
-        """The sequence has ended: release held-back text and half characters."""
+    def end_text(self) -> str | None:
+        """The sequence has ended: release text that was held back and incomplete characters.
+
+        Returns the stop string that this text completes, if one does. May be called again.
+        """
         self.advance()
         if self._detokenizer is None or self.stop_string is not None:
-            return
+            return None
         tail = self._detokenizer.flush()
         if self._stops is None:
             self._text += tail
-            return
+            return None
         released, self.stop_string = self._stops.feed(tail, finished=True)
         self._text += released
-        if self.stop_string is not None:
-            self.request.finish_reason, self.request.stop_reason = FinishReason.STOP, self.stop_string
+        return self.stop_string
 
     def output(self, mode: StreamMode) -> CompletionOutput:
-        """A snapshot; in delta mode only what was not handed out before."""
+        """The sequence as it is now; in delta mode only what was not handed out before."""
         request = self.request
         token_ids = request.tokens[request.prompt_len : request.prompt_len + self._num_seen]
         text, logprobs, first = self._text, self.logprobs, 0
@@ -116,22 +118,23 @@ class SequenceState:
         return self._sent_tokens, self._sent_chars
 
     def resume_at(self, sent: tuple[int, int], *, watched: bool) -> None:
-        """After a load: make the text of the tokens it has anew and hand out in delta mode only what is not `sent`.
+        """After a load: detokenize the tokens again and hand out in delta mode only what is not `sent`.
 
-        Text does not depend on how the tokens come in, so a stop string may lie across the load.
+        Text does not depend on how tokens are grouped, so a stop string may span the load. watched: the sequence needs
+        work per token.
         """
         if self.request.finish_reason is not None:
-            self.close()
+            self.end_text()  # a stop string found here was found, and is the reason, where the sequence ended
         elif watched:
             self.advance()
         self._sent_tokens, self._sent_chars = sent
 
     def has_news(self) -> bool:
-        """True when a delta output would carry something."""
+        """Whether a delta output would have content."""
         return self._num_seen > self._sent_tokens or self.request.finish_reason is not None
 
     def _hides_last_token(self) -> bool:
-        """A stop token that ended the sequence belongs to token_ids, not to the text."""
+        """Whether the last token is a stop token that ended the sequence: part of token_ids, not of the text."""
         request = self.request
         return (
             request.finish_reason is not None
@@ -145,14 +148,14 @@ class SequenceState:
 
 @dataclass(slots=True)
 class RequestState:
-    """A caller's request: one prompt, n samples."""
+    """A caller's request: one prompt, n sequences."""
 
     id: str
     prompt: str | None
     prompt_ids: list[int]
     params: SamplingParams
     mode: StreamMode
-    samples: list[SequenceState]
+    sequences: list[SequenceState]
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     pooling: PooledPrompt | None = None
@@ -161,20 +164,20 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(sample.request.finish_reason is not None for sample in self.samples)
+        return all(sequence.request.finish_reason is not None for sequence in self.sequences)
 
     def event(self, kind: str, **payload: object) -> None:
         self.events.append(RequestEvent(kind, time.monotonic(), payload))
 
     def output(self, mode: StreamMode | None = None) -> RequestOutput:
-        """As it stands, in its own mode (a delta is handed out once); `mode` "cumulative" shows everything again."""
+        """The request as it is now, in its own mode (a delta is handed out once); "cumulative" repeats everything."""
         finished = self.finished
-        leader = self.samples[0].request
+        first = self.sequences[0].request
         pooled = None if self.pooling is None else self.pooling.result()
-        self.metrics.num_output_tokens = sum(sample.request.num_output for sample in self.samples)
-        self.metrics.num_pauses = sum(sample.request.history.num_pauses for sample in self.samples)
-        self.metrics.num_evictions = sum(sample.request.history.num_evictions for sample in self.samples)
-        self.metrics.num_cached_tokens = leader.history.cached_tokens
+        self.metrics.num_output_tokens = sum(sequence.request.num_output for sequence in self.sequences)
+        self.metrics.num_pauses = sum(sequence.request.history.num_pauses for sequence in self.sequences)
+        self.metrics.num_evictions = sum(sequence.request.history.num_evictions for sequence in self.sequences)
+        self.metrics.num_cached_tokens = first.history.cached_tokens
         if finished and self.metrics.finished_time is None:
             self.metrics.finished_time = time.monotonic()
         return RequestOutput(
@@ -182,10 +185,10 @@ class RequestState:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_ids,
             prompt_logprobs=self.prompt_logprobs,
-            outputs=[sample.output(mode or self.mode) for sample in self.samples],
+            outputs=[sequence.output(mode or self.mode) for sequence in self.sequences],
             finished=finished,
             metrics=self.metrics,
-            num_cached_tokens=leader.history.cached_tokens,
+            num_cached_tokens=first.history.cached_tokens,
             events=self.events,
             error=self.error,
             pooled=None if pooled is None else pooled.tolist(),
@@ -200,7 +203,7 @@ def logprob_entry(
     top_ids: Sequence[int],
     top_logprobs: Sequence[float],
 ) -> dict[int, Logprob]:
-    """The drawn (or prompt) token first, then the top ones by rank."""
+    """Logprobs of one position: the drawn (or prompt) token first, then the top ones by rank."""
 
     def text(token_id: int) -> str | None:
         return None if tokenizer is None else tokenizer.token_str(token_id)

@@ -1,4 +1,4 @@
-"""What a sample carries beyond tokens, text and logprobs, while it grows: see `outputs.CompletionOutput`."""
+"""Values that a sequence collects per token beside text and logprobs; they are in `CompletionOutput` in the end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron_infer.outputs.token_support import TokenSupport, lone_row, support
 
 
 class RoutingLog:
-    """Experts of a run of positions, in order; a position that is computed again keeps what it has."""
+    """Experts of consecutive positions; a position that is computed again keeps its first entry."""
 
     def __init__(self, first: int, limit: int) -> None:
-        """Of positions first .. limit - 1."""
+        """For positions first .. limit - 1."""
         self.first, self.limit = first, limit
         self.count = 0
         self._rows: np.ndarray | None = None
@@ -23,7 +23,7 @@ class RoutingLog:
         return self.first + self.count >= self.limit
 
     def take(self, start: int, rows: np.ndarray) -> None:
-        """rows [positions, layers, top-k] of positions from `start` on; what is known or out of range is left out."""
+        """Add rows [positions, layers, top-k] from position `start` on; known or out-of-range positions are skipped."""
         known = self.first + self.count
         assert start <= known or start >= self.limit, f"routing of position {start} came, {known} was next"
         rows = rows[known - start : max(0, self.limit - start)]
@@ -40,33 +40,34 @@ class RoutingLog:
 
     @property
     def rows(self) -> np.ndarray:
-        """A view: what is known."""
+        """A view of the known positions."""
         return np.empty((0, 0, 0), dtype=np.uint8) if self._rows is None else self._rows[: self.count]
 
 
 class TokenDetails:
-    """Of one sample: an entry for every token it drew. The prompt's routing is one for all samples of a request."""
+    """One sequence's entries, one for each token it drew. All sequences of a request share the prompt's routing."""
 
     __slots__ = ("of_output", "of_prompt", "processed", "raw", "support", "vocab_size")
 
     def __init__(self, params: SamplingParams, prompt_len: int, limit: int, of_prompt: RoutingLog | None) -> None:
-        """limit: tokens of prompt and output at most. of_prompt: of the request's first sample; None for itself."""
+        """limit: tokens of prompt and output at most. of_prompt: that of the request's first sequence; None for
+        the first itself."""
         scored, routed = params.return_sampled_logprobs, params.return_routing
         self.raw: list[float] | None = [] if scored else None
         self.processed: list[float] | None = [] if scored else None
         self.support: list[np.ndarray] | None = [] if params.return_support else None
         self.vocab_size = 0
-        """Known with the first row of `support`."""
+        """0 until the first row of `support`."""
         self.of_prompt = (of_prompt or RoutingLog(0, prompt_len)) if routed else None
         self.of_output = RoutingLog(prompt_len, limit) if routed else None
 
-    def take_logprobs(self, raw: float, processed: float) -> None:
+    def add_logprobs(self, raw: float, processed: float) -> None:
         if self.raw is not None and self.processed is not None:
             self.raw.append(raw)
             self.processed.append(processed)
 
-    def take_support(self, bits: np.ndarray | None, alone: int | None, vocab_size: int) -> None:
-        """bits: of the ids that could be drawn; None: `alone`, or all of them."""
+    def add_support(self, bits: np.ndarray | None, alone: int | None, vocab_size: int) -> None:
+        """bits: the ids that could be drawn; None: only `alone`, or all ids where `alone` is None too."""
         assert self.support is not None
         self.vocab_size = vocab_size
         if bits is not None:
@@ -74,8 +75,8 @@ class TokenDetails:
         else:
             self.support.append(lone_row(alone, vocab_size) if alone is not None else np.empty(0, dtype=np.int32))
 
-    def take_routing(self, start: int, rows: np.ndarray) -> None:
-        """Of positions from `start` on, prompt or output."""
+    def add_routing(self, start: int, rows: np.ndarray) -> None:
+        """Add rows of positions from `start` on, prompt or output."""
         assert self.of_prompt is not None and self.of_output is not None
         if not self.of_prompt.is_full:
             self.of_prompt.take(start, rows)
@@ -83,8 +84,8 @@ class TokenDetails:
             skipped = max(0, self.of_output.first - start)
             self.of_output.take(start + skipped, rows[skipped:])
 
-    def stand_in(self, num_tokens: int) -> None:
-        """Entries for tokens that were drawn elsewhere, and whose own entries went out there."""
+    def fill_up(self, num_tokens: int) -> None:
+        """Add empty entries for tokens that another replica drew, which handed out their entries."""
         for values in (self.raw, self.processed):
             if values is not None:
                 values += [float("nan")] * num_tokens
@@ -92,16 +93,16 @@ class TokenDetails:
             self.support += [np.empty(0, dtype=np.int32)] * num_tokens
 
     def routing(self, num_positions: int) -> np.ndarray | None:
-        """[positions, layers, top-k] of prompt and output, as far as they were computed."""
+        """[positions, layers, top-k] of prompt and output, as far as they are computed."""
         if self.of_prompt is None or self.of_output is None:
             return None
         parts = [log.rows for log in (self.of_prompt, self.of_output) if log.count]
         return np.concatenate(parts)[:num_positions] if parts else self.of_prompt.rows
 
     def fill(self, output: CompletionOutput, first: int, end: int, *, num_positions: int | None) -> None:
-        """Give `output` what belongs to tokens first .. end - 1, and the routing once the sample has ended.
+        """Put the entries of tokens first .. end - 1 into `output`, and the routing once the sequence has ended.
 
-        num_positions: how many positions that is; None while it goes on.
+        num_positions: positions that the routing has; None while the sequence goes on.
         """
         if self.raw is not None and self.processed is not None:
             output.raw_logprobs, output.processed_logprobs = self.raw[first:end], self.processed[first:end]
@@ -114,7 +115,7 @@ class TokenDetails:
 def token_details_of(
     params: SamplingParams, prompt_len: int, limit: int, first: TokenDetails | None
 ) -> TokenDetails | None:
-    """What a new sample will carry; None: nothing. first: that of its request's first sample."""
+    """For a new sequence; None: it collects nothing. first: that of its request's first sequence."""
     if not params.carries:
         return None
     return TokenDetails(params, prompt_len, limit, None if first is None else first.of_prompt)

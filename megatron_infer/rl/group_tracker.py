@@ -119,7 +119,7 @@ class GroupTracker:
     def add(self, call: RolloutCall, request: GroupRequest, index: int) -> PendingGroup:
         """Submit one more group of a call."""
         with self._lock:
-            name = PREFIX + self.engine.parts.input_processor.new_id(
+            name = PREFIX + self.engine.input_processor.new_id(
                 lambda name: PREFIX + name in self.engine.output_processor
             )
             self.engine.add_request(request.prompt, request.params, request_id=name, stream="final")
@@ -127,7 +127,7 @@ class GroupTracker:
                 id=name,
                 index=index,
                 info=request.info,
-                begun_version=self.engine.parts.weight_version,
+                begun_version=self.engine.weight_version,
             )
             self._enter(call, pending)
             return pending
@@ -219,7 +219,7 @@ class GroupTracker:
                 call.ready.append(group)
                 self.aborted.add(group_id)
                 return group
-            if self.engine.relay is None:  # with several ranks the next call, which all ranks make, drains
+            if self.engine.rank_group.size == 1:  # with several ranks the next call, which all ranks make, drains
                 self._drain()
             return group
 
@@ -252,7 +252,7 @@ class GroupTracker:
         """Figures of the groups that the call has delivered so far."""
         return stats_of(
             call.delivered,
-            version=self.engine.parts.weight_version,
+            version=self.engine.weight_version,
             seconds=call.seconds,
             num_tokens=self.num_tokens(call),
             num_rejected=call.num_rejected,
@@ -263,12 +263,12 @@ class GroupTracker:
     def oldest_policy(self, pending: PendingGroup) -> int | None:
         """Version of the oldest weights that drew one of its tokens; None before the first token."""
         group = self.engine.output_processor.get(pending.id)
-        drawn = [] if group is None else [sample.request for sample in group.samples if sample.request.num_output]
+        drawn = [] if group is None else [one.request for one in group.sequences if one.request.num_output]
         return min((request.history.spans[0].policy_version for request in drawn), default=None)
 
     def _num_drawn(self, pending: PendingGroup) -> int:
         group = self.engine.output_processor.get(pending.id)
-        return 0 if group is None else sum(sample.request.num_output for sample in group.samples)
+        return 0 if group is None else sum(one.request.num_output for one in group.sequences)
 
     def is_over(self, call: RolloutCall, budget: Budget | None) -> bool:
         """Whether a call has reached its budget."""

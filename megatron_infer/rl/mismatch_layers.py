@@ -21,18 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.build import Assembly
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.sequence_replay import MOST_DECODED, NoRoomForReplay, ReplayResult, SequenceReplay
 from megatron_infer.errors import InferenceError, ModelError
 from megatron_infer.models.layer_probes import MOE, ForwardTrace, ModuleProbe, module_probes, trace_forward
-from megatron_infer.rl.mismatch_replay import (
-    MOST_DECODED,
-    NoRoomForReplay,
-    RecordingModel,
-    ReplayResult,
-    RowsByPosition,
-    TeacherForcedModel,
-    replay,
-)
+from megatron_infer.rl.mismatch_replay import RecordingModel, RowsByPosition, TeacherForcedModel
 from megatron_infer.rl.session import RolloutSession
 
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.05, "float16": 0.01}
@@ -139,30 +132,26 @@ class LayerSearch:
     def locate(self, suspect: SuspectSequence) -> MismatchPlace:
         """Allowed in any block and outside; a suspended engine is resumed for it and suspended again."""
         try:
-            parts = self._session.engine.parts
-            if parts.rank_group.groups.pp is not None:
+            engine = self._session.engine
+            if engine.rank_group.groups.pp is not None:
                 return not_located("sequences are not replayed over pipeline stages; try it with one stage")
             with self._session.generating():
-                self._session.engine.drain()
-                parts.enter_inference()
-                try:
-                    return replace(self._search(parts, suspect), stale_copies=stale_copies(parts))
-                finally:
-                    if self._session.engine.loop.is_idle:
-                        parts.leave_inference()
+                engine.drain()
+                with engine.replay.inference(engine.loop):
+                    return replace(self._search(engine.replay, suspect), stale_copies=stale_copies(engine))
         except (NoRoomForReplay, ModelError, NotImplementedError) as error:
             return not_located(str(error))
 
-    def _search(self, parts: Assembly, suspect: SuspectSequence) -> MismatchPlace:
+    def _search(self, replay: SequenceReplay, suspect: SuspectSequence) -> MismatchPlace:
         end = min(len(suspect.ids), suspect.position + 1 + BEHIND)
         if end > MOST_TOKENS:
             return not_located(f"its worst token is at position {suspect.position}, replays end at {MOST_TOKENS}")
         ids = suspect.ids[:end]
         options: dict[str, Any] = {"prompt_len": min(suspect.prompt_len, end - 1), "params": suspect.params}
         # First: recomputing may evict cached blocks.
-        cached = replay(parts, ids, use_cache=True, **options)
-        recording = RecordingModel(parts.adopted, len(ids))
-        fresh = replay(parts, ids, model=recording, **options)
+        cached = replay.run(ids, use_cache=True, **options)
+        recording = RecordingModel(replay.model, len(ids))
+        fresh = replay.run(ids, model=recording, **options)
         sampler = max(cached.sampler_error, fresh.sampler_error)
         if suspect.of_sampler:
             if sampler > SAMPLER_TOLERANCE:
@@ -170,8 +159,8 @@ class LayerSearch:
             return not_located("only after sampling parameters, and replayed the sampler's log probabilities are right")
         observed = _mean_diff(suspect.rollout, suspect.train, fresh)
         replayed = _mean_diff(_logprobs(fresh), suspect.train, fresh)
-        if replayed >= EXPLAINS * observed or replayed > NOISE[parts.shape.dtype]:
-            return self._search_layers(parts, suspect, ids, recording, sampler, options)
+        if replayed >= EXPLAINS * observed or replayed > NOISE[replay.model.shape.dtype]:
+            return self._search_layers(replay, suspect, ids, recording, sampler, options)
         if sampler > SAMPLER_TOLERANCE:
             return _sampler_place(sampler)
         if cached.num_cached and _mean_diff(_logprobs(cached), suspect.train, cached) >= EXPLAINS * observed:
@@ -181,7 +170,7 @@ class LayerSearch:
 
     def _search_layers(
         self,
-        assembly: Assembly,
+        replay: SequenceReplay,
         suspect: SuspectSequence,
         ids: list[int],
         recording: RecordingModel,
@@ -189,20 +178,18 @@ class LayerSearch:
         options: dict[str, Any],
     ) -> MismatchPlace:
         """The recomputed sequence disagrees: find the part that does."""
-        adopted, tolerance = assembly.adopted, TOLERANCE[assembly.shape.dtype]
-        probes = module_probes(adopted)
+        adopted, tolerance = replay.model, TOLERANCE[replay.model.shape.dtype]
+        groups, probes = self._session.engine.rank_group.groups, module_probes(adopted)
         with self._session.scoring() as model:
             logits_from = max(0, len(ids) - MOST_DECODED)
-            traced = trace_forward(model, probes, ids, tp=assembly.rank_group.groups.tp, logits_from=logits_from)
+            traced = trace_forward(model, probes, ids, tp=groups.tp, logits_from=logits_from)
         forced = TeacherForcedModel(adopted, probes, traced)
-        replay(assembly, ids, model=forced, **options)
+        replay.run(ids, model=forced, **options)
         at = suspect.position - 1  # the query that gives the worst token
         errors = [_error_of(forced.outputs[probe.name], traced.outputs[probe.name], at) for probe in probes]
         over = [
             PartError(name=probe.name, kind=probe.kind, layer=probe.layer, error=error)
-            for probe, error in zip(
-                probes, _largest(errors, assembly.rank_group.groups.engine, adopted.device), strict=True
-            )
+            for probe, error in zip(probes, _largest(errors, groups.engine, adopted.device), strict=True)
             if error > tolerance
         ]
         if over:
@@ -304,10 +291,10 @@ def _rerouted(rows: RowsByPosition, trainers_SK: Tensor) -> float:
     return float((ours != trainers).any(-1).float().mean())
 
 
-def stale_copies(parts: Assembly) -> str:
+def stale_copies(engine: DynamicInferenceEngine) -> str:
     """Description of copies derived from the weights that do not match the present weights; "" if all match."""
     try:
-        parts.verify_derived()
+        engine.weights.verify()
     except InferenceError as error:
         return str(error)
     return ""

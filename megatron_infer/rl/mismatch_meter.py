@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.sequence_replay import only_temperature
 from megatron_infer.errors import ConfigError, MismatchAlarm, unknown_name
 from megatron_infer.metrics.registry import Registry
 from megatron_infer.rl.mismatch_figures import Alarm, MismatchFigures, Tally, WorstToken, describe_tripped
 from megatron_infer.rl.mismatch_layers import LayerSearch, MismatchPlace, SuspectSequence
-from megatron_infer.rl.mismatch_replay import only_temperature
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.rl.session import RolloutSession
 
@@ -104,11 +104,11 @@ class MismatchMeter:
         """
         if not 0 < share <= 1:
             raise ConfigError(f"share is {share}, it must be above 0 and at most 1 (all finished samples)")
-        parts = session.engine.parts
+        engine = session.engine
         if isinstance(alarm, str):
             if alarm != AUTO:
                 raise ConfigError(f"alarm: {unknown_name('value', alarm, [AUTO])}; 'auto', an Alarm, or None")
-            alarm = Alarm.of(parts.shape.dtype, experts=parts.runner.routing is not None)
+            alarm = Alarm.of(engine.shape.dtype, experts=engine.input_processor.limits.knows_routing)
         self.share, self.alarm = share, alarm
         self.last: MismatchReport | None = None
         """Report of the latest window that had tokens to compare."""
@@ -181,8 +181,7 @@ class MismatchMeter:
         self, chosen: Sequence[_ChosenSample], tally: Tally
     ) -> tuple[_ChosenSample | None, _ChosenSample | None]:
         """-> the samples with the worst token of the raw distribution and of that after sampling parameters."""
-        parts = self._session.engine.parts
-        changed = parts.rank_group.any_rank(parts.guard.changed())
+        changed = self._session.engine.weights.changed()
         scored = []
         for one in chosen:
             if len(one.raw) != len(one.sample.token_ids):

@@ -25,8 +25,7 @@ class RolloutRanks:
 
     @property
     def is_leader(self) -> bool:
-        relay = self._engine.relay
-        return relay is None or relay.lockstep.is_leader
+        return self._engine.relay.is_leader
 
     def deliver(
         self,
@@ -42,8 +41,7 @@ class RolloutRanks:
         aborted: ids of groups that the other ranks have no output of; they are sent whole. end: the call ends.
         keep: with `end`, ids of finished groups that a later call delivers.
         """
-        relay = self._engine.relay
-        if relay is None:
+        if self._engine.rank_group.size == 1:
             return
         sent = [
             [
@@ -55,7 +53,8 @@ class RolloutRanks:
             ]
             for group in groups
         ]
-        relay.meet(ROLLOUT, {"groups": sent, "end": end, "keep": list(keep), "error": error}, mine=False)
+        given = {"groups": sent, "end": end, "keep": list(keep), "error": error}
+        self._engine.relay.meet(ROLLOUT, given, compare=False)
 
     def follow(self) -> Iterator[RolloutGroup]:
         """On the other ranks: take part until the leader ends its call -> the groups it delivers."""
@@ -83,10 +82,8 @@ class RolloutRanks:
 
     def _receive(self) -> dict[str, Any]:
         """Step along with the leader until it delivers groups or ends its call."""
-        relay = self._engine.relay
-        assert relay is not None, "an engine of one rank has no leader to follow"
         calls = self._engine.followed() | {"step()": lambda _: self._step()}
-        received: dict[str, Any] = relay.follow(calls, until=ROLLOUT)
+        received: dict[str, Any] = self._engine.relay.follow(calls, until=ROLLOUT)
         return received
 
     def _step(self) -> None:

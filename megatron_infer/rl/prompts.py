@@ -89,7 +89,7 @@ def group_request_of(engine: DynamicInferenceEngine, prompt: Any, params: Sampli
         prompt = prompt[given[0]]
         if given[0] == "messages" and not is_chat(prompt):
             raise InvalidPrompt("'messages' is a list of {'role': ..., 'content': ...} objects")
-    input_processor = engine.parts.input_processor
+    input_processor = engine.input_processor
     if is_chat(prompt):
         prompt = chat_ids(engine, prompt, tools)
     _, ids = input_processor.tokenize(prompt)

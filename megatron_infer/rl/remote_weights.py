@@ -88,9 +88,9 @@ class RemoteWeights:
 
     def _run(self, command: str, *, timeout_s: float | None = None, **args: Any) -> Any:
         """Run a command on every rank. timeout_s: sent with every command, not used here."""
-        if isinstance(args.get("data"), bytes) and self._engine.relay is not None:
-            args["data"] = base64.b85encode(args["data"]).decode()
-        if self._engine.relay is not None:
+        if self._engine.rank_group.size > 1:
+            if isinstance(args.get("data"), bytes):
+                args["data"] = base64.b85encode(args["data"]).decode()
             self._engine.relay.meet(CALL, {"command": command, "args": args})
         if isinstance(args.get("data"), str):
             args["data"] = base64.b85decode(args["data"])
@@ -198,7 +198,7 @@ class RemoteWeights:
             raise ConfigError("compare: there is no snapshot to compare with; take one first")
         target = UpdateTarget.of(self._engine)
         digests = model_digests(target)
-        if target.incomplete_reason is None and not self._engine.parts.derived.is_released:
+        if target.incomplete_reason is None and not self._engine.weights.derived.is_released:
             self._engine.verify_weights()
         answer: dict[str, Any] = {"checksum": checksum_of(digests), "num_tensors": len(digests)}
         if action == "snapshot":

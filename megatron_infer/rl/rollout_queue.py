@@ -45,7 +45,7 @@ class RolloutQueue:
         """data_parallel: engines that share the batch; used by lag "auto" only."""
         if lag == "auto":
             lag = automatic_lag(
-                max_requests=roll.engine.parts.sizes.max_requests,
+                max_requests=roll.engine.sizes.max_requests,
                 samples_per_group=params.n,
                 groups_per_step=groups_per_step,
                 data_parallel=data_parallel,
@@ -121,7 +121,7 @@ class RolloutQueue:
         batch = [self._finished.pop(group_id) for group_id in chosen]
         self.stats = stats_of(
             batch,
-            version=self._roll.engine.parts.weight_version,
+            version=self._roll.engine.weight_version,
             seconds=time.perf_counter() - started,
             num_tokens=tracker.num_tokens(call) - tokens,
             num_aborted=self.num_dropped - dropped,
@@ -142,7 +142,7 @@ class RolloutQueue:
     def _drop_stale(self, call: RolloutCall) -> None:
         if self.max_staleness is None:
             return
-        version, tracker = self._roll.engine.parts.weight_version, self._roll.tracker
+        version, tracker = self._roll.engine.weight_version, self._roll.tracker
         for group_id, group in list(self._finished.items()):
             if group.staleness(version) > self.max_staleness:
                 del self._finished[group_id]

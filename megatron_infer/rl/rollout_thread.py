@@ -33,7 +33,7 @@ class RolloutThread:
 
     def _submit(self, work: Callable[[], _T]) -> Future[_T]:
         if self._thread is None:
-            device = self._tracker.engine.parts.device
+            device = self._tracker.engine.device
             self._thread = ThreadPoolExecutor(1, "megatron-infer-rollout", initializer=device.make_current)
         return self._thread.submit(work)
 

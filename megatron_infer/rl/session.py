@@ -90,9 +90,9 @@ class RolloutSession:
             )
         finally:
             self._switch.to_training()
-        parts = self.engine.parts
+        engine = self.engine
         self._scorer = Scorer(
-            self.model, shape=parts.shape, groups=parts.rank_group.groups, exact=parts.config.batch_invariant
+            self.model, shape=engine.shape, groups=engine.rank_group.groups, exact=engine.config.batch_invariant
         )
         self._rollout = Rollout(self.engine)
         self._mode = SessionMode.OUTSIDE
@@ -101,7 +101,7 @@ class RolloutSession:
     @property
     def weight_version(self) -> int:
         """Version of the weights that the engine knows; unannounced changes are detected when it resumes."""
-        return self.engine.parts.weight_version
+        return self.engine.weight_version
 
     @property
     def optimizer_bytes(self) -> int:
@@ -194,8 +194,8 @@ class RolloutSession:
         """
         sequences = [list(sequence) for sequence in sequences]
         starts = [start] * len(sequences) if isinstance(start, int) else list(start)
-        rank_group = self.engine.parts.rank_group
-        if rank_group.lockstep is not None:
+        rank_group = self.engine.rank_group
+        if rank_group.size > 1:
             digest = hashlib.blake2b(
                 json.dumps([sequences, temperature, grad, starts]).encode(), digest_size=8
             ).hexdigest()
@@ -258,7 +258,7 @@ class RolloutSession:
         self._mode = mode
 
     def _start_generating(self) -> None:
-        rank_group, engine = self.engine.parts.rank_group, self.engine
+        rank_group, engine = self.engine.rank_group, self.engine
         try:
             with rank_group.together("switching the model to generation"):
                 self._switch.to_inference()
@@ -277,7 +277,7 @@ class RolloutSession:
     def _start_training(self) -> None:
         self._report = self.engine.suspend(self._suspend_mode)
         try:
-            with self.engine.parts.rank_group.together("switching the model to training"):
+            with self.engine.rank_group.together("switching the model to training"):
                 self._switch.to_training()
                 self._switch.reload_optimizer()
         except BaseException as error:

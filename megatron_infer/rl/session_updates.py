@@ -25,12 +25,12 @@ class ColocatedUpdate:
         self._engine, self._version, self._running, self._checksum = engine, version, running, checksum
 
     def run(self) -> UpdateReport:
-        started, parts = time.perf_counter(), self._engine.parts
-        version = parts.weight_version + 1 if self._version is None else self._version
+        started = time.perf_counter()
+        version = self._engine.weight_version + 1 if self._version is None else self._version
         self._engine.set_weight_version(version, self._running)
         return UpdateReport(
             version=version,
-            num_tensors=sum(1 for _ in guarded_tensors(parts.model)),
+            num_tensors=sum(1 for _ in guarded_tensors(self._engine.model)),
             bytes_copied=0,
             bytes_received=0,
             checksum=model_checksum(UpdateTarget.of(self._engine)) if self._checksum else None,
@@ -61,7 +61,7 @@ class SourceUpdate:
 
     def run(self) -> UpdateReport:
         check_version(0 if self._version is None else self._version, self._running)
-        with self._engine.parts.rank_group.together("opening the source of the weights"):
+        with self._engine.rank_group.together("opening the source of the weights"):
             weights = as_source(self._source)
         with WeightUpdate(self._engine, undo=self._undo) as update:
             self._update = update

@@ -59,8 +59,7 @@ async def converse(
     prefix cache. An error of the tool ends all conversations and is raised. With several ranks the leader alone calls,
     while the others are in `engine.follow()`.
     """
-    if roll.engine.relay is not None:
-        roll.engine.relay.require_leader("converse()")
+    roll.engine.relay.require_leader("converse()")
     limits = limits if limits is not None else TurnLimits()
     gate = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
     batch = as_batch(prompts)
@@ -111,8 +110,7 @@ def run_conversations(
 
 async def say(roll: Rollout, conversation: Conversation, params: SamplingParams | None = None) -> Turn:
     """One answer of the model, appended to the conversation. On the leader."""
-    if roll.engine.relay is not None:
-        roll.engine.relay.require_leader("say()")
+    roll.engine.relay.require_leader("say()")
     return conversation.add_answer(await _draw(roll, conversation.next_request(params), None))
 
 

@@ -25,7 +25,7 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        interrupt.let_go()
+        interrupt.release()
 
 
 class TrainModeSwitch:

@@ -89,8 +89,7 @@ class WeightTransition:
 
     def _gather(self, phase: str, outcome: PhaseOutcome) -> list[str]:
         text = json.dumps([outcome.text, outcome.is_own, outcome.tensor])
-        lockstep = self._engine.parts.rank_group.lockstep
-        return [text] if lockstep is None else lockstep.gather(f"the outcome of the {phase}", text)
+        return self._engine.rank_group.lockstep.gather(f"the outcome of the {phase}", text)
 
     def _fail(self, phase: str, failed: list[tuple[int, PhaseOutcome]], error: BaseException | None) -> NoReturn:
         """Undo the phases so far, then raise."""
@@ -105,7 +104,7 @@ class WeightTransition:
         at = f" at {first.tensor}" if first.tensor else ""
         raised.args = (
             f"rank {rank} failed in the {phase}{at}: {first.text}; rolled back: the engine is "
-            f"{self._engine.state.name} with weights of version {self._engine.parts.weight_version}",
+            f"{self._engine.state.name} with weights of version {self._engine.weight_version}",
         )
         if error is not None and not isinstance(error, Exception):
             error.add_note(str(raised))

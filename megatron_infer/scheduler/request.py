@@ -129,6 +129,10 @@ class Request:
         """The request with the smaller one goes first: by priority and then by arrival."""
         return self.params.priority, self.arrival
 
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """End it. Only the scheduler decides when and why, or the engine that it was continued from."""
+        self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason
+
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len

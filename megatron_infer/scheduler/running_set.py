@@ -168,7 +168,7 @@ class RunningSet:
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         """End a request that was removed, from here or from the queue."""
-        request.status, request.finish_reason, request.stop_reason = Status.FINISHED, reason, stop_reason
+        request.finish(reason, stop_reason)
         self.stats.finished += 1
         self.emit(request, "finish", reason=reason.value, stop_reason=stop_reason)
         self.release(request)

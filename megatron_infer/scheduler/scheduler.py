@@ -127,6 +127,13 @@ class Scheduler:
             self.queue.insert_group(self.queue.pop_siblings(request))
         self.running_set.finish(request, reason, stop_reason)
 
+    def finish_by_text(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """The text or the grammar of its last token ends `request`; if that token has ended it, this reason counts."""
+        if request.status is Status.FINISHED:
+            request.finish(reason, stop_reason)
+        else:
+            self.finish(request, reason, stop_reason)
+
     def set_root(self, root: bytes, *, version: int) -> None:
         """Publish and match under `root` from now on: the weights changed, to `version`. Nothing may be in flight.
 

@@ -86,7 +86,7 @@ def engine(
     llm = LLM(model, config=config, dtype=dtype, device=device, threads=threads)
     replica = Replica(llm.engine, coordinator, name=name, commands=RemoteWeights(llm.engine).commands())
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
-    shape = llm.engine.parts.shape
+    shape = llm.engine.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
     with replica:
         replica.run()

@@ -73,7 +73,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         store.wait([ADDRESS_KEY], timedelta(seconds=TOKENIZER_TIMEOUT_S))
         coordinator = json.loads(store.get(ADDRESS_KEY))
         engine = _build_engine(options, groups)
-        rank_group, weights = engine.parts.rank_group.groups, RemoteWeights(engine)
+        rank_group, weights = engine.rank_group.groups, RemoteWeights(engine)
         if not rank_group.is_leader:
             _ignore_signals()
             engine.follow(weights.followed())

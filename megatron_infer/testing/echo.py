@@ -1,7 +1,7 @@
-"""An engine without a model: its tokens are a function of the context, its prefix cache is the real one's books.
+"""An engine without a model: its tokens are a function of those before, its prefix cache has the real one's blocks.
 
-It has what a replica needs of an engine. Time passes as told: so much for every prompt token that is not cached, so
-much for every step; nothing is computed meanwhile.
+It has what a replica needs of an engine. It sleeps a given time for each prompt token that is not cached and for each
+step; nothing is computed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
 from megatron_infer.metrics.engine_meter import EngineMeter
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.requests.drawn_sequence import DrawnSequence
 from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.echo_controls import EchoControls
 
@@ -79,7 +80,7 @@ class _Request:
         return self.aborted or all(one.finished for one in self.samples)
 
 
-class EchoEngine(EchoControls):
+class EchoEngine:
     """Serves `max_requests` sequences at once, one token each a step, from a cache of `num_blocks` blocks."""
 
     def __init__(
@@ -94,7 +95,7 @@ class EchoEngine(EchoControls):
         policy: str = "longest_prefix",
         alpha: float = 0.5,
     ) -> None:
-        super().__init__()
+        self.controls = EchoControls(abort_all=self._abort_all)
         self.context = build_context(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -103,7 +104,6 @@ class EchoEngine(EchoControls):
             prefix_caching=prefix_caching,
             keep_cached=True,
         )
-        self.prefix_events = PrefixEvents(self.context.pool)
         self.prefill_s_per_token, self.step_s = prefill_s_per_token, step_s
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.meter = EngineMeter()
@@ -113,12 +113,28 @@ class EchoEngine(EchoControls):
         self._running: list[tuple[_Request, _Sequence]] = []
         self._ended: list[RequestOutput] = []
 
+    def __getattr__(self, name: str) -> Any:
+        """The commands of a coordinator are the controls'."""
+        if name in protocol.COMMANDS:
+            return getattr(self.controls, name)
+        raise AttributeError(name)
+
+    @property
+    def state(self) -> str:
+        return self.controls.state
+
+    def prefix_events(self) -> PrefixEvents | None:
+        return PrefixEvents(self.context.pool) if self.context.prefix_caching else None
+
+    def reset_prefix_cache(self) -> int:
+        return self.context.forget_all()
+
     def replica_info(self) -> EngineInfo:
         return EngineInfo(
             block_size=self.context.block_size,
             capacity=self.context.num_rows,
             root=self._root(),
-            weight_version=self.weight_version,
+            weight_version=self.controls.weight_version,
             state=self.state,
             model="echo",
             policy=self._policy,
@@ -144,7 +160,7 @@ class EchoEngine(EchoControls):
         pool = self.context.pool
         return EngineSnapshot(
             state=self.state,
-            weight_version=self.weight_version,
+            weight_version=self.controls.weight_version,
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             num_paused=0,
@@ -177,10 +193,11 @@ class EchoEngine(EchoControls):
         return request_id
 
     def continue_request(
-        self, request_id: str, ids: list[int], params: SamplingParams, kept: Sequence[protocol.Kept], *, salt: str
-    ) -> None:
-        """Go on behind tokens that were drawn elsewhere."""
-        self._queue(request_id, ids, params, [protocol.bytes_to_ids(one.tokens) for one in kept], salt)
+        self, request_id: str, ids: list[int], params: SamplingParams, drawn: Sequence[DrawnSequence], *, salt: str = ""
+    ) -> bool:
+        """Go on behind tokens that another engine drew."""
+        self._queue(request_id, ids, params, [list(one.token_ids) for one in drawn], salt)
+        return True
 
     def _queue(
         self, request_id: str, prompt: list[int], params: SamplingParams, drawn: list[list[int]], salt: str
@@ -222,10 +239,10 @@ class EchoEngine(EchoControls):
         return bool(self._requests)
 
     def can_step(self) -> bool:
-        return bool(self._ended) or (self.state == "running" and not self.torn and bool(self._requests))
+        return bool(self._ended) or (self.controls.can_run and bool(self._requests))
 
     def step(self) -> list[RequestOutput]:
-        """Admit what fits, draw one token each, and let the time pass that this takes."""
+        """Admit what fits, draw one token each, and sleep as long as that takes."""
         if self._ended:
             ended, self._ended = self._ended, []
             return ended
@@ -245,10 +262,11 @@ class EchoEngine(EchoControls):
         for request, one in self._running:
             token = one.state % VOCAB
             one.tokens.append(token)
-            if not one.spans or one.spans[-1].policy_version != self.weight_version:
+            version = self.controls.weight_version
+            if not one.spans or one.spans[-1].policy_version != version:
                 first = len(one.tokens) - 1 - one.num_prompt
-                oldest = one.spans[0].policy_version if one.spans else self.weight_version
-                one.spans.append(VersionSpan(first, self.weight_version, oldest, self.weight_version))
+                oldest = one.spans[0].policy_version if one.spans else version
+                one.spans.append(VersionSpan(first, version, oldest, version))
             one.state = crc32(protocol.ids_to_bytes([token]), one.state)
             assert one.lease is not None
             self.context.publish_computed(one.lease, one.tokens, len(one.tokens) - 1)
@@ -267,18 +285,12 @@ class EchoEngine(EchoControls):
             outputs[request.id] = self._output(request)
         return list(outputs.values())
 
-    # ------------------------------------------------------------------ controls
-
-    def end_all(self) -> None:
+    def _abort_all(self) -> None:
+        """The outputs come with the next step."""
         self._ended = [self.abort(request_id) for request_id in list(self._requests)]
 
-    def reset_prefix_cache(self) -> int:
-        return self.context.forget_all()
-
-    # ------------------------------------------------------------------ parts
-
     def _root(self) -> bytes:
-        return root_of(model="echo", weight_version=self.weight_version)
+        return root_of(model="echo", weight_version=self.controls.weight_version)
 
     def _admit(self, request: _Request, one: _Sequence) -> bool:
         lease = self.context.admit(one.tokens, root=salted(self._root(), request.salt))

@@ -1,9 +1,9 @@
-"""The controls of an echo engine: the states of the real one, weights that are nothing but their digest."""
+"""The controls of an echo engine: the states of the real one, and weights that are only a digest."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +11,38 @@ from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError
 
 TAGS = ("weights", "graphs", "kv_cache")
 BYTES = {"weights": 1000, "graphs": 10, "kv_cache": 5000}
-"""What each tag's memory is said to be."""
+"""Memory that each tag reports."""
 
 
 class EchoControls:
-    """Pause, suspend, weights and versions. Whatever is named in `faults` fails as often as it says."""
+    """Pause, suspend, weights and versions. A command in `faults` fails as often as its number says."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, abort_all: Callable[[], None]) -> None:
         self.state = "running"
         self.weight_version = 0
         self.digest = "made"
-        """Of the weights."""
+        """The weights' digest."""
         self.suspended: set[str] = set()
         self.faults: dict[str, int] = {}
         self.num_requeued = 0
         self.torn = False
+        """A weight update is in progress or has ended half-way."""
+        self._abort_all = abort_all
         self._returns_to = "running"
         self._before: tuple[str, int, bool] | None = None
         self._hash = hashlib.sha256()
         self._snapshot: str | None = None
 
-    def end_all(self) -> None:
-        """End every request; outputs come with the next step."""
-
-    def reset_prefix_cache(self) -> int:
-        return 0
-
-    # ------------------------------------------------------------------ standing still
+    @property
+    def can_run(self) -> bool:
+        return self.state == "running" and not self.torn
 
     def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
         self._fault("pause")
         self._require("pause", "running")
         self.state = "paused"
         if mode == "abort":
-            self.end_all()
+            self._abort_all()
         elif mode == "retract":
             self.num_requeued += 1
 
@@ -85,7 +83,7 @@ class EchoControls:
     # ------------------------------------------------------------------ weights
 
     def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
-        """Cached blocks are never hit again; tokens stay what they are."""
+        """Cached blocks are never hit again; tokens stay the same."""
         self._fault("set_weight_version")
         self.weight_version = version
         self.num_requeued += running == "recompute"

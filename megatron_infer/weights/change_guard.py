@@ -1,4 +1,4 @@
-"""Noticing that live weights changed under the engine, however they were written."""
+"""Notices that live weights changed while the engine holds them, however they were written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_infer.kernels.quantised import is_quantised, memory_of, parts_of
 
 
 def guarded_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
-    """What a model computes with and training may change: parameters, and the buffers that checkpoints hold (a
-    router's bias, say)."""
+    """Tensors that a model computes with and training may change: parameters, and buffers that checkpoints hold (such
+    as a router's bias)."""
     modules = _modules_of(model)
     yield from {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
     for module in modules:
@@ -23,7 +23,8 @@ def guarded_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
 
 
 def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What `model.modules()` gives, in its order, in a tenth of its time: a switch asks several times."""
+    """`model.modules()` in the same order and a tenth of the time: switching between training and rollout calls it
+    several times."""
     found: dict[int, torch.nn.Module] = {}
     stack: list[torch.nn.Module | None] = [model]
     while stack:
@@ -35,24 +36,25 @@ def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class OffloadedWeights:
-    """Live weights put away on the host and taken back, in the same tensors: nobody's reference goes stale.
+    """Live weights moved to the host and back in the same tensors, so that references to them stay valid.
 
-    For an engine that owns its model on a device. Storages shrink to nothing meanwhile; addresses change.
+    For an engine that owns its model on a device. Storages are empty meanwhile; addresses change.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, pinned: bool) -> None:
         self._tensors, self._pinned = tensors, pinned
-        self._shelf: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._copies: list[tuple[torch.UntypedStorage, Tensor]] = []
+        """(emptied storage on the device, its bytes on the host)."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the host; 0 while the weights are in place."""
-        return sum(kept.numel() for _, kept in self._shelf)
+        return sum(kept.numel() for _, kept in self._copies)
 
     @torch.no_grad()
     def offload(self, tick: Callable[[str], None]) -> None:
         """Copy all to the host, then free the device; an error before that leaves everything in place."""
-        assert not self._shelf, "the weights are laid up already"
+        assert not self._copies, "the weights are offloaded already"
         parts = (part for tensor in self._tensors() for part in memory_of(tensor))
         storages = {part.untyped_storage()._cdata: part.untyped_storage() for part in parts}
         offloaded = []
@@ -61,7 +63,7 @@ class OffloadedWeights:
             kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pinned)
             kept.copy_(_bytes_of(storage))
             offloaded.append((storage, kept))
-        self._shelf = offloaded  # first: whatever comes between, `take_down` brings all of them back
+        self._copies = offloaded  # first: if the loop below is interrupted, `reload` brings all of them back
         for storage, _ in offloaded:
             storage.resize_(0)
 
@@ -70,8 +72,8 @@ class OffloadedWeights:
         """Bring them back; an error (no memory) leaves them on the host and the device free."""
         done = []
         try:
-            for place, (storage, kept) in enumerate(self._shelf):
-                tick(f"copying weights back, {place} of {len(self._shelf)}")
+            for place, (storage, kept) in enumerate(self._copies):
+                tick(f"copying weights back, {place} of {len(self._copies)}")
                 storage.resize_(kept.numel())
                 done.append(storage)
                 _bytes_of(storage).copy_(kept)
@@ -79,7 +81,7 @@ class OffloadedWeights:
             for storage in done:
                 storage.resize_(0)
             raise
-        self._shelf = []
+        self._copies = []
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -93,19 +95,19 @@ _VERSION, _POINTER = attrgetter("_version"), Tensor.data_ptr
 class WeightGuard:
     """Compares weights with what they were when last accepted.
 
-    Four ways a live weight changes, and what tells: an in-place operation bumps `_version`; a re-pointed parameter
-    moves `data_ptr`; writing through `.data` (as Megatron's mixed-precision optimizers do) does neither and only the
-    content tells; a replaced parameter object is another member of `weights()`. `moved` sees the first two and is
-    cheap enough for every step; `changed` sees all and reads all weights once, about what a decode step reads.
-    A weight that is kept quantised tells its version itself, its codes and scales where they lie and what they hold.
+    Four ways a live weight changes, and what shows it: an in-place operation increments `_version`; a re-pointed
+    parameter changes `data_ptr`; writing through `.data` (as Megatron's mixed-precision optimizers do) does neither and
+    shows only in the content; a replaced parameter object is another member of `weights()`. `moved` sees the first two
+    and is cheap enough for every step; `changed` sees all four and reads all weights once, about as much as a decode
+    step. A quantised weight shows its version itself; its codes and scales show addresses and content.
     """
 
     def __init__(self, weights: Callable[[], Iterable[Tensor]], *, checksum: Callable[[Tensor], int | Tensor]) -> None:
-        """checksum: a scalar tensor where the device has yet to compute it; all of them are waited for at once."""
+        """checksum: a scalar tensor where the device computes it; one wait is for all of them."""
         self._all, self._checksum = weights, checksum
         self._weights: list[Tensor] = []
         self._parts: list[Tensor] = []
-        """Of the weights; but for quantised ones these are the weights."""
+        """Tensors that make up the weights: the weight itself, or codes and scales of a quantised one."""
         self._has_quantised = False
         self._versioned: list[Tensor] = []
         self._versions: list[int] = []
@@ -127,7 +129,7 @@ class WeightGuard:
         self._versions, self._pointers, self._sums = versions, pointers, sums
 
     def invalidate(self) -> None:
-        """Until the next `accept` the weights count as moved: what is derived from them may be of two kinds."""
+        """Until the next `accept` the weights count as moved: copies may be derived from old and from new weights."""
         self._pointers = []
 
     @property
@@ -137,7 +139,7 @@ class WeightGuard:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of the accepted weights, in order."""
+        """Addresses of the accepted weights, in order."""
         return tuple(self._pointers)
 
     def moved(self) -> bool:
@@ -150,7 +152,7 @@ class WeightGuard:
     def changed(self, read: Mapping[int, int] = _NOTHING_READ) -> bool:
         """True when any weight differs from what was accepted, however it was written.
 
-        read: checksums by id of weights that somebody has just read: they are not read again.
+        read: checksums, by id, of weights that were just read: they are not read again.
         """
         weights = self._present()
         if list(map(id, weights)) != list(map(id, self._weights)):

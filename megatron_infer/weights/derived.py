@@ -1,4 +1,4 @@
-"""Everything computed from the weights and kept: who rebuilds it after an update, and how staleness shows."""
+"""The registry of what is computed from the weights and kept: how it is rebuilt and how a stale copy is found."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from megatron_infer.errors import StaleCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedCache:
-    """One derived copy: packed or quantised weights, rotary tables, a mixer's -exp(A_log)."""
+    """One derived copy, such as packed or quantised weights, rotary tables, a mixer's -exp(A_log)."""
 
     name: str
     refresh: Callable[[], Mapping[int, int] | None]
-    """Compute it again from the weights the model has now -> checksums, by id, of weights read whole for it."""
+    """Compute it again from the present weights -> checksums, by id, of weights that it read whole."""
     differs: Callable[[], str | None]
-    """Compare it with what a refresh would give -> what differs first, None when it is up to date. May be slow."""
+    """Compare it with what a refresh would give -> the first difference, None when it is up to date. May be slow."""
     release: Callable[[], None] | None = None
-    """Give its memory back until the next refresh; None: it is too small to bother."""
+    """Free its memory until the next refresh; None: it is too small to matter."""
     num_bytes: Callable[[], int] = lambda: 0
 
 
 class DerivedCaches:
-    """The registry. Whoever keeps something derived from weights registers it, or it goes stale unseen."""
+    """Copies derived from the weights, by name. A copy that is not registered becomes stale unnoticed."""
 
     def __init__(self) -> None:
         self._caches: dict[str, DerivedCache] = {}
         self.is_released = False
-        """Nothing may run before the next `refresh`, whether or not memory was given back."""
+        """No step may run before the next `refresh`, whether or not memory was freed."""
 
     def register(self, cache: DerivedCache) -> None:
-        """Refreshed from now on after every update; a second one under the same name is a mistake."""
+        """Refresh it after every update from now on; raises ValueError if the name is taken."""
         if cache.name in self._caches:
             raise ValueError(f"a derived cache named {cache.name!r} is registered already")
         self._caches[cache.name] = cache
@@ -42,26 +42,26 @@ class DerivedCaches:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all that can be released."""
+        """Memory of the copies that can be released."""
         return sum(cache.num_bytes() for cache in self._caches.values() if cache.release is not None)
 
     def refresh(self, tick: Callable[[str], None] = lambda what: None) -> dict[int, int]:
-        """Rebuild all -> checksums of the weights that were read for it, by id.
+        """Rebuild all -> checksums, by id, of the weights that were read for it.
 
-        When one fails, those before it are new and those after it are not: call it again.
+        If one fails, those before it are rebuilt and those after it are not: call it again.
         """
         sums = self._rebuild(self._caches.values(), tick)
         self.is_released = False
         return sums
 
     def refresh_held(self, tick: Callable[[str], None] = lambda what: None) -> dict[int, int]:
-        """As `refresh`, of all but what waits for that."""
+        """`refresh` for all copies except those that are released."""
         return self._rebuild((cache for cache in self._caches.values() if self._is_held(cache)), tick)
 
     def release(self, tick: Callable[[str], None] = lambda what: None, *, keep_memory: bool = False) -> None:
-        """Give back what can be given back; nothing may run until `refresh`.
+        """Free the copies that can be freed; no step may run until `refresh`.
 
-        keep_memory: for that refresh to write over; what the copies hold until then is not looked at.
+        keep_memory: keep it for that refresh to write into; the content is not used until then.
         """
         for cache in self._caches.values():
             if cache.release is not None:
@@ -79,7 +79,7 @@ class DerivedCaches:
         ]
         if stale:
             raise StaleCache(
-                f"derived from other weights than the model has: {', '.join(stale)}; say that weights changed "
+                f"derived from other weights than the model has: {', '.join(stale)}; report that weights changed "
                 "(set_weight_version or refresh_weights), and register a refresh that rebuilds it"
             )
 

@@ -110,7 +110,7 @@ def test_a_failed_request_ends_the_benchmark_with_its_error(llm):
 
 
 def test_a_model_without_tokenizer_is_measured_with_any_of_its_ids(llm):
-    llm.engine.parts = SimpleNamespace(shape=SHAPE)
+    llm.engine.shape = SHAPE
     assert bench._plain_ids(llm) == list(range(1, 100))  # the fake tokenizer's special id is 0
     llm.tokenizer = None
     assert bench._plain_ids(llm) == list(range(100))
@@ -185,11 +185,9 @@ def test_ratio_is_against_the_better_peer():
 def bench_llm(llm):
     weight = SimpleNamespace(device="cpu")
     forgotten = []
-    llm.engine.parts = SimpleNamespace(
-        shape=SHAPE,
-        kv_dtype="bfloat16",
-        model=SimpleNamespace(parameters=lambda: iter([weight])),
-    )
+    llm.engine.shape = SHAPE
+    llm.engine.config = SimpleNamespace(kv_dtype_of=lambda shape: "bfloat16")
+    llm.engine.model = SimpleNamespace(parameters=lambda: iter([weight]))
     llm.engine.reset_prefix_cache = lambda: forgotten.append(True)
     llm.forgotten = forgotten
     return llm

@@ -29,9 +29,9 @@ class FakeEngine:
         if isinstance(ids, dict):
             ids, salt = ids["prompt_token_ids"], ids["cache_salt"]
         cache = SimpleNamespace(salt=salt)
-        samples = [SimpleNamespace(request=SimpleNamespace(seed=seed + i, cache=cache)) for i in range(params.n)]
+        sequences = [SimpleNamespace(request=SimpleNamespace(seed=seed + i, cache=cache)) for i in range(params.n)]
         self.live[request_id] = SimpleNamespace(
-            id=request_id, ids=ids, params=params, stream=stream, samples=samples, count=0
+            id=request_id, ids=ids, params=params, stream=stream, sequences=sequences, count=0
         )
         for listener in self.listeners:
             listener.on_add(request_id, ids, params, self.num_steps)
@@ -62,7 +62,7 @@ class FakeEngine:
 
     def _output(self, r, reason):
         completions = []
-        for index, sample in enumerate(r.samples):
+        for index, sample in enumerate(r.sequences):
             tokens = [sample.request.seed * 1000 + i + (self.twist if i == 2 else 0) for i in range(r.count)]
             shown = tokens[-1:] if r.stream == "delta" else tokens
             completions.append(CompletionOutput(index, "", shown, finish_reason=reason))

@@ -122,7 +122,7 @@ def generate_over_suspends(engine: DynamicInferenceEngine) -> list:
     from megatron_infer.config.inference import KVCacheManagementMode
 
     done = {}
-    leads = engine.parts.rank_group.groups.is_leader
+    leads = engine.rank_group.groups.is_leader
     if leads:
         for index, (ids, params) in enumerate(requests()):
             engine.add_request({"prompt_token_ids": ids}, params, request_id=str(index), stream="final")

@@ -17,6 +17,7 @@ from gloo_ranks import new_groups, run_on_ranks
 from megatron_infer.comm.collective_errors import StageLost, is_of_collective
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 CALL = 4
@@ -41,7 +42,7 @@ def ends(rank: int, fail: Callable[[], None] | None, text: str, **layout: Any) -
     """An engine whose forward does `fail` at first ends on this rank with RankFailure, for this call and the next."""
     engine = ranks.make_engine(tiny_gpt(**ranks.GPT, **layout), collective_timeout_s=2)
     if fail is not None:
-        engine.parts.adopted.hidden = on_call(engine.parts.adopted.hidden, fail)
+        inspect(engine).adopted.hidden = on_call(inspect(engine).adopted.hidden, fail)
     if rank == 0:
         engine.add_request(list(range(9)), SamplingParams(max_tokens=20, ignore_eos=True))
     started = time.monotonic()
@@ -53,7 +54,7 @@ def ends(rank: int, fail: Callable[[], None] | None, text: str, **layout: Any) -
         failures.append(caught.value)
     assert failures[0] is failures[1], "the engine went on"
     assert time.monotonic() - started < 10
-    engine.parts.rank_group.lockstep.close()
+    engine.rank_group.lockstep.close()
 
 
 def impatient_group() -> Any:

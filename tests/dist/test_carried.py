@@ -31,8 +31,7 @@ def play(model: torch.nn.Module, **settings: Any) -> list[list[dict[str, Any]]]:
     engine = DynamicInferenceEngine(model, InferenceConfig(**{**BASE, "collective_timeout_s": 30, **settings}))
     work = [*workload(ALL)[:6], *workload(ALL, n=2)[4:6]]
     outputs = engine.generate([prompt for prompt, _ in work], [params for _, params in work])
-    if engine.parts.rank_group.lockstep is not None:
-        engine.parts.rank_group.lockstep.close()
+    engine.rank_group.lockstep.close()
     return [[told(one) for one in output.outputs] for output in outputs]
 
 

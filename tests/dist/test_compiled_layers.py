@@ -8,6 +8,8 @@ import gloo_ranks as ranks
 import pytest
 import stage_case
 
+from megatron_infer.testing.inspect import inspect
+
 STAGES, TENSOR = "last stage without Mamba", "tied"
 
 
@@ -20,7 +22,7 @@ def take_graphs_as_they_are() -> None:
 
 def check(model, expected, what: str) -> None:
     engine = stage_case.make_engine(model, compile_layers=True)
-    compiler = engine.parts.adopted.compiler
+    compiler = inspect(engine).adopted.compiler
     assert compiler is not None and compiler.num_functions
     at_start = compiler.num_compiles
     stage_case.assert_same(stage_case.generate(engine), expected, what, tolerance=1e-4)

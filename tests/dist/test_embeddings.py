@@ -25,8 +25,7 @@ def vectors(model: torch.nn.Module, **settings: Any) -> list[list[float]]:
     engine = DynamicInferenceEngine(model, InferenceConfig(**BASE, collective_timeout_s=30, **settings))
     params = [params_for("mean" if place % 2 else "last") for place in range(len(PROMPTS))]
     outputs = engine.generate(PROMPTS, params)
-    if engine.parts.rank_group.lockstep is not None:
-        engine.parts.rank_group.lockstep.close()
+    engine.rank_group.lockstep.close()
     return [output.pooled for output in outputs]
 
 

@@ -40,11 +40,11 @@ def moving_experts(engine: DynamicInferenceEngine, step: int) -> None:
     """Some experts change, and the engine is not told: where experts are whole only one rank can see it."""
     if step not in (4, 12):
         return
-    groups = engine.parts.rank_group.groups
+    groups = engine.rank_group.groups
     first = 2 * groups.ep_rank
     changed = 0
     with torch.no_grad():
-        for name, parameter in engine.parts.model.named_parameters():
+        for name, parameter in engine.model.named_parameters():
             expert = expert_of(name)
             if expert is not None and expert + first in MOVED_EXPERTS:
                 parameter.mul_(1.2)
@@ -76,9 +76,8 @@ def played(model: torch.nn.Module, kind: str, name: str) -> tuple[dict[str, Any]
     outputs = play(engine, scenario, act)
     stats = engine.stats()
     if act is moving_experts:
-        assert engine.parts.num_updates == 2, engine.parts.num_updates
-    if engine.parts.rank_group.lockstep is not None:
-        engine.parts.rank_group.lockstep.close()
+        assert engine.weights.num_updates == 2, engine.weights.num_updates
+    engine.rank_group.lockstep.close()
     return ranks.account(outputs), dict(stats.counters)
 
 

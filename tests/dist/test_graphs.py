@@ -18,6 +18,7 @@ from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
 from megatron_infer.parallel.tensor_parallel_sampler import RowSpread
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder, _NoReading
 from megatron_infer.testing.static_kernels import STATIC
 
@@ -39,7 +40,7 @@ def take_static_kernels(graphs: str) -> None:
 
 
 def pool_of(engine: Any) -> Any:
-    return engine.parts.runner.graphs.pool
+    return inspect(engine).runner.graphs.pool
 
 
 def check_used(engine: Any) -> None:
@@ -54,7 +55,7 @@ def draws_of(engine: Any) -> list[Any]:
 @contextmanager
 def no_waits_for_the_stage_before(engine: Any) -> Iterator[None]:
     """Nothing of what is received is looked at on the host; of all, the last stage reads its steps' results."""
-    link, syncs = engine.parts.runner.link, engine.parts.device.syncs
+    link, syncs = inspect(engine).runner.link, engine.device.syncs
     receive, before = link.receive, dict(syncs)
 
     def watched(*args: Any, **options: Any) -> Any:
@@ -88,7 +89,7 @@ def run_ranks(rank: int, size: int, folder: Path) -> None:
     for name in NAMES:
         model = stage_case.load_model(folder, name, pipeline_parallel=size)
         engine = stage_case.make_engine(model, overlap=True, **GRAPHS)
-        engine.parts.runner.warm_up(64)
+        inspect(engine).runner.warm_up(64)
         with no_waits_for_the_stage_before(engine):
             answers = stage_case.generate(engine)
         stage_case.assert_same(answers, expected[name], name, tolerance=1e-4)
@@ -98,13 +99,13 @@ def run_ranks(rank: int, size: int, folder: Path) -> None:
     ranks.new_groups(tensor_model_parallel_size=size)
     model = stage_case.load_model(folder, "tied", tensor_parallel=size)
     engine = stage_case.make_engine(model, **GRAPHS)
-    engine.parts.runner.warm_up(64)  # all of them together, as when an engine on GPUs is built
+    inspect(engine).runner.warm_up(64)  # all of them together, as when an engine on GPUs is built
     stage_case.assert_same(stage_case.generate(engine), expected["tied"], "two tensor-parallel ranks", tolerance=1e-4)
     check_used(engine)
     with exchanges_counted() as exchanged:
         stage_case.assert_same(draws_of(engine), expected["draws"], "drawn within the step", tolerance=1e-4)
         assert not exchanged, "rows were exchanged behind a step"
-        engine.parts.runner.graphs._step._max_drawn_rows = 1
+        inspect(engine).runner.graphs._step._max_drawn_rows = 1
         pool_of(engine).drop("drawn outside")
         stage_case.assert_same(draws_of(engine), expected["draws"], "drawn behind the step", tolerance=1e-4)
         assert exchanged
@@ -112,7 +113,7 @@ def run_ranks(rank: int, size: int, folder: Path) -> None:
     held, ReplayRecorder.collectives = ReplayRecorder.collectives, ()
     with pytest.warns(ConfigWarning, match="holds no collectives of gloo; every step runs eagerly"):
         engine = stage_case.make_engine(model, **GRAPHS)
-    assert engine.parts.runner.graphs is None
+    assert inspect(engine).runner.graphs is None
     ReplayRecorder.collectives = held
     breaks_off(rank, model)  # the last: its group is of no use behind it
 
@@ -142,14 +143,14 @@ def breaks_off(rank: int, model: Any) -> None:
     """In the warm-up, where the other is in a collective: both end with the rank and the cause, that one at once."""
     engine = stage_case.make_engine(model, collective_timeout_s=3, **GRAPHS)
     if rank == 1:
-        engine.parts.adopted.layers[1] = Breaking()
+        inspect(engine).adopted.layers[1] = Breaking()
     if rank == 0:
         engine.add_request({"prompt_token_ids": PROMPTS[0]}, DRAWS[0])
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*together with other ranks.*no room"):
         engine.step()
     assert time.monotonic() - started < (1.5 if rank == 1 else 6.0)
-    engine.parts.rank_group.lockstep.close()
+    engine.rank_group.lockstep.close()
 
 
 class Breaking:

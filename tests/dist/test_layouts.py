@@ -20,6 +20,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 TOLERANCE = 1e-5
@@ -86,7 +87,7 @@ def make_engine(model: torch.nn.Module, settings: dict[str, Any]) -> DynamicInfe
 
 def play(engine: DynamicInferenceEngine, work: list[Any], order: list[int], *, eventful: bool) -> dict[str, Any]:
     """The work in two batches, with every event on the way."""
-    leads, done, step = engine.parts.rank_group.groups.is_leader, [], 0
+    leads, done, step = engine.rank_group.groups.is_leader, [], 0
     late = order[2 * len(order) // 3 :]
 
     def add(part: list[int]) -> None:
@@ -167,14 +168,14 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
             if layout == "DP2 x TP2":
                 settings = settings | {"pool_blocks": 10, "paused_blocks": 1}  # a replica has half of the requests
             engine = make_engine(model, settings)
-            groups = engine.parts.rank_group.groups
+            groups = engine.rank_group.groups
             assert groups.engine_size * groups.dp_size == size, groups
             order = list(range(len(work)))[:: 1 - 2 * groups.dp_rank]  # another one on the second replica
             got = play(engine, work, order, eventful=True)
             assert got.keys() == want.keys()
             check_same(got, want, (layout, kind))
             check_counters(engine.stats().counters, settings["preemption_mode"], (layout, kind))
-            engine.parts.rank_group.lockstep.close()
+            engine.rank_group.lockstep.close()
         if layout == SPLIT:
             check_split(rank, sizes, folder)
     new_groups(**LAYOUTS[SPLIT])
@@ -189,12 +190,12 @@ def check_one_sided_failure(rank: int) -> None:
         def raising(*args: Any) -> Any:
             raise MemoryError("no room")
 
-        engine.parts.adopted.layers[-1] = SimpleNamespace(run=raising)
+        inspect(engine).adopted.layers[-1] = SimpleNamespace(run=raising)
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*: MemoryError: no room"):
         engine.generate([[5, 6, 7]], ranks.workload(1)[0][1])
     assert time.monotonic() - started < 15
-    engine.parts.rank_group.lockstep.close()
+    engine.rank_group.lockstep.close()
 
 
 def check_split(rank: int, sizes: dict[str, int], folder: Path) -> None:

@@ -361,8 +361,9 @@ def test_a_stranger_at_the_port_is_sent_away():
 
 def test_ranks_that_would_pad_a_step_differently_are_told_so():
     def act(lockstep: Lockstep) -> Any:
-        lockstep.planned(StepPlan(step=3), check=True, shape=GraphShape(8, 0, 8))
-        lockstep.planned(StepPlan(step=4), check=True, shape=GraphShape(8 << lockstep.rank, 0, 8 << lockstep.rank))
+        width = 8 << lockstep.rank
+        lockstep.planned(StepPlan(step=3), check=True, shape_of=lambda plan: GraphShape(8, 0, 8))
+        lockstep.planned(StepPlan(step=4), check=True, shape_of=lambda plan: GraphShape(width, 0, width))
 
     for error in play(2, act):
         assert isinstance(error, LockstepError), error

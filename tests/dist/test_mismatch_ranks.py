@@ -43,8 +43,7 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
         # megatron-core spreads tokens over ranks with torch.cuda, whose place a CPU has to take
         with cpu_shim(1) if name in SHIMMED else contextlib.nullcontext():
             check(name, rank, session, want)
-        if session.engine.parts.rank_group.lockstep is not None:
-            session.engine.parts.rank_group.lockstep.close()
+        session.engine.rank_group.lockstep.close()
 
 
 def share_what_is_not_expert(model: torch.nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.models.adopt import adopt
+from megatron_infer.testing.inspect import inspect
 
 STAGES = {
     "tied": [[2, 0], [2, 0]],
@@ -54,7 +55,7 @@ def run_stages(rank: int, size: int, folder: Path) -> None:
         assert [adopted.shape.num_attention_layers, len(adopted.ssm_specs)] == STAGES[name][rank], name
         for features in stage_case.FEATURES:
             engine = stage_case.make_engine(model, features)
-            assert engine.parts.scheduler.num_micro_batches == size + engine.config.overlap
+            assert inspect(engine).scheduler.num_micro_batches == size + engine.config.overlap
             where = f"{name}, {features}"
             stage_case.assert_same(stage_case.generate(engine), expected[name], where)
             stage_case.assert_same(stage_case.generate_over_suspends(engine), expected[name], f"{where}, suspended")
@@ -69,7 +70,7 @@ def run_stages(rank: int, size: int, folder: Path) -> None:
 def check_swaps(model, expected) -> None:
     """Requests give way, to the host and back, on all stages alike."""
     engine = stage_case.make_engine(model, **TIGHT)
-    assert engine.parts.sizes.num_usable_blocks == 31
+    assert engine.sizes.num_usable_blocks == 31
     stage_case.assert_same(stage_case.generate(engine), expected, "swapped")
     counters = engine.stats().counters
     assert counters["swapped_out"] > 2 and counters["swapped_in"] > 2, counters
@@ -92,7 +93,7 @@ def check_failures(model, expected, rank, victims=(0, 1)) -> None:
     for victim in victims:
         engine = stage_case.make_engine(model)
         if rank == victim:
-            engine.parts.adopted.hidden = failing(engine.parts.adopted.hidden, call=6)
+            inspect(engine).adopted.hidden = failing(inspect(engine).adopted.hidden, call=6)
         answers = stage_case.generate(engine)
         failed = [bool(answer[0]) for answer in answers]
         assert 0 < sum(failed) < len(answers), f"stage {victim}: {failed}"

@@ -38,7 +38,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 def addresses(engine) -> list[int]:
-    return [tensor.data_ptr() for tensor in engine.parts.model.state_dict().values() if tensor is not None]
+    return [tensor.data_ptr() for tensor in engine.model.state_dict().values() if tensor is not None]
 
 
 def run_moves(rank: int, size: int, folder: Path) -> None:
@@ -53,7 +53,7 @@ def run_moves(rank: int, size: int, folder: Path) -> None:
         case.assert_equal(case.logprobs(engine), own, where)
         case.assert_equal(case.logprobs(engine), expected[name], where)
         assert addresses(engine) == places
-        must = case.must_move(Inventory.of(trainer), Inventory.of(engine.parts.model))
+        must = case.must_move(Inventory.of(trainer), Inventory.of(engine.model))
         report = source.report
         assert report.bytes_must_move == must == case.summed(report.bytes_received) == case.summed(report.bytes_sent)
         assert done.bytes_received == report.bytes_received and report.ratio == 1.0 and report.planned
@@ -72,7 +72,7 @@ def check_sabotage(engine, source, where: str) -> None:
         ("linear_proj.weight", lambda live: live.copy_(live.flip(0))),  # rows in another order
         ("word_embeddings.weight", lambda live: live.view(torch.int32)[5:6, 7:8].bitwise_xor_(1)),  # the last bit
     ):
-        held = [local for local in engine.parts.model.named_parameters() if name in local[0]]
+        held = [local for local in engine.model.named_parameters() if name in local[0]]
         last = max(rank for rank, has in enumerate(case.everyone(bool(held))) if has)
         mine = held[:1] if torch.distributed.get_rank() == last else []
         kept = [(live, live.detach().clone()) for _, live in mine]
@@ -92,9 +92,9 @@ def check_next_update(trainer, engine, source, where: str) -> None:
     with torch.no_grad():
         for parameter in trainer.parameters():
             parameter.mul_(1.25)
-    version = engine.parts.weight_version
+    version = engine.weight_version
     done = apply(engine, source)
-    assert not source.report.planned and done.version == version + 1 == engine.parts.weight_version
+    assert not source.report.planned and done.version == version + 1 == engine.weight_version
     verify_update(engine, source)
     case.assert_equal(case.logprobs(engine), case.logprobs(case.make_engine(trainer)), where, tolerance=2e-6)
 
@@ -115,7 +115,7 @@ def check_misfits(folder: Path, rank: int) -> None:
         apply(engine, ReshardSource(trainer, bucket_mib=1.0 + rank))
     with pytest.raises(WeightUpdateError, match="strict is True on rank 0 and False on rank 1"):
         apply(engine, ReshardSource(trainer), strict=rank == 0)
-    assert case.logprobs(engine) == before and engine.parts.weight_version == 0
+    assert case.logprobs(engine) == before and engine.weight_version == 0
 
 
 @pytest.mark.timeout(300)
@@ -174,7 +174,7 @@ def run_sources(rank: int, size: int, folder: Path) -> None:
         engine = case.make_engine(case.load(folder, name, **layout))
         checksums = set()
         for source in (whole, right, right.state_dict(), folder / name, iter(reversed(whole.items()))):
-            case.scrambled(engine.parts.model)
+            case.scrambled(engine.model)
             checksums.add(apply(engine, source, checksum=True).checksum)
             case.assert_equal(case.logprobs(engine), expected[name], where)
         assert len({*checksums, *case.everyone(checksums.copy().pop())}) == 1, where

@@ -57,7 +57,7 @@ def check_starts(session: Any) -> None:
 
     sequences, starts = [[*prompt, 1, 2, 3] for prompt in prompts()], [len(prompt) for prompt in prompts()]
     parameters = list(session.model.parameters())
-    can_grad = session.engine.parts.rank_group.groups.pp is None
+    can_grad = session.engine.rank_group.groups.pp is None
     with cpu_shim(1), session.training():
         whole = session.score(sequences, grad=can_grad)
         ends = torch.cat([own[first - 1 :] for own, first in zip(whole, starts, strict=True)])
@@ -105,8 +105,7 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
                     assert (torch.tensor(a) - torch.tensor(b)).abs().max() < 5e-4, (name, key)
         if not replicated and got["losses"][0] is not None:
             torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), atol=1e-4, rtol=0)
-        if session.engine.parts.rank_group.lockstep is not None:
-            session.engine.parts.rank_group.lockstep.close()
+        session.engine.rank_group.lockstep.close()
 
 
 @pytest.mark.timeout(200)
@@ -127,7 +126,7 @@ FAULTS = {
     "rebuilding rotary": "update",
     "the weights' checksums": "update",
     "allocate the cache": "resume",
-    "the look whether weights changed": "resume",
+    "checking whether weights changed": "resume",
 }
 
 
@@ -178,7 +177,7 @@ def on_faults(rank: int, size: int, folder: Path) -> None:
             assert answers(session) == want and session.weight_version == 0
         session.transition(dict(other))
         assert answers(session) != want and session.weight_version == 1
-        session.engine.parts.rank_group.lockstep.close()
+        session.engine.rank_group.lockstep.close()
 
 
 def fails_as_one(session: Any, other: dict[str, torch.Tensor], what: str, victim: int, rank: int) -> None:

@@ -18,6 +18,7 @@ from megatron_infer.rl.oversampling import RolloutShortage
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.rollout_queue import RolloutQueue
 from megatron_infer.rl.tool_rollouts import run_conversations
+from megatron_infer.testing.inspect import inspect
 
 PROMPTS = [list(range(5 + i, 25 + 3 * i)) for i in range(5)]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -96,8 +97,8 @@ def two_ranks(rank: int, size: int, folder: str) -> None:
     seen = check_calls(roll, rank) | check_choices(roll, rank)
     check_followed(roll, rank)
     assert not engine.has_unfinished() and not engine.loop.backlog
-    engine.parts.context.check()
-    assert engine.parts.context.num_free_blocks == engine.parts.sizes.num_usable_blocks
+    inspect(engine).context.check()
+    assert inspect(engine).context.num_free_blocks == engine.sizes.num_usable_blocks
     Path(folder, f"seen.{rank}").write_text(json.dumps(seen))
 
 

@@ -55,7 +55,7 @@ def finish(engine: DynamicInferenceEngine) -> dict[str, Any]:
         done += [output for output in engine.step() if output.finished]
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks, "a block leaked"
-    engine.parts.rank_group.lockstep.close()
+    engine.rank_group.lockstep.close()
     return ranks.account(done)
 
 

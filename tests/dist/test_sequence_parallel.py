@@ -34,7 +34,7 @@ def rounds(model: torch.nn.Module, train: Callable[..., float] | None = None) ->
     if hasattr(model, "hybrid_override_pattern"):
         settings["prefix_caching_mamba_gb"] = 0.01
     engine = ranks.make_engine(model, **settings)
-    leads = engine.parts.rank_group.groups.is_leader
+    leads = engine.rank_group.groups.is_leader
     found: dict[str, Any] = {"answers": [], "losses": []}
     for step in range(STEPS + 1):
         prompts, params = zip(*ranks.workload(5), strict=True)
@@ -48,8 +48,7 @@ def rounds(model: torch.nn.Module, train: Callable[..., float] | None = None) ->
         assert flags_of(model) == flags and model.config.sequence_parallel == split
         if step < STEPS:
             found["losses"].append(train(model, step, split=split))
-    if engine.parts.rank_group.lockstep is not None:
-        engine.parts.rank_group.lockstep.close()
+    engine.rank_group.lockstep.close()
     return found
 
 

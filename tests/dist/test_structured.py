@@ -26,8 +26,7 @@ def play(whole_or_part: torch.nn.Module, **settings: Any) -> list[Any]:
     engine = DynamicInferenceEngine(whole_or_part, config, tokenizer=tokenizer())
     work = workload()
     outputs = engine.generate([prompt for prompt, _ in work], [params for _, params in work])
-    if engine.parts.rank_group.lockstep is not None:
-        engine.parts.rank_group.lockstep.close()
+    engine.rank_group.lockstep.close()
     for (_, params), output in zip(work, outputs, strict=True):
         for one in output.outputs if params.structured is not None else ():
             check(params.structured, one.text)

@@ -27,6 +27,7 @@ from megatron_infer.errors import (
     TransitionTimeout,
     WrongState,
 )
+from megatron_infer.testing.inspect import inspect
 
 Engine = DynamicInferenceEngine
 PROMPT = list(range(5, 60))
@@ -123,7 +124,7 @@ def check_undone_everywhere(engine: Engine, rank: int) -> None:
                 ):
                     engine.suspend(mode)
                 engine.lifecycle.observers.clear()
-                assert engine.state == "running" and not engine.parts.runner.store.is_released
+                assert engine.state == "running" and not inspect(engine).store.is_released
                 engine.step()
         engine.suspend(mode)
         for culprit in (0, 1):
@@ -132,7 +133,7 @@ def check_undone_everywhere(engine: Engine, rank: int) -> None:
             with refused(TransitionFailed, "no room", "SUSPENDED again"):
                 engine.resume()
             engine.lifecycle.observers.clear()
-            assert engine.state == "suspended" and engine.parts.runner.store.is_released
+            assert engine.state == "suspended" and inspect(engine).store.is_released
         with refused(WrongState, "SUSPENDED"):
             engine.step()
         engine.resume()
@@ -153,7 +154,7 @@ def check_one_sided_weights(engine: Engine, rank: int) -> None:
     """A change that only one rank can see counts for all, in a step, after idling and at a resume."""
     engine.generate([PROMPT], GREEDY)
     before = engine.stats().weight_version
-    weight = next(engine.parts.model.parameters())
+    weight = next(engine.model.parameters())
     if rank == 0:
         engine.add_request(PROMPT, GREEDY)
     engine.step()
@@ -179,15 +180,15 @@ def check_one_sided_weights(engine: Engine, rank: int) -> None:
 
 def check_same_failure(engine: Engine, rank: int) -> None:
     """A forward that raises alike on all ranks fails its requests, and the engine goes on."""
-    original = engine.parts.runner.forward
+    original = inspect(engine).runner.forward
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise ValueError("this shape is not known")
 
-    engine.parts.runner.forward = broken
+    inspect(engine).runner.forward = broken
     (output,) = engine.generate([PROMPT], GREEDY)
     assert output.outputs[0].finish_reason == "error" and "this shape" in str(output.error)
-    engine.parts.runner.forward = original
+    inspect(engine).runner.forward = original
     assert engine.generate([PROMPT], GREEDY)[0].outputs[0].finish_reason == "length"
 
 
@@ -237,7 +238,7 @@ def check_planted_divergence(model: torch.nn.Module, rank: int) -> None:
             engine.add_request(PROMPT, GREEDY, request_id=name)
     engine.step()
     if rank == 1:
-        engine.parts.scheduler.running_set.decoding[1].tokens[-1] ^= 1
+        inspect(engine).scheduler.running_set.decoding[1].tokens[-1] ^= 1
     with refused(LockstepError, "step 1", "'second'", "rank 0: second decodes", "rank 1: second decodes"):
         engine.step()
 
@@ -271,7 +272,7 @@ def check_vocabulary(model: torch.nn.Module, rank: int) -> None:
         if vocab_size is not None:
             with pytest.raises(InvalidPrompt if rank == 0 else RequestError, match=r"token id 101 .*\(0 to 100\)"):
                 engine.generate([[true]])
-        engine.parts.rank_group.lockstep.close()
+        engine.rank_group.lockstep.close()
     assert max(drawn[None]) >= true > max(drawn[true]), drawn
     with torch.no_grad():
         weight.copy_(before)
@@ -288,7 +289,7 @@ def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
         def raising(*args: Any) -> Any:
             raise MemoryError("rank 1 has no room")
 
-        engine.parts.adopted.layers[1] = SimpleNamespace(run=raising)
+        inspect(engine).adopted.layers[1] = SimpleNamespace(run=raising)
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in prefill of step .*no room") as caught:
         engine.generate([PROMPT], GREEDY)
     assert caught.value.rank == 1
@@ -308,7 +309,7 @@ def check_all(rank: int, size: int, folder: str) -> None:
     check_same_failure(engine, rank)
     check_following(engine, rank)
     check_saved_requests(engine, rank, folder)
-    engine.parts.rank_group.lockstep.close()
+    engine.rank_group.lockstep.close()
     check_planted_divergence(model, rank)
     check_options(model, rank)
     check_vocabulary(model, rank)

@@ -37,7 +37,7 @@ def updating(engine: Engine, step: int) -> None:
     """Weights change in place while requests run: once the engine is told, once it has to notice."""
     with torch.no_grad():
         if step in (4, 12):
-            for parameter in engine.parts.model.parameters():
+            for parameter in engine.model.parameters():
                 parameter.mul_(1.02)
         if step == 4:
             engine.refresh_weights()
@@ -81,7 +81,7 @@ def play(engine: Engine, name: str, act: Callable[[Engine, int], None] | None = 
     """A scenario, step by step: the leader adds requests, the others hear of them. act: in place of its own."""
     _, how, usual = SCENARIOS[name]
     act = act or usual
-    leads = engine.parts.rank_group.groups.is_leader
+    leads = engine.rank_group.groups.is_leader
     work = ranks.workload(**how)
     done, step = [], 0
 
@@ -115,14 +115,14 @@ def check_parity(rank: int, size: int, folder: str) -> None:
             if kind not in kinds_of(name):
                 continue
             engine = ranks.make_engine(ranks.part_of_model(kind, folder, rank, size), **settings_of(name, kind))
-            assert engine.parts.shape.num_kv_heads == 2 // size
+            assert engine.shape.num_kv_heads == 2 // size
             got, want = ranks.account(play(engine, name)), torch.load(f"{folder}/{kind}.{name}.pt")
             assert got.keys() == want.keys()
             for key, (tokens, reason, logprobs) in want.items():
                 assert got[key][:2] == (tokens, reason), (kind, name, key)
                 worst = max(worst, *(abs(a - b) for a, b in zip(got[key][2], logprobs, strict=True)))
             assert worst < TOLERANCE, (kind, name, worst)
-            engine.parts.rank_group.lockstep.close()
+            engine.rank_group.lockstep.close()
     Path(folder, f"worst.{rank}").write_text(str(worst))
 
 

@@ -30,7 +30,7 @@ def make_engine(model, *, tokenizer=None, **settings) -> DynamicInferenceEngine:
 
 def pool_of(model, num_blocks: int) -> float:
     """buffer_size_gb of a pool of `num_blocks` usable blocks of 16 tokens."""
-    return (num_blocks + 1.5) * make_engine(model).parts.sizes.block_bytes / 2**30
+    return (num_blocks + 1.5) * make_engine(model).sizes.block_bytes / 2**30
 
 
 def add_all(engine) -> None:

@@ -9,6 +9,7 @@ import torch
 from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.models.adopt import adopt
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid, tiny_mamba
 
 KINDS = ("attention", "hybrid", "mamba")
@@ -32,7 +33,7 @@ def make_model(kind: str, **settings: Any) -> torch.nn.Module:
 
 def is_native(engine: DynamicInferenceEngine) -> bool:
     """Whether every kernel whose sums could be ordered by the schedule is one that promises the same bits."""
-    chosen = engine.parts.chosen
+    chosen = engine.kernels
     return chosen.attention.name == "native" and (chosen.scan is None or chosen.scan.name == "native")
 
 
@@ -76,7 +77,7 @@ def buffers(
 
 def poison(engine: DynamicInferenceEngine) -> None:
     """NaN in every slot and block whose content nobody may go on from; the dummies stay as they are."""
-    context, store = engine.parts.context, engine.parts.runner.store
+    context, store = inspect(engine).context, inspect(engine).store
     contents = context.pool.contents()
     blocks = set(range(context.num_blocks)) - set(context.held_blocks()) - contents.keys()
     if store.layout.block_bytes:

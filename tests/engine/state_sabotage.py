@@ -17,6 +17,7 @@ from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.testing.inspect import inspect
 
 
 def worst_error(model: torch.nn.Module, outputs: Iterable[RequestOutput], *, greedy: bool = True) -> float:
@@ -66,7 +67,7 @@ class LyingScan:
 
 
 def lie_to_scan(engine: DynamicInferenceEngine, lie: Callable[[StepMetadata], StepMetadata]) -> None:
-    builder = engine.parts.runner.builder
+    builder = inspect(engine).runner.builder
     builder._kernels = dataclasses.replace(builder._kernels, scan=LyingScan(builder._kernels.scan, lie))
 
 
@@ -103,14 +104,14 @@ def padded_with(state_slot: int, *, count: int = 3) -> Callable[[StepMetadata], 
 
 def lose_copies(engine: DynamicInferenceEngine, kind: CopyKind) -> None:
     """Copies of this kind are planned and never happen."""
-    store = engine.parts.runner.store
+    store = inspect(engine).store
     run_copies = store.run_copies
     store.run_copies = lambda copies: run_copies([copy for copy in copies if copy.kind is not kind])
 
 
 def change_plans(engine: DynamicInferenceEngine, change: Callable[[Any], Any]) -> None:
     """The runner carries out other plans than the scheduler made."""
-    runner = engine.parts.runner
+    runner = inspect(engine).runner
     forward = runner.forward
     runner.forward = lambda plan, *args: forward(change(plan), *args)
 
@@ -128,6 +129,6 @@ def captured_at_the_end(plan: Any) -> Any:
 
 def forget_offloaded(engine: DynamicInferenceEngine, is_lost: Callable[[int], bool]) -> None:
     """Suspends do not carry the state slots that `is_lost` says."""
-    context = engine.parts.context
+    context = inspect(engine).context
     held = context.held_state_slots
     context.held_state_slots = lambda: [slot for slot in held() if not is_lost(slot)]

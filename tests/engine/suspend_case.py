@@ -15,6 +15,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import StateReleased
 from megatron_infer.models.adopt import adopt
+from megatron_infer.testing.inspect import inspect
 
 VOCAB = 128
 BASE: dict[str, Any] = {
@@ -57,21 +58,21 @@ def workload(drawing: str, n: int = 1) -> list[tuple[list[int], SamplingParams]]
 
 
 def prefilling(engine: Engine) -> bool:
-    return any(request.scheduled for request in engine.parts.scheduler.running_set.prefilling)
+    return any(request.scheduled for request in inspect(engine).scheduler.running_set.prefilling)
 
 
 def decoding(engine: Engine) -> bool:
-    return any(request.num_output for request in engine.parts.scheduler.running_set.decoding)
+    return any(request.num_output for request in inspect(engine).scheduler.running_set.decoding)
 
 
 def shares_blocks(engine: Engine) -> bool:
-    held: list[int] = [b for r in engine.parts.scheduler.running for b in r.lease.blocks]  # type: ignore[union-attr]
+    held: list[int] = [b for r in inspect(engine).scheduler.running for b in r.lease.blocks]  # type: ignore[union-attr]
     return len(held) > len(set(held))
 
 
 def siblings_wait(engine: Engine) -> bool:
-    ids = {request.id for request in engine.parts.scheduler.running}
-    waiting = {r.id for r in engine.parts.scheduler.waiting}
+    ids = {request.id for request in inspect(engine).scheduler.running}
+    waiting = {r.id for r in inspect(engine).scheduler.waiting}
     return any(name.partition("#")[0] in {other.partition("#")[0] for other in ids} for name in waiting)
 
 
@@ -133,9 +134,9 @@ class Suspender:
         assert engine.state == "suspended" and report.mode == self.mode
         if self.mode != "persist":
             with pytest.raises(StateReleased):
-                engine.parts.runner.store.kv_cache  # noqa: B018
+                inspect(engine).store.kv_cache  # noqa: B018
             with pytest.raises(StateReleased):
-                engine.parts.runner.store.states  # noqa: B018
+                inspect(engine).store.states  # noqa: B018
         self.copied += report.tags["kv_cache"].bytes_copied
         engine.resume()
         self.count, self.last = self.count + 1, engine.num_steps

@@ -60,7 +60,7 @@ def test_concurrent_streams_equal_one_at_a_time(engine):
 def test_the_engines_thread_takes_the_engines_device(engine, monkeypatch):
     """A thread begins with the first GPU, to which kernels of another one's tensors would go."""
     names: list[str] = []
-    monkeypatch.setattr(engine.parts.device, "make_current", lambda: names.append(threading.current_thread().name))
+    monkeypatch.setattr(engine.device, "make_current", lambda: names.append(threading.current_thread().name))
     thread = EngineThread(engine)
     assert thread.call(lambda: list(names)).result(10) == ["megatron-infer-engine"]
     thread.stop()
@@ -107,7 +107,7 @@ def test_a_dead_engine_reaches_every_waiter(engine, monkeypatch):
         with pytest.raises(EngineStopped):
             await collect(llm, [1, 2, 3])
         monkeypatch.undo()
-        for request_id in list(engine.output_processor._groups):
-            engine.abort(request_id)
+        for state in engine.output_processor.requests:
+            engine.abort(state.id)
 
     asyncio.run(main())

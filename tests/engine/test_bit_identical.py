@@ -81,7 +81,7 @@ def model(name, kind) -> torch.nn.Module:
     model = make_model(kind, vocab_size=VOCAB, **MODELS[name][1])
     engine = make_engine(model, kind)
     if not is_native(engine):
-        pytest.skip(f"kernels that promise rounding only:\n{engine.parts.chosen.table()}")
+        pytest.skip(f"kernels that promise rounding only:\n{engine.kernels.table()}")
     return model
 
 

@@ -11,6 +11,7 @@ from carried_case import ALL, NO_ROUTING, make_engine, make_model, told, workloa
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
+from megatron_infer.testing.inspect import inspect
 
 KINDS = ("dense", "experts", "hybrid")
 FEATURES = {
@@ -278,7 +279,7 @@ def test_routing_of_a_model_without_experts_is_refused():
 def test_a_step_in_which_nobody_asks_makes_no_room_for_routing(monkeypatch):
     engine = make_engine(make_model("experts"))
     rooms = []
-    builder = engine.parts.runner.builder
+    builder = inspect(engine).runner.builder
     build = builder.build
     monkeypatch.setattr(builder, "build", lambda *args, **shape: rooms.append(build(*args, **shape)) or rooms[-1])
     prompt = list(range(4, 20))

@@ -22,6 +22,7 @@ from megatron_infer.models.fused_mixer import GatedNorm, SplitColumns
 from megatron_infer.models.moe import FusedExperts
 from megatron_infer.models.piece_compiler import PURE, Piece, PieceCompiler, pure_form_of
 from megatron_infer.testing.eager_recorder import EAGER
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
@@ -61,12 +62,12 @@ def answers(engine: DynamicInferenceEngine, num_requests: int = 6) -> list[list[
 
 
 def compiler_of(engine: DynamicInferenceEngine) -> PieceCompiler:
-    assert engine.parts.adopted.compiler is not None
-    return engine.parts.adopted.compiler
+    assert inspect(engine).adopted.compiler is not None
+    return inspect(engine).adopted.compiler
 
 
 def row_of(engine: DynamicInferenceEngine) -> Any:
-    return next(row for row in engine.parts.chosen.rows if row.operation == OPERATION)
+    return next(row for row in engine.kernels.rows if row.operation == OPERATION)
 
 
 def test_tokens_are_the_same_and_no_batch_size_compiles_anything(graphs_as_they_are):
@@ -89,7 +90,7 @@ def test_a_hybrids_mixers_attention_and_mlps_are_compiled_and_experts_are_not(gr
     at_start = compiler_of(engine).num_compiles
     assert answers(engine) == expected
     assert compiler_of(engine).num_compiles == at_start
-    layers = engine.parts.adopted.layers
+    layers = inspect(engine).adopted.layers
     assert all(isinstance(layer, CompiledLayer) for layer in layers)
     has_pieces = [any(type(operation) is Piece for operation in layer.operations) for layer in layers]
     assert has_pieces == [symbol != "E" for symbol in "M*-ME*M"]
@@ -129,11 +130,11 @@ def test_padded_steps_are_compiled_and_the_stand_in_of_a_graph_is_refused_with_a
     expected = answers(make_engine(model))
     engine = make_engine(model, compile_layers=True, num_cuda_graphs=-1)
     assert answers(engine) == expected
-    assert engine.parts.runner.graphs is not None and engine.parts.runner.graphs.pool.counts.replays
+    assert inspect(engine).runner.graphs is not None and inspect(engine).runner.graphs.pool.counts.replays
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
     with pytest.warns(ConfigWarning, match="does not see what compiled layers launch"):
         engine = make_engine(model, compile_layers=True, num_cuda_graphs=-1)
-    assert engine.parts.runner.graphs is None
+    assert inspect(engine).runner.graphs is None
 
 
 class _Attentive:
@@ -188,7 +189,7 @@ def test_without_a_compiler_layers_run_as_they_are_and_the_table_says_why(monkey
     with pytest.warns(ConfigWarning, match="compile_layers=True: .*no C\\+\\+ compiler"):
         engine = make_engine(model, compile_layers=True)
     assert row_of(engine).chosen == "as they are" and "no C++ compiler" in row_of(engine).reasons["torch.compile"]
-    assert engine.parts.adopted.compiler is None
+    assert inspect(engine).adopted.compiler is None
     assert answers(engine) == answers(make_engine(model))
 
 

@@ -10,9 +10,10 @@ import vocabularies
 from durable_case import PROMPT, VOCAB, Collector, add_all, assert_same, make_engine, make_model, pool_of
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.step_loop import FailedStep
+from megatron_infer.engine.executor import FailedStep
 from megatron_infer.errors import SnapshotError
 from megatron_infer.scheduler.request import FinishReason, Status, VersionSpan
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 STEPS = [0, 1, 2, 3, 5, 8, 14, 20]
@@ -58,7 +59,7 @@ def test_a_load_goes_on_with_the_same_tokens_and_logprobs(model, uninterrupted, 
         seen = Collector().step(source, steps)
         source.save_requests(tmp_path / "requests", kv=kv)
         states |= {request.status for request in all_requests(source)}
-        states |= {"mid prefill" for request in source.parts.scheduler.running_set.prefilling if request.scheduled}
+        states |= {"mid prefill" for request in inspect(source).scheduler.running_set.prefilling if request.scheduled}
         engine = make_engine(model, **settings)
         report = engine.load_requests(tmp_path / "requests")
         seen.take(report.finished)
@@ -75,7 +76,7 @@ def test_a_load_goes_on_with_the_same_tokens_and_logprobs(model, uninterrupted, 
 
 
 def all_requests(engine):
-    return [sample.request for group in engine.output_processor.groups for sample in group.samples]
+    return [sample.request for group in engine.output_processor.requests for sample in group.sequences]
 
 
 @pytest.mark.parametrize("kv", [False, True], ids=["tokens", "kv"])
@@ -126,7 +127,7 @@ def test_blocks_shared_by_samples_are_stored_once_and_shared_again(model, tmp_pa
     assert engine.load_requests(tmp_path / "requests").with_kv == ["0"]
     used = [each.stats().num_blocks - each.stats().num_free_blocks for each in (source, engine)]
     assert used[0] == used[1] == 6 + 4
-    block = source.parts.sizes.block_bytes
+    block = source.sizes.block_bytes
     assert 10 * block < (tmp_path / "requests").stat().st_size < 11 * block
 
 
@@ -137,7 +138,7 @@ def test_every_field_comes_back_exactly(model, tmp_path):
     source.save_requests(tmp_path / "requests")
     engine = make_engine(model, track_generated_token_events=True)
     engine.load_requests(tmp_path / "requests")
-    pairs = zip(source.output_processor.groups, engine.output_processor.groups, strict=True)
+    pairs = zip(source.output_processor.requests, engine.output_processor.requests, strict=True)
     for old, new in pairs:
         for name in ("id", "prompt", "prompt_ids", "params", "mode", "prompt_logprobs"):
             assert getattr(old, name) == getattr(new, name), name
@@ -147,7 +148,7 @@ def test_every_field_comes_back_exactly(model, tmp_path):
         if old.metrics.first_token_time is not None:
             assert new.metrics.ttft_s == pytest.approx(old.metrics.ttft_s, abs=1e-6)
         assert new.metrics.arrival_time > old.metrics.arrival_time - 1e-6  # an age: counted from now
-        for a, b in zip(old.samples, new.samples, strict=True):
+        for a, b in zip(old.sequences, new.sequences, strict=True):
             assert (a.index, a.logprobs, a.cumulative_logprob, a.sent) == (
                 b.index,
                 b.logprobs,
@@ -170,7 +171,7 @@ def test_odd_floats_survive_bit_by_bit(model, tmp_path):
     source = make_engine(model)
     rid = source.add_request(PROMPT, SamplingParams(max_tokens=9, logprobs=0, ignore_eos=True))
     Collector().step(source, 4)
-    sample = source.output_processor.get(rid).samples[0]
+    sample = source.output_processor.get(rid).sequences[0]
     odd = [-math.inf, -0.1 - 2**-54, -5e-324]
     for entry, value in zip(sample.logprobs, odd, strict=False):
         next(iter(entry.values())).logprob = value
@@ -178,7 +179,7 @@ def test_odd_floats_survive_bit_by_bit(model, tmp_path):
     source.save_requests(tmp_path / "requests")
     engine = make_engine(model)
     engine.load_requests(tmp_path / "requests")
-    loaded = engine.output_processor.get(rid).samples[0]
+    loaded = engine.output_processor.get(rid).sequences[0]
     got = [next(iter(entry.values())).logprob for entry in loaded.logprobs[:3]]
     assert [value.hex() for value in got] == [value.hex() for value in odd] and loaded.cumulative_logprob == -1 / 3
 
@@ -189,9 +190,9 @@ def test_a_failed_sample_keeps_its_error_while_the_others_go_on(model, tmp_path)
     source = make_engine(model)
     rid = source.add_request(PROMPT, params)
     Collector().step(source, 4)
-    broken = source.output_processor.get(rid).samples[0].request
+    broken = source.output_processor.get(rid).sequences[0].request
     source.output_processor.set_error(broken, FailedStep("logits are not finite"))
-    source.parts.scheduler.finish(broken, FinishReason.ERROR)
+    inspect(source).scheduler.finish(broken, FinishReason.ERROR)
     source.save_requests(tmp_path / "requests")
     engine = make_engine(model)
     engine.load_requests(tmp_path / "requests")
@@ -224,7 +225,7 @@ def test_text_and_streams_go_on_across_the_load_within_a_stop_string(tmp_path, k
         seen = Collector().step(source, steps, deltas=deltas)
         source.save_requests(tmp_path / "requests", kv=steps % 2 == 0)
         if len(source.output_processor):
-            num_held += bool(source.output_processor.groups[0].samples[0]._stops._held)
+            num_held += bool(source.output_processor.requests[0].sequences[0]._stops._held)
         engine = make_engine(text_model, **settings)
         report = engine.load_requests(tmp_path / "requests")
         seen.take(report.finished, deltas=deltas)
@@ -243,18 +244,18 @@ def test_other_weights_mark_only_the_tokens_drawn_after_the_load(model, tmp_path
     rid = source.add_request(PROMPT, params)
     Collector().step(source, 4)
     source.save_requests(tmp_path / "requests", kv=True)
-    drawn = list(source.output_processor.get(rid).samples[0].request.tokens)
+    drawn = list(source.output_processor.get(rid).sequences[0].request.tokens)
 
     same = make_engine(model)
     assert same.load_requests(tmp_path / "requests").with_kv == [rid]
-    history = same.output_processor.get(rid).samples[0].request.history
+    history = same.output_processor.get(rid).sequences[0].request.history
     Collector().step(same)
     assert history.spans == [VersionSpan(0, 0, 0, 0)]
 
     other = make_engine(make_model(seed=9))
     report = other.load_requests(tmp_path / "requests")
     assert report.recomputed == {rid: "the weights differ from those it was computed with"}
-    request = other.output_processor.get(rid).samples[0].request
+    request = other.output_processor.get(rid).sequences[0].request
     assert request.tokens == drawn
     Collector().step(other)
     version = other.stats().weight_version

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.durable import file_format as file_format
 from megatron_infer.errors import SnapshotError
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 
@@ -36,17 +37,17 @@ def refused(engine, path) -> str:
     """The reason `path` is refused, nothing of the engine being changed."""
     before = (
         engine.stats(),
-        engine.parts.input_processor.num_seeds,
-        engine.parts.input_processor.num_ids,
-        dict(engine.snapshot_manager.owed),
+        engine.input_processor.num_seeds,
+        engine.input_processor.num_ids,
+        dict(inspect(engine).snapshots.owed),
     )
     with pytest.raises(SnapshotError) as caught:
         engine.load_requests(path)
     assert before == (
         engine.stats(),
-        engine.parts.input_processor.num_seeds,
-        engine.parts.input_processor.num_ids,
-        dict(engine.snapshot_manager.owed),
+        engine.input_processor.num_seeds,
+        engine.input_processor.num_ids,
+        dict(inspect(engine).snapshots.owed),
     )
     return str(caught.value)
 
@@ -75,7 +76,7 @@ def test_every_flipped_bit_is_noticed(model, tmp_path):
         damaged[at] ^= 1 << chooser.randrange(8)
         path.write_bytes(damaged)
         with pytest.raises(SnapshotError):
-            engine.snapshot_manager.read(path)
+            inspect(engine).snapshots.read(path)
     path.write_bytes(good)
     assert engine.load_requests(path).loaded == ["0"]
 

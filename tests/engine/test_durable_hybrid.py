@@ -79,9 +79,9 @@ def test_states_of_another_model_are_not_gone_on_from(kind, model, uninterrupted
     path = tmp_path / "requests"
     source.save_requests(path, kv=True)
     greedy = {
-        group.id: list(group.samples[0].request.tokens)
-        for group in source.output_processor.groups
-        if group.params.temperature == 0 and len(group.samples[0].request.tokens) > len(group.prompt_ids)
+        state.id: list(state.sequences[0].request.tokens)
+        for state in source.output_processor.requests
+        if state.params.temperature == 0 and len(state.sequences[0].request.tokens) > len(state.prompt_ids)
     }
     assert greedy
     others = {

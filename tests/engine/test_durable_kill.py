@@ -18,6 +18,7 @@ from durable_case import PROMPT, Collector, make_engine, make_model
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.durable.journal import journal_path
 from megatron_infer.errors import DuplicateRequest, SnapshotError, UnknownRequest
+from megatron_infer.testing.inspect import inspect
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
@@ -275,6 +276,6 @@ def test_without_keeping_a_step_asks_nobody(model, tmp_path, monkeypatch):
     engine = make_engine(model)
     engine.keep_snapshots(tmp_path / "requests")
     engine.keep_snapshots(None)
-    monkeypatch.setattr(engine.snapshot_manager, "stepped", lambda outputs: pytest.fail("asked"))
+    monkeypatch.setattr(inspect(engine).snapshots, "stepped", lambda outputs: pytest.fail("asked"))
     engine.generate(PROMPT, GREEDY)
-    assert engine.output_processor.on_retire is None and not engine.snapshot_manager.owed
+    assert engine.output_processor.on_close is None and not inspect(engine).snapshots.owed

@@ -18,7 +18,7 @@ from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.durable import file_format as file_format
-from megatron_infer.durable.codec import Columns, Inline, SavedKV, decode_group, encode_group
+from megatron_infer.durable.codec import Columns, Inline, SavedKV, decode_request, encode_request
 from megatron_infer.durable.kv_restore import KVReturn, check_places, collect, describe, difference, num_places
 from megatron_infer.errors import SnapshotError
 from megatron_infer.memory.store_layout import StoreLayout
@@ -185,12 +185,12 @@ def attention():
 
 @pytest.mark.parametrize("numbers", [Columns, Inline])
 def test_records_carry_the_state(attention, numbers):
-    group = attention.output_processor.groups[0]
+    state = attention.output_processor.requests[0]
     for kv in (SavedKV(num_tokens=7, blocks=[3, 0], state=5), SavedKV(num_tokens=7, blocks=[], state=0)):
         column = numbers()
-        record = json.loads(json.dumps(encode_group(group, column, now=1.0, kv={group.samples[0].request.id: kv})))
+        record = json.loads(json.dumps(encode_request(state, column, now=1.0, kv={state.sequences[0].request.id: kv})))
         reader = Columns(column.tensors()) if numbers is Columns else Inline()
-        assert decode_group(record, reader, tokenizer=None, now=1.0).saved[0].kv == kv
+        assert decode_request(record, reader, tokenizer=None, now=1.0).saved[0].kv == kv
 
 
 def test_files_without_states_are_as_they_were(attention, tmp_path):

@@ -10,9 +10,10 @@ import torch
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.engine.step_loop import FailedStep
+from megatron_infer.engine.executor import FailedStep
 from megatron_infer.errors import DuplicateRequest, InvalidPrompt, PromptTooLong, RequestError, UnknownRequest
 from megatron_infer.runner.in_flight import LocalStep
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 128
@@ -239,7 +240,7 @@ def test_prompts_that_share_blocks_within_a_step_answer_as_alone(model):
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_its_numbers(model):
-    size = make_engine(model).parts.sizes.block_bytes / 2**30
+    size = make_engine(model).sizes.block_bytes / 2**30
     engine = make_engine(model, buffer_size_gb=4.5 * size)
     with pytest.raises(PromptTooLong, match="3 blocks of 16"):
         engine.add_request(list(range(60)))
@@ -257,12 +258,14 @@ def test_a_failing_forward_ends_its_requests_and_not_the_engine(model, monkeypat
     expected = make_engine(model).generate(PROMPT, params)[0].outputs[0].token_ids
     engine.add_request(PROMPT, params, request_id="doomed")
     engine.step()
-    real = engine.parts.adopted.hidden
-    monkeypatch.setattr(engine.parts.runner.model, "hidden", lambda step: (_ for _ in ()).throw(MemoryError("no room")))
+    real = inspect(engine).adopted.hidden
+    monkeypatch.setattr(
+        inspect(engine).runner.model, "hidden", lambda step: (_ for _ in ()).throw(MemoryError("no room"))
+    )
     output = engine.step()[-1]
     assert output.finished and output.outputs[0].finish_reason == "error" and isinstance(output.error, FailedStep)
     assert "no room" in str(output.error) and output.outputs[0].token_ids == expected[:1]
-    monkeypatch.setattr(engine.parts.runner.model, "hidden", real)
+    monkeypatch.setattr(inspect(engine).runner.model, "hidden", real)
     assert engine.generate(PROMPT, params)[0].outputs[0].token_ids == expected
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
@@ -273,13 +276,13 @@ def test_an_interrupt_loses_nothing(model, monkeypatch):
     expected = make_engine(model).generate(PROMPT, params)[0].outputs[0].token_ids
     rid = engine.add_request(PROMPT, params)
     engine.step()
-    real = engine.parts.adopted.hidden
+    real = inspect(engine).adopted.hidden
 
     def interrupted(step: object) -> torch.Tensor:
-        monkeypatch.setattr(engine.parts.runner.model, "hidden", real)
+        monkeypatch.setattr(inspect(engine).runner.model, "hidden", real)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.parts.runner.model, "hidden", interrupted)
+    monkeypatch.setattr(inspect(engine).runner.model, "hidden", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert drain(engine)[rid].outputs[0].token_ids == expected
@@ -370,7 +373,7 @@ def test_an_interrupt_of_any_step_loses_no_output_and_no_token(model, monkeypatc
     for i, one in enumerate(params):
         engine.add_request(PROMPT, one, request_id=str(i), stream="final")
     engine.add_request(PROMPT, request_id="gone")
-    owner, name = (LocalStep, "read") if where == "read" else (engine.parts.runner, "forward")
+    owner, name = (LocalStep, "read") if where == "read" else (inspect(engine).runner, "forward")
     original, calls = getattr(owner, name), [0]
 
     def interrupted(*args, **options):
@@ -397,7 +400,7 @@ def test_an_interrupt_of_any_step_loses_no_output_and_no_token(model, monkeypatc
 def test_an_interrupted_generate_leaves_nothing_of_itself_behind(model, monkeypatch, overlap):
     live = tiny_gpt(vocab_size=VOCAB, max_sequence_length=512, init_method_std=0.2).train()
     engine = make_engine(live, overlap=overlap)
-    forward, calls = engine.parts.runner.forward, [0]
+    forward, calls = inspect(engine).runner.forward, [0]
 
     def interrupted(*args):
         calls[0] += 1
@@ -405,7 +408,7 @@ def test_an_interrupted_generate_leaves_nothing_of_itself_behind(model, monkeypa
             raise KeyboardInterrupt
         return forward(*args)
 
-    monkeypatch.setattr(engine.parts.runner, "forward", interrupted)
+    monkeypatch.setattr(inspect(engine).runner, "forward", interrupted)
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 20)]  # one ends in the step in flight
     with pytest.raises(KeyboardInterrupt):
         engine.generate([PROMPT] * 2, params)

@@ -150,7 +150,7 @@ def test_new_weights_are_seen_by_both(name):
 
 
 def test_the_start_up_table_names_the_exact_backends():
-    rows = {row.operation: row for row in make_engine(tiny_gpt()).parts.chosen.rows}
+    rows = {row.operation: row for row in make_engine(tiny_gpt()).kernels.rows}
     assert rows["attention"].chosen == "native, one order" and "another order" in rows["attention"].reasons["native"]
     assert "exact" in rows["norms, activations"].chosen
 

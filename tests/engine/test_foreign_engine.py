@@ -15,6 +15,7 @@ from megatron_infer.kernels import (
     mamba_ssm_scan,
 )
 from megatron_infer.kernels.select import BACKEND_VARIABLE
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
@@ -46,7 +47,7 @@ def answers(model, **settings):
     done = {}
     while len(done) < len(PROMPTS):
         done |= {out.request_id: list(out.outputs[0].token_ids) for out in engine.step() if out.finished}
-    return done, {row.operation: row.chosen for row in engine.parts.chosen.rows}
+    return done, {row.operation: row.chosen for row in engine.kernels.rows}
 
 
 @pytest.mark.parametrize(
@@ -84,17 +85,17 @@ def test_sampling_by_flashinfer_draws_a_seeds_tokens_behind_the_graphs(monkeypat
         base = {"buffer_size_gb": 0.05, "max_requests": 4, "max_tokens": 32, "max_sequence_length": 128}
         base |= {"enable_chunked_prefill": True, "block_size_tokens": 16, "num_cuda_graphs": -1}
         engine = DynamicInferenceEngine(model, InferenceConfig(**base | settings))
-        if engine.parts.chosen.search is not None:
-            search = engine.parts.runner.sampler.search
-            engine.parts.runner.sampler.search = lambda *given: asked.append(given) or search(*given)
+        if engine.kernels.search is not None:
+            search = inspect(engine).runner.sampler.search
+            inspect(engine).runner.sampler.search = lambda *given: asked.append(given) or search(*given)
         return engine, [out.outputs[0].token_ids for out in engine.generate(PROMPTS, params)]
 
     plain, wanted = drawn()
-    assert plain.parts.runner.graphs.pool.counts.replays and not plain.parts.runner.graphs.drawn_outside
+    assert inspect(plain).runner.graphs.pool.counts.replays and not inspect(plain).runner.graphs.drawn_outside
     engine, got = drawn(sampling_backend="flashinfer")
-    chosen = {row.operation: row.chosen for row in engine.parts.chosen.rows}
+    chosen = {row.operation: row.chosen for row in engine.kernels.rows}
     assert chosen["argmax, sampling"] == "flashinfer" and got == wanted and asked
-    replays, outside = engine.parts.runner.graphs.pool.counts.replays, engine.parts.runner.graphs.drawn_outside
+    replays, outside = inspect(engine).runner.graphs.pool.counts.replays, inspect(engine).runner.graphs.drawn_outside
     assert outside == {"FlashInfer draws behind the graph": engine.figures().graph_draws_outside}
     assert 0 < engine.figures().graph_draws_outside <= replays
 

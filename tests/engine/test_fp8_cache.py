@@ -16,6 +16,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels.kv_rounding import FP8
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 
@@ -111,12 +112,12 @@ def test_features_give_the_same_answers(model, expected, monkeypatch, name):
     check_same(run(engine), expected)
     counters = engine.stats().counters
     if name == "static_graphs":
-        assert engine.parts.runner.graphs.pool.counts.replays > 0
+        assert inspect(engine).runner.graphs.pool.counts.replays > 0
     if "prefix" in name:
         assert counters["prefix_hit_tokens"] > 0
     if name.startswith("tiny_pool"):
-        assert engine.parts.scheduler.stats.evicted > 0
-    assert engine.parts.runner.store.kv_cache.dtype is FP8
+        assert inspect(engine).scheduler.stats.evicted > 0
+    assert inspect(engine).store.kv_cache.dtype is FP8
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
@@ -129,7 +130,7 @@ def test_a_hybrid_keeps_its_states_exact_and_its_keys_in_eight_bits():
     want = run(make_engine(model, mamba_memory_ratio=0.5))
     engine = make_engine(model, mamba_memory_ratio=0.5, max_tokens=16, overlap=True)
     check_same(run(engine), want)
-    store = engine.parts.runner.store
+    store = inspect(engine).store
     assert store.kv_cache.dtype is FP8 and store.states.conv_SLCW.dtype is torch.float32
 
 
@@ -186,7 +187,7 @@ def test_log_probabilities_of_a_real_model_are_within_measured_bounds():
         config = InferenceConfig(
             kv_cache_dtype=dtype, buffer_size_gb=0.1, block_size_tokens=16, max_requests=4, max_sequence_length=128
         )
-        engine = DynamicInferenceEngine(llm.engine.parts.model, config, tokenizer=llm.tokenizer)
+        engine = DynamicInferenceEngine(llm.engine.model, config, tokenizer=llm.tokenizer)
         outputs = engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
         rows = zip(outputs, prompts, strict=True)
         found.append(
@@ -204,7 +205,7 @@ def test_log_probabilities_of_a_real_model_are_within_measured_bounds():
 
 
 def test_a_block_takes_a_byte_for_each_number(model):
-    sizes = {name: make_engine(model, kv_cache_dtype=name).parts.sizes for name in ("auto", "fp8_e4m3")}
+    sizes = {name: make_engine(model, kv_cache_dtype=name).sizes for name in ("auto", "fp8_e4m3")}
     assert sizes["auto"].block_bytes == 4 * sizes["fp8_e4m3"].block_bytes
     assert sizes["fp8_e4m3"].num_blocks == 4 * sizes["auto"].num_blocks + sizes["fp8_e4m3"].num_blocks % 4
     assert sizes["fp8_e4m3"].how["block_bytes"].startswith("1 B (float8_e4m3fn) x 2 (K, V) x ")

@@ -17,6 +17,7 @@ from megatron_infer.errors import TransitionFailed
 from megatron_infer.outputs.embeddings import params_for
 from megatron_infer.outputs.request_output import CompletionOutput
 from megatron_infer.testing.eager_recorder import EAGER
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 
@@ -76,8 +77,8 @@ def make_engine(model, **settings: Any) -> DynamicInferenceEngine:
 
 
 def pool_of(engine: DynamicInferenceEngine) -> GraphPool:
-    assert engine.parts.runner.graphs is not None
-    return engine.parts.runner.graphs.pool
+    assert inspect(engine).runner.graphs is not None
+    return inspect(engine).runner.graphs.pool
 
 
 def work(count: int = 7) -> list[tuple[list[int], SamplingParams]]:
@@ -108,7 +109,7 @@ def check_used(engine: DynamicInferenceEngine) -> None:
     """Steps were replayed, every shape that was met could be captured, and all tokens of such steps drawn within."""
     counts = pool_of(engine).counts
     assert counts.replays > 0 and counts.uncaptured == 0, counts
-    assert not pool_of(engine).refused and not engine.parts.runner.graphs.drawn_outside
+    assert not pool_of(engine).refused and not inspect(engine).runner.graphs.drawn_outside
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +164,8 @@ def test_outputs_made_behind_a_replayed_step_come_from_its_logits_and_hidden_sta
 
     plain = outputs(make_engine(gpt))
     engine = make_engine(gpt, **GRAPHS, overlap=True, max_requests=10)
-    mixed, ready = [], engine.parts.runner.graphs.ready
-    engine.parts.runner.graphs.ready = lambda plan: mixed.append((plan, ready(plan))) or mixed[-1][1]
+    mixed, ready = [], inspect(engine).runner.graphs.ready
+    inspect(engine).runner.graphs.ready = lambda plan: mixed.append((plan, ready(plan))) or mixed[-1][1]
     replayed = outputs(engine)
     check_used(engine)
     asks = [
@@ -222,7 +223,7 @@ def test_draws_and_their_details_are_the_same_within_graphs_and_outside(gpt, mod
         for i in (3, 9, 15):
             if engine.num_steps % 6 == 0 and f"aborted {i}" in engine.output_processor:
                 aborted += len(engine.abort(f"aborted {i}").outputs[0].token_ids) > 0
-    counts, outside = pool_of(engine).counts, engine.parts.runner.graphs.drawn_outside
+    counts, outside = pool_of(engine).counts, inspect(engine).runner.graphs.drawn_outside
     assert 0 < outside["a list of more than 6 ids"] == engine.figures().graph_draws_outside < counts.replays
     assert engine.stats().counters["evicted"] and aborted, "too little to test"
     for i, want in enumerate(expected):
@@ -276,10 +277,10 @@ def test_a_capture_writes_to_padding_alone(model):
         engine.add_request(prompt, params)
     for _ in range(3):
         engine.step()
-    runner, store = engine.parts.runner, engine.parts.runner.store
+    runner, store = inspect(engine).runner, inspect(engine).store
     pool = pool_of(engine)
     pool.drop("test")
-    dummy_block, dummy_row = store.layout.dummy_block, engine.parts.sizes.max_requests
+    dummy_block, dummy_row = store.layout.dummy_block, engine.sizes.max_requests
     rows = [row for row in range(store.layout.num_state_slots) if row != dummy_row]
 
     def in_use() -> list[torch.Tensor]:
@@ -304,7 +305,7 @@ def test_a_number_of_the_host_that_leaks_into_a_capture_shows(gpt, monkeypatch):
     """The stand-in repeats the numbers of the capture, as CUDA does: a step that reads the host goes wrong."""
     expected = answers(make_engine(gpt), work())
     engine = make_engine(gpt, **GRAPHS)
-    attention, run = engine.parts.chosen.attention, type(engine.parts.chosen.attention).run
+    attention, run = engine.kernels.attention, type(engine.kernels.attention).run
 
     def leaky(self, q, *args, **kwargs):
         return run(self, q * float(1.0 + self._step.kv_len.max()), *args, **kwargs)
@@ -329,9 +330,9 @@ def test_a_number_of_the_host_that_leaks_into_a_capture_shows(gpt, monkeypatch):
 def test_what_a_graph_cannot_hold_is_refused_and_the_step_runs_uncaptured(gpt, monkeypatch, ask, what):
     expected = answers(make_engine(gpt), work(3))
     engine = make_engine(gpt, **GRAPHS)
-    run = type(engine.parts.chosen.attention).run
+    run = type(engine.kernels.attention).run
     monkeypatch.setattr(
-        type(engine.parts.chosen.attention),
+        type(engine.kernels.attention),
         "run",
         lambda self, q, *rest, **named: run(self, ask(q) * 0 + q, *rest, **named),
     )
@@ -374,7 +375,7 @@ def test_graphs_survive_a_suspend_exactly_when_addresses_do(gpt, mode, static):
 
 def test_a_suspend_that_fails_drops_graphs_of_a_cache_that_other_ranks_may_have_moved(gpt, monkeypatch):
     engine = make_engine(gpt, **GRAPHS)
-    expected, pool, store = answers(engine, work()), pool_of(engine), engine.parts.runner.store
+    expected, pool, store = answers(engine, work()), pool_of(engine), inspect(engine).store
 
     def offload(*args, **kwargs):
         raise MemoryError("no room on this rank; another is done already")
@@ -389,7 +390,7 @@ def test_a_suspend_that_fails_drops_graphs_of_a_cache_that_other_ranks_may_have_
 
 def test_graphs_of_a_cache_that_moved_by_itself_are_dropped(gpt):
     engine = make_engine(gpt, **GRAPHS)
-    expected, pool, store = answers(engine, work()), pool_of(engine), engine.parts.runner.store
+    expected, pool, store = answers(engine, work()), pool_of(engine), inspect(engine).store
     kept = store.kv_cache  # so that its place is not taken again
     store.offload([], lambda what: None)
     store.restore(set(), lambda what: None)
@@ -452,8 +453,8 @@ def test_without_a_gpu_or_kernels_that_can_be_captured_the_reason_is_given(gpt, 
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "torch")
     with pytest.warns(ConfigWarning, match="attention 'torch' decides on the host; every step runs eagerly"):
         engine = make_engine(gpt, **GRAPHS)
-    assert engine.parts.runner.graphs is None and answers(engine, work(3)) == expected
-    assert "decides on the host" in engine.parts.chosen.table()
+    assert inspect(engine).runner.graphs is None and answers(engine, work(3)) == expected
+    assert "decides on the host" in engine.kernels.table()
     monkeypatch.delenv("MEGATRON_INFER_GRAPHS")
     with pytest.warns(ConfigWarning, match="no graphs on a CPU; every step runs eagerly"):
         make_engine(gpt, **GRAPHS)

@@ -14,6 +14,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE, GraphPool
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.eager_recorder import EAGER
+from megatron_infer.testing.inspect import inspect
 
 pytestmark = pytest.mark.gpu
 VOCAB = 128
@@ -38,8 +39,8 @@ def make_engine(model, **settings: Any) -> DynamicInferenceEngine:
 
 
 def pool_of(engine: DynamicInferenceEngine) -> GraphPool:
-    assert engine.parts.runner.graphs is not None, engine.parts.chosen.table()
-    return engine.parts.runner.graphs.pool
+    assert inspect(engine).runner.graphs is not None, engine.kernels.table()
+    return inspect(engine).runner.graphs.pool
 
 
 def work() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -67,7 +68,7 @@ def test_tokens_are_those_of_the_padded_step_run_eagerly_and_of_the_exact_one(mo
 
 def test_a_replay_has_the_bits_of_the_same_step_run_eagerly(model):
     engine = make_engine(model, num_cuda_graphs=-1)
-    runner, graphs = engine.parts.runner, engine.parts.runner.graphs
+    runner, graphs = inspect(engine).runner, inspect(engine).runner.graphs
     launch, compared = graphs.launch, []
 
     def both(shape, batch, **named):
@@ -92,7 +93,7 @@ def test_a_replay_has_the_bits_of_the_same_step_run_eagerly(model):
 
 def test_a_capture_leaves_what_lives_alone_and_its_memory_is_measured_and_given_back(model):
     engine = make_engine(model, num_cuda_graphs=8)
-    expected, pool, store = answers(engine), pool_of(engine), engine.parts.runner.store
+    expected, pool, store = answers(engine), pool_of(engine), inspect(engine).store
     freed = engine.suspend(tags=["graphs"]).tags["graphs"].bytes_freed
     assert freed > 0 == pool.num_bytes
     engine.resume()
@@ -131,6 +132,6 @@ def test_a_replay_sees_weights_that_were_updated_in_place(model):
 def test_no_memory_left_means_no_graph_and_the_same_answers(model, monkeypatch):
     expected = answers(make_engine(model))
     engine = make_engine(model, num_cuda_graphs=-1)
-    monkeypatch.setattr(engine.parts.device, "available_bytes", lambda: 0)
+    monkeypatch.setattr(engine.device, "available_bytes", lambda: 0)
     assert answers(engine) == expected
     assert not pool_of(engine).captured and pool_of(engine).counts.uncaptured > 0

@@ -12,6 +12,7 @@ from state_sabotage import finish, worst_error
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.testing.inspect import inspect
 
 PROMPTS = [[(7 * i + 3 * j) % 120 + 4 for j in range(n)] for i, n in enumerate((50, 41, 66, 50))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
@@ -81,7 +82,7 @@ def test_requests_that_training_fell_into_say_which_weights_made_what(kind, mode
         engine.add_request(prompt, GREEDY, request_id=f"running-{i}", stream="final")
     for _ in range(8):
         engine.step()
-    drawn = [list(request.tokens) for request in engine.parts.scheduler.running_set.decoding]
+    drawn = [list(request.tokens) for request in inspect(engine).scheduler.running_set.decoding]
     assert all(len(tokens) > len(prompt) for tokens, prompt in zip(drawn, PROMPTS, strict=False))
     with engine.suspended(mode):
         for _ in range(2):

@@ -28,6 +28,7 @@ from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.runner.step_buffer import StepBuffer
 from megatron_infer.sampling.sampler import Sampler
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.static_kernels import STATIC, StaticScan
 from megatron_infer.testing.tiny import tiny_hybrid
 
@@ -93,7 +94,7 @@ def answers(
     engine: DynamicInferenceEngine, *, between: Callable[[DynamicInferenceEngine, int], object] = lambda *_: None
 ) -> dict[str, list[list[int]]]:
     """Tokens by request; between(engine, step) after each step. An interrupt of a step is answered with the next."""
-    kind = "attention" if not engine.parts.adopted.ssm_specs else "mamba"
+    kind = "attention" if not inspect(engine).adopted.ssm_specs else "mamba"
     for i, (prompt, params) in enumerate(work(kind)):
         engine.add_request(prompt, params, request_id=str(i))
     found: dict[str, list[list[int]]] = {}
@@ -119,7 +120,7 @@ def late_answers(monkeypatch, model, *, between=lambda *_: None, keeps_up: float
         found = answers(engine, between=between)
     assert gpu.furthest > 200, "the device was never far behind"
     if "num_cuda_graphs" in settings:
-        pool = engine.parts.runner.graphs.pool
+        pool = inspect(engine).runner.graphs.pool
         assert gpu.counts["replays"] == pool.counts.replays > 10 and not pool.refused
     return engine, found
 
@@ -355,7 +356,7 @@ def test_an_interrupt_of_the_wait_behind_an_interrupt_leaves_the_engine_whole(mo
 def test_a_wait_for_the_device_ends_when_another_rank_is_gone_and_costs_no_token(models, expected, monkeypatch):
     gpu, looks = LateGpu(monkeypatch, keeps_up=0.02), [0]
     engine = make_engine(models["attention"], **GRAPHS)
-    device = engine.parts.device
+    device = engine.device
 
     def look() -> None:
         looks[0] += 1
@@ -405,5 +406,5 @@ def test_a_warm_up_that_raises_is_over_before_the_step_it_was_for(ordered, model
     except IndexError:  # garbage is no index
         is_right = False
     assert is_right is ordered
-    assert set(engine.parts.runner.graphs.pool.refused.values()) == {"no such kernel"}
-    assert isinstance(engine.parts.runner.graphs.pool.recorder, CudaRecorder)
+    assert set(inspect(engine).runner.graphs.pool.refused.values()) == {"no such kernel"}
+    assert isinstance(inspect(engine).runner.graphs.pool.recorder, CudaRecorder)

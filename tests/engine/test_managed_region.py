@@ -13,6 +13,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine import build
 from megatron_infer.memory.regions import choose, managed
 from megatron_infer.memory.store_layout import StoreLayout
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
@@ -146,4 +147,4 @@ def test_persist_lets_pages_migrate_and_resume_prefetches_what_requests_hold(fak
     engine.suspend("recompute")
     assert MAY_MIGRATE in journal(fake)
     engine.resume()
-    assert len(engine.parts.scheduler.waiting) + engine.parts.scheduler.num_running == 1
+    assert len(inspect(engine).scheduler.waiting) + inspect(engine).scheduler.num_running == 1

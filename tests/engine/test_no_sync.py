@@ -14,6 +14,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.memory.device import Device, HostRead
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
@@ -72,11 +73,11 @@ def test_a_step_waits_once_and_asks_the_device_nothing(kind, settings, monkeypat
         for what, count in (("its prefill", 1), ("the steps behind it", 2)):
             watch.hits.clear()
             with watch:
-                waits = waits_of(engine.parts.device, lambda n=count: [engine.step() for _ in range(n)])
+                waits = waits_of(engine.device, lambda n=count: [engine.step() for _ in range(n)])
             assert waits == {"read": count}, (name, what, waits)
             hits = [hit for hit in watch.hits if not hit.startswith(KNOWN)]
             assert not hits, (name, what, hits)
-        for group in engine.output_processor.groups[1:]:
+        for group in engine.output_processor.requests[1:]:
             engine.abort(group.id)
 
 
@@ -90,7 +91,7 @@ def test_blocks_that_go_to_the_host_and_come_back_make_no_step_wait(monkeypatch)
         engine.add_request(list(range(4 + first, 24)), params, stream="delta")
     for _ in range(2):
         engine.step()
-    device, stats = engine.parts.device, engine.parts.scheduler.stats
+    device, stats = engine.device, inspect(engine).scheduler.stats
     with watch:
         while not stats.swapped_in:
             assert waits_of(device, engine.step) in ({"read": 1}, {})  # no request may have room for a while
@@ -109,7 +110,7 @@ KNOWN = (
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_launch_waits_for_nothing_and_with_overlap_comes_before_the_read(overlap, monkeypatch):
     engine, order = make_engine(make_model("attention"), overlap=overlap), []
-    launch, wait, device = engine.loop._launch, HostRead.wait, engine.parts.device
+    launch, wait, device = engine.loop._launch, HostRead.wait, engine.device
 
     def launched(*args):
         order.append("launch")
@@ -128,7 +129,7 @@ def test_a_launch_waits_for_nothing_and_with_overlap_comes_before_the_read(overl
 def test_a_step_that_draws_nothing_waits_for_nothing():
     engine = make_engine(make_model("attention"), enable_chunked_prefill=True, max_tokens=16)
     engine.add_request(list(range(4, 60)), CASES["greedy"], stream="delta")
-    assert waits_of(engine.parts.device, engine.step) == {}
+    assert waits_of(engine.device, engine.step) == {}
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -141,7 +142,7 @@ def test_decode_steps_upload_nothing_while_no_block_is_added(graphs, monkeypatch
     for _ in range(6):  # the last of them has its second block
         engine.step()
     uploads, replays = [], []
-    device, runner = engine.parts.device, engine.parts.runner
+    device, runner = engine.device, inspect(engine).runner
     upload, to_device = device.upload, device.to_device
     monkeypatch.setattr(device, "upload", lambda host, target: (uploads.append("upload"), upload(host, target)))
     monkeypatch.setattr(device, "to_device", lambda array: (uploads.append("to_device"), to_device(array))[1])

@@ -16,6 +16,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, StaleCache, TransitionFailed, TransitionTimeout, WrongState
 from megatron_infer.models.adopt import adopt
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.weights.derived import DerivedCache
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
@@ -145,7 +146,7 @@ def test_spans_tell_which_weights_made_each_token(model, running, overlap):
     engine = make_engine(model, overlap=overlap)
     start(engine, 6)
     engine.pause()  # commits what is in flight: what has been drawn is exact
-    drawn = {name: engine.output_processor.get(name).samples[0].request.num_output for name in "0123"}
+    drawn = {name: engine.output_processor.get(name).sequences[0].request.num_output for name in "0123"}
     assert all(drawn.values())
     change(model, 1)
     engine.set_weight_version(7, running=running)
@@ -197,7 +198,7 @@ def test_a_planted_stale_copy_is_caught(model):
     engine = make_engine(model)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
     kept = {"sum": weight.sum().item()}
-    engine.parts.derived.register(
+    engine.weights.derived.register(
         DerivedCache(
             name="a forgetful cache",
             refresh=lambda: None,
@@ -217,8 +218,8 @@ def test_a_planted_stale_copy_is_caught(model):
 @every_kind
 def test_derived_copies_are_refreshed_and_their_staleness_shows(model, kind):
     engine = make_engine(model)
-    packed, scan = engine.parts.chosen.packed, ["scan weights"] if kind in RECURRENT else []
-    assert set(engine.parts.derived.names) == {"packed weights", "rotary tables", *scan}
+    packed, scan = engine.kernels.packed, ["scan weights"] if kind in RECURRENT else []
+    assert set(engine.weights.derived.names) == {"packed weights", "rotary tables", *scan}
     mixer = model.decoder.layers[0].mixer if scan else None
     plants: dict[str, list[torch.Tensor]] = {
         "packed weights": [(mixer.in_proj if scan else model.decoder.layers[0].self_attention.linear_qkv).weight.data]
@@ -236,14 +237,14 @@ def test_derived_copies_are_refreshed_and_their_staleness_shows(model, kind):
             engine.refresh_weights()
             engine.verify_weights()
     with pytest.raises(ValueError, match="registered already"):
-        engine.parts.derived.register(DerivedCache(name="rotary tables", refresh=print, differs=lambda: None))
+        engine.weights.derived.register(DerivedCache(name="rotary tables", refresh=print, differs=lambda: None))
 
 
 def test_copies_that_stay_over_a_suspend_follow_an_update_within_it(model):
     engine = make_engine(model)
     weight = model.decoder.layers[0].mlp.linear_fc1.weight
     kept: dict[str, float] = {}
-    engine.parts.derived.register(
+    engine.weights.derived.register(
         DerivedCache(
             name="a small copy",
             refresh=lambda: kept.update(sum=weight.sum().item()),
@@ -380,7 +381,7 @@ def test_async_commands_and_requests_of_a_caller_that_left_are_not_carried_out(m
                 pass
             await asyncio.wrap_future(llm._thread.call(lambda: None))  # whatever was to be done has been done
             assert "left" not in engine.output_processor
-            assert engine.parts.scheduler.stats.finished == 2
+            assert inspect(engine).scheduler.stats.finished == 2
             assert len(llm._thread._sinks) == 0
 
     asyncio.run(main())

@@ -14,6 +14,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.testing.inspect import inspect
 
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 """Pure Mamba models are in the tables of those who swap, too."""
@@ -102,7 +103,7 @@ def run(engine: DynamicInferenceEngine, drawing: str, order: int | None = None) 
     outputs: dict[int, RequestOutput] = dict(
         zip(places, engine.generate([prompts[i] for i in places], [params[i] for i in places]), strict=True)
     )
-    assert engine.parts.context.num_free_rows == engine.parts.sizes.max_requests, "a row leaked"
+    assert inspect(engine).context.num_free_rows == engine.sizes.max_requests, "a row leaked"
     assert engine.stats().num_free_blocks == engine.stats().num_blocks, "a block leaked"
     return [outputs[i].outputs[0].token_ids for i in range(len(prompts))]
 

@@ -73,7 +73,7 @@ def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicIn
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BACKEND_VARIABLE, "torch")
         engine = DynamicInferenceEngine(model, InferenceConfig(**settings))
-    assert engine.parts.chosen.scan.name == "torch"
+    assert engine.kernels.scan.name == "torch"
     return engine
 
 

@@ -20,6 +20,7 @@ from paged_step import Cache
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.testing.inspect import inspect
 
 VOCAB = 128
 NUM_WEIGHTS = 4
@@ -60,7 +61,7 @@ class Harness:
     def __post_init__(self) -> None:
         self.load(0)
         self.engine = DynamicInferenceEngine(self.model, InferenceConfig(**self.settings()))
-        forward = self.engine.parts.runner.forward
+        forward = inspect(self.engine).runner.forward
 
         def logged(plan: Any, *rest: Any) -> Any:
             pieces = [(r, start, 1, False) for r, start in zip(plan.decode, plan.decode_starts, strict=True)]
@@ -72,7 +73,7 @@ class Harness:
                 self.log.setdefault(request.id, []).append(Piece(start, n, self.weights, self.label, begins))
             return forward(plan, *rest)
 
-        self.engine.parts.runner.forward = logged
+        inspect(self.engine).runner.forward = logged
 
     def settings(self) -> dict[str, Any]:
         """A tight pool or an ample one, with a host to swap to or none, and few states for prefixes or many."""
@@ -161,7 +162,7 @@ class Harness:
             self.take(self.engine.step())
 
     def abort(self) -> None:
-        live = [group.id for group in self.engine.output_processor.groups]
+        live = [group.id for group in self.engine.output_processor.requests]
         if live:
             self.take([self.engine.abort(self.rng.choice(live))])
 
@@ -182,7 +183,7 @@ class Harness:
 
     def check(self, name: str, output: Any) -> None:
         tokens, sample = list(self.prompts[name]), output.outputs[0]
-        adopted = self.engine.parts.adopted
+        adopted = inspect(self.engine).adopted
         cache, labels = Cache(adopted, num_blocks=64), []
         spans: list[tuple[int, int, int, int]] = []
         num_output = len(sample.token_ids)
@@ -270,4 +271,4 @@ def test_an_engine_made_under_inference_mode_takes_new_weights_outside_of_it(kin
     engine.refresh_weights()
     engine.suspend(tags=["weights"])
     engine.resume()
-    engine.parts.verify_derived()
+    engine.weights.verify()

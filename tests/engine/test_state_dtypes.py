@@ -15,6 +15,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.testing.inspect import inspect
 
 VOCAB, BLOCK = 128, 16
 DTYPES = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16")]
@@ -49,11 +50,11 @@ def prompts(count: int) -> list[list[int]]:
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 def test_log_probabilities_are_those_of_the_training_path_but_for_rounding(model, dtypes):
     engine = make_engine(model, dtypes, enable_chunked_prefill=True, max_tokens=24)
-    states, shape = engine.parts.runner.store.states, engine.parts.shape.state
+    states, shape = inspect(engine).store.states, engine.shape.state
     kept = states.layer(0)
     assert (kept.conv_SCW.dtype, kept.ssm_SHPN.dtype) == tuple(getattr(torch, name) for name in dtypes)
     content = math.prod(shape.conv_shape) * kept.conv_SCW.itemsize + math.prod(shape.ssm_shape) * kept.ssm_SHPN.itemsize
-    assert 0 <= engine.parts.sizes.state_slot_bytes - shape.num_layers * content < 128  # padding
+    assert 0 <= engine.sizes.state_slot_bytes - shape.num_layers * content < 128  # padding
     (prompt,) = prompts(1)
     output = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0))[0]
     ids = prompt + output.outputs[0].token_ids

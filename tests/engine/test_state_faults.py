@@ -31,13 +31,14 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.copies import CopyKind
 from megatron_infer.context.prefix_hash import salted
 from megatron_infer.context.state_cache import StateCache
-from megatron_infer.engine.build import Assembly
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import StaleCache
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.fused_mixer import ScanWeights
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.testing.inspect import inspect
+from megatron_infer.weights.manager import WeightManager
 
 BLOCK = 16
 RNG = random.Random(3)
@@ -114,10 +115,10 @@ def test_evicted_request_does_not_resume_on_what_its_row_or_anothers_held(model,
         lie_to_scan(engine, never_fresh)
     add(engine, *PROMPTS[:3])
     steps(engine, 8)
-    live = engine.parts.scheduler.running_set.decoding
+    live = inspect(engine).scheduler.running_set.decoding
     rows = {request: request.lease.row for request in live}
     for victim in list(live)[:2]:
-        engine.parts.scheduler.preemption.evict(victim)
+        inspect(engine).scheduler.preemption.evict(victim)
     steps(engine, 1)
     assert {request.lease.row for request in rows} == set(rows.values())
     assert [request.lease.row for request in rows] != list(rows.values()), "everyone is where it was"
@@ -130,8 +131,8 @@ def test_swapped_request_comes_back_with_its_own_state(protected):
     engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=0.01)
     add(engine, *PROMPTS[:3])
     steps(engine, 8)
-    for victim in list(engine.parts.scheduler.running_set.decoding)[:2]:
-        engine.parts.scheduler.preemption.evict(victim)
+    for victim in list(inspect(engine).scheduler.running_set.decoding)[:2]:
+        inspect(engine).scheduler.preemption.evict(victim)
     assert engine.stats().counters["swapped_out"] == 2
     if not protected:
         lose_copies(engine, CopyKind.STATE_IN)
@@ -150,7 +151,7 @@ def test_newcomer_in_a_row_whose_last_step_was_in_flight_starts_from_nothing(mod
         lie_to_scan(engine, never_fresh)
     rows: dict[str, int] = {}
     in_flight_at_end = []
-    running_set = engine.parts.scheduler.running_set
+    running_set = inspect(engine).scheduler.running_set
     finish_in_set = running_set.finish
 
     def seen(request: Any, *args: Any) -> None:
@@ -171,7 +172,7 @@ def test_newcomer_in_a_row_whose_last_step_was_in_flight_starts_from_nothing(mod
 def test_padding_rows_do_not_reach_a_live_state(model, protected):
     """Rows that a step of fixed size is filled up with compute in the dummy slot, all of them."""
     engine = make_engine(model, enable_chunked_prefill=True, max_tokens=40)
-    lie_to_scan(engine, padded_with(engine.parts.sizes.max_requests if protected else 0))
+    lie_to_scan(engine, padded_with(engine.sizes.max_requests if protected else 0))
     add(engine, *PROMPTS[:4])
     judge(model, finish(engine), protected, count=4)
 
@@ -180,9 +181,9 @@ def test_no_slot_is_read_or_written_but_by_its_holder(model):
     """Before each step everything that nobody holds is made NaN, the dummy too; afterwards it is NaN still."""
     settings = cache(model, 6) | {"enable_chunked_prefill": True, "max_tokens": 24, "check_invariants": True}
     engine = make_engine(model, **settings)
-    context, store = engine.parts.context, engine.parts.runner.store
-    every = set(range(engine.parts.sizes.num_state_slots))
-    forward = engine.parts.runner.forward
+    context, store = inspect(engine).context, inspect(engine).store
+    every = set(range(engine.sizes.num_state_slots))
+    forward = inspect(engine).runner.forward
 
     def poisoned(plan: Any, *args: Any) -> Any:
         kept = {slot for slot in every if slot > context.num_rows} - set(context.states.slots._free)
@@ -192,7 +193,7 @@ def test_no_slot_is_read_or_written_but_by_its_holder(model):
         assert store.read_states(free).eq(0xFF).all(), "a slot was written that nobody holds"
         return flight
 
-    engine.parts.runner.forward = poisoned
+    inspect(engine).runner.forward = poisoned
     stem = PROMPTS[4][:40]
     add(engine, *(stem + prompt for prompt in PROMPTS[:4]), max_tokens=12)
     outputs = finish(engine)
@@ -212,7 +213,7 @@ def test_requests_that_end_anywhere_leave_no_slot_behind(model):
         for name in (f"alone{num_steps}-0", f"alone{num_steps}-1", f"group{num_steps}"):
             engine.abort(name)
         engine.step()
-    context = engine.parts.context
+    context = inspect(engine).context
     context.check()
     assert not engine.has_unfinished() and not context.held_state_slots()
     assert context.num_free_rows == SIZES["max_requests"]
@@ -228,9 +229,9 @@ def test_siblings_have_states_of_their_own(model, fault, protected):
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=16, ignore_eos=True, logprobs=0)
     engine.add_request(PROMPTS[0], params, stream="final")
     engine.step()
-    rows = [request.lease.row for request in engine.parts.scheduler.running_set.decoding]
+    rows = [request.lease.row for request in inspect(engine).scheduler.running_set.decoding]
     assert len(set(rows)) == 3
-    states = engine.parts.runner.store.read_states(rows)
+    states = inspect(engine).store.read_states(rows)
     if not protected and fault == "shared":
         lie_to_scan(engine, in_rows_of(dict.fromkeys(rows, rows[0])))
     outputs = finish(engine)
@@ -312,9 +313,9 @@ def test_states_inside_of_slices_are_those_of_their_positions(model, protected):
 def test_states_of_former_weights_are_not_gone_on_from(model, write, protected, monkeypatch):
     engine = make_engine(model, **cache(model, 4))
     if not protected:
-        monkeypatch.setattr(Assembly, "root", lambda self: b"always the same")
+        monkeypatch.setattr(WeightManager, "root", b"always the same")
         engine.reset_prefix_cache()
-        engine.parts.scheduler.root = b"always the same"
+        inspect(engine).scheduler.root = b"always the same"
     engine.generate(PROMPTS[2], greedy(4))
     change_weights(model)
     if write == "announced":
@@ -328,7 +329,6 @@ def test_states_of_former_weights_are_not_gone_on_from(model, write, protected, 
 @both_ways
 def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, protected, monkeypatch):
     """Its state mixes two sets of weights."""
-    engine = make_engine(model, enable_chunked_prefill=True, max_tokens=60, **cache(model, 4))
     if not protected:
         set_root = Scheduler.set_root
 
@@ -340,9 +340,10 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
                 request.lease.publishes = True
 
         monkeypatch.setattr(Scheduler, "set_root", publish_on)
+    engine = make_engine(model, enable_chunked_prefill=True, max_tokens=60, **cache(model, 4))
     add(engine, PROMPTS[2], max_tokens=4)
     steps(engine, 1)
-    assert engine.parts.scheduler.running_set.prefilling[0].scheduled == 60
+    assert inspect(engine).scheduler.running_set.prefilling[0].scheduled == 60
     change_weights(model)
     finish(engine)
     outputs = engine.generate(PROMPTS[2], greedy())
@@ -355,7 +356,7 @@ def test_a_prompt_that_an_update_fell_into_leaves_nothing_to_others(model, prote
 
 def scramble(engine: DynamicInferenceEngine) -> None:
     """Give every state slot the content of memory that somebody else had."""
-    store, count = engine.parts.runner.store, engine.parts.sizes.num_state_slots
+    store, count = inspect(engine).store, engine.sizes.num_state_slots
     store.write_states(range(count), torch.randint(0, 63, (count, store.layout.state.slot_bytes), dtype=torch.uint8))
 
 
@@ -366,7 +367,7 @@ def test_states_go_to_the_host_and_come_back_with_a_suspend(model, lost, protect
     stem = PROMPTS[2][:48]
     add(engine, [*stem, 9, 9], PROMPTS[0])
     steps(engine, 6)
-    num_rows = engine.parts.sizes.max_requests
+    num_rows = engine.sizes.max_requests
     if not protected:
         forget_offloaded(engine, lambda slot: (slot > num_rows) == (lost == "snapshots"))
     engine.suspend("offload")
@@ -384,10 +385,12 @@ def test_states_of_swapped_requests_outlive_a_suspend(protected):
     engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=0.01)
     add(engine, *PROMPTS[:3])
     steps(engine, 6)
-    for victim in list(engine.parts.scheduler.running_set.decoding)[:2]:
-        engine.parts.scheduler.preemption.evict(victim)
+    for victim in list(inspect(engine).scheduler.running_set.decoding)[:2]:
+        inspect(engine).scheduler.preemption.evict(victim)
     if not protected:
-        engine.parts.finish_moves = lambda: None  # then they are carried out on memory that came back empty
+        inspect(engine).executor.finish_copies = lambda: (
+            None
+        )  # then they are carried out on memory that came back empty
     engine.suspend("offload")
     engine.resume()
     judge(model, finish(engine), protected, count=3)
@@ -401,7 +404,7 @@ def test_nothing_goes_on_from_states_that_a_suspend_dropped(model, fault, protec
         if fault == "rows":
             lie_to_scan(engine, never_fresh)
         else:
-            engine.parts.context.forget_all = engine.parts.context.forget_free = lambda: 0
+            inspect(engine).context.forget_all = inspect(engine).context.forget_free = lambda: 0
     add(engine, *PROMPTS[:2], max_tokens=4)
     finish(engine)
     add(engine, *PROMPTS[:2])

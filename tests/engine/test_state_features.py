@@ -18,6 +18,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.testing.inspect import inspect
 
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 """Pure Mamba models are in the tables of those who swap, too."""
@@ -67,12 +68,12 @@ def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicIn
         settings |= prefix_caching(kind, settings.pop("prefix"))
     if states is not None:
         plain = DynamicInferenceEngine(model, InferenceConfig(**BASE))
-        settings["prefix_caching_mamba_gb"] = (states + 0.5) * plain.parts.sizes.state_slot_bytes / 2**30
+        settings["prefix_caching_mamba_gb"] = (states + 0.5) * plain.sizes.state_slot_bytes / 2**30
     pool = settings.pop("pool_blocks", None)
     if pool is not None:
         settings |= buffers(model, blocks=pool, block_size=BLOCK, max_requests=settings["max_requests"])
     engine = DynamicInferenceEngine(model, InferenceConfig(**settings))
-    assert states in (None, engine.parts.sizes.num_snapshot_slots)
+    assert states in (None, engine.sizes.num_snapshot_slots)
     return engine
 
 
@@ -108,7 +109,7 @@ def run(engine: DynamicInferenceEngine, disturb: Callable[[], None] = lambda: No
             poison(engine)
             done |= {output.request_id: output for output in engine.step() if output.finished}
     assert engine.stats().num_free_blocks == engine.stats().num_blocks, "a block leaked"
-    assert engine.parts.context.num_free_rows == engine.parts.sizes.max_requests, "a row leaked"
+    assert inspect(engine).context.num_free_rows == engine.sizes.max_requests, "a row leaked"
     return {name: answer(output) for name, output in done.items()}
 
 
@@ -150,7 +151,7 @@ def test_groups_and_prefixes_answer_the_same(model, kind, expected, way, mode, o
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_a_failed_step_leaves_no_state_a_token_too_far(model, kind, expected, overlap, where, monkeypatch):
     engine = make_engine(model, kind, overlap=overlap, prefix="lru", enable_chunked_prefill=True, max_tokens=40)
-    runner, failures, steps = engine.parts.runner, 0, 0
+    runner, failures, steps = inspect(engine).runner, 0, 0
     forward, sample = runner.forward, runner.sample
 
     def fails() -> bool:
@@ -210,7 +211,7 @@ def test_states_behind_free_blocks_go_with_an_offload_and_are_not_hit(model, kin
         plain = finish(engine)["first"].outputs[0].token_ids
     else:
         engine.step()
-    slots = engine.parts.context.states.slots
+    slots = inspect(engine).context.states.slots
     assert slots.num_cached > 0
     kept = slots.num_cached
     engine.suspend(mode)

@@ -21,14 +21,15 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.memory.regions.choose import resident_bytes
 from megatron_infer.memory.store_layout import PAGE_BYTES
+from megatron_infer.testing.inspect import inspect
 
 GIB = 2**30
 
 
 def state_region(engine: DynamicInferenceEngine) -> tuple[int, int]:
     """(address, bytes) of all state slots."""
-    states = engine.parts.runner.store.states
-    return states.conv_SLCW.data_ptr(), engine.parts.sizes.state_bytes
+    states = inspect(engine).store.states
+    return states.conv_SLCW.data_ptr(), engine.sizes.state_bytes
 
 
 def in_memory(engine: DynamicInferenceEngine) -> int:
@@ -50,7 +51,7 @@ def test_live_requests_take_a_slot_each_and_snapshots_theirs(kind):
             prefix_caching_mamba_gb=0.01,
         ),
     )
-    sizes, store = engine.parts.sizes, engine.parts.runner.store
+    sizes, store = engine.sizes, inspect(engine).store
     slot = sizes.state_slot_bytes
     assert slot > 32 * PAGE_BYTES
     assert sizes.num_state_slots == 24 + 1 + int(0.01 * GIB) // slot
@@ -85,10 +86,10 @@ def test_a_full_engine_takes_what_was_planned():
             buffer_size_gb=0.01, block_size_tokens=16, max_sequence_length=96, prefix_caching_mamba_gb=0.005, **settings
         ),
     )
-    sizes = engine.parts.sizes
+    sizes = engine.sizes
     prompts = [[i % 128, *range(40)] for i in range(2 * sizes.num_state_slots)]
     engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
-    assert engine.parts.context.states.slots.num_cached == sizes.num_snapshot_slots > 8
+    assert inspect(engine).context.states.slots.num_cached == sizes.num_snapshot_slots > 8
     unused = sizes.state_slot_bytes  # of the dummy
     used = in_memory(engine)
     assert sizes.state_bytes - unused - PAGE_BYTES <= used <= sizes.state_bytes + PAGE_BYTES
@@ -119,8 +120,8 @@ def test_plan_prints_the_sizes_that_an_engine_of_the_same_options_has(directory,
     planned = {name: row["value"] for name, row in json.loads(capsys.readouterr().out)["sizes"].items()}
     parser = argparse.ArgumentParser()
     generate.add_parser(parser.add_subparsers())
-    parts = load_llm(parser.parse_args(["generate", str(directory), "--threads", "1", *flags])).engine.parts
-    assert planned == {row.name: row.value for row in parts.sizes.table()}
+    engine = load_llm(parser.parse_args(["generate", str(directory), "--threads", "1", *flags])).engine
+    assert planned == {row.name: row.value for row in engine.sizes.table()}
 
     buffer, slot, block = int(0.004 * GIB), planned["state_slot_bytes"], planned["block_bytes"]
     blocks, slots, snapshots = planned["num_blocks"], planned["num_state_slots"], planned["num_snapshot_slots"]
@@ -133,7 +134,7 @@ def test_plan_prints_the_sizes_that_an_engine_of_the_same_options_has(directory,
     assert blocks == by_hand[0]
     assert by_hand[1] - 4 < slots - snapshots - 1 <= by_hand[1], "requests are a multiple of 4"
 
-    store, context = parts.runner.store, parts.context
+    store, context = inspect(engine).store, inspect(engine).context
     assert store.kv_cache.shape[2] == blocks and store.kv_cache.numel() * 4 == blocks * block
     assert store.states.ssm_SLHPN.shape == (slots, 3, 8, 8, 16) and store.states.conv_SLCW.shape == (slots, 3, 128, 4)
     assert (context.num_rows, context.num_blocks) == (planned["max_requests"], blocks - 1)
@@ -154,9 +155,9 @@ def test_narrower_states_take_half_and_the_engine_answers():
     states = MambaInferenceStateConfig.from_model(model)
     states = dataclasses.replace(states, conv_states_dtype="bfloat16", ssm_states_dtype="bfloat16")
     narrow = DynamicInferenceEngine(model, InferenceConfig(**sizes, mamba_inference_state_config=states))
-    assert 2 * narrow.parts.sizes.state_slot_bytes == pytest.approx(wide.parts.sizes.state_slot_bytes, rel=0.01)
-    assert narrow.parts.sizes.max_requests >= 2 * wide.parts.sizes.max_requests
-    assert narrow.parts.runner.store.states.layer(0).ssm_SHPN.dtype == torch.bfloat16
+    assert 2 * narrow.sizes.state_slot_bytes == pytest.approx(wide.sizes.state_slot_bytes, rel=0.01)
+    assert narrow.sizes.max_requests >= 2 * wide.sizes.max_requests
+    assert inspect(narrow).store.states.layer(0).ssm_SHPN.dtype == torch.bfloat16
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
     outputs = [engine.generate(list(range(9)), params)[0].outputs[0] for engine in (wide, narrow)]
     assert outputs[0].token_ids[0] == outputs[1].token_ids[0]

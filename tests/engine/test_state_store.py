@@ -20,6 +20,7 @@ from megatron_infer.errors import ConfigError, StateReleased
 from megatron_infer.memory.host_arena import HostArena, slots_per_chunk
 from megatron_infer.memory.regions import choose
 from megatron_infer.memory.store_layout import StoreLayout
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 MIB = 1 << 20
@@ -454,13 +455,13 @@ def test_requests_go_on_with_the_same_tokens_after_their_blocks_were_away(static
     engine = DynamicInferenceEngine(model, config)
     for prompt in prompts:
         engine.add_request(prompt, params)
-    store, done, moved, holders = engine.parts.runner.store, {}, set(), []
+    store, done, moved, holders = inspect(engine).store, {}, set(), []
     steps = 0
     while engine.has_unfinished():
         for output in engine.step():
             if output.finished:
                 done[output.request_id] = output.outputs[0].token_ids
-        used = {block for request in engine.parts.scheduler.running for block in request.lease.blocks}
+        used = {block for request in inspect(engine).scheduler.running for block in request.lease.blocks}
         holders.append(store.kv_cache)  # the address of memory still mapped cannot come again
         store.offload(sorted(used), quiet)
         store.restore(used, quiet)

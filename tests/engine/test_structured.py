@@ -146,7 +146,7 @@ def test_a_grammar_that_is_lost_ends_its_request_alone(monkeypatch):
     engine = make_engine(overlap=True)
     lost = engine.add_request([7], structured(regex="[ab]{30}"), stream="final")
     kept = engine.add_request([8], structured(regex="[ab]{9}"), stream="final")
-    cache, whole = engine.parts.input_processor.grammars.cache, engine.parts.input_processor.grammars.cache.template
+    cache, whole = engine.input_processor.grammars.cache, engine.input_processor.grammars.cache.template
 
     def template(wanted):
         if wanted.regex == "[ab]{30}":
@@ -187,7 +187,7 @@ def test_steps_without_structured_output_ask_for_no_mask(monkeypatch):
     engine = make_engine(overlap=True)
     engine.generate([[1, 2]], [structured(regex="ab")])
     asked = []
-    monkeypatch.setattr(engine.parts.input_processor.grammars, "masks", asked.append)
+    monkeypatch.setattr(engine.input_processor.grammars, "masks", asked.append)
     engine.generate([[1, 2]], [SamplingParams(max_tokens=5)])
     assert not asked
 

@@ -24,6 +24,7 @@ from suspend_case import (
 
 from megatron_infer.errors import ConfigError, TransitionFailed, TransitionTimeout, WrongState
 from megatron_infer.memory.store import StateStore
+from megatron_infer.testing.inspect import inspect
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -132,7 +133,7 @@ def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_wor
                     break
                 except TransitionFailed as error:
                     assert "planted at" in str(error) and engine.state == before
-                    assert engine.parts.runner.store.is_released == (before == "suspended" and mode != "persist")
+                    assert inspect(engine).store.is_released == (before == "suspended" and mode != "persist")
                     faults[command] += 1
                 finally:
                     engine.lifecycle.observers.remove(fail)
@@ -150,7 +151,7 @@ def test_ctrl_c_at_the_moment_memory_goes_loses_nothing(model, mode, static, mon
     """The longest single call of a suspend: an interrupt lands right behind it, before it is noted."""
     plain = answers(run(make_engine(model), "greedy", 1))
     engine = make_engine(model, static_kv_memory_pointers=static)
-    region, calls = engine.parts.runner.store._region, []
+    region, calls = inspect(engine).store._region, []
     release = region.release
 
     def interrupted() -> None:
@@ -163,7 +164,7 @@ def test_ctrl_c_at_the_moment_memory_goes_loses_nothing(model, mode, static, mon
         if engine.num_steps == 4:
             with pytest.raises(KeyboardInterrupt):
                 engine.suspend(mode)
-            assert engine.state == "suspended" and engine.parts.runner.store.is_released
+            assert engine.state == "suspended" and inspect(engine).store.is_released
             engine.resume()
         elif engine.num_steps == 7:
             with pytest.raises(KeyboardInterrupt), engine.suspended(mode):
@@ -202,7 +203,7 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
     engine.add_request(prompt, params, request_id="a", stream="final")
     for _ in range(4):
         engine.step()
-    drawn = engine.output_processor.get("a").samples[0].request.num_output
+    drawn = engine.output_processor.get("a").sequences[0].request.num_output
     with pytest.raises(ConfigError, match="did you mean 'weights'"):
         engine.suspend(tags={"weight"})
     with pytest.raises(ConfigError, match="no tags"):
@@ -213,9 +214,9 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
     only_graphs = engine.suspend(tags={"graphs"})
     assert (only_graphs.mode, engine.resume().mode) == ("persist", "persist"), "the cache has not moved"
     assert set(engine.suspend(tags={"kv_cache"}).tags) == {"kv_cache"}
-    assert engine.parts.chosen.packed.num_weights or not engine.parts.chosen.packed.layout
+    assert engine.kernels.packed.num_weights or not engine.kernels.packed.layout
     assert set(engine.suspend(tags={"weights", "graphs"}).tags) == {"weights", "graphs"}
-    assert engine.parts.chosen.packed.num_bytes == 0
+    assert engine.kernels.packed.num_bytes == 0
     assert engine.suspended_tags == {"kv_cache", "weights", "graphs"}
     report = engine.resume({"weights"})
     assert report.state == "suspended" and engine.suspended_tags == {"kv_cache", "graphs"}
@@ -253,9 +254,9 @@ def test_a_suspend_can_go_further_but_not_back(model):
         engine.suspend("offload")
         with pytest.raises(ConfigError, match=r'as "offload" already; resume\(\) first'):
             engine.suspend("persist")
-        assert engine.parts.runner.store.host_bytes() > 0
+        assert inspect(engine).store.host_bytes() > 0
         report = engine.suspend("recompute")
-        assert report.tags.get("kv_cache") is not None and engine.parts.runner.store.host_bytes() == 0
+        assert report.tags.get("kv_cache") is not None and inspect(engine).store.host_bytes() == 0
         engine.resume()
 
     assert answers(run(make_engine(model), "greedy", 1, further)) == plain
@@ -335,7 +336,7 @@ def test_a_deadline_that_passes_leaves_the_engine_running(model):
 def test_static_pointers_keep_the_addresses_and_memory_really_goes(model, kind):
     many = {"max_requests": 2000, "max_tokens": 2000} if kind == "mamba" else {}  # its buffer is states alone
     engine = make_engine(model, buffer_size_gb=0.25, static_kv_memory_pointers=True, **many)
-    store = engine.parts.runner.store
+    store = inspect(engine).store
     fill(store)
     before = addresses(store)
     report = engine.suspend("recompute")
@@ -379,7 +380,7 @@ def test_two_hundred_cycles_do_not_grow_the_process(model, mode):
 def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
     many = {"max_requests": 2000, "max_tokens": 2000} if kind == "mamba" else {}
     engine = make_engine(model, buffer_size_gb=0.25, prefix="lru", **many)
-    context, sizes, store = engine.parts.context, engine.parts.sizes, engine.parts.runner.store
+    context, sizes, store = inspect(engine).context, engine.sizes, inspect(engine).store
     fill(store)
     run(engine, "greedy", 1)  # leaves cached blocks behind, and states
     assert context.pool.num_cached > 0

@@ -37,7 +37,7 @@ def make_engine(llm: LLM) -> DynamicInferenceEngine:
         enable_prefix_caching=True,
         prefix_caching_eviction_policy="lru",
     )
-    return DynamicInferenceEngine(llm.engine.parts.model, config, tokenizer=llm.tokenizer)
+    return DynamicInferenceEngine(llm.engine.model, config, tokenizer=llm.tokenizer)
 
 
 def run(llm: LLM, kind: str, mode: str | None) -> tuple[dict[str, Any], dict[str, str], int]:
@@ -78,5 +78,5 @@ def test_real_answers_are_those_of_an_undisturbed_run(llm, kind):
                     for s in (mine, other)
                 )
                 assert torch.allclose(values, wanted, rtol=0, atol=2e-5)
-                if mode != "recompute" or llm.engine.parts.chosen.attention.name == "native":
+                if mode != "recompute" or llm.engine.kernels.attention.name == "native":
                     assert torch.equal(values, wanted), f"{mode}: other bits"

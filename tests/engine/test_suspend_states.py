@@ -8,6 +8,7 @@ from model_kinds import RECURRENT, make_model, prefix_caching
 from suspend_case import make_engine
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.testing.inspect import inspect
 
 
 @pytest.fixture(scope="module", params=RECURRENT)
@@ -27,7 +28,7 @@ def test_offload_takes_the_states_of_live_rows_and_no_more(model):
         engine.add_request(prompt)
     for _ in range(3):
         engine.step()
-    store, context = engine.parts.runner.store, engine.parts.context
+    store, context = inspect(engine).store, inspect(engine).context
     assert len(context.held_state_slots()) == 3
     copied = 3 * store.layout.state.slot_bytes + len(context.held_blocks()) * store.layout.block_bytes
     suspended = engine.suspend("offload").tags["kv_cache"]
@@ -42,9 +43,9 @@ def test_states_of_requests_aborted_while_suspended_stay_behind(model):
     engine.step()
     engine.suspend("offload")
     engine.abort(names[1])
-    store = engine.parts.runner.store
+    store = inspect(engine).store
     resumed = engine.resume().tags["kv_cache"]
-    blocks = len(engine.parts.context.held_blocks())
+    blocks = len(inspect(engine).context.held_blocks())
     assert resumed.bytes_copied == 2 * store.layout.state.slot_bytes + blocks * store.layout.block_bytes
 
 
@@ -57,7 +58,7 @@ def test_snapshots_behind_shared_blocks_go_along(kind, model):
     engine.add_request(prompt, greedy, request_id="holder", stream="final")
     for _ in range(3):
         engine.step()
-    assert len(engine.parts.context.held_state_slots()) > 1, "no snapshot is held"
+    assert len(inspect(engine).context.held_state_slots()) > 1, "no snapshot is held"
     engine.suspend("offload")
     engine.resume()
     engine.add_request(prompt, greedy, request_id="late", stream="final")

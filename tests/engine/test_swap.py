@@ -17,6 +17,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import TransitionFailed
 from megatron_infer.scheduler.policy import CostModel
+from megatron_infer.testing.inspect import inspect
 
 NUM_ROWS = 8
 PROMPTS = [list(range(i + 4, i + 40)) for i in range(8)]
@@ -75,16 +76,16 @@ def expected(model: torch.nn.Module) -> dict[str, tuple[list[int], list[float]]]
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_swapped_requests_survive_suspends_and_their_memory_comes_back(model, kind, expected, mode, caching, overlap):
     engine = make_engine(model, preemption_mode="swap", overlap=overlap, **(prefix_caching(kind) if caching else {}))
-    host = engine.parts.context.swap
+    host = inspect(engine).context.swap
     num_states = host.num_free_states
     assert num_states == (NUM_ROWS if kind == "hybrid" else 0)
     away = {"suspends": 0, "swapped": 0}
 
     def suspend(engine: DynamicInferenceEngine) -> None:
-        waiting = len(engine.parts.scheduler.preemption.swapped)
+        waiting = len(inspect(engine).scheduler.preemption.swapped)
         if waiting and away["suspends"] < 5 and engine.num_steps % 7 == 0:
             with engine.suspended(mode):
-                store = engine.parts.runner.store
+                store = inspect(engine).store
                 held = 0 if kind == "attention" or mode == "recompute" else waiting
                 assert host.num_free_states == num_states - held, "each waits with its state"
                 assert store.is_released == (mode != "persist")
@@ -102,7 +103,7 @@ def test_swapped_requests_survive_suspends_and_their_memory_comes_back(model, ki
     assert (counters["swapped_in"] > 0) or mode == "recompute"
     assert (host.num_free, host.num_free_states) == (host.num_slots, num_states)
     engine.drain()
-    assert engine.parts.runner.store.host_bytes() == 0, "host memory of requests that are gone is still held"
+    assert inspect(engine).store.host_bytes() == 0, "host memory of requests that are gone is still held"
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
@@ -130,15 +131,15 @@ def test_everyone_finishes_with_the_same_tokens_however_small_the_pool(model, de
 
 def test_prices_are_what_was_measured(model, kind):
     engine = make_engine(model)
-    first = engine.parts.scheduler.preemption.costs
+    first = inspect(engine).scheduler.preemption.costs
     assert first.copy_s_per_block > 0 and first.copy_s_per_block != CostModel().copy_s_per_block
     assert (first.copy_s_per_state > 0) == (kind == "hybrid")
     assert first.prefill_s_per_token == CostModel().prefill_s_per_token, "no step has told yet"
     answers(engine)
-    costs = engine.parts.scheduler.preemption.costs
+    costs = inspect(engine).scheduler.preemption.costs
     assert first.copy_s_per_state != costs.copy_s_per_state or kind == "attention", "it follows what moves take"
     assert costs.prefill_s_per_token != first.prefill_s_per_token and costs.prefill_s_per_token > 0
-    assert make_engine(model, swap=0).parts.speeds is None
+    assert inspect(make_engine(model, swap=0)).cost_meter is None
 
 
 @pytest.mark.parametrize(
@@ -154,9 +155,9 @@ def test_prices_are_what_was_measured(model, kind):
 )
 def test_auto_takes_what_is_cheaper_by_the_prices(model, expected, prefill, state, swaps, monkeypatch):
     engine = make_engine(model)
-    monkeypatch.setattr(engine.parts.speeds, "take", lambda plan, seconds: False)
+    monkeypatch.setattr(inspect(engine).cost_meter, "after_step", lambda plan, seconds, step: None)
     costs = CostModel(prefill_s_per_token=prefill, copy_s_per_block=1e-3, copy_s_per_state=state)
-    engine.parts.scheduler.set_costs(costs)
+    inspect(engine).scheduler.set_costs(costs)
     got = answers(engine)
     counters = engine.stats().counters
     assert counters["evicted"] > 2 and (counters["swapped_out"] > 0) == swaps
@@ -166,7 +167,7 @@ def test_auto_takes_what_is_cheaper_by_the_prices(model, expected, prefill, stat
 
 def test_a_failed_step_recomputes_what_may_not_have_arrived(model, expected):
     engine = make_engine(model, preemption_mode="swap")
-    runner, failures = engine.parts.runner, 0
+    runner, failures = inspect(engine).runner, 0
     forward = runner.forward
 
     def interrupted(plan: Any, writes: Any) -> Any:
@@ -192,7 +193,7 @@ def until_swapped(engine: DynamicInferenceEngine) -> dict[str, Any]:
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, PARAMS, request_id=str(i), stream="final")
     done = {}
-    while not engine.parts.scheduler.preemption.swapped:
+    while not inspect(engine).scheduler.preemption.swapped:
         done |= {o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished}
     return done
 
@@ -203,16 +204,16 @@ def test_a_suspend_that_drops_the_cache_drops_what_was_swapped_out_with_it(model
     until_swapped(engine)
     if before:
         engine.suspend(before)
-    swapped = engine.parts.runner.store.host_bytes()
+    swapped = inspect(engine).store.host_bytes()
     report = engine.suspend("recompute")
-    assert swapped > 0 == engine.parts.runner.store.host_bytes() == report.tags["kv_cache"].bytes_resident
+    assert swapped > 0 == inspect(engine).store.host_bytes() == report.tags["kv_cache"].bytes_resident
     engine.resume()
 
 
 def test_moves_that_fail_on_the_way_to_a_standstill_are_not_taken_as_done(model, expected, monkeypatch):
     engine = make_engine(model, preemption_mode="swap")
     done = until_swapped(engine)
-    scheduler, store = engine.parts.scheduler, engine.parts.runner.store
+    scheduler, store = inspect(engine).scheduler, inspect(engine).store
     victim = scheduler.running_set.decoding[-1]
     scheduler.preemption.evict(victim)  # between two steps, as a plan for which nothing was left to run does
     run_copies = store.run_copies

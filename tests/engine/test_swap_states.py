@@ -13,6 +13,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.testing.inspect import inspect
 
 PROMPTS = [[4 + (7 * i + j) % 90 for j in range(20 + 3 * i)] for i in range(6)]
 PARAMS = SamplingParams(temperature=0.9, top_k=30, max_tokens=40, ignore_eos=True, logprobs=0)
@@ -63,31 +64,31 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_host_memory_for_one_state_swaps_one_and_computes_the_others(model, expected):
-    state, block = (make_engine(model).parts.sizes.state_slot_bytes, make_engine(model).parts.sizes.block_bytes)
+    state, block = (make_engine(model).sizes.state_slot_bytes, make_engine(model).sizes.block_bytes)
     budget = (state + 5 * block) / 2**30 + 1e-9
     engine = make_engine(model, preemption_mode="swap", swap_buffer_size_gb=budget)
     assert_same(answers(engine), expected)
     counters = engine.stats().counters
     assert 0 < counters["swapped_out"] < counters["evicted"] and counters["recomputed_tokens"] > 0
     engine.drain()
-    assert engine.parts.runner.store.host_bytes() == 0
+    assert inspect(engine).store.host_bytes() == 0
 
 
 def test_prices_of_states_are_what_was_measured(model):
     engine = make_engine(model, swap_buffer_size_gb=16 * MIB, preemption_mode="swap")
-    first = engine.parts.scheduler.preemption.costs
-    assert 0 < first.copy_s_per_state == engine.parts.runner.store.copy_s_per_state
+    first = inspect(engine).scheduler.preemption.costs
+    assert 0 < first.copy_s_per_state == inspect(engine).store.copy_s_per_state
     answers(engine)
     assert engine.stats().counters["swapped_out"] > 0
-    assert engine.parts.speeds.costs.copy_s_per_state not in (0.0, first.copy_s_per_state)
+    assert inspect(engine).cost_meter.costs.copy_s_per_state not in (0.0, first.copy_s_per_state)
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_sizes_are_what_the_store_takes(kind):
     model = make_model(kind)
     engine = make_engine(model, **prefix_caching(kind))
-    sizes, store = engine.parts.sizes, engine.parts.runner.store
-    assert sizes.num_snapshot_slots > 0 and sizes.state_slot_bytes == engine.parts.shape.state.slot_bytes
+    sizes, store = engine.sizes, inspect(engine).store
+    assert sizes.num_snapshot_slots > 0 and sizes.state_slot_bytes == engine.shape.state.slot_bytes
     assert sizes.kv_bytes + sizes.state_bytes <= store.layout.num_bytes < sizes.kv_bytes + sizes.state_bytes + 4096
     assert sizes.kv_bytes == store.kv_cache.nbytes and (kind == "hybrid") == (sizes.kv_bytes > 0)
     assert store.states.ssm_SLHPN.shape[0] == sizes.max_requests + 1 + sizes.num_snapshot_slots
@@ -97,10 +98,10 @@ def test_sizes_are_what_the_store_takes(kind):
 def test_state_config_of_a_live_model_is_its_own(kind):
     model = make_model(kind)
     config = MambaInferenceStateConfig.from_model(torch.nn.ModuleDict({"module": model}))
-    state = make_engine(model).parts.shape.state
+    state = make_engine(model).shape.state
     assert (config.mamba_conv_states_shape, config.mamba_ssm_states_shape) == (state.conv_shape, state.ssm_shape)
     assert config.layer_type_list.count("M") == state.num_layers
     assert MambaInferenceStateConfig.from_model(make_model("attention")) is None
     chosen = dataclasses.replace(config, ssm_states_dtype="bfloat16")
-    store = make_engine(model, mamba_inference_state_config=chosen).parts.runner.store
+    store = inspect(make_engine(model, mamba_inference_state_config=chosen)).runner.store
     assert store.states.layer(0).ssm_SHPN.dtype == torch.bfloat16

@@ -20,6 +20,7 @@ from megatron_infer.errors import ConfigError, TransitionFailed
 from megatron_infer.memory.regions import choose, vmm
 from megatron_infer.memory.store import StateStore
 from megatron_infer.memory.store_layout import StoreLayout
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="needs a C compiler")
@@ -247,7 +248,7 @@ def test_engine_draws_the_same_tokens_over_suspends_with_static_memory(mode, on_
     expected = [out.outputs[0].token_ids for out in engine.generate(prompts, params)]
     for prompt, how in work:
         engine.add_request(prompt, how)
-    store, done, steps = engine.parts.runner.store, {}, 0
+    store, done, steps = inspect(engine).store, {}, 0
     address = store.kv_cache.data_ptr()
     while engine.has_unfinished():
         for output in engine.step():
@@ -256,7 +257,7 @@ def test_engine_draws_the_same_tokens_over_suspends_with_static_memory(mode, on_
         steps += 1
         if steps in (2, 5, 9):
             report = engine.suspend(mode)
-            held = engine.parts.runner.store.layout.num_bytes if mode == "persist" else 0
+            held = inspect(engine).store.layout.num_bytes if mode == "persist" else 0
             assert (on_fake.fake_taken_bytes() >= held) if held else (on_fake.fake_taken_bytes() == 0)
             assert report.tags["kv_cache"].bytes_copied > 0 if mode == "offload" else True
             engine.resume()

@@ -23,6 +23,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.metrics.definitions import engine_families
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.metrics.prometheus import PrometheusExporter, exposition
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 BLOCK = 16
@@ -71,8 +72,8 @@ def run_load(engine):
     done, cut, before = [], None, scrape(engine)
     while engine.has_unfinished():
         done += [output for output in engine.step() if output.finished]
-        group = engine.output_processor.get("cut")
-        if group is not None and group.samples[0].request.num_output >= 7:
+        state = engine.output_processor.get("cut")
+        if state is not None and state.sequences[0].request.num_output >= 7:
             cut = engine.abort("cut")
         now = scrape(engine)
         for name, value in before.items():
@@ -113,7 +114,7 @@ def test_scrape_and_wandb_agree_with_what_was_done_and_with_each_other(model, ov
     assert 0 < series["engine_cached_prompt_tokens_total"] <= series["engine_prompt_tokens_total"]
     kinds = {kind: series[f"engine_blocks/{kind}"] for kind in ("used", "cached", "paused", "free")}
     assert kinds["used"] == kinds["paused"] == 0 and sum(kinds.values()) == engine.stats().num_blocks
-    assert kinds["cached"] == engine.parts.context.pool.num_cached > 0
+    assert kinds["cached"] == inspect(engine).context.pool.num_cached > 0
     agree(series, writer.rows[-1])
 
 

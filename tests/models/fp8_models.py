@@ -25,6 +25,7 @@ from megatron_infer.models.adopt import adopt
 from megatron_infer.models.exact_forward import exact_logprobs
 from megatron_infer.models.fused_layers import Operations
 from megatron_infer.rl.weights.inventory import Inventory
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
@@ -173,17 +174,17 @@ def updates_are_seen(spec, *, kept_in_fp8):
     model = make(spec, "delayed", kept_in_fp8=kept_in_fp8)
     engine = make_engine(model, num_cuda_graphs=None)
     first = answers(engine)
-    fp8 = engine.parts.adopted.fp8
-    addresses = fp8.addresses, engine.parts.guard.addresses
+    fp8 = inspect(engine).adopted.fp8
+    addresses = fp8.addresses, engine.weights.guard.addresses
     assert bool(fp8.num_bytes) is not kept_in_fp8
     train(model, seed=5)
     engine.refresh_weights()
     second = answers(engine)
     assert second == answers(make_engine(model)) != first
-    assert addresses == (fp8.addresses, engine.parts.guard.addresses)
+    assert addresses == (fp8.addresses, engine.weights.guard.addresses)
     scale = next(fp8.live_scales())
     scale.mul_(0.5)  # as a forward of the trainer does
-    assert engine.parts.guard.moved()
+    assert engine.weights.guard.moved()
     engine.refresh_weights()
     assert fp8.differs() is None
     with engine.suspended(tags=["weights"]):
@@ -238,7 +239,7 @@ def padded_steps(spec, recipe):
         wanted = answers(make_engine(model))
         engine = make_engine(model, num_cuda_graphs=-1, cuda_graph_max_tokens=24)
         assert answers(engine) == wanted
-        assert engine.parts.runner.graphs.pool.counts.replays > 0
+        assert inspect(engine).runner.graphs.pool.counts.replays > 0
         with engine.suspended(tags=["weights"]):  # copies come back where they have not been
             pass
         assert answers(engine) == wanted
@@ -278,7 +279,7 @@ def first_and_last_in_bf16(spec):
     assert adopt(model).fp8.num_products == 4
     engine = make_engine(model)
     check_answer(model, PROMPTS[0], answers(engine, PROMPTS[:1])[0])
-    rows = {row.operation: row.chosen for row in engine.parts.chosen.rows}
+    rows = {row.operation: row.chosen for row in engine.kernels.rows}
     assert rows["products in FP8"] == "transformer_engine (4 linears)"
 
 

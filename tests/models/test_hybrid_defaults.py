@@ -31,7 +31,7 @@ def test_llm_without_a_config_serves_it_and_finds_prefixes(case, tmp_path):
 def test_a_mapping_sets_some_options_and_leaves_the_others_to_the_machine(tmp_path):
     random_hybrid("mamba2_biases").save_pretrained(tmp_path)
     llm = LLM(str(tmp_path), config={"max_requests": 3, "buffer_size_gb": 0.05}, dtype="float32", threads=1, seed=9)
-    config = llm.engine.parts.config
+    config = llm.engine.config
     assert (config.max_requests, config.buffer_size_gb, config.seed) == (3, 0.05, 9)
     assert config.enable_prefix_caching and config.prefix_caching_mamba_gb > 0
     with pytest.raises(ConfigError, match="seed=9 beside a config with seed=4"):

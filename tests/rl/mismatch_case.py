@@ -12,10 +12,11 @@ from session_case import VOCAB, make_session
 
 from megatron_infer.config.inference import PrefixCachingEvictionPolicy
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.build import Assembly
 from megatron_infer.models.fused_mixer import ScanWeights
 from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
+from megatron_infer.weights.manager import WeightManager
 
 BIG = {"init_method_std": 0.2}
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -48,7 +49,7 @@ def rollout(session: Any, meter: Any, params: SamplingParams = DRAWN) -> Any:
     """One rollout, measured -> the meter's report."""
     with session.generating() as roll:
         report = meter.observe(roll.generate(prompts(), params), params)
-    session.engine.parts.context.check()
+    inspect(session.engine).context.check()
     return report
 
 
@@ -85,7 +86,7 @@ def dropped_window(monkeypatch: Any, session: Any) -> None:
 
 def dropped_causal_mask(monkeypatch: Any, session: Any) -> None:
     """Queries of prompts attend to later keys too; this model's layer has no rotary embedding."""
-    backend = session.engine.parts.chosen.attention
+    backend = session.engine.kernels.attention
     run, plan, steps = backend.run, backend.plan, []
 
     def planned(meta: Any) -> None:
@@ -108,7 +109,7 @@ def dropped_causal_mask(monkeypatch: Any, session: Any) -> None:
 
 def wrong_table_entry(monkeypatch: Any, session: Any) -> None:
     """The second entry of every block table is its first block."""
-    rows = session.engine.parts.runner.builder.rows
+    rows = inspect(session.engine).runner.builder.rows
     first: dict[int, int] = {}
     put = rows.put_writes
 
@@ -121,15 +122,15 @@ def wrong_table_entry(monkeypatch: Any, session: Any) -> None:
 
 def stale_prefix(monkeypatch: Any, session: Any) -> None:
     """New prompts match cached blocks of earlier weights."""
-    root = session.engine.parts.root()
-    monkeypatch.setattr(Assembly, "root", lambda self: root)
+    root = session.engine.weights.root
+    monkeypatch.setattr(WeightManager, "root", root)
     retrain(session)
     session.update_weights()
 
 
 def stale_copy(monkeypatch: Any, session: Any, weight: str) -> None:
     """The packed copy of one linear has other weights."""
-    packed = session.engine.parts.chosen.packed
+    packed = session.engine.kernels.packed
     live = session.model.get_parameter(weight)
     assert id(live) in packed._packed, "nothing is packed here"
     packed._packed[id(live)] = packed.layout.pack(live.detach() * 1.25, None)[0]
@@ -144,7 +145,7 @@ def router_order(monkeypatch: Any, session: Any) -> None:
 
 def broken_residual(monkeypatch: Any, session: Any) -> None:
     """A layer adds 0.9 of its output to the residual stream."""
-    ops = session.engine.parts.chosen.ops
+    ops = session.engine.kernels.ops
     add = ops.add_rms_norm
     monkeypatch.setattr(ops, "add_rms_norm", lambda x, residual, weight, eps: add(0.9 * x, residual, weight, eps))
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 VOCAB = 128
@@ -40,8 +41,8 @@ def lengths(count: int, **how: Any) -> list[SamplingParams]:
 
 def assert_empty(engine: DynamicInferenceEngine) -> None:
     """No request, block or row is left in the engine."""
-    engine.parts.context.check()
+    inspect(engine).context.check()
     assert len(engine.output_processor) == 0 and engine.loop.is_idle and not engine.loop.backlog
-    scheduler = engine.parts.scheduler
+    scheduler = inspect(engine).scheduler
     assert scheduler.num_running == scheduler.num_waiting == scheduler.num_paused == 0
-    assert engine.parts.context.num_free_blocks == engine.parts.sizes.num_usable_blocks
+    assert inspect(engine).context.num_free_blocks == engine.sizes.num_usable_blocks

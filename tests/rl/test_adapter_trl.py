@@ -104,7 +104,7 @@ def test_grpo_trainer_learns_with_the_engines_rollouts(folder, tmp_path, monkeyp
     versions: list[int] = []
 
     def share(completions: list[str], **_: Any) -> list[float]:
-        versions.append(rollout.engine.parts.weight_version)
+        versions.append(rollout.engine.weight_version)
         return [text.count("e") / max(1, len(text)) for text in completions]
 
     table = InMemoryTable.from_pydict({"prompt": [f"Say {word}:" for word in ("yes", "no", "me", "he")]})

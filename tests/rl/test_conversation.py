@@ -17,6 +17,7 @@ from megatron_infer.rl.conversation import Conversation, ConversationTooLong
 from megatron_infer.rl.group_tracker import RolloutCall
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.tool_rollouts import TurnLimits, converse, run_conversations, say
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 TEMPLATE = (
@@ -47,7 +48,7 @@ def roll(engine):
 
 
 def assert_empty_but_cached(engine):
-    engine.parts.context.check()
+    inspect(engine).context.check()
     assert len(engine.output_processor) == 0 and engine.loop.is_idle and not engine.loop.backlog
 
 
@@ -79,7 +80,7 @@ def test_a_sample_records_drawn_and_given_tokens(roll, engine):
     conversation = Conversation(engine, list(range(40, 60)), drawing(return_support=True, top_k=5))
     first = run(say(roll, conversation))
     conversation.add_ids([7, 8, 9])
-    engine.set_weight_version(engine.parts.weight_version + 1)
+    engine.set_weight_version(engine.weight_version + 1)
     second = run(say(roll, conversation, drawing(max_tokens=4, return_support=True, top_k=5)))
     conversation.add_text("never answered")
     sample = conversation.sample()
@@ -87,7 +88,7 @@ def test_a_sample_records_drawn_and_given_tokens(roll, engine):
     assert sample.loss_mask == [1] * 20 + [0] * 3 + [1] * 4
     assert sample.logprobs[20:23] == sample.raw_logprobs[20:23] == [0.0] * 3
     assert all(value < 0 for i, value in enumerate(sample.logprobs) if sample.loss_mask[i])
-    now = engine.parts.weight_version
+    now = engine.weight_version
     assert [(span.first_token, span.policy_version) for span in sample.spans] == [(0, now - 1), (23, now)]
     assert sample.staleness(now) == [1] * 20 + [0] * 4
     assert sample.finish_reason == "length" and sample.info["turns"][1][:3] == [23, 4, "length"]
@@ -179,9 +180,9 @@ def counting(stop_at: int):
 
 def test_many_conversations_run_at_once_and_are_returned_in_order(roll, engine):
     prompts = [{"prompt_token_ids": [30 + i] * 20, "task": i} for i in range(4)]
-    before = engine.parts.scheduler.stats.as_dict()["forked"]
+    before = inspect(engine).scheduler.stats.as_dict()["forked"]
     groups = run_conversations(roll, prompts, drawing(n=3, temperature=0.9), counting(3))
-    assert engine.parts.scheduler.stats.as_dict()["forked"] - before == 4 * 2, "the first answers share their prompt"
+    assert inspect(engine).scheduler.stats.as_dict()["forked"] - before == 4 * 2, "the first answers share their prompt"
     assert [group.info["task"] for group in groups] == [0, 1, 2, 3]
     for group in groups:
         assert len({tuple(sample.token_ids) for sample in group.samples}) == 3

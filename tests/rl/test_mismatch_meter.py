@@ -14,6 +14,7 @@ from megatron_infer.errors import MismatchAlarm
 from megatron_infer.rl.mismatch_figures import Alarm
 from megatron_infer.rl.mismatch_layers import MismatchCause
 from megatron_infer.rl.mismatch_meter import MismatchMeter
+from megatron_infer.testing.inspect import inspect
 
 # fault -> (model, function that plants it, cause, kind, layer)
 FAULTS: dict[str, tuple[str, Any, MismatchCause, str, int | None]] = {
@@ -121,7 +122,7 @@ def test_an_alarm_is_reported_and_raised_and_the_engine_runs_on(monkeypatch, cap
     session.engine.reset_prefix_cache()
     assert not rollout(session, meter).is_alarm
     assert meter.num_windows == 2 and meter.num_alarms == 1
-    assert session.model.training is False and session.engine.parts.context.num_free_rows == 8
+    assert session.model.training is False and inspect(session.engine).context.num_free_rows == 8
 
 
 def test_without_an_alarm_only_figures_are_reported(monkeypatch):
@@ -164,7 +165,7 @@ def test_unfinished_requests_are_unchanged_while_an_alarm_is_located(overlap):
                 if step == 8 and observing:
                     groups = roll.generate([case.prompts()[1]], case.DRAWN)
                     assert meter.observe(groups).place.kind == "attention"
-                engine.parts.context.check()
+                inspect(engine).context.check()
                 if not engine.has_unfinished():
                     break
         return [found[name].outputs[0].token_ids for name in ids]

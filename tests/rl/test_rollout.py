@@ -13,6 +13,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InvalidPrompt, PromptTooLong, UnknownRequest, WrongState
 from megatron_infer.rl.group_tracker import Budget
 from megatron_infer.rl.rollout import Rollout
+from megatron_infer.testing.inspect import inspect
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,9 @@ def test_groups_are_delivered_as_they_finish_with_their_index_and_info(roll):
 
 
 def test_one_prompt_is_computed_once_for_all_samples(engine):
-    before = engine.parts.scheduler.stats.as_dict()
+    before = inspect(engine).scheduler.stats.as_dict()
     [group] = Rollout(engine).generate([5] * 40, SamplingParams(n=8, max_tokens=2, ignore_eos=True))
-    after = engine.parts.scheduler.stats.as_dict()
+    after = inspect(engine).scheduler.stats.as_dict()
     assert len(group.samples) == 8
     assert after["prefill_tokens"] - before["prefill_tokens"] < 2 * 40
     assert after["forked"] - before["forked"] == 7
@@ -171,7 +172,7 @@ def test_a_paused_call_leaves_groups_that_the_next_one_delivers(roll, engine, bu
     left = roll.unfinished
     assert len(first) + len(left) == 6 and left
     alive = sum(
-        sample.request.num_output for pending in left for sample in engine.output_processor.get(pending.id).samples
+        sample.request.num_output for pending in left for sample in engine.output_processor.get(pending.id).sequences
     )
     assert roll.stats.num_tokens == sum(group.num_tokens for group in first) + alive
     if budget.groups is not None:
@@ -221,16 +222,16 @@ def test_unfinished_groups_survive_a_suspend_and_an_update_and_their_spans_recor
     engine = make_engine()
     roll = Rollout(engine)
     prompts, params = prompts_of(4), SamplingParams(n=2, max_tokens=12, ignore_eos=True, temperature=0.8, seed=3)
-    begun = engine.parts.weight_version
+    begun = engine.weight_version
     roll.pause_at(Budget(tokens=30))
     assert roll.generate(prompts, params) == [] and len(roll.unfinished) == 4
     drawn = {
-        (group.id, sample.index): list(sample.request.tokens[sample.request.prompt_len :])
-        for group in engine.output_processor.groups
-        for sample in group.samples
+        (state.id, one.index): list(one.request.tokens[one.request.prompt_len :])
+        for state in engine.output_processor.requests
+        for one in state.sequences
     }
     with engine.suspended(mode), torch.no_grad():
-        for parameter in engine.parts.model.parameters():
+        for parameter in engine.model.parameters():
             parameter.mul_(1.5)
         engine.set_weight_version(begun + 4, running)
     groups = roll.generate([], params)

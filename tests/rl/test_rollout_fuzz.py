@@ -11,6 +11,7 @@ from rollout_case import assert_empty, make_engine, prompts_of
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.rl.group_tracker import Budget
 from megatron_infer.rl.rollout import Rollout
+from megatron_infer.testing.inspect import inspect
 
 COUNT = 40
 
@@ -94,7 +95,7 @@ class World:
             self.update()
 
     def update(self) -> None:
-        self.engine.set_weight_version(self.engine.parts.weight_version + 1, self.rng.choice(["keep", "recompute"]))
+        self.engine.set_weight_version(self.engine.weight_version + 1, self.rng.choice(["keep", "recompute"]))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -104,7 +105,7 @@ def test_every_prompt_is_answered_once_with_the_tokens_it_draws_alone(work, seed
     world = World(work, rng, overlap=overlap, enable_prefix_caching=bool(seed % 2), max_requests=rng.choice([6, 16]))
     while world.order:
         getattr(world, rng.choice(["generate", "generate", "stream", "disturb", "abort", "suspend", "update"]))()
-        world.engine.parts.context.check()
+        inspect(world.engine).context.check()
     world.take(world.roll.generate([], SamplingParams()))
     assert sorted(world.answered) == list(range(COUNT))
     assert_empty(world.engine)

@@ -32,18 +32,18 @@ def roll():
 def train(roll: Rollout, mode: str = "persist") -> None:
     """A training step between two batches."""
     with roll.engine.suspended(mode):
-        roll.engine.set_weight_version(roll.engine.parts.weight_version + 1)
+        roll.engine.set_weight_version(roll.engine.weight_version + 1)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("consumption", ["group", "batch"])
 def test_steps_get_groups_begun_at_most_lag_versions_ago(roll, lag, consumption):
     queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=3, lag=lag, consumption=consumption)
-    version = roll.engine.parts.weight_version
+    version = roll.engine.weight_version
     ages, names = set(), []
     for step in range(6):
         batch = queue.next_batch()
-        assert len(batch) == 3 and roll.engine.parts.weight_version == version + step
+        assert len(batch) == 3 and roll.engine.weight_version == version + step
         for group in batch:
             age = version + step - group.begun_version
             assert 0 <= age <= lag and group.staleness(version + step) <= age
@@ -70,7 +70,7 @@ def test_some_tokens_are_drawn_by_newer_weights_than_others(roll):
 def test_groups_too_stale_are_replaced(roll):
     queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=3, lag=2, max_staleness=1)
     for _ in range(6):
-        version = roll.engine.parts.weight_version
+        version = roll.engine.weight_version
         for group in queue.next_batch():
             assert group.staleness(version) <= 1
         train(roll)
@@ -88,7 +88,7 @@ def test_a_group_that_will_be_too_stale_is_aborted_while_in_flight(roll):
     queue.next_batch()
     drawing = {pending.id for pending in roll.in_flight if roll.tracker.oldest_policy(pending) is not None}
     assert drawing
-    roll.engine.set_weight_version(roll.engine.parts.weight_version + 2)
+    roll.engine.set_weight_version(roll.engine.weight_version + 2)
     seen = []
     step = roll.engine.step
     roll.engine.step = lambda: (seen.append({pending.id for pending in roll.in_flight}), step())[1]
@@ -109,7 +109,7 @@ def test_other_calls_run_beside_the_queue_and_take_none_of_its_groups(roll):
 
 def test_the_automatic_lag_is_that_of_the_engine(roll):
     queue = RolloutQueue(roll, endless(), PARAMS, groups_per_step=2, lag="auto")
-    assert queue.lag.lag == roll.engine.parts.sizes.max_requests // (2 * 2) - 1
+    assert queue.lag.lag == roll.engine.sizes.max_requests // (2 * 2) - 1
 
 
 def test_prompts_that_run_out_end_the_batches_and_the_error_has_the_rest(roll):

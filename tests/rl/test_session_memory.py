@@ -7,6 +7,7 @@ import torch
 from session_case import make_session, prompts, train_step
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -15,7 +16,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 @pytest.fixture
 def session():
     made = make_session(tiny_gpt(init_method_std=0.2).train())
-    if made.engine.parts.chosen.packed.layout.name != "native panels":
+    if made.engine.kernels.packed.layout.name != "native panels":
         pytest.skip("nothing is packed in panels here")
     return made
 
@@ -26,12 +27,12 @@ def answers_in(session) -> list[list[int]]:
 
 
 def copies(session) -> dict[int, int]:
-    return {key: copy.data_ptr() for key, copy in session.engine.parts.chosen.packed._packed.items()}
+    return {key: copy.data_ptr() for key, copy in session.engine.kernels.packed._packed.items()}
 
 
 def test_persist_packs_the_new_weights_over_the_old_copies(session):
     answers_in(session)
-    before, packed = copies(session), session.engine.parts.chosen.packed
+    before, packed = copies(session), session.engine.kernels.packed
     for step in range(2):
         with session.training() as report:
             assert packed.num_bytes > 0 and report.tags["weights"].bytes_freed == 0
@@ -46,7 +47,7 @@ def test_persist_packs_the_new_weights_over_the_old_copies(session):
 
 @pytest.mark.parametrize("how", [{"mode": "offload"}, {"mode": "recompute"}, {"tags": ["weights"]}], ids=str)
 def test_the_copies_are_released_when_memory_is_released(session, how):
-    engine, packed = session.engine, session.engine.parts.chosen.packed
+    engine, packed = session.engine, session.engine.kernels.packed
     held = packed.num_bytes
     assert engine.suspend(**how).tags["weights"].bytes_freed == held > 0 == packed.num_bytes
     engine.resume()
@@ -60,10 +61,10 @@ def test_the_copies_are_released_when_memory_is_released(session, how):
 
 @pytest.mark.parametrize("mode", ["persist", "offload"])
 def test_an_update_and_a_resume_read_every_weight_once_each(session, mode, monkeypatch):
-    guard, read = session.engine.parts.guard, []
+    guard, read = session.engine.weights.guard, []
     checksum = guard._checksum
     monkeypatch.setattr(guard, "_checksum", lambda weight: read.append(id(weight)) or checksum(weight))
-    packed = {id(weight) for weight in session.engine.parts.adopted.packable_weights()}
+    packed = {id(weight) for weight in inspect(session.engine).adopted.packable_weights()}
     session.engine.suspend(mode)
     with torch.no_grad():
         for parameter in session.model.parameters():

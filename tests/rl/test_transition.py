@@ -30,7 +30,7 @@ def failing_cache(session: RolloutSession, times: int) -> None:
             left[0] -= 1
             raise MemoryError("no room for a copy")
 
-    session.engine.parts.derived.register(DerivedCache(name="planted", refresh=refresh, differs=lambda: None))
+    session.engine.weights.derived.register(DerivedCache(name="planted", refresh=refresh, differs=lambda: None))
     left[0] = times
 
 
@@ -61,7 +61,7 @@ FAULTS = {
     "derived": ("update", "rebuilding rotary"),
     "checksums": ("update", "the weights' checksums"),
     "room": ("resume", "allocate the cache"),
-    "look": ("resume", "the look whether weights changed"),
+    "look": ("resume", "checking whether weights changed"),
 }
 
 

@@ -41,7 +41,7 @@ def state_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def addresses(engine: DynamicInferenceEngine) -> dict[str, tuple[int, int]]:
-    found = engine.parts.model.state_dict(keep_vars=True)
+    found = engine.model.state_dict(keep_vars=True)
     return {name: (id(t), t.data_ptr()) for name, t in found.items() if isinstance(t, torch.Tensor)}
 
 
@@ -97,17 +97,17 @@ def sources(new: Any, folder: Path) -> dict[str, Any]:
 
 
 def test_every_kind_of_source_gives_the_same_tokens_in_the_same_tensors(engine, new, wanted, tmp_path):
-    old, places = state_of(engine.parts.model), addresses(engine)
+    old, places = state_of(engine.model), addresses(engine)
     old = {name: tensor.clone() for name, tensor in old.items()}
     refreshed = []
-    engine.parts.derived.register(counting(refreshed))
+    engine.weights.derived.register(counting(refreshed))
     assert answer(engine) != wanted
     checksums = set()
     for number, (kind, source) in enumerate(sources(new, tmp_path).items(), start=1):
         refreshed.clear()
         done = apply(engine, source, checksum=True)
         assert answer(engine) == wanted, kind
-        assert done.version == 2 * number - 1 == engine.parts.weight_version and done.num_tensors == len(old), kind
+        assert done.version == 2 * number - 1 == engine.weight_version and done.num_tensors == len(old), kind
         assert done.bytes_copied == sum(tensor.nbytes for tensor in old.values())
         assert refreshed == ["rebuilt"], kind
         checksums.add(done.checksum)
@@ -131,7 +131,7 @@ def test_hugging_face_names_work_from_a_directory_a_mapping_and_a_stream_in_any_
     engine = make_engine(build_model(open_source(tmp_path)))
     for source in (tmp_path, tmp_path / "model.safetensors", state, reusing(state)):
         with torch.no_grad():
-            for parameter in engine.parts.model.parameters():
+            for parameter in engine.model.parameters():
                 parameter.add_(0.1)
         assert answer(engine) != expected
         plan = open_source(tmp_path).config() if not isinstance(source, Path | dict) else None
@@ -193,7 +193,7 @@ def test_masters_in_fp32_are_rounded_to_the_nearest_of_a_bf16_model():
     master = tiny_gpt(seed=1)
     engine = make_engine(tiny_gpt(seed=2, params_dtype=torch.bfloat16, bf16=True).bfloat16())
     apply(engine, state_of(master))
-    for name, live in engine.parts.model.named_parameters():
+    for name, live in engine.model.named_parameters():
         assert live.dtype == torch.bfloat16 and torch.equal(live, master.get_parameter(name).bfloat16()), name
     with pytest.raises(WeightUpdateError, match=r"final_layernorm\.weight is torch\.bfloat16, got torch\.int32"):
         apply(engine, state_of(master) | {"decoder.final_layernorm.weight": torch.ones(64, dtype=torch.int32)})
@@ -221,7 +221,7 @@ def test_a_mapping_that_does_not_fit_writes_nothing_and_names_the_tensor(engine,
         with pytest.raises(WeightUpdateError, match=message + ".*nothing was written") as error:
             apply(engine, state)
         assert error.value.written == 0 and error.value.tensor and error.value.rank == 0, kind
-    assert answer(engine) == before and addresses(engine) == places and engine.parts.weight_version == 0
+    assert answer(engine) == before and addresses(engine) == places and engine.weight_version == 0
 
 
 def test_a_stream_that_fails_stops_the_engine_until_weights_are_complete(engine, new, wanted):
@@ -255,16 +255,16 @@ def dying(state: dict[str, torch.Tensor]) -> Any:
 
 def test_with_undo_a_failure_leaves_the_weights_and_the_version_before(engine, new, wanted):
     before = answer(engine)
-    apply(engine, state_of(engine.parts.model), version=7)
+    apply(engine, state_of(engine.model), version=7)
     for state, message in spoiled(state_of(new)).values():
         with pytest.raises(WeightUpdateError, match=f"{message}.*put back") as error:
             apply(engine, iter(state.items()), undo=True)
-        assert error.value.written == 0 and engine.parts.weight_version == 7
+        assert error.value.written == 0 and engine.weight_version == 7
         assert answer(engine) == before
     update = apply_undoable(engine, new, version=8)
     assert answer(engine) == wanted and update.report.version == 8
     update.rollback()
-    assert answer(engine) == before and engine.parts.weight_version == 7
+    assert answer(engine) == before and engine.weight_version == 7
     engine.verify_weights()
 
 
@@ -283,7 +283,7 @@ def test_an_update_by_hand_takes_any_order_and_holds_the_engine_until_it_ends(en
             engine.generate([[1, 2]])
         update.write(name, tensor)
     report = update.finish(41)
-    assert report.version == 41 == engine.parts.weight_version and answer(engine) == wanted
+    assert report.version == 41 == engine.weight_version and answer(engine) == wanted
     with pytest.raises(WrongState, match="has ended"):
         update.write(NORM, state_of(new)[NORM])
     with pytest.raises(WrongState, match="kept nothing"):
@@ -326,7 +326,7 @@ def test_suspended_engines_take_weights(new, wanted):
         engine.suspend(mode=mode)
         apply(engine, new, version=2)
         engine.resume()
-        assert answer(engine) == wanted and engine.parts.weight_version == 2
+        assert answer(engine) == wanted and engine.weight_version == 2
 
 
 def test_a_model_without_an_engine_takes_weights_too(new):
@@ -349,17 +349,17 @@ def test_invalid_sources_are_refused(engine, tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"version": "41"}, {"version": -1}, {"running": "recompile"}])
 def test_an_invalid_version_is_refused_before_anything_is_written(engine, new, wrong):
-    before = {name: tensor.clone() for name, tensor in state_of(engine.parts.model).items()}
+    before = {name: tensor.clone() for name, tensor in state_of(engine.model).items()}
     with pytest.raises(ConfigError, match=r"version is|running: unknown"):
         apply(engine, new, **wrong)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state_of(engine.parts.model).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state_of(engine.model).items())
     update = WeightUpdate(engine)
     update.write_all(state_of(new).items())
     with pytest.raises(ConfigError, match=r"version is|running: unknown"):
         update.finish(**wrong)
     with pytest.raises(WrongState, match="an update is under way"):
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
-    assert update.finish(version=7).version == engine.parts.weight_version == 7
+    assert update.finish(version=7).version == engine.weight_version == 7
 
 
 def test_a_mapping_of_another_dtype_writes_nothing(engine, new):

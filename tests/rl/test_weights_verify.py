@@ -43,7 +43,7 @@ def test_a_wrong_tensor_is_named_for_every_kind_of_source(fault: str):
         assert found.num_compared == found.num_tensors == len(state_of(new))
         assert {"packed weights", "scan weights"} <= set(found.derived)
         with torch.no_grad():
-            spoil(engine.parts.model.state_dict(keep_vars=True)[name].detach())
+            spoil(engine.model.state_dict(keep_vars=True)[name].detach())
         with pytest.raises(WeightUpdateError, match=name.replace(".", r"\.")) as error:
             verify_update(engine, source)
         assert error.value.tensor == name
@@ -61,7 +61,7 @@ def test_a_derived_copy_that_missed_the_update_is_named():
     apply(engine, new)
     verify_update(engine, new)
     with torch.no_grad():
-        engine.parts.model.decoder.layers[0].mixer.A_log.data.add_(0.5)
+        engine.model.decoder.layers[0].mixer.A_log.data.add_(0.5)
         new.decoder.layers[0].mixer.A_log.data.add_(0.5)
     with pytest.raises(StaleCache, match=r"scan weights \(decoder\.layers\.0\.mixer\.A_log\)"):
         verify_update(engine, new)

@@ -16,6 +16,7 @@ from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 PROMPT = [5, 9, 30, 7, 66, 12, 3]
@@ -69,7 +70,7 @@ def case(versions):
 
 def drawn_so_far(case):
     return sum(
-        len(sample.request.tokens) for group in case.engines[0].output_processor.groups for sample in group.samples
+        len(sample.request.tokens) for group in case.engines[0].output_processor.requests for sample in group.sequences
     )
 
 
@@ -126,7 +127,7 @@ def test_loop_that_aborts_releases_memory_and_loads_while_the_cache_is_away(case
         assert len(reply["meta_info"]["output_token_logprobs"]) == len(part)
     call(case, "/flush_cache", method="GET")
     freed = call(case, "/release_memory_occupation", {"tags": ["kv_cache", "weights", "cuda_graph"]})
-    assert freed["bytes_freed"]["kv_cache"] > 0 and case.engines[0].parts.runner.store.resident_bytes() == 0
+    assert freed["bytes_freed"]["kv_cache"] > 0 and inspect(case.engines[0]).store.resident_bytes() == 0
     assert "ASLEEP" in call(case, "/generate", native(4), expected=503)["error"]["message"]
     call(case, "/update_weights_from_disk", {"model_path": "new"}, expected=409)
     call(case, "/resume_memory_occupation", {"tags": ["weights"]})

@@ -116,11 +116,11 @@ def test_retract_recomputes_requests_and_gives_the_same_tokens(slow):
     calls = [Background(slow, "/generate", native([i])) for i in range(2)]
     all_running(slow, 2)
     call(slow, "/pause_generation", {"mode": "retract"})
-    assert [engine.num_requeued for engine in slow.engines] == [1, 1]
+    assert [engine.controls.num_requeued for engine in slow.engines] == [1, 1]
     call(slow, "/continue_generation", {})
     assert [one.result().json()["output_ids"] for one in calls] == [echo_tokens([i], LONG) for i in range(2)]
     call(slow, "/reset_prefix_cache?reset_running_requests=true")
-    assert [engine.num_requeued for engine in slow.engines] == [2, 2]
+    assert [engine.controls.num_requeued for engine in slow.engines] == [2, 2]
 
 
 def test_abort_ends_the_named_request_alone_also_one_that_waits(slow):

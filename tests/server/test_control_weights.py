@@ -39,11 +39,11 @@ def load(case, path, expected=200, **more):
 
 
 def digests(case):
-    return [engine.digest for engine in case.engines]
+    return [engine.controls.digest for engine in case.engines]
 
 
 def versions(case):
-    return [engine.weight_version for engine in case.engines]
+    return [engine.controls.weight_version for engine in case.engines]
 
 
 def send(case, data, expected=200, **headers):
@@ -204,7 +204,7 @@ def test_body_of_another_type_or_size_is_refused(shared):
 def test_engine_that_fails_in_an_update_is_named_and_all_engines_keep_what_they_had(case, phase):
     load(case, "step1")
     before = digests(case)
-    case.engines[1].faults[phase] = 1
+    case.engines[1].controls.faults[phase] = 1
     replies = []
     for path, how in (
         ("/start_weight_update", {}),
@@ -250,7 +250,7 @@ def test_engine_that_fails_to_stop_leaves_all_engines_serving(case, fault, path,
     error = call(case, path, expected=500)["error"]
     assert [one["name"] for one in error["replicas"]] == ["r1"] and error["state"] == state == state_of(case)
     assert [engine.state for engine in case.engines] == ["running", "running"]
-    assert [engine.suspended for engine in case.engines] == [set(), set()]
+    assert [engine.controls.suspended for engine in case.engines] == [set(), set()]
     call(case, path)
 
 
@@ -272,7 +272,7 @@ def test_wake_up_that_fails_on_one_engine_leaves_all_asleep_and_a_retry_succeeds
 
 def test_resume_that_fails_on_one_engine_leaves_all_paused(case):
     call(case, "/pause?mode=keep")
-    case.engines[1].faults["unpause"] = 1
+    case.engines[1].controls.faults["unpause"] = 1
     assert call(case, "/resume", expected=500)["error"]["state"] == state_of(case) == "PAUSED(keep)"
     assert [engine.state for engine in case.engines] == ["paused", "paused"]
     call(case, "/resume")
@@ -288,7 +288,7 @@ def test_weights_checker_finds_an_update_that_left_something_out(case):
     assert load(case, "step1")["state"] == "SERVING"
     assert call(case, "/weights_checker", {"action": "compare"})["equal"] is True
     assert waits.result().status_code == 200
-    case.engines[1].digest = "other"
+    case.engines[1].controls.digest = "other"
     assert call(case, "/weights_checker", {"action": "checksum"}, expected=500)["error"]["code"] == "weights_differ"
 
 

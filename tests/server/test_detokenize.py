@@ -173,7 +173,7 @@ def test_any_split_of_any_tokens_gives_the_text_of_the_engine(made):
                 request.finish_reason = FinishReason(reason)
             engine.advance()
             if request.finish_reason is not None:
-                engine.close()
+                engine.end_text()
             wanted = engine.output("cumulative")
             if rng.random() < 0.5 and wanted.finish_reason is None:
                 continue  # an update that was replaced before it was read

@@ -189,7 +189,7 @@ def test_a_grammar_that_takes_long_to_compile_delays_no_other_request(case, monk
 def test_an_engine_serves_others_and_takes_aborts_while_a_grammar_compiles(case, monkeypatch):
     """The server has compiled the grammar; the engine has not."""
     engine = case.engines[0]
-    grammars = engine.parts.input_processor.grammars.cache
+    grammars = engine.input_processor.grammars.cache
     go, whole = threading.Event(), grammars._compile
 
     def slow(wanted):

@@ -49,7 +49,7 @@ def generate(
     """(tokens of each request, prompt tokens found in the prefix cache)."""
     monkeypatch.setenv(BACKEND_VARIABLE, backend)
     engine = DynamicInferenceEngine(model, InferenceConfig(**SETTINGS, **settings))
-    assert engine.parts.chosen.attention.name == backend
+    assert engine.kernels.attention.name == backend
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     outputs = engine.generate(workload() if prompts is None else prompts, params)
     return [output.outputs[0].token_ids for output in outputs], engine.stats().counters["prefix_hit_tokens"]

@@ -35,7 +35,7 @@ def generate(model, monkeypatch, backend, **settings):
     with listening(lambda launch, kernel, *_: ran.add(kernel.fn.__name__)):
         outputs = engine.generate(PROMPTS, SamplingParams(max_tokens=4, temperature=0.0, return_routing=True))
     got = [(output.outputs[0].token_ids, output.outputs[0].routing.tolist()) for output in outputs]
-    return got, {row.chosen for row in engine.parts.chosen.rows}, ran
+    return got, {row.chosen for row in engine.kernels.rows}, ran
 
 
 def test_greedy_tokens_and_their_experts_equal_those_of_torch_whole_and_in_chunks(model, monkeypatch):

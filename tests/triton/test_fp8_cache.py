@@ -122,7 +122,7 @@ def test_greedy_tokens_equal_those_of_torch(device, monkeypatch, reads_fp8):
             max_requests=4, max_tokens=24, enable_chunked_prefill=True, enable_prefix_caching=True,
         )  # fmt: skip
         engine = DynamicInferenceEngine(model, config)
-        assert engine.parts.chosen.attention.name == backend
+        assert engine.kernels.attention.name == backend
         params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
         found.append([output.outputs[0].token_ids for output in engine.generate(prompts, params)])
     assert found[0] == found[1]

@@ -11,6 +11,7 @@ from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
@@ -43,7 +44,7 @@ def test_an_engine_whose_triton_steps_are_replayed_answers_as_one_that_runs_them
     expected, _ = answers(model)
     got, engine = answers(model, num_cuda_graphs=-1)
     assert got == expected
-    counts = engine.parts.runner.graphs.pool.counts
+    counts = inspect(engine).runner.graphs.pool.counts
     assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0
 
 

@@ -13,6 +13,7 @@ from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -41,7 +42,7 @@ def tokens_of(model, **settings):
 
     with listening(note):
         outputs = engine.generate([[1 + i, 2, 3] for i in range(len(WAYS))], params)
-    graphs = engine.parts.runner.graphs
+    graphs = inspect(engine).runner.graphs
     assert graphs is None or not graphs.drawn_outside
     answers = [output.outputs[0] for output in outputs]
     details = [(one.logprobs, one.raw_logprobs, one.processed_logprobs) for one in answers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton import experts
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 pytestmark = pytest.mark.triton
@@ -77,16 +79,22 @@ def test_requests_launch_nothing_that_was_not_compiled_when_the_engine_was_built
                         enable_chunked_prefill=True),
     )  # fmt: skip
     if kind == "hybrid":
-        monkeypatch.setattr(engine.parts.chosen.scan, "_segment", 32)  # a whole one in a prompt
+        monkeypatch.setattr(engine.kernels.scan, "_segment", 32)  # a whole one in a prompt
     calls: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(engine.parts.device, "is_cuda", True)
-        patch.setattr(engine.parts.runner, "warm_up", lambda *args: calls.append(args))
-        build.warm_up(engine.parts)
+        patch.setattr(engine.device, "is_cuda", True)
+        patch.setattr(inspect(engine).runner, "warm_up", lambda *args: calls.append(args))
+        parts = inspect(engine)
+        build.warm_up(
+            SimpleNamespace(
+                adopted=parts.adopted, kernels=engine.kernels, runner=parts.runner, device=engine.device,
+                agreed=SimpleNamespace(sizes=engine.sizes),
+            )
+        )  # fmt: skip
     assert calls == [(64, TALLER[kind])], "on a GPU it is part of building the engine"
     seen: list[set[Any]] = [set(), set()]
     with listening(lambda _, kernel, grid, args, options: seen[0].add(compiled_as(kernel, args, dict(options)))):
-        engine.parts.runner.warm_up(*calls[0])
+        inspect(engine).runner.warm_up(*calls[0])
     assert len(seen[0]) > 8
     assert sum(name == "forbid_kernel" for name, *_ in seen[0]) == 2, "masks of all rows, and of some"
     with listening(lambda _, kernel, grid, args, options: seen[1].add(compiled_as(kernel, args, dict(options)))):

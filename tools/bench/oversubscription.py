@@ -148,7 +148,7 @@ def main() -> None:
         "enable_chunked_prefill": True,
         "overlap": args.overlap,
     }
-    gib = make(InferenceConfig(buffer_size_gb=0.1, **base)).parts.sizes.block_bytes / GIB
+    gib = make(InferenceConfig(buffer_size_gb=0.1, **base)).sizes.block_bytes / GIB
     demands = [float(text) for text in args.demand.split(",")]
     everything = make_jobs(int(max(demands) * args.pool), max_prompt=args.max_prompt, max_new=args.max_new)
     total = sum(job.num_blocks for job in everything)

@@ -27,6 +27,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine import build
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.testing.inspect import inspect
 
 
 class Busy:
@@ -73,16 +74,16 @@ def measure(model: torch.nn.Module, arguments: argparse.Namespace, num_micro_bat
         model,
         InferenceConfig(buffer_size_gb=0.25, max_requests=max(arguments.requests, 4), max_tokens=2048, overlap=False),
     )
-    runner, busy = engine.parts.runner, Busy()
+    runner, busy = inspect(engine).runner, Busy()
     if arguments.device_ms:
-        hidden = engine.parts.adopted.hidden
+        hidden = inspect(engine).adopted.hidden
 
         def asleep(step: Any, *received: Any) -> Any:
             milliseconds = arguments.device_ms + arguments.per_token_us * step.num_tokens / 1e3
             time.sleep(milliseconds / 1e3 / arguments.stages)
             return hidden(step, *received)
 
-        engine.parts.adopted.hidden = asleep
+        inspect(engine).adopted.hidden = asleep
     runner._compute, runner._sample = busy.work(runner._compute), busy.work(runner._sample)
     runner.link.receive = busy.wait(runner.link.receive)
     generator = torch.Generator().manual_seed(1)

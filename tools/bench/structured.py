@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     llm = LLM(args.model, threads=args.threads, config={"max_requests": max(args.rows, 8), "max_sequence_length": 512})
-    vocab = llm.engine.parts.shape.vocab_size
+    vocab = llm.engine.shape.vocab_size
     result: dict[str, Any] = {"rows": args.rows, "vocab": vocab, "threads": args.threads}
     for name, language in LANGUAGES.items():
         result[name] = walk(llm.tokenizer, vocab, language, args.rows, args.steps)

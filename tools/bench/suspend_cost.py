@@ -18,6 +18,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.testing.inspect import inspect
 
 MIB = 2**20
 BLOCK = 64
@@ -33,14 +34,14 @@ def engine_with(llm: LLM, pool_mib: float, mode: str) -> DynamicInferenceEngine:
         enable_chunked_prefill=True,
         kv_cache_management_mode=mode,
     )
-    return DynamicInferenceEngine(llm.engine.parts.model, config, eos_ids=())
+    return DynamicInferenceEngine(llm.engine.model, config, eos_ids=())
 
 
 def fill(engine: DynamicInferenceEngine, live_bytes: float) -> int:
     """Bring requests into decode until they hold about `live_bytes` -> bytes they hold."""
-    sizes, rng = engine.parts.sizes, random.Random(0)
+    sizes, rng = engine.sizes, random.Random(0)
     blocks = max(1, int(live_bytes // sizes.block_bytes))
-    vocabulary = engine.parts.shape.vocab_size
+    vocabulary = engine.shape.vocab_size
     per_request = min(8, blocks)
     for first in range(0, blocks, per_request):
         tokens = min(per_request, blocks - first) * BLOCK - BLOCK // 2
@@ -48,9 +49,9 @@ def fill(engine: DynamicInferenceEngine, live_bytes: float) -> int:
         engine.add_request(
             prompt, SamplingParams(max_tokens=BLOCK // 2, temperature=0.0, ignore_eos=True), stream="final"
         )
-    while engine.stats().num_waiting or engine.parts.scheduler.running_set.prefilling:
+    while engine.stats().num_waiting or inspect(engine).scheduler.running_set.prefilling:
         engine.step()
-    return len(engine.parts.context.held_blocks()) * sizes.block_bytes
+    return len(inspect(engine).context.held_blocks()) * sizes.block_bytes
 
 
 def cycle(engine: DynamicInferenceEngine) -> tuple[Any, Any, float]:
@@ -115,7 +116,7 @@ def main() -> None:
     for pool in (128, 512, 2048, 4096):
         engine = engine_with(llm, pool, "offload")
         fill(engine, 24 * MIB)
-        engine.parts.runner.store.kv_cache.view(-1)[::1024].zero_()  # every page of the pool is in memory once
+        inspect(engine).store.kv_cache.view(-1)[::1024].zero_()  # every page of the pool is in memory once
         print(f"{pool:10}  {measure(engine, args.rounds)}", flush=True)
         engine.suspend("recompute", tags={"kv_cache"})
     print(f"\nresident set in MiB over {args.cycles} cycles of suspend, resume and a step")

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_infer.testing.inspect import inspect
+
 RANKS, PROMPT = 2, 16
 
 
@@ -44,7 +46,7 @@ def as_modules(engine: Any) -> Iterator[None]:
     from megatron_infer.models.adopt import AdoptedModel
     from megatron_infer.models.fused_layers import AllReduce, FusedLinear
 
-    live, runner = engine.parts.adopted.live, engine.parts.runner
+    live, runner = inspect(engine).adopted.live, inspect(engine).runner
     modules = {id(module._parameters): module for module in live.modules()}
 
     def run(self: FusedLinear, step: Any, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:

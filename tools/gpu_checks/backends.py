@@ -13,6 +13,7 @@ from gpu_checks.models import CHOICES, compare_tokens
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from gpu_checks.sampling import VOCABULARIES, Rows
 from megatron_infer.kernels import backend_candidates, flashinfer_rope, flashinfer_topk
+from megatron_infer.testing.inspect import inspect
 
 # flash-attn 2 takes blocks of 256 tokens only.
 OPTIONS: dict[str, dict[str, Any]] = {"flash_attn": {"block_size_tokens": 256, "buffer_size_gb": 0.2}}
@@ -53,7 +54,7 @@ def _hold_replayed(ctx: Context, compare: Comparison, label: str, kind: str, **o
     engine = graphed(ctx, model, **options)
     got = answers(engine, work)
     same(compare, f"{label} {kind}", got, answers(graphed(ctx, model, captures=False, **options), work))
-    pool = engine.parts.runner.graphs.pool
+    pool = inspect(engine).runner.graphs.pool
     compare.require(f"{label} {kind}: no step was replayed", pool.counts.replays > 0)
     compare.require(f"{label} {kind}: refused {pool.refused}", not pool.refused)
     return engine
@@ -111,7 +112,7 @@ def flash_attn_graphs(ctx: Context) -> Result:
     for kind in ("attention", "windows"):
         options = {"kernels": None, "attention_backend": "flash_attn", **OPTIONS["flash_attn"]}
         engine = _hold_replayed(ctx, compare, "flash_attn", kind, **options)
-        chosen = {row.operation: row.chosen for row in engine.parts.chosen.rows}["attention"]
+        chosen = {row.operation: row.chosen for row in engine.kernels.rows}["attention"]
         compare.require(f"{kind}: attention is {chosen}'s", chosen == "flash_attn")
     return compare.result()
 
@@ -134,7 +135,7 @@ def rope(ctx: Context) -> Result:
         wanted = answers(make_engine(model, ctx.device), work)
         engine = make_engine(model, ctx.device, use_flashinfer_fused_rope=True)
         _add_alike(ctx, compare, f"rotation {kind}", answers(engine, work), wanted)
-        chosen = {row.operation: row.chosen for row in engine.parts.chosen.rows}["rotation"]
+        chosen = {row.operation: row.chosen for row in engine.kernels.rows}["rotation"]
         compare.require(f"{kind}: the rotation is {chosen}'s", chosen == "flashinfer")
         _hold_replayed(ctx, compare, "rotation", kind, use_flashinfer_fused_rope=True)
     return compare.result()

@@ -82,7 +82,10 @@ def engine(ctx: Context) -> Result:
         wanted = answers(make_engine(make_model(kind, torch.float32, CPU), CPU, **options), work)
         with environment(BACKEND_VARIABLE, "triton"):
             on_device = make_engine(make_model(kind, torch.float32, ctx.device), ctx.device, **options)
-        compare.require(f"{kind}: the cache is {on_device.parts.kv_dtype}", on_device.parts.kv_dtype == "float8_e4m3fn")
+        compare.require(
+            f"{kind}: the cache is {on_device.config.kv_dtype_of(on_device.shape)}",
+            on_device.config.kv_dtype_of(on_device.shape) == "float8_e4m3fn",
+        )
         ties += compare_tokens(compare, kind, answers(on_device, work), wanted)
     return compare.result(near_ties=ties)
 

@@ -20,6 +20,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
 from megatron_infer.testing.eager_recorder import EAGER
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 
@@ -49,8 +50,8 @@ def graphed(ctx: Context, model: Any, *, captures: bool = True, kernels: str | N
         environment(BACKEND_VARIABLE, ctx.pick(None, kernels)),
     ):
         engine = make_engine(model, ctx.device, **settings)
-    if engine.parts.runner.graphs is None:
-        rows = {row.operation: row.reasons for row in engine.parts.chosen.rows}
+    if inspect(engine).runner.graphs is None:
+        rows = {row.operation: row.reasons for row in engine.kernels.rows}
         why = f"no graphs: {rows.get('CUDA graphs')}"
         if ctx.rehearse:
             raise Unavailable(why)
@@ -89,7 +90,7 @@ def on_off(ctx: Context) -> Result:
                 got = answers(engine, work)
                 with_padding = answers(graphed(ctx, model, captures=False, kernels=kernels), work)
                 same(compare, f"{kind} {dtype} {params}", got, with_padding)
-                pool = engine.parts.runner.graphs.pool
+                pool = inspect(engine).runner.graphs.pool
                 counts[kind] = {"captured": len(pool.captured), "replays": pool.counts.replays}
                 counts[kind]["eager"] = dict(pool.counts.eager)
                 compare.require(f"{kind} {dtype}: no step was replayed", pool.counts.replays > 0)
@@ -139,7 +140,7 @@ def new_weights(ctx: Context) -> Result:
     model, work = make_model("attention", torch.float32, ctx.device), workload(ctx)
     engine = graphed(ctx, model)
     before = tokens_of(answers(engine, work))
-    captures = engine.parts.runner.graphs.pool.counts.captures
+    captures = inspect(engine).runner.graphs.pool.counts.captures
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(-0.7)
@@ -147,9 +148,9 @@ def new_weights(ctx: Context) -> Result:
     fresh = tokens_of(answers(graphed(ctx, model), work))
     compare.require("tokens are those of the old weights", before != after)
     compare.require("tokens are not those of the new weights", after == fresh)
-    again = engine.parts.runner.graphs.pool.counts.captures - captures
+    again = inspect(engine).runner.graphs.pool.counts.captures - captures
     # A CPU's packed copies of the weights are made anew, elsewhere.
-    moved = bool(engine.parts.chosen.packed.num_bytes)
+    moved = bool(engine.kernels.packed.num_bytes)
     compare.require(f"{again} graphs captured again", again == 0 or moved)
     return compare.result()
 
@@ -163,7 +164,7 @@ def new_weights(ctx: Context) -> Result:
 def cost(ctx: Context) -> Result:
     engine = graphed(ctx, make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device))
     answers(engine, workload(ctx))
-    pool = engine.parts.runner.graphs.pool
+    pool = inspect(engine).runner.graphs.pool
     captured, seconds = len(pool.captured), pool.counts.capture_s
     compare = Comparison("difference")
     compare.require("nothing was captured", captured > 0)
@@ -203,7 +204,7 @@ def suspend(ctx: Context) -> Result:
                 engine.resume()
             done |= {output.request_id: output for output in engine.step() if output.finished}
         compare.require(f"{name}: other tokens", tokens_of([done[one] for one in ids]) == wanted)
-        drops[name] = dict(engine.parts.runner.graphs.pool.counts.invalidated)
+        drops[name] = dict(inspect(engine).runner.graphs.pool.counts.invalidated)
         if name == "persist" or "static" in name:
             compare.require(f"{name}: graphs were dropped ({drops[name]})", not drops[name])
     return compare.result(dropped=drops)

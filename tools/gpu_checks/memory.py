@@ -17,6 +17,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.memory.regions.choose import make_region, table
 from megatron_infer.memory.store import StateStore
 from megatron_infer.memory.store_layout import StoreLayout
+from megatron_infer.testing.inspect import inspect
 
 MIB = 2**20
 MANAGED_ROOM = 6 << 30
@@ -42,8 +43,8 @@ def _finish(engine: Any, ids: list[str], done: dict[str, Any]) -> list[Any]:
 
 def _content(engine: Any) -> Tensor:
     """The cache's blocks that requests hold, in order."""
-    held = sorted(engine.parts.context.held_blocks())
-    return engine.parts.runner.store.kv_cache[:, :, held].clone()
+    held = sorted(inspect(engine).context.held_blocks())
+    return inspect(engine).store.kv_cache[:, :, held].clone()
 
 
 def _cycle(ctx: Context, mode: str, **options: Any) -> tuple[Comparison, dict[str, Any]]:
@@ -54,7 +55,7 @@ def _cycle(ctx: Context, mode: str, **options: Any) -> tuple[Comparison, dict[st
     wanted = tokens_of(answers(make_engine(model, ctx.device, buffer_size_gb=pool), workload(ctx)))
     engine = make_engine(model, ctx.device, buffer_size_gb=pool, **options)
     ids, done = _half_done(engine, ctx)
-    store = engine.parts.runner.store
+    store = inspect(engine).store
     before, address = _content(engine), store.kv_cache.data_ptr()
     free = ctx.free_bytes()
     away = engine.suspend(mode, {"kv_cache"})
@@ -62,7 +63,7 @@ def _cycle(ctx: Context, mode: str, **options: Any) -> tuple[Comparison, dict[st
     back = engine.resume()
     after = ctx.free_bytes()
     found: dict[str, Any] = {
-        "pool_bytes": engine.parts.sizes.kv_bytes,
+        "pool_bytes": engine.sizes.kv_bytes,
         "freed_bytes": freed,
         "reported_bytes": away.tags["kv_cache"].bytes_freed,
         "suspend_ms": away.seconds * 1e3,
@@ -74,7 +75,7 @@ def _cycle(ctx: Context, mode: str, **options: Any) -> tuple[Comparison, dict[st
         compare.require(f"{mode}: content is not what it was", bool(torch.equal(_content(engine), before)))
     compare.require(f"{mode}: other tokens afterwards", tokens_of(_finish(engine, ids, done)) == wanted)
     if mode != "persist" and not ctx.rehearse and not options.get("unified_memory_level"):
-        pool_bytes = engine.parts.sizes.kv_bytes
+        pool_bytes = engine.sizes.kv_bytes
         compare.require(f"{mode}: {freed:,} of {pool_bytes:,} bytes came free", freed >= pool_bytes - SLACK)
         compare.require(f"{mode}: {free - after:,} bytes less are free after it", free - after <= SLACK)
     return compare, found
@@ -171,7 +172,7 @@ def rate(ctx: Context) -> Result:
     for seed in range(options["max_requests"]):
         params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, detokenize=False)
         engine.add_request([1 + seed % 100] * ctx.pick(420, 40), params, stream="final")
-    while engine.stats().num_waiting or engine.parts.scheduler.running_set.prefilling:
+    while engine.stats().num_waiting or inspect(engine).scheduler.running_set.prefilling:
         engine.step()
     away, back, first_s, step_s, arrived_s = _fastest_wake(ctx, engine)
     copied = away.tags["kv_cache"].bytes_copied
@@ -211,7 +212,7 @@ def _fastest_wake(ctx: Context, engine: Any) -> tuple[Any, Any, float, float, fl
         ctx.wait()
         return time.perf_counter() - start
 
-    found, store = [], engine.parts.runner.store
+    found, store = [], inspect(engine).store
     for _ in range(4):  # the first pins host memory
         away, backs = engine.suspend("offload", {"kv_cache"}), []
         first_s = seconds(lambda backs=backs: backs.append(engine.resume()), engine.step)

@@ -11,6 +11,7 @@ import torch
 from gpu_checks.context import Context
 from gpu_checks.engines import CPU, KINDS, answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import Comparison, Result, check
+from megatron_infer.testing.inspect import inspect
 
 NEAR_TIE = 2e-5
 """Two fp32 log probabilities closer than this may change places between devices."""
@@ -49,7 +50,7 @@ def greedy(ctx: Context) -> Result:
         wanted = answers(make_engine(make_model(kind, torch.float32, CPU), CPU), work)
         engine = make_engine(make_model(kind, torch.float32, ctx.device), ctx.device)
         ties += compare_tokens(compare, kind, answers(engine, work), wanted)
-        tables[kind] = {row.operation: row.chosen for row in engine.parts.chosen.rows}
+        tables[kind] = {row.operation: row.chosen for row in engine.kernels.rows}
         if not ctx.rehearse and "attention" in tables[kind]:
             compare.require(f"{kind}: attention is {tables[kind]}", tables[kind]["attention"] != "reference")
     return compare.result(near_ties=ties, backends=tables)
@@ -171,8 +172,8 @@ def compiled_layers(ctx: Context) -> Result:
             wanted = answers(make_engine(model, ctx.device), work)
             for graphs in ctx.pick(({}, {"num_cuda_graphs": 4}), ({},)):
                 engine = make_engine(model, ctx.device, compile_layers=True, **graphs)
-                compiler, label = engine.parts.adopted.compiler, f"{kind} {graphs}"
-                compare.require(f"{label}: {engine.parts.chosen.table()}", compiler is not None)
+                compiler, label = inspect(engine).adopted.compiler, f"{kind} {graphs}"
+                compare.require(f"{label}: {engine.kernels.table()}", compiler is not None)
                 if compiler is None:
                     continue
                 at_start = compiler.num_compiles

@@ -25,11 +25,11 @@ def _decoding(engine: Any, count: int, steps: int) -> None:
 def _hold(ctx: Context, engine: Any, steps: int) -> dict[str, float]:
     """Raise if a step makes the host wait other than for its tokens -> waits a step, by what for."""
     _decoding(engine, ctx.pick(8, 2), steps)
-    before = dict(engine.parts.device.syncs)
+    before = dict(engine.device.syncs)
     with ctx.no_sync():
         for _ in range(steps):
             engine.step()
-    after = dict(engine.parts.device.syncs)
+    after = dict(engine.device.syncs)
     return {
         name: (count - before.get(name, 0)) / steps for name, count in after.items() if count != before.get(name, 0)
     }

@@ -79,7 +79,7 @@ class LocalInterface:
 
     def __init__(self, session: RolloutSession) -> None:
         """Use `launch`."""
-        if session.engine.relay is not None:
+        if session.engine.rank_group.size > 1:
             raise NotImplementedError(
                 "LocalInterface over an engine of several ranks; take RolloutSession, whose calls all ranks make"
             )

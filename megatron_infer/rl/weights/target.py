@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_infer.comm.groups import ParallelGroups
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import WrongState
 from megatron_infer.rl.weights.inventory import Inventory, bare
 
@@ -19,7 +20,7 @@ class UpdateTarget:
     model: Any
     """Without wrappers."""
     inventory: Inventory
-    engine: Any = None
+    engine: DynamicInferenceEngine | None = None
     rank: int = 0
     """Rank of this process in the world."""
     group: Any = None
@@ -27,17 +28,17 @@ class UpdateTarget:
 
     @classmethod
     def of(cls, engine_or_model: Any) -> UpdateTarget:
-        parts = getattr(engine_or_model, "parts", None)
-        model = bare(engine_or_model) if parts is None else parts.adopted.live
+        is_engine = isinstance(engine_or_model, DynamicInferenceEngine)
+        model = engine_or_model.model if is_engine else bare(engine_or_model)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         inventory = Inventory.of(model)
-        if parts is not None:
+        if is_engine:
             return cls(model=model, inventory=inventory, engine=engine_or_model, rank=rank)
         return cls(model=model, inventory=inventory, rank=rank, group=ParallelGroups.of(None, model).engine)
 
     @property
     def version(self) -> int:
-        return 0 if self.engine is None else int(self.engine.parts.weight_version)
+        return 0 if self.engine is None else self.engine.weight_version
 
     @property
     def incomplete_reason(self) -> str | None:
@@ -53,7 +54,7 @@ class UpdateTarget:
         """Finish the step in flight; the engine refuses to run until the update has ended. On every rank."""
         if self.engine is None:
             return
-        if self.engine.parts.offloaded_weight_bytes():
+        if self.engine.weights.offloaded_bytes:
             raise WrongState(
                 "a weight update while the weights are offloaded to the host; call resume({'weights'}) first",
                 state=self.engine.state.value,
@@ -64,8 +65,7 @@ class UpdateTarget:
     def gather(self, what: str, text: str) -> list[str]:
         """Every rank's text. All ranks of the engine or model make the same call. what: named in errors."""
         if self.engine is not None:
-            lockstep = self.engine.parts.rank_group.lockstep
-            return [text] if lockstep is None else list(lockstep.gather(what, text))
+            return self.engine.rank_group.lockstep.gather(what, text)
         if self.group is None:
             return [text]
         found: list[Any] = [None] * self.group.size()

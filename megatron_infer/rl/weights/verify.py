@@ -60,7 +60,7 @@ def verify_update(
     derived: tuple[str, ...] = ()
     if checked.engine is not None:
         checked.engine.verify_weights()
-        derived = tuple(checked.engine.parts.derived.names)
+        derived = tuple(checked.engine.weights.derived.names)
     if replicas is not None:
         _compare_replicas(digests, replicas)
     return VerifyReport(

@@ -16,6 +16,7 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.suspend import MemoryReport
+from megatron_infer.testing.inspect import inspect
 
 GIB = 2**30
 BLOCK = 64
@@ -31,7 +32,7 @@ class Bench:
 
     @property
     def vocabulary(self) -> int:
-        return self.engine.parts.shape.vocab_size
+        return self.engine.shape.vocab_size
 
     def prompt(self, length: int, seed: int) -> list[int]:
         rng = random.Random(seed)
@@ -45,7 +46,7 @@ class Bench:
         """`batch` requests of `context` prompt tokens, all of them decoding when this returns."""
         for seed in range(batch):
             self.add(context, new_tokens, seed)
-        while self.engine.stats().num_waiting or self.engine.parts.scheduler.running_set.prefilling:
+        while self.engine.stats().num_waiting or inspect(self.engine).scheduler.running_set.prefilling:
             self.engine.step()
 
     def steps(self, count: int) -> float:
@@ -68,7 +69,7 @@ class Bench:
 
     def drain(self) -> None:
         """Abort what is left."""
-        for request in [*self.engine.parts.scheduler.running, *self.engine.parts.scheduler.waiting]:
+        for request in [*inspect(self.engine).scheduler.running, *inspect(self.engine).scheduler.waiting]:
             self.engine.abort(request.id)
         while self.engine.has_unfinished():
             self.engine.step()

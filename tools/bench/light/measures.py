@@ -7,6 +7,7 @@ from typing import Any
 
 from light.engine import BLOCK, Bench
 from light.machine import Ceilings, idle_share
+from megatron_infer.testing.inspect import inspect
 
 Row = dict[str, Any]
 STEADY = 8
@@ -38,7 +39,7 @@ def decode(bench: Bench, ceilings: Ceilings, *, batches: Sequence[int], context:
 
 def graphs(bench: Bench) -> Row:
     """What the graphs captured so far took: seconds, and memory by their own account. Empty where there are none."""
-    captured = bench.engine.parts.runner.graphs
+    captured = inspect(bench.engine).runner.graphs
     if captured is None:
         return {}
     pool = captured.pool
@@ -66,7 +67,7 @@ def prefill(bench: Bench, ceilings: Ceilings, *, lengths: Sequence[int]) -> list
         times = []
         for seed in range(3):  # the first compiles
             bench.add(length, 1, seed)
-            num_steps = -(-length // bench.engine.parts.sizes.max_tokens) + 1  # with overlap the last one commits
+            num_steps = -(-length // bench.engine.sizes.max_tokens) + 1  # with overlap the last one commits
             times.append(bench.steps(num_steps) * num_steps)
             bench.drain()
         taken = min(times[1:])
@@ -96,7 +97,7 @@ def mixed(bench: Bench, ceilings: Ceilings, *, batch: int, context: int, prompt:
         bench.steps(2)
     bench.drain()
     taken, fresh = min(times[1:]), prompts * prompt
-    tokens = min(bench.engine.parts.sizes.max_tokens, batch + fresh)
+    tokens = min(bench.engine.sizes.max_tokens, batch + fresh)
     needed = max(
         bench.costs.decode_bytes(batch, context) / ceilings.copy_gb_s / 1e9,
         tokens * bench.costs.linear_flops / ceilings.matmul_tflop_s / 1e12,
@@ -115,7 +116,7 @@ def suspend(bench: Bench, ceilings: Ceilings, *, modes: Sequence[str], shares: S
     first_step_ms: from the call of the resume until the first step is done. hidden: of the time that copies back take,
     the share which does not make that longer than a step, the rest of the resume counted against it.
     """
-    rows, sizes, store = [], bench.engine.parts.sizes, bench.engine.parts.runner.store
+    rows, sizes, store = [], bench.engine.sizes, inspect(bench.engine).store
     for mode in modes:
         for share in shares:
             blocks = max(1, int(sizes.num_usable_blocks * share))

@@ -11,6 +11,7 @@ from light.measures import Row
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.select import choose
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
+from megatron_infer.testing.inspect import inspect
 
 
 def one_prompt(length: int, device: torch.device) -> StepMetadata:
@@ -62,7 +63,7 @@ def prompt_scan(bench: Bench, ceilings: Ceilings, *, length: int, dtype: torch.d
 
     Arithmetic beside it: 2*L*(N/heads of a group + P) + 4*P*N FLOP a token and head, chunks of L = 64 tokens.
     """
-    specs, device = bench.engine.parts.adopted.ssm_specs, bench.device
+    specs, device = inspect(bench.engine).adopted.ssm_specs, bench.device
     if not specs:
         return []
     spec = specs[0]

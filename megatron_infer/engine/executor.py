@@ -1,0 +1,122 @@
+"""Runs planned steps on this rank: the model in eval mode, the cache's copies in order, failures known to all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from megatron_infer.comm.collective_errors import has_abandoned_collective, is_of_collective
+from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.errors import InferenceError
+from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
+from megatron_infer.runner.model_runner import Runner
+from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.scheduler.step_plan import StepPlan
+
+POLL_S = 0.0005
+"""Between two checks whether the device has finished a step."""
+
+
+class FailedStep(InferenceError):
+    """A step's forward raised, or gave logits that are not finite; the error of the requests in it."""
+
+
+class Executor:
+    """Runs the scheduler's plans on one rank's model."""
+
+    def __init__(
+        self, model: Any, runner: Runner, scheduler: Scheduler, rank_group: RankGroup, *, checks_plans: bool
+    ) -> None:
+        """checks_plans: compare each plan with those of the other ranks before it runs."""
+        self.runner, self.rank_group = runner, rank_group
+        self._model, self._scheduler, self._checks_plans = model, scheduler, checks_plans
+        self._training: list[Any] = []
+        """Modules that were in training mode."""
+
+    def enter_inference(self) -> None:
+        """Before a step: modules in eval mode, and collectives under the engine's time limit."""
+        self.rank_group.limit_collectives(True)
+        if self._model.training:
+            self._training = [module for module in self._model.modules() if module.training]
+            self._model.eval()
+
+    def leave_inference(self) -> None:
+        """After the last step: modules back in the mode they were in."""
+        for module in self._training:
+            module.training = True
+        self._training = []
+        self.rank_group.limit_collectives(False)
+
+    # ------------------------------------------------------------------ a step
+
+    def announce(self, plan: StepPlan) -> None:
+        """Before `forward`, on every rank: this is the step that comes."""
+        self.rank_group.lockstep.planned(plan, check=self._checks_plans, shape_of=self.runner.shape_of)
+
+    def forward(self, plan: StepPlan) -> InFlightStep:
+        """Launch a step: table writes that the context recorded since the last one, the plan's copies, the layers."""
+        context = self._scheduler.context
+        step = self.runner.forward(plan, context.take_table_writes())
+        if context.swap is not None:
+            blocks, states = context.swap.take_freed()
+            if blocks or states:  # after the copies of the steps launched so far
+                self.runner.then(partial(self._free_host, blocks, states))
+        return step
+
+    def read(self, step: InFlightStep) -> RunnerOutput:
+        """Wait for what a step drew. With several ranks a failure is one of all of them, or ends the engine."""
+        started = time.perf_counter()
+        try:
+            output = step.read()
+        except Exception as error:
+            self.report_failure(error, started, fatal=True)
+            raise
+        self.rank_group.check_collectives()
+        if output.error:
+            seconds = time.perf_counter() - started
+            self.rank_group.lockstep.step_failed(FailedStep(output.error), seconds, cause=output.cause)
+        return output
+
+    def report_failure(self, error: Exception, started: float, *, fatal: bool = False) -> None:
+        """This rank raised in a step. Returns if all ranks raised the same and can go on (see `Lockstep.step_failed`).
+
+        fatal: they cannot, whatever the error; those of collectives are fatal anyway.
+        """
+        seconds, of_collective = time.perf_counter() - started, is_of_collective(error)
+        fatal = fatal or of_collective or has_abandoned_collective(error)
+        self.rank_group.lockstep.step_failed(error, seconds, fatal=fatal, own=not of_collective)
+
+    def wait(self, steps: Sequence[InFlightStep], tick: Callable[[str], None]) -> None:
+        """Until the device has finished these steps, on every rank; `tick` is called meanwhile and may raise."""
+        with self.rank_group.together("waiting for the step in flight"):
+            tick("the step in flight")
+            while not all(step.is_done() for step in steps):
+                tick("the step in flight")
+                time.sleep(POLL_S)
+
+    # ------------------------------------------------------------------ copies between pool and host
+
+    def finish_copies(self) -> None:
+        """Run the copies between pool and host that no step has launched yet. Nothing may be in flight.
+
+        After a failure it is not known what was copied: all requests are recomputed.
+        """
+        try:
+            with self.rank_group.together("moving blocks"):
+                self.runner.store.run_copies(self._scheduler.context.take_copies())
+        except BaseException:
+            self._scheduler.requeue_all()
+            raise
+        finally:
+            self.free_host_slots()
+
+    def free_host_slots(self) -> None:
+        """Free host memory of swapped requests that are back in the pool or have ended."""
+        swap = self._scheduler.context.swap
+        if swap is not None:
+            self._free_host(*swap.take_freed())
+
+    def _free_host(self, blocks: Iterable[int], states: Iterable[int]) -> None:
+        self.runner.store.free_host_slots(blocks, states)

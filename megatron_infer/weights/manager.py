@@ -1,0 +1,174 @@
+"""The weights of an engine: their version, whether they changed, what is derived from them, and their host copy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.context.prefix_hash import root_of
+from megatron_infer.kernels.quantised import memory_of
+from megatron_infer.kernels.select import ChosenKernels
+from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.weights.change_guard import OffloadedWeights, WeightGuard, guarded_tensors
+from megatron_infer.weights.derived import DerivedCaches
+
+log = logging.getLogger("megatron_infer")
+
+Tick = Callable[[str], None]
+"""Called with what is done next; may raise."""
+
+
+def no_tick(what: str) -> None:
+    """For work without a deadline."""
+
+
+class WeightManager:
+    """Tracks which weights the engine computes with. Versions count accepted changes; it is built with version 0."""
+
+    def __init__(
+        self,
+        adopted: AdoptedModel,
+        kernels: ChosenKernels,
+        rank_group: RankGroup,
+        *,
+        can_offload: bool,
+        verifies: bool,
+        set_root: Callable[..., None],
+        show_to_graphs: Callable[[Any], None] | None,
+    ) -> None:
+        """can_offload: only the engine uses the weights, and they are on a device. verifies: check derived copies
+        whenever weights are accepted. set_root: `Scheduler.set_root`. show_to_graphs: called with a value that differs
+        whenever captured steps would read weights that have moved; None: no steps are captured.
+        """
+        self._adopted, self._packed, self._rank_group = adopted, kernels.packed, rank_group
+        self._verifies, self._set_root, self._show_to_graphs = verifies, set_root, show_to_graphs
+        self.version = self.num_updates = 0
+        """num_updates: times weights were accepted. Never the same for two different weights, as a version may be."""
+        self.guard = WeightGuard(self._tensors, checksum=kernels.checksum)
+        self.derived = DerivedCaches()
+        """The registry of copies derived from the weights."""
+        self._offloaded = OffloadedWeights(self._tensors, pinned=True) if can_offload else None
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in the prefix hash."""
+        return self._adopted.name
+
+    @property
+    def root(self) -> bytes:
+        """Root of the prefix-hash chain: KV of another model or of earlier weights can never match.
+
+        The count of updates is part of it: a version that is used a second time is one of other weights.
+        """
+        return root_of(model=self.model_name, weight_version=self.version, update=self.num_updates)
+
+    # ------------------------------------------------------------------ changes
+
+    def differ(self, *, read_all: bool) -> bool:
+        """Whether this rank's weights are not the accepted ones.
+
+        read_all: read their content as well; else only an update in place or a new address is noticed.
+        """
+        return self.guard.changed() if read_all else self.guard.moved()
+
+    def changed(self) -> bool:
+        """Whether the weights of any rank differ from the accepted ones; reads all of them. On every rank."""
+        return self._rank_group.any_rank(self.guard.changed())
+
+    def accept(self, version: int, tick: Tick = no_tick, *, read: Mapping[int, int] | None = None) -> None:
+        """The weights are `version` now: rebuild derived copies, retire cached KV. Nothing may be in flight.
+
+        After a failure derived copies may be of old and new weights: the next step accepts them again.
+        read: derived copies are rebuilt already, and these are the checksums of the weights, by id.
+        """
+        try:
+            with self._rank_group.together("accepting the weights"):
+                self.guard.invalidate()
+                read = self.derived.refresh_held(tick) if read is None else read  # released copies wait for the resume
+                tick("the weights' checksums")
+                self.guard.accept(read)
+        except BaseException:
+            self.guard.invalidate()  # on ranks that succeeded too: all try again
+            raise
+        self.version = version
+        self.num_updates += 1
+        self.update_graphs()
+        self._set_root(self.root, version=version)
+        log.info("weights changed: version %d", version)
+        if self._verifies:
+            self.verify()
+
+    def accept_changes(self) -> None:
+        """Accept the weights as the next version if those of any rank changed. On every rank; nothing is in flight."""
+        if self.changed():
+            self.accept(self.version + 1)
+
+    def catch_up(self, tick: Tick = no_tick) -> None:
+        """Before steps go on: accept weights that changed meanwhile, rebuild derived copies that were released.
+
+        Each weight is read once: packing it computes its checksum as well.
+        """
+        what = "checking whether weights changed"
+        with self._rank_group.together(what):
+            tick(what)
+        read: dict[int, int] | None = None
+        if self.derived.is_released:
+            with self._rank_group.together("rebuilding what is derived from the weights"):
+                read = self.derived.refresh(tick)
+        if self._rank_group.any_rank(self.guard.changed(read or {})):
+            self.accept(self.version + 1, tick, read=read)
+        elif read is not None:
+            self.update_graphs()
+
+    def raise_version(self, version: int) -> None:
+        """Count on from `version` if it is higher: loaded tokens carry it. Nothing may be in flight."""
+        if version > self.version:
+            self.version = version
+            self._set_root(self.root, version=version)
+
+    def update_graphs(self) -> None:
+        """Captured steps read weights at the addresses that these had at the capture: drop those that have moved."""
+        if self._show_to_graphs is not None:
+            # Packed copies have new addresses after every change.
+            copies = self.num_updates if self._packed.num_bytes else 0
+            quantised = () if self._adopted.fp8 is None else self._adopted.fp8.addresses
+            self._show_to_graphs((self.guard.addresses, copies, quantised))
+
+    def verify(self) -> None:
+        """Raise StaleCache if a derived copy does not belong to the weights as they are now. On every rank."""
+        with self._rank_group.together("verifying what is derived from the weights"):
+            self.derived.verify()
+
+    # ------------------------------------------------------------------ memory
+
+    def offload(self, tick: Tick) -> None:
+        """Move the live weights to the host if the engine owns them and they are on a device; a trainer's stay."""
+        if self._offloaded is not None and not self._offloaded.num_bytes:
+            self._offloaded.offload(tick)
+
+    def reload(self, tick: Tick) -> None:
+        """Undo `offload`; does nothing while the weights are in place."""
+        if self._offloaded is not None and self._offloaded.num_bytes:
+            self._offloaded.reload(tick)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of live weights on the host, moved there by `offload`."""
+        return 0 if self._offloaded is None else self._offloaded.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the live weights and of the copies derived from them."""
+        parts = (part for tensor in self._tensors() for part in memory_of(tensor))
+        storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+        live: int = sum(storages.values())
+        return live + self.derived.num_bytes
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from guarded_tensors(self._adopted.live)
+        if self._adopted.fp8 is not None:
+            yield from self._adopted.fp8.live_scales()
