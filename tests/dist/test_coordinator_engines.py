@@ -195,6 +195,28 @@ class Elsewhere:
         return getattr(self._engine, name)
 
 
+@pytest.mark.parametrize("name", ["greedy", "samples"])
+@pytest.mark.parametrize("moved", ["continued", "sampled again"])
+def test_moved_request_continues_after_its_tokens_without_sampling_them_again(engine, name, moved):
+    """Counted by what the engine samples; "sampled again" shows that the count tells the difference."""
+    params, ids, cut = HARD[name], prompt_of(4), 7
+    received: list[list[protocol.Piece]] = [[] for _ in range(params.n)]
+    run = protocol.Run(1, 1, protocol.ids_to_bytes(ids), None, "", params.to_dict(), params.seed or 0, True, [])
+    assert not drive(engine, ServedRequest(run, params_of(run)), received, steps=cut)
+    kept = [protocol.Kept(b"".join(piece.tokens for piece in pieces)) for pieces in received]
+    num_kept = sum(len(one.tokens) // 4 for one in kept)
+    assert num_kept >= params.n * (cut - 1)
+    before = engine.figures().output_tokens
+    second = protocol.Run(2, 1, run.prompt, None, "", run.params, run.seed, True, kept)
+    replica = engine if moved == "continued" else Elsewhere(engine)
+    assert drive(replica, ServedRequest(second, params_of(second)), received, steps=1000)
+    num_sampled = engine.figures().output_tokens - before
+    assert num_sampled == params.n * params.max_tokens - (num_kept if moved == "continued" else 0)
+    whole = engine.generate([ids], [params])[0]
+    for pieces, one in zip(received, whole.outputs, strict=True):
+        assert protocol.bytes_to_ids(b"".join(piece.tokens for piece in pieces)) == one.token_ids
+
+
 def test_moved_request_that_samples_other_tokens_is_an_error_not_a_wrong_answer(engine):
     ids = prompt_of(1)
     kept = [protocol.Kept(protocol.ids_to_bytes([1, 2, 3]))]

@@ -51,7 +51,8 @@ def make_builder(
         block_size=block_size,
         graph_shapes=shapes,
     )
-    store = SimpleNamespace(dummy_block=num_blocks, kv_cache=torch.zeros(1), states=None, arrival=lambda: None)
+    layout = SimpleNamespace(dummy_block=num_blocks)
+    store = SimpleNamespace(layout=layout, kv_cache=torch.zeros(1), states=None, pending_restore=lambda: None)
     kernels = SimpleNamespace(ops=None, attention=Planner(), scan=None, gather=torch_gather)
     rotary = RotaryTable(cos_PR=angles, sin_PR=-angles)
     return BatchBuilder(Device("cpu"), sizes, store, kernels, rotary=rotary, dtype=torch.float32)

@@ -225,7 +225,7 @@ def test_engine_that_fails_in_an_update_is_named_and_all_engines_keep_what_they_
 
 
 def test_update_that_cannot_be_rolled_back_is_reported_and_the_next_one_repairs_it(case):
-    case.engines[1].faults |= {"load_weights": 1, "cancel_weights": 1}
+    case.engines[1].controls.faults |= {"load_weights": 1, "cancel_weights": 1}
     error = load(case, "step1", expected=500)["error"]
     assert "r1" in error["message"] and state_of(case) == "SPOILED"
     late = Background(case, "/v1/completions", PROMPT | {"max_tokens": 3})
@@ -246,7 +246,7 @@ def test_update_that_cannot_be_rolled_back_is_reported_and_the_next_one_repairs_
     ],
 )
 def test_engine_that_fails_to_stop_leaves_all_engines_serving(case, fault, path, state):
-    case.engines[1].faults[fault] = 1
+    case.engines[1].controls.faults[fault] = 1
     error = call(case, path, expected=500)["error"]
     assert [one["name"] for one in error["replicas"]] == ["r1"] and error["state"] == state == state_of(case)
     assert [engine.state for engine in case.engines] == ["running", "running"]
@@ -260,10 +260,10 @@ def test_wake_up_that_fails_on_one_engine_leaves_all_asleep_and_a_retry_succeeds
         "r0",
         "r1",
     }
-    case.engines[0].faults["resume"] = 1
+    case.engines[0].controls.faults["resume"] = 1
     error = call(case, "/wake_up?tags=weights", expected=500)["error"]
     assert error["phase"] == "wake_up" and error["state"] == "ASLEEP(weights, graphs, kv_cache)"
-    assert [len(engine.suspended) for engine in case.engines] == [3, 3]
+    assert [len(engine.controls.suspended) for engine in case.engines] == [3, 3]
     assert call(case, "/wake_up?tags=weights")["state"] == "ASLEEP(graphs, kv_cache)"
     taken = call(case, "/wake_up?tags=kv_cache")
     assert taken["bytes_freed"]["kv_cache"] == -10000 and taken["state"] == "SERVING"

@@ -48,7 +48,8 @@ def make(context: DynamicInferenceContext, rows: int) -> Callable[[StepPlan, Seq
         block_size=context.block_size,
         graph_shapes=(),
     )
-    store: Any = SimpleNamespace(dummy_block=context.num_blocks, kv_cache=cache, states=None, arrival=lambda: None)
+    layout = SimpleNamespace(dummy_block=context.num_blocks)
+    store: Any = SimpleNamespace(layout=layout, kv_cache=cache, states=None, pending_restore=lambda: None)
     kernels: Any = SimpleNamespace(ops=None, attention=NoAttention(), scan=None, gather=torch_gather)
     rotary = RotaryTable(cos_PR=table, sin_PR=table)
     builder = BatchBuilder(Device("cpu"), sizes, store, kernels, rotary=rotary, dtype=torch.bfloat16)
