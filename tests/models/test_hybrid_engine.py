@@ -77,4 +77,4 @@ def test_bench_runs_beside_transformers(case, tmp_path, capsys):
     sizes = "--num-requests 3 --input-len 5:20 --output-len 4 --rounds 1 --dtype float32 --vs transformers".split()
     assert main(["bench", str(tmp_path), *sizes, "--json", str(report)]) == 0
     assert set(json.loads(report.read_text())["engines"]) == {"megatron_infer", "transformers generate"}
-    assert "no recurrent states: its generate alone is measured" in capsys.readouterr().err
+    assert "no recurrent states: only its generate is measured" in capsys.readouterr().err

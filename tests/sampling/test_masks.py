@@ -204,7 +204,7 @@ REFUSED = [
     ({"json_schema": {"type": "array", "uniqueItems": True}}, 'json_schema: Unimplemented keys: ."uniqueItems"'),
     ({"json_schema": {"x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
     ({"json_schema": {"$ref": "#/nowhere"}}, "/nowhere"),
-    ({"json_schema": False}, "nothing meets"),
+    ({"json_schema": False}, "allows no value"),
     ({"regex": "[a-z"}, "regex: .*unclosed character class"),
     ({"regex": "(?=a)b"}, "look-around"),
     ({"grammar": "start: x"}, 'grammar: .*unknown name: "x"'),
