@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron_infer.comm.collective_errors import has_abandoned_collective, is_of_collective
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.errors import InferenceError
@@ -17,6 +19,12 @@ from megatron_infer.scheduler.step_plan import StepPlan
 
 POLL_S = 0.0005
 """Between two checks whether the device has finished a step."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step raised because there was no memory for it: fewer tokens may fit."""
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 class FailedStep(InferenceError):
@@ -84,9 +92,11 @@ class Executor:
 
         fatal: they cannot, whatever the error; those of collectives are fatal anyway.
         """
-        seconds, of_collective = time.perf_counter() - started, is_of_collective(error)
+        seconds, of_collective, cause = time.perf_counter() - started, is_of_collective(error), ""
         fatal = fatal or of_collective or has_abandoned_collective(error)
-        self.rank_group.lockstep.step_failed(error, seconds, fatal=fatal, own=not of_collective)
+        if is_out_of_memory(error):  # its text has figures of this rank's device
+            error, cause = MemoryError("no memory for the step"), f"{type(error).__name__}: {error}"
+        self.rank_group.lockstep.step_failed(error, seconds, fatal=fatal, own=not of_collective, cause=cause)
 
     def wait(self, steps: Sequence[InFlightStep], tick: Callable[[str], None]) -> None:
         """Until the device has finished these steps, on every rank; `tick` is called meanwhile and may raise."""

@@ -140,7 +140,7 @@ class SequenceReplay:
             )
         scheduler = Scheduler(
             context,
-            max_tokens=engines.max_tokens,
+            max_tokens=engines.budget.max_tokens,
             chunked_prefill=self._config.enable_chunked_prefill,
             paused_block_limit=engines.preemption.paused_block_limit,
             root=self._weights.root,

@@ -94,6 +94,7 @@ class StatLogger:
             evictions=stats.evicted,
             swaps_out=stats.swapped_out,
             swaps_in=stats.swapped_in,
+            retracted_steps=scheduler.budget.num_retracted,
             recomputed_tokens=stats.recomputed_tokens,
             **_state_slots(context),
             **({} if self._graphs is None else _graph_figures(self._graphs)),

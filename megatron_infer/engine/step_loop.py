@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.executor import Executor, FailedStep
+from megatron_infer.engine.executor import Executor, FailedStep, is_out_of_memory
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.output_processor import OutputProcessor
@@ -19,6 +20,8 @@ from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
 from megatron_infer.weights.manager import WeightManager
+
+log = logging.getLogger("megatron_infer")
 
 
 class Listener(Protocol):
@@ -177,6 +180,15 @@ class StepLoop:
             self._finish_steps(outputs)
             if self._unlaunched is not None:  # else it was cancelled with an earlier step that failed
                 self._unlaunched = None
+                if is_out_of_memory(error) and self._scheduler.retract(plan):
+                    log.warning(
+                        "step %d of %d tokens ran out of memory and is tried again with at most %d: %s",
+                        plan.step,
+                        plan.num_tokens,
+                        self._scheduler.budget.tokens,
+                        error,
+                    )
+                    return False
                 what = f"the forward of step {plan.step} raised {type(error).__name__}: {error}"
                 self._fail(plan, FailedStep(what), outputs)
             return False

@@ -138,6 +138,7 @@ class EngineSnapshot:
     """Preemptions that took a request's memory, swaps to the host included."""
     swaps_out: int = 0
     swaps_in: int = 0
+    retracted_steps: int = 0
     recomputed_tokens: int = 0
     graphs: int = 0
     """CUDA graphs that exist now; this and the next four are 0 where steps are not captured."""

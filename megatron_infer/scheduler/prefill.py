@@ -26,6 +26,8 @@ class PrefillDraft:
 
     left: int
     """Tokens the step may still take."""
+    budget: int = 0
+    """Tokens it may take in all."""
     num_tokens: int = 0
     """Tokens taken."""
     max_chunks: int | None = None
@@ -59,35 +61,33 @@ class PrefillPlanner:
         running_set: RunningSet,
         preemption: PreemptionPolicy,
         *,
-        max_tokens: int,
         chunked_prefill: bool,
         num_micro_batches: int,
         room: PrefillRoom | None,
     ) -> None:
-        """num_micro_batches: they divide the prompts that wait. room: None where max_tokens is the only bound."""
+        """num_micro_batches: they divide the prompts that wait. room: None where the budget is the only bound."""
         self._context = context
         self._queue = queue
         self._running_set = running_set
         self._preemption = preemption
-        self._max_tokens = max_tokens
         self._chunked_prefill = chunked_prefill
         self._num_micro_batches = num_micro_batches
         self._room = room
         self._waited: dict[Request, int] = {}
         """Requests that wait for a state that is being computed -> tokens they had to compute when they began to."""
 
-    def plan(self, left: int, num_decode: int, *, in_flight: int, root: bytes) -> PrefillDraft:
-        """The prompt part of a step that may take `left` tokens beside so many decode rows.
+    def plan(self, budget: int, num_decode: int, in_flight: int, root: bytes) -> PrefillDraft:
+        """The prompt part of a step of at most `budget` tokens, so many decode rows among them.
 
         One of several micro-batches takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
         running_set, queue, count = self._running_set, self._queue, self._num_micro_batches
         if not running_set.prefilling and not queue.requests:
             return _NOTHING
-        draft = PrefillDraft(left=left)
+        draft = PrefillDraft(left=budget - num_decode, budget=budget)
         if self._room is not None:
             room, draft.max_chunks = self._room(num_decode)
-            draft.left = min(left, room)
+            draft.left = min(draft.left, room)
         if count > 1:
             total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_MICRO_BATCH * count * draft.left)
             draft.stop_at = max(0, draft.left - policy.prompt_share(total, count))
@@ -206,7 +206,7 @@ class PrefillPlanner:
     def _chunk_size(self, draft: PrefillDraft, remaining: int) -> int:
         """Without chunking a prompt is taken whole even where it exceeds its micro-batch's share."""
         left = draft.left - (draft.stop_at if self._chunked_prefill else 0)
-        return policy.chunk_size(remaining, left, max_tokens=self._max_tokens, chunked=self._chunked_prefill)
+        return policy.chunk_size(remaining, left, max_tokens=draft.budget, chunked=self._chunked_prefill)
 
     def _headroom(self) -> int:
         return policy.admission_headroom(self._running_set.num_running, self._context.num_blocks)

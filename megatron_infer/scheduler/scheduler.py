@@ -14,6 +14,7 @@ from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.prefill import PrefillPlanner, PrefillRoom
 from megatron_infer.scheduler.request import FinishReason, Request, Status
 from megatron_infer.scheduler.running_set import EventHook, RunningSet, SchedulerStats
+from megatron_infer.scheduler.step_budget import StepBudget
 from megatron_infer.scheduler.step_plan import Committed, PrefillChunk, StepPlan, StepResult
 from megatron_infer.scheduler.waiting_queue import WaitingQueue, assign_arrivals
 
@@ -55,7 +56,7 @@ class Scheduler:
         """
         assert max_tokens >= 1 <= num_micro_batches, f"max_tokens {max_tokens}, micro-batches {num_micro_batches}"
         self.context, self.root = context, root
-        self.max_tokens, self.num_micro_batches = max_tokens, num_micro_batches
+        self.budget, self.num_micro_batches = StepBudget(max_tokens), num_micro_batches
         self.stats = SchedulerStats()
         self.queue = WaitingQueue()
         self.running_set = RunningSet(context, self.stats, version=version, on_event=on_event)
@@ -72,7 +73,6 @@ class Scheduler:
             self.queue,
             self.running_set,
             self.preemption,
-            max_tokens=max_tokens,
             chunked_prefill=chunked_prefill,
             num_micro_batches=num_micro_batches,
             room=prefill_room,
@@ -204,6 +204,14 @@ class Scheduler:
         self.preemption.drop_all()
         self.context.take_copies()
 
+    def retract(self, plan: StepPlan) -> bool:
+        """Undo a step that ran out of memory (see `cancel`) and halve the budget. False: it had one token only."""
+        if plan.num_tokens <= 1:
+            return False
+        self.cancel(plan)
+        self.budget.halve(plan.num_tokens)
+        return True
+
     def reset_prefix_cache(self) -> int:
         """Nothing computed before is ever matched again -> free cached blocks dropped. Steps may be in flight.
 
@@ -264,6 +272,7 @@ class Scheduler:
             return Committed((), [])
         self._num_uncommitted -= 1
         self._prompt_tokens_in_flight -= plan.num_tokens - len(plan.decode)
+        self.budget.step_committed()
         finished = Status.FINISHED
         ended: list[Request] = []
         dropped: list[Request] = []
@@ -295,11 +304,9 @@ class Scheduler:
             context.states.begin_step()
         if running_set.paused or context.num_free_blocks < len(running_set.decoding):
             self.preemption.make_room()
-        decode, starts = self._decodes.plan(self.max_tokens, num_in_flight=self._num_uncommitted)
+        decode, starts = self._decodes.plan(self.budget.tokens, num_in_flight=self._num_uncommitted)
         num_decode = len(decode)
-        draft = self._prefills.plan(
-            self.max_tokens - num_decode, num_decode, in_flight=self._prompt_tokens_in_flight, root=self.root
-        )
+        draft = self._prefills.plan(self.budget.tokens, num_decode, self._prompt_tokens_in_flight, self.root)
         num_tokens = num_decode + draft.num_tokens
         return StepPlan(
             step=self.stats.steps,

@@ -13,6 +13,7 @@ from world import World
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.prefix_hash import digest_of, parent_of
 from megatron_infer.scheduler.request import CacheUse, Status
+from megatron_infer.scheduler.step_budget import StepBudget
 
 NEVER = frozenset()
 ALLOWED, LOGPROBS = CacheUse(), CacheUse(allowed=False)
@@ -92,7 +93,7 @@ def overtaken(cache=ALLOWED, **kwargs):
     world.step()
     assert late.scheduled == 1 and late.history.cached_tokens == 0
     while late.status is Status.RUNNING:
-        world.scheduler.max_tokens = 2 if world.steps % 5 == 0 else 1
+        world.scheduler.budget = StepBudget(2 if world.steps % 5 == 0 else 1)
         world.step()
     world.drain()
     return world, late
@@ -125,14 +126,14 @@ def test_block_that_a_late_hit_frees_goes_to_a_paused_request_and_not_to_a_new_o
     world.add(endless("a", prompt(2), 12))
     paused = world.add(endless("c", prompt(2, start=60), 12))
     world.step()
-    world.scheduler.max_tokens = 3
+    world.scheduler.budget = StepBudget(3)
     world.add(endless("b", continued(prompt(2), 9, 0), 1))
     world.step()
-    world.scheduler.max_tokens = 2  # no room for the rest of b's prompt until a has drawn some of it
+    world.scheduler.budget = StepBudget(2)  # no room for the rest of b's prompt until a has drawn some of it
     while paused.scheduled < 4:
         world.step()
     late = world.add(endless("d", prompt(2), 3))
-    world.scheduler.max_tokens = 20
+    world.scheduler.budget = StepBudget(20)
     assert [chunk[0] for chunk in chunks(world.step())] == ["b"]
     assert world.kinds("c")[-1] == "pause"
     assert world.account.counts["late hits"] == 1 and late.status is Status.WAITING
@@ -189,9 +190,9 @@ def test_after_a_failed_step_requests_outside_it_continue_and_publish_no_more():
     world = World(caching=True, keep_cached=True)
     inside, outside = (world.add(endless(name, prompt(9, ord(name)), 9)) for name in "ab")
     world.step()
-    world.scheduler.max_tokens = 1
+    world.scheduler.budget = StepBudget(1)
     assert list(world.fail_step("late").decode) == [inside]
-    world.scheduler.max_tokens = 64
+    world.scheduler.budget = StepBudget(64)
     assert inside.status is Status.WAITING and outside.status is Status.RUNNING
     world.drain()
     later = [world.add(endless(f"{request.id} again", request.tokens, 1)) for request in (inside, outside)]
