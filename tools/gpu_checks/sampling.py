@@ -76,7 +76,7 @@ class Rows:
             kernels=kernels,
             search=search,
             ops=DeviceOps(
-                stage=lambda array: torch.from_numpy(array).to(device),
+                to_device=lambda array: torch.from_numpy(array).to(device),
                 forbid=forbid if kernels is None else kernels.forbid,
             ),
         )
