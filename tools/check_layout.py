@@ -2,6 +2,7 @@
 
     python tools/check_layout.py [ROOT]              prints file:line: rule: what is wrong; exits 1 if anything is
     python tools/check_layout.py [ROOT] --picture    prints the folders and their imports as Mermaid
+    python tools/check_layout.py [ROOT] --write      writes both, folders and picture, into docs/architecture.md
 
 The rules are documentation and test at once: `FOLDERS` says who may import whom, `HOMES` where a foreign package may
 appear, `PATH` what a reader of one afternoon reads.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 PACKAGE = "megatron_infer"
 ROOTS = (PACKAGE, "tests", "tools", "examples")
+PAGE = "docs/architecture.md"
 MAX_FILE_LINES = 600
 MAX_CLASS_LINES = 300
 MAX_CLASS_ATTRIBUTES = 20
@@ -456,11 +458,31 @@ def picture(root: Path) -> str:
     return "\n".join(lines)
 
 
+def folder_list() -> str:
+    """The folders, top to bottom, with what is in each."""
+    return "\n".join(f"* `{name}`: {what}" for name, what in reversed(FOLDERS))
+
+
+def with_layout(text: str, root: Path) -> str:
+    """The text of docs/architecture.md with what lies between its marks generated from FOLDERS and the imports."""
+    for name, generated in ("folders", folder_list()), ("picture", f"```mermaid\n{picture(root)}\n```"):
+        begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"{PAGE} lacks its marks {begin.strip()} and {end}"
+        text = f"{before}{begin}{generated}\n{end}{after}"
+    return text
+
+
 def main() -> int:
-    arguments = [one for one in sys.argv[1:] if one != "--picture"]
+    arguments = [one for one in sys.argv[1:] if not one.startswith("--")]
     root = Path(arguments[0] if arguments else Path(__file__).parents[1]).resolve()
     if "--picture" in sys.argv:
         print(picture(root))
+        return 0
+    if "--write" in sys.argv:
+        page = root / PAGE
+        page.write_text(with_layout(page.read_text(encoding="utf-8"), root), encoding="utf-8")
         return 0
     violations = check_tree(root)
     for violation in violations:

@@ -36,6 +36,17 @@ def test_the_tree_keeps_its_rules():
     assert run.returncode == 0, run.stdout
 
 
+def test_the_page_has_the_folders_and_the_picture_of_the_imports():
+    text = (ROOT / layout.PAGE).read_text(encoding="utf-8")
+    assert layout.with_layout(text, ROOT) == text, "run: python tools/check_layout.py --write"
+
+
+def test_a_page_with_another_picture_is_found():
+    text = (ROOT / layout.PAGE).read_text(encoding="utf-8")
+    planted = text.replace("    engine --> durable\n", "    durable --> engine\n")
+    assert planted != text and layout.with_layout(planted, ROOT) == text
+
+
 NEWLINE = "\n"
 MANY = "\n".join(f"        self.a{i} = {i}" for i in range(21))
 METHODS = "\n".join(f"    def m{i}(self) -> None: ..." for i in range(8))
