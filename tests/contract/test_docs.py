@@ -26,6 +26,9 @@ FILE = re.compile(r"(?<![\w/.-])([\w/.-]*\w\.(?:py|cpp|md))\b")
 DOTTED = re.compile(r"(?<![\w/])megatron_infer(?:\.\w+)+")
 """Not the names of files: those come behind a slash."""
 MEMBER = re.compile(r"\b([A-Z]\w*)\.([a-z_]\w*)\b")
+OBJECT = re.compile(r"(?<![\w./-])(engine|session|roll)\.([a-z_]\w*)\b(?!\.(?:py|md))")
+OBJECTS = {"engine": "DynamicInferenceEngine", "session": "RolloutSession", "roll": "Rollout"}
+"""What the pages call the objects of these classes."""
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]+)?\)")
 
 
@@ -92,6 +95,11 @@ def missing_names(text: str) -> list[str]:
             nodes = CLASSES.get(owner)
             if nodes and not any(member in _members(node, CLASSES) for node in nodes):
                 wrong.append(f"{owner}.{member}")
+    text_of_code = "\n".join([*CODE.findall(BLOCK.sub("", text)), *(block for _, block in BLOCK.findall(text))])
+    for name, member in set(OBJECT.findall(text_of_code)):
+        owned = any(member in _members(node, CLASSES) for node in CLASSES[OBJECTS[name]])
+        if not owned and f"megatron_infer/{name}/{member}.py" not in FILES:
+            wrong.append(f"{name}.{member}")
     return sorted(wrong)
 
 
@@ -173,8 +181,9 @@ def test_what_is_not_there_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One head\n")
     assert missing_files("see `engine/nothing.py` and `step_loop.py`") == ["engine/nothing.py"]
-    assert missing_names("`megatron_infer.engine.nothing` `StepLoop.step` `StepLoop.nothing` `Foreign.thing`") == [
+    assert missing_names("`megatron_infer.engine.nothing` `StepLoop.step` `StepLoop.nothing` `Foreign.thing` `engine.gone`") == [
         "StepLoop.nothing",
+        "engine.gone",
         "megatron_infer.engine.nothing",
     ]
     assert broken_links("# One head\n[a](#one-head) [b](#other) [c](gone.md)", page) == ["#other", "gone.md"]
