@@ -154,7 +154,7 @@ def refused_commands(text: str) -> list[str]:
     """Command lines whose command or a flag of which does not exist."""
     wrong = []
     for words in commands_of(text):
-        parser, parsers = build_parser(words[0])
+        _, parsers = build_parser(words[0])
         if words[0] not in parsers:
             wrong.append(" ".join(words))
             continue
@@ -181,7 +181,8 @@ def test_what_is_not_there_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One head\n")
     assert missing_files("see `engine/nothing.py` and `step_loop.py`") == ["engine/nothing.py"]
-    assert missing_names("`megatron_infer.engine.nothing` `StepLoop.step` `StepLoop.nothing` `Foreign.thing` `engine.gone`") == [
+    spans = "`megatron_infer.engine.nothing` `StepLoop.step` `StepLoop.nothing` `Foreign.thing` `engine.gone`"
+    assert missing_names(spans) == [
         "StepLoop.nothing",
         "engine.gone",
         "megatron_infer.engine.nothing",
