@@ -375,7 +375,7 @@ def agreed_sizes(config: InferenceConfig, shape: ModelShape, where: Device, rank
     with rank_group.together("sizing the cache"):
         sizes = config.resolve(shape, tensor_parallel_size=rank_group.groups.tp_size, available_bytes=available)
     limits = stage_limits(shape, sizes, host_places_of(config, sizes))
-    agreed = agree(shape, sizes, lockstep.least("comparison of sizes", limits))
+    agreed = agree(sizes, lockstep.least("comparison of sizes", limits))
     sizes = add_graphs(config, agreed.sizes, shape, tensor_parallel_size=rank_group.groups.tp_size)
     return replace(agreed, sizes=sizes)
 
