@@ -33,7 +33,7 @@ that wait for it in a collective."""
 
 
 class Meeting(NamedTuple):
-    """What every rank has after a round."""
+    """The result of a round, the same on every rank."""
 
     call: str
     """The call that the leader makes."""
@@ -45,7 +45,7 @@ class Meeting(NamedTuple):
 
 
 class _RoundReport(NamedTuple):
-    """What a rank brings to a round."""
+    """One rank's message in a round."""
 
     call: str
     flag: bool = False
@@ -56,7 +56,7 @@ class _RoundReport(NamedTuple):
 
 
 class LocalLockstep:
-    """The lockstep of an engine of one process: every round ends at once with what this process brings."""
+    """The lockstep of an engine of one process: every round ends at once with this process's own message."""
 
     rank, size, is_leader = 0, 1, True
 

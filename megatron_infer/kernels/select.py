@@ -361,7 +361,7 @@ def choose_exact(
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
 ) -> ChosenKernels:
-    """As `choose`, but kernels whose bits are a function of a position's tokens and the weights alone.
+    """Kernels for batch_invariant=True: their bits are a function of a position's tokens and the weights alone.
 
     Raises ConfigError with the reason where one of them is missing: no other kernel keeps that promise.
     """

@@ -259,7 +259,7 @@ class ReshardSource:
 
 
 def _bytes_of(buffer: Tensor) -> Tensor:
-    """As bytes, which every backend can send."""
+    """The same memory as uint8, which every backend can send."""
     return buffer.view(torch.uint8)
 
 
