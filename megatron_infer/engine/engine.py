@@ -319,8 +319,8 @@ class DynamicInferenceEngine:
         return self._controls.load_requests(path)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
-        """On the leader: keep requests in `path` and a journal, so that SIGKILL loses none (see `SnapshotManager.keep`);
-        None ends it."""
+        """On the leader: keep requests in `path` and a journal, so that SIGKILL loses none; None ends it.
+        See `SnapshotManager.keep`."""
         self.relay.require_leader("keep_snapshots()")
         self._controls.keep_snapshots(path, every_steps=every_steps, fsync=fsync)
 
