@@ -1,4 +1,4 @@
-"""What one sequence holds in the context."""
+"""Leases: the row and blocks that one sequence holds."""
 
 from __future__ import annotations
 
