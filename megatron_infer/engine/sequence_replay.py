@@ -22,6 +22,7 @@ from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import InferenceError
 from megatron_infer.kernels.base import PagedModel
 from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS
 from megatron_infer.runner.in_flight import LocalStep
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.sampling.row_params import GREEDY_BELOW
@@ -36,9 +37,8 @@ _REQUESTED: dict[str, Any] = {
     "n": 1,
     "logprobs": None,
     "prompt_logprobs": None,
+    **{output.asked_by: False for output in TOKEN_OUTPUTS},
     "return_sampled_logprobs": True,
-    "return_support": False,
-    "return_routing": False,
 }
 """Replaces these parameters of a request that is replayed."""
 _salts = itertools.count()
@@ -181,10 +181,10 @@ class SequenceReplay:
         read, params = step.read(), plan.sampled[0].params
         drawn, token_details = read.result.tokens[0], read.token_details
         if token_details is not None:
-            errors.append(abs(float(token_details.raw[0]) - float(reference_V[drawn])))
+            errors.append(abs(float(token_details.values["raw"][0]) - float(reference_V[drawn])))
             if only_temperature(params):
                 expected_V = (row_V / params.temperature).log_softmax(-1)
-                errors.append(abs(float(token_details.processed[0]) - float(expected_V[drawn])))
+                errors.append(abs(float(token_details.values["processed"][0]) - float(expected_V[drawn])))
         found.sampler_error = max(found.sampler_error, *errors)
 
 
