@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 
 import pytest
 
@@ -33,21 +34,20 @@ def pytest_configure():
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items):
+    seen = defaultdict(dict)
     for item in items:
         mark = item.get_closest_marker("one_in")
-        if mark is not None and sum(_indices(item)) % mark.args[0]:
+        if mark is not None and sum(_numbers(item, seen)) % mark.args[0]:
             item.add_marker(pytest.mark.long)
     place = {f"tests/{name}.py": number for number, name in enumerate(HEAVY)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 
 
-def _indices(item):
-    """Where the values of its parameters stand in their lists; parameters that come together count once."""
-    together = set()
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        together |= {name.strip() for name in names[1:]}
-    return [index for name, index in item.callspec.indices.items() if name not in together]
+def _numbers(item, seen):
+    """For each parametrization of a test, the number of this case's values in the order they are collected."""
+    for place, one in enumerate(item.callspec._idlist):
+        known = seen[item.nodeid.partition("[")[0], place]
+        yield known.setdefault(one, len(known))
 
 
 def pytest_collection_finish():
