@@ -39,9 +39,10 @@ CASES: list[Case] = [
     ("decode", "STUCK", 0, "pp"),
 ]
 """STUCK: a forward without end in a process that lives, and gives signs of it; it hears of that itself."""
-PARTS = [case for case in CASES if (CASES.index(case) // 2 + CASES.index(case)) % 2 == 0], [
-    case for case in CASES if (CASES.index(case) // 2 + CASES.index(case)) % 2
-]
+PARTS = (
+    [case for case in CASES if (CASES.index(case) // 2 + CASES.index(case)) % 2 == 0],
+    [case for case in CASES if (CASES.index(case) // 2 + CASES.index(case)) % 2],
+)
 """Kills and stops in turn: each part has every phase."""
 
 AT_A_TIME = 4

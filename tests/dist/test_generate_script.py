@@ -43,7 +43,7 @@ def tmp_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path: Path) -> list[str]:
-    """Arguments of a run that one process has done, with its answers in file 1: the mistakes before it in the same go."""
+    """Arguments of a run that one process has done, its answers in file 1; two mistakes before it in the same go."""
     prompts = tmp_path / "P.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     (tmp_path / "bad").write_text('{"prompt": "x"}\nnonsense\n')
