@@ -8,6 +8,7 @@ from collections import defaultdict
 import pytest
 
 HEAVY = (
+    "triton/test_gpu_check",
     "dist/test_layouts",
     "engine/test_late_device",
     "dist/test_tp_parity",
