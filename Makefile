@@ -1,10 +1,9 @@
-# make demo | rl-demo | install | test | check-kernels | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | install | test | test-all | check-kernels | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # One worker per core pays off: a good part of the suite waits for imports and model builds.
-# Files in their own order: the other one, by number of tests, puts the long distributed tests, one a file, last and alone.
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 # What the kernels' tests launch, for the compiler: an interpreter takes what that refuses.
@@ -19,12 +18,15 @@ TORCH_SPEC := torch==$(TORCH)$(if $(filter Linux,$(shell uname -s)),+cpu)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false \
 	HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
 
+# Files in the order of tests/conftest.py: xdist's own, by number of tests, puts the long distributed tests last and alone.
+PYTEST := $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
 # How many seeds `make rl-demo` trains with, one after the other; a few minutes each on two idle cores.
 SEEDS ?= 1
 RL_DEMO ?= rl-demo
 RL_DEMO_ARGS ?=
 
-.PHONY: install demo rl-demo test check-kernels lint format bench clean
+.PHONY: install demo rl-demo test test-all check-kernels lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -60,12 +62,16 @@ rl-demo: $(VENV)/.smollm2 $(VENV)/.plot
 	$(BIN)/python examples/grpo_report.py $(RL_DEMO)/seed* --curve $(RL_DEMO)/curve.png
 
 test: $(VENV)/.smollm2
-	$(TEST_ENV) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 $(PYTEST_ARGS)
+	$(TEST_ENV) $(PYTEST) --durations=10 $(PYTEST_ARGS)
+
+# The long cases too: more seeds, every combination, more ways for ranks to fail.
+test-all: $(VENV)/.smollm2
+	$(TEST_ENV) $(PYTEST) -m "not gpu and not multigpu and not slow and not triton" --durations=10 $(PYTEST_ARGS)
 
 # What of the GPU's side can be checked without one: kernels in Triton's interpreter, and compiled for sm_80, sm_90 and sm_100.
 check-kernels: $(VENV)/.smollm2
 	rm -rf $(LAUNCHES)
-	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m triton --durations=10 $(PYTEST_ARGS)
+	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(PYTEST) tests/triton -m triton --durations=10 $(PYTEST_ARGS)
 	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES)
 
 lint: $(VENV)/.installed

@@ -2,6 +2,7 @@
 
     python tools/check_layout.py [ROOT]              prints file:line: rule: what is wrong; exits 1 if anything is
     python tools/check_layout.py [ROOT] --picture    prints the folders and their imports as Mermaid
+    python tools/check_layout.py [ROOT] --write      writes both, folders and picture, into docs/architecture.md
 
 The rules are documentation and test at once: `FOLDERS` says who may import whom, `HOMES` where a foreign package may
 appear, `PATH` what a reader of one afternoon reads.
@@ -10,6 +11,7 @@ appear, `PATH` what a reader of one afternoon reads.
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +20,7 @@ from pathlib import Path
 
 PACKAGE = "megatron_infer"
 ROOTS = (PACKAGE, "tests", "tools", "examples")
+PAGE = "docs/architecture.md"
 MAX_FILE_LINES = 600
 MAX_CLASS_LINES = 300
 MAX_CLASS_ATTRIBUTES = 20
@@ -384,14 +387,14 @@ def cycles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def read_modules(root: Path) -> tuple[list[Module], list[Module]]:
-    """(modules of the package, other files) of a tree."""
+    """(modules of the package, other files, whose imports are not read) of a tree."""
     own, others = [], []
     for top in ROOTS:
         for path in sorted((root / top).rglob("*.py")):
             shown, text = path.relative_to(root), path.read_text(encoding="utf-8")
             tree = ast.parse(text, filename=str(shown))
             dotted = ".".join(shown.with_suffix("").parts)
-            found = tuple(imports_of(tree, dotted.rpartition(".")[0]))
+            found = tuple(imports_of(tree, dotted.rpartition(".")[0])) if top == PACKAGE else ()
             module = Module(shown, dotted.removeprefix(PACKAGE + "."), tree, len(text.splitlines()), found)
             (own if top == PACKAGE else others).append(module)
     return own, others
@@ -401,8 +404,7 @@ def path_lines(modules: Iterable[Module]) -> int:
     return sum(module.num_lines for module in modules if any_covers(PATH, module.name))
 
 
-def check_tree(root: Path) -> list[Violation]:
-    own, others = read_modules(root)
+def check_tree(own: list[Module], others: list[Module]) -> list[Violation]:
     classes = Classes(own)
     violations = []
     for module in (*own, *others):
@@ -417,9 +419,8 @@ def check_tree(root: Path) -> list[Violation]:
     return violations
 
 
-def summary(root: Path) -> Iterator[str]:
+def summary(own: list[Module]) -> Iterator[str]:
     """What the tree is like, for the reader of a CI log."""
-    own, _ = read_modules(root)
     graph = arrows(own)
     yield f"folders: {len({module.folder for module in own})}, cycles: {len(cycles(graph))}"
     yield f"longest file: {max(module.num_lines for module in own)} lines of {MAX_FILE_LINES}"
@@ -436,9 +437,8 @@ def summary(root: Path) -> Iterator[str]:
     yield from (f"    {count} {name}" for count, name in sorted(wide, reverse=True))
 
 
-def picture(root: Path) -> str:
+def picture(own: list[Module]) -> str:
     """The folders, top to bottom, and for each the folders right below it: arrows that others imply are left out."""
-    own, _ = read_modules(root)
     graph = {folder: set(targets) for folder, targets in arrows(own).items()}
     order = [name for name, _ in FOLDERS if name in graph or any(name in targets for targets in graph.values())]
 
@@ -456,16 +456,38 @@ def picture(root: Path) -> str:
     return "\n".join(lines)
 
 
+def folder_list() -> str:
+    """The folders, top to bottom, with what is in each."""
+    return "\n".join(f"* `{name}`: {what}" for name, what in reversed(FOLDERS))
+
+
+def with_layout(text: str, own: list[Module]) -> str:
+    """The text of docs/architecture.md with what lies between its marks generated from FOLDERS and the imports."""
+    for name, generated in ("folders", folder_list()), ("picture", f"```mermaid\n{picture(own)}\n```"):
+        begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"{PAGE} lacks its marks {begin.strip()} and {end}"
+        text = f"{before}{begin}{generated}\n{end}{after}"
+    return text
+
+
 def main() -> int:
-    arguments = [one for one in sys.argv[1:] if one != "--picture"]
+    arguments = [one for one in sys.argv[1:] if not one.startswith("--")]
     root = Path(arguments[0] if arguments else Path(__file__).parents[1]).resolve()
+    gc.disable()  # trees of the whole package stay until the end
+    own, others = read_modules(root)
     if "--picture" in sys.argv:
-        print(picture(root))
+        print(picture(own))
         return 0
-    violations = check_tree(root)
+    if "--write" in sys.argv:
+        page = root / PAGE
+        page.write_text(with_layout(page.read_text(encoding="utf-8"), own), encoding="utf-8")
+        return 0
+    violations = check_tree(own, others)
     for violation in violations:
         print(violation)
-    print(*summary(root), sep="\n")
+    print(*summary(own), sep="\n")
     print(f"check_layout: {len(violations)} violation{'s' * (len(violations) != 1)}")
     return 1 if violations else 0
 

@@ -164,7 +164,6 @@ def ratio(engines: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def render(report: dict[str, Any], workload: Workload) -> str:
-    """The report as text."""
     width = max(len(name) for name in report["engines"])
     lines = ["", f"{'':{width}}  output tok/s (min..max)     total tok/s   bandwidth  FLOPs  of the bound"]
     for name, s in report["engines"].items():

@@ -330,7 +330,6 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as text."""
     codes = ", ".join(f"{code}: {count}" for code, count in report["codes"].items())
     lines = [
         f"{report['url']}, {report['model']}: {report['num_requests']} requests, {report['load']}, "

@@ -42,7 +42,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
             dest=DEST_PREFIX + item.name,
             default=argparse.SUPPRESS,
             help=f"{docs[item.name]} ({default})".replace("%", "%%"),
-            **_parsing_of(item.name, str(item.type), item.default),
+            **_parsing_of(item.name, str(item.type)),
         )
 
 
@@ -89,7 +89,7 @@ def _shown(default: object) -> str:
     return str(default.value if isinstance(default, Enum) else default).lower()
 
 
-def _parsing_of(name: str, annotation: str, default: object) -> dict[str, Any]:
+def _parsing_of(name: str, annotation: str) -> dict[str, Any]:
     """argparse's arguments for a field's type."""
     kind, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
     enum = getattr(config_module, kind, None)

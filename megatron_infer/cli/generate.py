@@ -16,6 +16,7 @@ from megatron_infer.cli.sampling_flags import add_sampling_options, sampling_fro
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.outputs.token_outputs import plain, values_in
 
 DEFAULTS = {"max_tokens": 256, "temperature": 0.0}
 """Defaults of this command: a whole answer, the same each time. All others are SamplingParams'."""
@@ -219,14 +220,7 @@ def _completion(one: CompletionOutput, *, many: bool) -> dict[str, Any]:
     if one.logprobs is not None:
         line["cumulative_logprob"] = one.cumulative_logprob
         line["logprobs"] = [_logprobs(entry) for entry in one.logprobs]
-    if one.raw_logprobs is not None:
-        line |= {"raw_logprobs": one.raw_logprobs, "processed_logprobs": one.processed_logprobs}
-    if one.support is not None:
-        support = one.support
-        line["support"] = [None if support.is_whole(i) else support.ids_at(i).tolist() for i in range(len(support))]
-    if one.routing is not None:
-        line["routing"] = one.routing.tolist()
-    return line
+    return line | {output.name: plain(output, value) for output, value in values_in(one)}
 
 
 def _logprobs(entry: dict[int, Any]) -> list[dict[str, Any]]:

@@ -14,8 +14,6 @@ import httpx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCall:
-    """A call to send."""
-
     path: str
     body: dict[str, Any]
     at: float | None = None
@@ -48,8 +46,6 @@ class CallResult:
 
 @dataclass(slots=True, kw_only=True)
 class LoadResult:
-    """The results of one run."""
-
     seconds: float
     results: list[CallResult]
 

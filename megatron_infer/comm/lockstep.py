@@ -33,7 +33,7 @@ that wait for it in a collective."""
 
 
 class Meeting(NamedTuple):
-    """What every rank has after a round."""
+    """The result of a round, the same on every rank."""
 
     call: str
     """The call that the leader makes."""
@@ -44,8 +44,8 @@ class Meeting(NamedTuple):
     """Whether any rank raised its flag."""
 
 
-class _Report(NamedTuple):
-    """What a rank brings to a round."""
+class _RoundReport(NamedTuple):
+    """One rank's message in a round."""
 
     call: str
     flag: bool = False
@@ -56,7 +56,7 @@ class _Report(NamedTuple):
 
 
 class LocalLockstep:
-    """The lockstep of an engine of one process: every round ends at once with what this process brings."""
+    """The lockstep of an engine of one process: every round ends at once with this process's own message."""
 
     rank, size, is_leader = 0, 1, True
 
@@ -134,16 +134,16 @@ class Lockstep:
         """
         digest = digest_of(arguments) if compare and call != FOLLOW else ""
         content = {"commands": commands or [], "arguments": arguments}
-        answer = self._round(_Report(call, flag, digest), content, patient=call == FOLLOW)
+        answer = self._round(_RoundReport(call, flag, digest), content, patient=call == FOLLOW)
         return Meeting(answer["call"], answer["commands"], answer["arguments"], answer["flag"])
 
     def agree(self, flag: bool, what: str = "an agreement") -> bool:
         """Whether `flag` is set on any rank."""
-        return bool(self._round(_Report(what, flag))["flag"])
+        return bool(self._round(_RoundReport(what, flag))["flag"])
 
     def gather(self, what: str, text: str) -> list[str]:
         """The text of each rank, by rank."""
-        texts: list[str] = self._round(_Report(what, text=text))["texts"]
+        texts: list[str] = self._round(_RoundReport(what, text=text))["texts"]
         return texts
 
     def least(self, what: str, values: Sequence[int]) -> list[int]:
@@ -161,9 +161,9 @@ class Lockstep:
             raise
         except BaseException as error:
             text = str(error) if isinstance(error, InferenceError) else f"{type(error).__name__}: {error}"
-            self._round(_Report(what, text=text, failed=True))
+            self._round(_RoundReport(what, text=text, failed=True))
             raise
-        answer = self._round(_Report(what))
+        answer = self._round(_RoundReport(what))
         if answer["failed"]:
             reasons = "; ".join(f"rank {rank}: {text}" for rank, text in answer["failed"])
             raise OtherRankFailed(reasons, ranks=[rank for rank, _ in answer["failed"]])
@@ -189,7 +189,7 @@ class Lockstep:
         lines = describe(plan)
         if shape is not None:
             lines.append(["padded to", *shape.as_tuple()])
-        answer = self._round(_Report("check of the plan", text=digest_of(lines)))
+        answer = self._round(_RoundReport("check of the plan", text=digest_of(lines)))
         if len(set(answer["texts"])) == 1:
             return
         plans = [json.loads(text) for text in self.gather("comparison of plans", json.dumps(lines))]
@@ -213,7 +213,7 @@ class Lockstep:
         if here is not None and fatal:
             self._check_broken()
             self._fail(here)
-        report = _Report(FAILED_STEP, text=json.dumps([what, seconds, fatal, cause]), failed=True)
+        report = _RoundReport(FAILED_STEP, text=json.dumps([what, seconds, fatal, cause]), failed=True)
         texts = [json.loads(text) for text in self._round(report, alone=here)["texts"]]
         if len({message for message, *_ in texts}) == 1 and not any(final for *_, final, _ in texts):
             return
@@ -228,7 +228,7 @@ class Lockstep:
             raise self._broken
 
     def _round(
-        self, mine: _Report, content: Any = None, *, patient: bool = False, alone: RankFailure | None = None
+        self, mine: _RoundReport, content: Any = None, *, patient: bool = False, alone: RankFailure | None = None
     ) -> dict[str, Any]:
         """alone: raised if a rank does not come within ALONE_S; None: it has the usual time and is named as failed."""
         self._check_broken()
@@ -243,7 +243,7 @@ class Lockstep:
             raise LockstepError(answer["differ"])
         return answer
 
-    def _lead(self, mine: _Report, content: Any, alone: RankFailure | None) -> dict[str, Any]:
+    def _lead(self, mine: _RoundReport, content: Any, alone: RankFailure | None) -> dict[str, Any]:
         reports = [mine]
         try:
             reports += [self._receive(rank, mine.call, alone) for rank in range(1, self.size)]
@@ -254,7 +254,7 @@ class Lockstep:
         self._answer(answer)
         return answer
 
-    def _receive(self, rank: int, call: str, alone: RankFailure | None) -> _Report:
+    def _receive(self, rank: int, call: str, alone: RankFailure | None) -> _RoundReport:
         patience_s, link = self._watch.patience_s, self._links.calls[rank]
         deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
         while True:
@@ -265,7 +265,7 @@ class Lockstep:
                 self._watch.check()
                 raise RankFailure(rank, self.phase, "its process has ended") from None
             if message is not None:
-                return _Report(*message)
+                return _RoundReport(*message)
             self._watch.check()
             if time.monotonic() > deadline:
                 raise alone or RankFailure(rank, self.phase, self._late(rank, call))
@@ -277,7 +277,7 @@ class Lockstep:
             except LinkClosed:
                 continue  # the next round misses it
 
-    def _report(self, mine: _Report, patient: bool, alone: RankFailure | None) -> dict[str, Any]:
+    def _report(self, mine: _RoundReport, patient: bool, alone: RankFailure | None) -> dict[str, Any]:
         # The leader may wait for other ranks first, for each as long as for this one.
         patience_s, link = self.size * self._watch.patience_s, self._links.calls[0]
         deadline = time.monotonic() + (patience_s if alone is None else min(ALONE_S, patience_s))
@@ -327,7 +327,7 @@ def _close(watch: Heartbeat, links: RankLinks) -> None:
     links.close()
 
 
-def _answer_to(reports: Sequence[_Report], content: Any) -> dict[str, Any]:
+def _answer_to(reports: Sequence[_RoundReport], content: Any) -> dict[str, Any]:
     """What the leader answers to all ranks."""
     named = [(rank, report) for rank, report in enumerate(reports) if report.call != FOLLOW]
     calls = {report.call for _, report in named}

@@ -27,7 +27,6 @@ class RankGroup:
         return self.lockstep.together(what)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank."""
         return self.lockstep.agree(flag)
 
     def first_text(self, what: str, text: str | None) -> str | None:

@@ -11,10 +11,11 @@ message of the same size that says so: no stage waits for a message that never c
 from __future__ import annotations
 
 import io
+import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
@@ -42,8 +43,8 @@ class StepMessage:
     tokens: np.ndarray
     """int64 [S]; -1 where nothing could be drawn."""
     failed_stage: int | None
-    arrays: Sequence[np.ndarray] = ()
-    """Logprobs and other per-token outputs, where a request asked for them."""
+    arrays: Mapping[str, Tensor | np.ndarray] = field(default_factory=dict)
+    """Logprobs and other per-token outputs on the host, by name, where a request asked for them."""
 
 
 class OrderedThread:
@@ -178,7 +179,7 @@ class StageLink:
         head = torch.empty(num_sampled + 2, dtype=torch.int64)
         self._wait(self._irecv(head, last, self._host_group, _TOKENS))
         failed, num_bytes = head[:2].tolist()
-        arrays: list[np.ndarray] = []
+        arrays = {}
         if num_bytes:
             tail = torch.empty(num_bytes, dtype=torch.uint8)
             self._wait(self._irecv(tail, last, self._host_group, _ARRAYS))
@@ -215,17 +216,20 @@ class StageLink:
         )
 
 
-def _pack(arrays: Sequence[np.ndarray]) -> bytes:
+def _pack(arrays: Mapping[str, Tensor | np.ndarray]) -> bytes:
+    """Names, with whether each is a tensor, as one line of JSON; then the arrays."""
     if not arrays:
         return b""
     file = io.BytesIO()
-    for array in arrays:
-        np.save(file, array, allow_pickle=False)
+    file.write(json.dumps([[name, isinstance(one, Tensor)] for name, one in arrays.items()]).encode() + b"\n")
+    for array in arrays.values():
+        np.save(file, array.numpy() if isinstance(array, Tensor) else array, allow_pickle=False)
     return file.getvalue()
 
 
-def _unpack(content: bytes) -> list[np.ndarray]:
-    file, arrays = io.BytesIO(content), []
-    while file.tell() < len(content):
-        arrays.append(np.load(file, allow_pickle=False))
+def _unpack(content: bytes) -> dict[str, Tensor | np.ndarray]:
+    file, arrays = io.BytesIO(content), {}
+    for name, is_tensor in json.loads(file.readline() or b"[]"):
+        array = np.load(file, allow_pickle=False)
+        arrays[name] = torch.from_numpy(array) if is_tensor else array
     return arrays

@@ -37,14 +37,13 @@ class ShapeBytes(NamedTuple):
     shape: GraphShape
     activations: int
     scratch: int
-    """Of the layer that takes most: partial sums of attention, partial sums and states of a scan, outputs of
-    experts."""
+    """The largest need of a layer: partial sums of attention, partial sums and states of a scan, or expert outputs."""
     draw: int
     """Logits, and the scratch of their draw."""
 
     @property
     def live(self) -> int:
-        """What the shape needs of the pool."""
+        """Bytes of the pool that the shape needs."""
         return self.activations + max(self.scratch, self.draw)
 
 

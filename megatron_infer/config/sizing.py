@@ -46,7 +46,7 @@ MIN_STATE_SLOTS = 2
 """One state slot to use and the dummy slot, where the buffer holds only states."""
 
 
-class Budget(NamedTuple):
+class MemoryBudget(NamedTuple):
     """The memory that the options give to the cache of one rank."""
 
     buffer_bytes: int
@@ -59,7 +59,7 @@ class Budget(NamedTuple):
     """Why the buffer is smaller than buffer_size_gb; "" if it is not."""
 
 
-def budget_of(config: InferenceConfig, shape: ModelShape, available_bytes: int | None) -> Budget:
+def budget_of(config: InferenceConfig, shape: ModelShape, available_bytes: int | None) -> MemoryBudget:
     """The budget on a device with so much free memory (None: unknown)."""
     snapshot_bytes = None
     if shape.state is not None and config.enable_prefix_caching and config.prefix_caching_mamba_gb is not None:
@@ -70,11 +70,11 @@ def budget_of(config: InferenceConfig, shape: ModelShape, available_bytes: int |
     buffer_bytes, paused_bytes, note = cap_to_memory(asked, paused, available_bytes)
     # The share of states is for the pipeline stages that keep some.
     ratio = None if shape.is_stage and shape.state is None else config.mamba_memory_ratio
-    return Budget(buffer_bytes, paused_bytes, ratio, snapshot_bytes, note)
+    return MemoryBudget(buffer_bytes, paused_bytes, ratio, snapshot_bytes, note)
 
 
 def resolve_sizes(
-    config: InferenceConfig, shape: ModelShape, budget: Budget, *, tensor_parallel_size: int
+    config: InferenceConfig, shape: ModelShape, budget: MemoryBudget, *, tensor_parallel_size: int
 ) -> ResolvedSizes:
     """Derive every size but those of CUDA graphs (see `add_graphs`).
 
@@ -164,7 +164,9 @@ def _block_bytes(config: InferenceConfig, shape: ModelShape) -> int:
     )
 
 
-def _pool(config: InferenceConfig, budget: Budget, block_bytes: int, slot_bytes: int) -> tuple[int, int, int | None]:
+def _pool(
+    config: InferenceConfig, budget: MemoryBudget, block_bytes: int, slot_bytes: int
+) -> tuple[int, int, int | None]:
     """(blocks of the pool, blocks paused requests may keep, requests whose states fit or None if blocks decide)."""
     if not block_bytes and not slot_bytes:
         return 0, 0, None  # a pipeline stage that keeps nothing of a sequence
@@ -195,7 +197,7 @@ def _pool(config: InferenceConfig, budget: Budget, block_bytes: int, slot_bytes:
     return split.num_blocks, split.paused_blocks, split.state_slots
 
 
-def _too_small(config: InferenceConfig, budget: Budget, block_bytes: int, slot_bytes: int) -> CapacityError:
+def _too_small(config: InferenceConfig, budget: MemoryBudget, block_bytes: int, slot_bytes: int) -> CapacityError:
     """The error for a buffer without a usable block or state: what it lacks, and what to set."""
     num_bytes, ratio, blocks = budget.buffer_bytes, budget.state_ratio, MIN_POOL_BLOCKS * block_bytes
     if not block_bytes:
@@ -223,7 +225,7 @@ def _too_small(config: InferenceConfig, budget: Budget, block_bytes: int, slot_b
     )
 
 
-def _num_snapshots(budget: Budget, slot_bytes: int) -> int:
+def _num_snapshots(budget: MemoryBudget, slot_bytes: int) -> int:
     if budget.snapshot_bytes is None or not slot_bytes:
         return 0
     if budget.snapshot_bytes < slot_bytes:
@@ -241,7 +243,7 @@ def _least_gib(num_bytes: int) -> float:
 
 def _check_max_requests(
     max_requests: int,
-    budget: Budget,
+    budget: MemoryBudget,
     num_states: int | None,
     slot_bytes: int,
     max_tokens: int,
@@ -284,7 +286,7 @@ def _how_tokens(config: InferenceConfig, max_sequence_length: int) -> dict[str, 
 
 
 def _how_blocks(
-    config: InferenceConfig, shape: ModelShape, budget: Budget, num_blocks: int, paused: int
+    config: InferenceConfig, shape: ModelShape, budget: MemoryBudget, num_blocks: int, paused: int
 ) -> dict[str, str]:
     usable = f"num_blocks - 1: {(num_blocks - 1) * config.block_size_tokens:,} tokens"
     if not shape.num_attention_layers:
@@ -319,7 +321,7 @@ def _how_blocks(
 
 
 def _how_states(
-    config: InferenceConfig, shape: ModelShape, budget: Budget, num_states: int | None, tensor_parallel_size: int
+    config: InferenceConfig, shape: ModelShape, budget: MemoryBudget, num_states: int | None, tensor_parallel_size: int
 ) -> dict[str, str]:
     """num_states: requests whose states fit; None: blocks decide, or nothing is kept."""
     state, ratio = shape.state, budget.state_ratio

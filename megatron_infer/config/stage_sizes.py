@@ -44,7 +44,7 @@ class StageSizes:
     """Some stage keeps recurrent states, so that all stages assign state slots."""
 
 
-def agree(shape: ModelShape, sizes: ResolvedSizes, limits: Sequence[int]) -> StageSizes:
+def agree(sizes: ResolvedSizes, limits: Sequence[int]) -> StageSizes:
     """One stage's sizes under the limits of all stages (see `stage_limits`).
 
     Example: 100 and 80 blocks -> 80 on both; a stage without attention layers also has 80, which take no memory there.

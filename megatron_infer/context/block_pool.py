@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -176,15 +176,18 @@ class BlockPool:
         if self._on_forget is not None:
             self._on_forget(block)
 
-    def check(self, held: list[int]) -> None:
-        """Assert that block b has held[b] references and every index agrees with that."""
-        assert held == self._refs, f"references held {held} != counted {self._refs}"
-        free = sorted([*self._blank, *self._cached])
-        expected = [block for block, refs in enumerate(held) if refs == 0]
-        assert free == expected, f"free list {free} != blocks without references {expected}"
+    def check(self, held: Mapping[int, int]) -> None:
+        """Assert that block b has held[b] references, those not in `held` none, and every index agrees with that."""
+        refs, count = self._refs, self.num_blocks
+        agrees = refs.count(0) == count - len(held) and all(refs[block] == n for block, n in held.items())
+        assert agrees, f"references held {dict(held)} != counted {refs}"
+        free = {*self._blank, *self._cached}
+        agrees = len(free) == self.num_free == count - len(held) and free.isdisjoint(held)
+        agrees = agrees and min(free, default=0) >= 0 and max(free, default=0) < count
+        assert agrees, f"free list {sorted([*self._blank, *self._cached])} != blocks not in {sorted(held)}"
         assert {b: d for d, b in self._block_of.items()} == self._digest_of, "digest index and its inverse differ"
         assert self._preimage_of.keys() == self._digest_of.keys(), "a digest without its preimage, or the reverse"
-        blank_with_digest = [block for block in self._blank if block in self._digest_of]
-        assert not blank_with_digest, f"blank blocks {blank_with_digest} have a digest"
+        blank = free.intersection(self._digest_of).difference(self._cached)
+        assert not blank, f"blank blocks {sorted(blank)} have a digest"
         assert all(block in self._digest_of for block in self._cached), "a cached block has no digest"
         assert self.keep_cached or not self._cached, f"{len(self._cached)} blocks cached under REF_ZERO"

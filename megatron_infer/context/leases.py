@@ -1,7 +1,8 @@
-"""What one sequence holds in the context."""
+"""Leases: the row and blocks that one sequence holds."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,15 +53,15 @@ def check_leases(
     leases: Mapping[int, Lease], pool: BlockPool, rows: RowPool, *, block_size: int, max_blocks_per_row: int
 ) -> None:
     """Assert that leases, by row, agree with the pools, and published blocks with the digests and with each other."""
-    held = [0] * pool.num_blocks
+    held: Counter[int] = Counter()
     column_of: dict[int, int] = {}
     for row, lease in leases.items():
         assert lease.row == row, f"lease on row {lease.row} is recorded on row {row}"
         assert lease.capacity == len(lease.blocks) * block_size, f"row {row}: capacity {lease.capacity}"
         assert len(lease.blocks) <= max_blocks_per_row, f"row {row} holds {len(lease.blocks)} blocks"
         assert len(lease.digests) <= len(lease.blocks), f"row {row}: {len(lease.digests)} digests"
+        held.update(lease.blocks)
         for column, block in enumerate(lease.blocks):
-            held[block] += 1
             assert column_of.setdefault(block, column) == column, f"block {block} is held at two positions"
     pool.check(held)
     rows.check(list(leases))

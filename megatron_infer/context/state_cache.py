@@ -15,7 +15,7 @@ from megatron_infer.context.state_slots import StateSlots
 
 @dataclass(slots=True)
 class _LeaseStates:
-    """What one lease is to load from the cache and keeps for it."""
+    """States that one lease loads from the cache and keeps for it."""
 
     load_from: int | None = None
     """Published block whose state the row continues from, until that is loaded."""

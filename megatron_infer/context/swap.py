@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron_infer.context.block_pool import BlockPool
@@ -184,13 +185,12 @@ class Swap:
 
     def check(self) -> None:
         """Assert that references, slots and token counts agree with what is swapped out."""
-        held, size = [0] * self.num_slots, self._block_size
+        held, size = Counter[int](), self._block_size
         for one in self._swapped:
             assert len(one.slots) == -(-one.num_tokens // size), f"{one.num_tokens} tokens in slots {one.slots}"
             assert len(one.contents) <= one.num_tokens // size, f"{len(one.contents)} contents"
             assert len(set(one.slots)) == len(one.slots), f"a slot is twice in {one.slots}"
-            for slot in one.slots:
-                held[slot] += 1
+            held.update(one.slots)
         self._slots.check(held)
         states = [one.host_state for one in self._swapped if one.host_state is not None]
         assert len(states) == (len(self._swapped) if self._recurrent else 0), f"states {states} of {len(self._swapped)}"

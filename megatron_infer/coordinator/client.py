@@ -17,17 +17,23 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.connection import CoordinatorConnection
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.outputs.token_outputs import (
+    TOKEN_OUTPUTS,
+    Kind,
+    Packed,
+    TokenOutput,
+    extended,
+    offsets_of,
+    unpack,
+)
 from megatron_infer.scheduler.request import VersionSpan
-
-if TYPE_CHECKING:
-    from megatron_infer.outputs.token_support import TokenSupport
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and optionally "cache_salt"."""
@@ -103,37 +109,25 @@ def _append(one: CompletionOutput, piece: protocol.Piece) -> None:
         one.cumulative_logprob = piece.cumulative_logprob
     if piece.logprobs is not None:
         one.logprobs = [*(one.logprobs or []), *(_unpacked(entry) or {} for entry in piece.logprobs)]
-    _append_details(one, piece)
+    for output in TOKEN_OUTPUTS if piece.token_outputs else ():
+        if (values := piece.token_outputs.get(output.name)) is not None:
+            setattr(one, output.name, extended(output, getattr(one, output.name), _value_of(output, values)))
     if piece.spans:  # a replica that took over has spans of its own tokens only
         first = piece.spans[0][0]
         one.spans = [span for span in one.spans if span.first_token < first]
         one.spans += [VersionSpan(*span) for span in piece.spans]
 
 
-def _append_details(one: CompletionOutput, piece: protocol.Piece) -> None:
-    """Append the per-token details of a piece, which begins where the last one ended."""
-    if piece.raw_logprobs is not None:
-        one.raw_logprobs = [*(one.raw_logprobs or []), *protocol.bytes_to_floats(piece.raw_logprobs)]
-    if piece.processed_logprobs is not None:
-        one.processed_logprobs = [*(one.processed_logprobs or []), *protocol.bytes_to_floats(piece.processed_logprobs)]
-    if piece.support is not None:
-        one.support = _append_support(one.support, *piece.support)
-    if piece.routing is not None:
-        import numpy as np
-
-        name, shape, content = piece.routing
-        one.routing = np.frombuffer(content, name).reshape(shape)
-
-
-def _append_support(support: TokenSupport | None, vocab_size: int, lengths: bytes, words: bytes) -> TokenSupport:
-    """`support` with the rows of one more piece: int32 numbers of words, and the words."""
+def _value_of(output: TokenOutput, values: protocol.TokenValues) -> Any:
+    """What `engine_adapter` packed."""
+    if output.kind is Kind.NUMBER:
+        return protocol.bytes_to_floats(values.content)
     import numpy as np  # imported here: other clients do not need it
 
-    from megatron_infer.outputs.token_support import TokenSupport
-
-    rows = np.split(np.frombuffer(words, np.int32), np.cumsum(np.frombuffer(lengths, np.int32))[:-1])
-    before = [] if support is None else support.rows()
-    return TokenSupport.of_rows(vocab_size, [*before, *(rows if lengths else ())])
+    content = np.frombuffer(values.content, values.dtype)
+    if output.kind is Kind.POSITION:
+        return unpack(output, Packed(content.reshape(-1, *values.shape)))
+    return unpack(output, Packed(content, offsets_of(np.frombuffer(values.counts, np.int32)), values.vocab_size))
 
 
 def _unpacked(entry: list[tuple[int, float, int | None, str | None]] | None) -> dict[int, Logprob] | None:

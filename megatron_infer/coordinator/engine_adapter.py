@@ -15,6 +15,7 @@ from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.coordinator import protocol
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.outputs.token_outputs import Kind, TokenOutput, pack, values_in
 from megatron_infer.requests.drawn_sequence import DrawnSequence
 
 
@@ -216,7 +217,7 @@ class ServedRequest:
             one.cumulative_logprob,
             None if logprobs is None else [_packed(entry) or [] for entry in logprobs],
             [(*span,) for span in one.spans],
-            *_details(one, first),
+            {output.name: _token_values(output, value, first) for output, value in values_in(one)},
         )
 
 
@@ -239,20 +240,15 @@ def _drawn(kept: protocol.Kept) -> DrawnSequence:
     )
 
 
-def _details(one: CompletionOutput, first: int) -> tuple[Any, Any, Any, Any]:
-    """The last four fields of a Piece, from token `first` on."""
-    raw, processed, support, routing = one.raw_logprobs, one.processed_logprobs, one.support, one.routing
-    packed = None
-    if support is not None:
-        import numpy as np
-
-        lengths, words = np.diff(support.offsets[first:]), support.ids[support.offsets[first] :]
-        packed = (support.vocab_size, lengths.tobytes(), words.tobytes())
-    return (
-        protocol.floats_to_bytes(None if raw is None else raw[first:]),
-        protocol.floats_to_bytes(None if processed is None else processed[first:]),
-        packed,
-        None if routing is None else (routing.dtype.name, list(routing.shape), routing.tobytes()),
+def _token_values(output: TokenOutput, value: Any, first: int) -> protocol.TokenValues:
+    """From token `first` on."""
+    if output.kind is Kind.NUMBER:
+        return protocol.TokenValues("float32", [], protocol.floats_to_bytes(value[first:]) or b"")
+    packed = pack(output, value, first)
+    counts = b"" if packed.offsets is None else packed.counts.tobytes()
+    content = packed.content
+    return protocol.TokenValues(
+        content.dtype.name, list(content.shape[1:]), content.tobytes(), counts, packed.vocab_size
     )
 
 
@@ -279,16 +275,14 @@ def _merged(first: protocol.Output, second: protocol.Output) -> protocol.Output:
 
 def _joined(first: protocol.Piece, second: protocol.Piece) -> protocol.Piece:
     """Two pieces of a sequence as one; fields that are not joined are the second's."""
-    raw, processed, support = second.raw_logprobs, second.processed_logprobs, second.support
-    if first.support is not None and support is not None:
-        support = (support[0] or first.support[0], first.support[1] + support[1], first.support[2] + support[2])
     return msgspec.structs.replace(
         second,
         offset=first.offset,
         tokens=first.tokens + second.tokens,
         text=first.text + second.text,
         logprobs=None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs],
-        raw_logprobs=None if raw is None else (first.raw_logprobs or b"") + raw,
-        processed_logprobs=None if processed is None else (first.processed_logprobs or b"") + processed,
-        support=support,
+        token_outputs={
+            name: values if (before := first.token_outputs.get(name)) is None else before.joined(values)
+            for name, values in second.token_outputs.items()
+        },
     )

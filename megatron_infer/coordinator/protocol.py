@@ -36,7 +36,7 @@ for _needed in ("msgspec", "zmq"):
 
 import msgspec  # noqa: E402
 
-SCHEMA = 2
+SCHEMA = 3
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
@@ -192,6 +192,22 @@ class Run(_Message):
     kept: list[Kept]
 
 
+class TokenValues(msgspec.Struct, array_like=True, gc=False):
+    """One per-token output (outputs.token_outputs) of a piece's tokens, or with the last piece of all positions."""
+
+    dtype: str
+    shape: list[int]
+    """Of one entry."""
+    content: bytes
+    counts: bytes = b""
+    """int32, entries per token; b"": one each."""
+    vocab_size: int = 0
+
+    def joined(self, new: TokenValues) -> TokenValues:
+        counts, vocab_size = self.counts + new.counts, new.vocab_size or self.vocab_size
+        return TokenValues(new.dtype, new.shape, self.content + new.content, counts, vocab_size)
+
+
 class Piece(_Message):
     """What is new in one sequence. offset: number of its tokens before this piece."""
 
@@ -205,13 +221,8 @@ class Piece(_Message):
     logprobs: list[list[tuple[int, float, int | None, str | None]]] | None = None
     """For each token (token id, logprob, rank, text) of several, the sampled one first."""
     spans: list[tuple[int, int, int, int]] = []
-    raw_logprobs: bytes | None = None
-    """One per token, fp32; processed_logprobs too."""
-    processed_logprobs: bytes | None = None
-    support: tuple[int, bytes, bytes] | None = None
-    """A TokenSupport of these tokens: vocabulary size, number of words per token, the words; int32."""
-    routing: tuple[str, list[int], bytes] | None = None
-    """With the last piece, for the whole sequence: dtype (uint8, uint16), shape, content."""
+    token_outputs: dict[str, TokenValues] = {}
+    """By the name of the output."""
 
 
 class Failure(_Message):

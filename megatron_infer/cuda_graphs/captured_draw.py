@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_infer.kernels.draw_columns import LISTED, Asks, Column, DrawRoom
 from megatron_infer.sampling.filters import DrawParams, DrawResult, draw_any, draw_sorted
 from megatron_infer.sampling.logprobs import processed, score
-from megatron_infer.sampling.returned_details import returned_support
+from megatron_infer.sampling.returned_details import needs_logits
 from megatron_infer.sampling.rng import GAMMA, MIX_FIRST, MIX_SECOND, mix
 from megatron_infer.sampling.row_params import GREEDY_BELOW, RowExtras, RowFlags, RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
@@ -198,11 +198,10 @@ def num_listed(extras: RowExtras) -> int:
 
 
 def _needs_logits(params: RowParams, rows: np.ndarray) -> bool:
-    """Whether a row's outputs need whole rows of logits after the draw: alternatives, or the bits of a support."""
+    """Whether a row's outputs need whole rows of logits after the draw: alternatives, or token details."""
     flags = params.flags[rows]
     has_alternatives = params.num_logprobs[rows[(flags & RowFlags.LOGPROBS) != 0]] > 0
-    _, support = returned_support(params, rows, flags)
-    return bool(has_alternatives.any() or (support >= 0).any())
+    return bool(has_alternatives.any()) or needs_logits(params, rows, flags)
 
 
 def why_outside(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> str | None:

@@ -1,4 +1,4 @@
-"""What a graph holds, from a step's mirror to logits and drawn tokens at fixed addresses; and which steps are replayed.
+"""A graph's content, from a step's mirror to logits and drawn tokens at fixed addresses; which steps are replayed.
 
     mirror --derive--> ids, positions, cos/sin --layers--> hidden --output layer--> logits --draw--> tokens, token pool
                                                    |                      |                  |
@@ -20,7 +20,6 @@ from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.cuda_graphs.graph_pool import GraphPool
 from megatron_infer.kernels.base import PagedModel
 from megatron_infer.kernels.draw_columns import DrawRoom
-from megatron_infer.memory.store import StateStore
 from megatron_infer.runner.batch import EMPTY_PLAN, Batch, BatchBuilder
 from megatron_infer.runner.padded_steps import PaddedOutput
 from megatron_infer.runner.routing import asks_routing
@@ -33,7 +32,7 @@ class Outputs:
     """Buffers for the results of every shape's step, each of which fills the first part of them."""
 
     hidden_TD: Tensor | None = None
-    """Of shapes that prefill, since decode steps need none; of all in a pipeline stage that is not the last."""
+    """Final hidden states, of shapes that prefill; residual stream, of all, in a stage that is not the last."""
     logits_SV: Tensor | None = None
     drawn: DrawRoom | None = None
 
@@ -52,19 +51,18 @@ class PaddedStep:
         shapes: Sequence[GraphShape],
         *,
         builder: BatchBuilder,
-        store: StateStore,
         draw: CapturedDraw | None,
-        max_drawn_rows: int | None = None,
-        received_TD: Tensor | None = None,
-        is_last: bool = True,
+        max_drawn_rows: int | None,
+        received_TD: Tensor | None,
     ) -> None:
-        """draw: None where no token is drawn. max_drawn_rows: shapes with more sequences end with their logits; None:
-        all draw. received_TD: buffer for the residual stream of the pipeline stage before, of the largest shape; None
-        in the first stage. is_last: the stage has the output layer.
+        """draw: None in a pipeline stage that is not the last. max_drawn_rows: shapes with more sequences end with
+        their logits; None: all draw. received_TD: buffer for the residual stream of the stage before, of the largest
+        shape; None in the first stage.
         """
-        self._model, self._builder, self._store, self.draw = model, builder, store, draw
-        self.received_TD, self.is_last, self._max_drawn_rows = received_TD, is_last, max_drawn_rows
-        self._max_tokens = max((shape.num_tokens for shape in shapes if shape.num_prefill or not is_last), default=0)
+        self._model, self._builder, self.draw = model, builder, draw
+        self.received_TD, self._max_drawn_rows = received_TD, max_drawn_rows
+        with_hidden = (shape.num_tokens for shape in shapes if shape.num_prefill or draw is None)
+        self._max_tokens = max(with_hidden, default=0)
         self._max_samples = max((shape.num_rows for shape in shapes), default=0)
         self.out = Outputs()
 
@@ -84,14 +82,14 @@ class PaddedStep:
             hidden_TD = self._model.hidden(batch)
         else:
             hidden_TD = self._model.hidden(batch, self.received_TD[: shape.num_tokens])
-        if shape.num_prefill or not self.is_last:  # for the next stage, or for prompt logprobs and pooling
+        if shape.num_prefill or self.draw is None:  # for the next stage, or for prompt logprobs and pooling
             self._put("hidden_TD", hidden_TD, self._max_tokens)
-        if not self.is_last:
+        if self.draw is None:
             return
         hidden_SD = hidden_TD if shape.is_decode_only else hidden_TD.index_select(0, batch.sample_token_S)
         logits_SV = self._model.logits(hidden_SD, batch.ops)
         self._put("logits_SV", logits_SV, self._max_samples)
-        if self.draw is not None and self.draws(shape):
+        if self.draws(shape):
             if self.out.drawn is None:
                 self.out.drawn = DrawRoom.make(self._max_samples, logits_SV.device)
             self.draw.draw(
@@ -107,8 +105,9 @@ class PaddedStep:
         return self.draw is not None and (self._max_drawn_rows is None or shape.num_rows <= self._max_drawn_rows)
 
     def addresses(self) -> Hashable:
-        states = self._store.states
-        return self._store.kv_cache.data_ptr(), None if states is None else states.conv_SLCW.data_ptr()
+        store = self._builder.store
+        states = store.states
+        return store.kv_cache.data_ptr(), None if states is None else states.conv_SLCW.data_ptr()
 
     def output_bytes(self) -> int:
         return self.out.num_bytes
@@ -159,7 +158,7 @@ class StepGraphs:
             step.received_TD[: shape.num_tokens].copy_(received_TD)
         self.pool.launch(shape)
         hidden_TD, logits_SV, drawn = step.out.hidden_TD, step.out.logits_SV, step.out.drawn
-        if hidden_TD is not None and not step.is_last:
+        if hidden_TD is not None and step.draw is None:
             hidden_TD = hidden_TD[: shape.num_tokens]
         elif hidden_TD is not None:  # chunks lie behind the plan's own decode tokens, not behind the shape's
             hidden_TD = hidden_TD[shape.num_decode - num_decode :] if shape.num_prefill else None
@@ -177,7 +176,7 @@ class StepGraphs:
         return draw.output(output.logits_SV, inputs, output.drawn)
 
     def _choose(self, plan: StepPlan) -> tuple[GraphShape | None, str]:
-        """From the plan alone."""
+        """(shape, "") or (None, reason); depends on the plan alone, so that all ranks choose alike."""
         if any(chunk.captures for chunk in plan.prefill):
             return None, "states kept within a chunk"
         if self._has_routing and asks_routing(plan):

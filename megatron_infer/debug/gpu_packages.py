@@ -22,8 +22,6 @@ _SCAN = (
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One optional package."""
-
     name: str
     """Name of its distribution."""
     module: str

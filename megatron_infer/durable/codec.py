@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
-from megatron_infer.outputs.token_support import TokenSupport
+from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, Kind, Packed, TokenOutput, pack, unpack
 from megatron_infer.requests.input_processor import TextCodec
 from megatron_infer.requests.pooled_prompt import PooledPrompt
 from megatron_infer.requests.request_state import RequestState, SequenceState
@@ -293,10 +293,7 @@ def encode_output(output: RequestOutput, numbers: Numbers, *, now: float) -> dic
                 "finish_reason": one.finish_reason,
                 "stop_reason": one.stop_reason,
                 "spans": one.spans,
-                "raw_logprobs": _maybe_floats(one.raw_logprobs, numbers),
-                "processed_logprobs": _maybe_floats(one.processed_logprobs, numbers),
-                "support": None if one.support is None else _encode_support(one.support, numbers),
-                "routing": None if one.routing is None else _encode_array(one.routing, numbers),
+                **{kind.name: _encode_value(kind, getattr(one, kind.name), numbers) for kind in TOKEN_OUTPUTS},
             }
             for one in output.outputs
         ],
@@ -325,10 +322,7 @@ def decode_output(
                 finish_reason=one["finish_reason"],
                 stop_reason=one["stop_reason"],
                 spans=[VersionSpan(*span) for span in one["spans"]],
-                raw_logprobs=_found_floats(one.get("raw_logprobs"), numbers),
-                processed_logprobs=_found_floats(one.get("processed_logprobs"), numbers),
-                support=None if one.get("support") is None else _decode_support(one["support"], numbers),
-                routing=None if one.get("routing") is None else _decode_array(one["routing"], numbers),
+                **{kind.name: _decode_value(kind, one.get(kind.name), numbers) for kind in TOKEN_OUTPUTS},
             )
             for one in record["outputs"]
         ],
@@ -394,26 +388,48 @@ def _maybe_decoded(
 
 
 def _encode_token_details(details: TokenDetails, numbers: Numbers) -> dict[str, Any]:
-    support = None if details.support is None else TokenSupport.of_rows(details.vocab_size, details.support)
-    logs = (details.of_prompt, details.of_output)
-    return {
-        "raw": _maybe_floats(details.raw, numbers),
-        "processed": _maybe_floats(details.processed, numbers),
-        "support": None if support is None else _encode_support(support, numbers),
-        "routing": [None if log is None or not log.count else _encode_array(log.rows, numbers) for log in logs],
-    }
+    """By key. Of positions: those of the prompt and those of the output."""
+    record: dict[str, Any] = {}
+    for output in TOKEN_OUTPUTS:
+        if output.kind is Kind.POSITION:
+            logs = (details.of_prompt, details.of_output)
+            record[output.key] = [
+                None if log is None or not log.count else _encode_value(output, log.rows, numbers) for log in logs
+            ]
+        else:
+            record[output.key] = _encode_value(output, details.value(output), numbers)
+    return record
 
 
 def _decode_token_details(details: TokenDetails, record: Mapping[str, Any], numbers: Numbers) -> None:
     """Fill those of a new sequence; the record of each sequence has the routing of their common prompt."""
-    details.raw = _found_floats(record["raw"], numbers)
-    details.processed = _found_floats(record["processed"], numbers)
-    if record["support"] is not None:
-        support = _decode_support(record["support"], numbers)
-        details.support, details.vocab_size = support.rows(), support.vocab_size
-    for log, rows in zip((details.of_prompt, details.of_output), record["routing"], strict=True):
-        if log is not None and rows is not None:
-            log.take(log.first, _decode_array(rows, numbers))
+    for output in TOKEN_OUTPUTS:
+        found: Any = record.get(output.key)  # a file from before the output was added has none
+        if output.kind is Kind.POSITION:
+            for log, rows in zip((details.of_prompt, details.of_output), found, strict=True):
+                if log is not None and rows is not None:
+                    log.take(log.first, _decode_value(output, rows, numbers))
+        elif found is not None:
+            details.set_value(output, _decode_value(output, found, numbers))
+
+
+def _encode_value(output: TokenOutput, value: Any, numbers: Numbers) -> Any:
+    """Numbers as a list, positions as an array, sets of ids as [vocabulary size, offsets, ids]; None: None."""
+    if value is None or output.kind is Kind.NUMBER:
+        return _maybe_floats(value, numbers)
+    packed = pack(output, value)
+    if packed.offsets is None:
+        return _encode_array(packed.content, numbers)
+    return [packed.vocab_size, _encode_array(packed.offsets, numbers), _encode_array(packed.content, numbers)]
+
+
+def _decode_value(output: TokenOutput, record: Any, numbers: Numbers) -> Any:
+    if record is None or output.kind is Kind.NUMBER:
+        return _found_floats(record, numbers)
+    if output.kind is Kind.POSITION:
+        return unpack(output, Packed(_decode_array(record, numbers)))
+    vocab_size, offsets, ids = record
+    return unpack(output, Packed(_decode_array(ids, numbers), _decode_array(offsets, numbers), vocab_size))
 
 
 def _maybe_floats(values: Sequence[float] | None, numbers: Numbers) -> Any:
@@ -422,15 +438,6 @@ def _maybe_floats(values: Sequence[float] | None, numbers: Numbers) -> Any:
 
 def _found_floats(ref: Any, numbers: Numbers) -> list[float] | None:
     return None if ref is None else numbers.get_floats(ref)
-
-
-def _encode_support(support: TokenSupport, numbers: Numbers) -> list[Any]:
-    return [support.vocab_size, _encode_array(support.offsets, numbers), _encode_array(support.ids, numbers)]
-
-
-def _decode_support(record: Sequence[Any], numbers: Numbers) -> TokenSupport:
-    vocab_size, offsets, ids = record
-    return TokenSupport(vocab_size, _decode_array(offsets, numbers), _decode_array(ids, numbers))
 
 
 def _encode_array(array: np.ndarray, numbers: Numbers) -> list[Any]:

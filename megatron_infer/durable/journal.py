@@ -61,8 +61,6 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class JournalRecords:
-    """The content of a journal."""
-
     records: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     num_records: int = 0
     """Records in the file, including those that the snapshot contains."""

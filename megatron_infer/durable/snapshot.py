@@ -45,12 +45,12 @@ _PROBES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The result of a load."""
+    """The result of `load_requests`, as request ids; nothing was loaded if it raised."""
 
     loaded: list[str]
-    """Requests that go on, oldest first."""
+    """Ids of requests that continue, oldest first."""
     with_kv: list[str]
-    """Those whose samples all go on where they were, without being recomputed."""
+    """Those whose sequences all continue where they were, without being recomputed."""
     recomputed: dict[str, str]
     """Those that had begun and are recomputed, and why."""
     finished: list[RequestOutput]
@@ -329,7 +329,7 @@ def _unfinished(states: Iterable[RequestState]) -> list[Request]:
 
 
 def _unsent(undelivered: Iterable[RequestOutput]) -> dict[str, dict[int, tuple[int, int]]]:
-    """By request and sample, (tokens, characters) of outputs that wait to be handed out; used for deltas only."""
+    """By request and sequence index, (tokens, characters) of outputs that wait for a caller; used for deltas only."""
     unsent: dict[str, dict[int, tuple[int, int]]] = {}
     for output in undelivered:
         held = unsent.setdefault(output.request_id, {})

@@ -89,7 +89,7 @@ class ModelSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """What `DynamicInferenceEngine` is made of."""
+    """The parts of a `DynamicInferenceEngine`."""
 
     setup: ModelSetup
     scheduler: Scheduler
@@ -158,7 +158,7 @@ def build_engine(
         relay=relay,
         intake=intake,
         controls=EngineControls(loop, scheduler, weights, lifecycle, suspension, snapshots, relay),
-        replay=SequenceReplay(adopted, executor, scheduler, weights, setup.device, config),
+        replay=SequenceReplay(adopted, executor, scheduler, weights, config),
     )
 
 
@@ -167,21 +167,21 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
     adopted = adopt(model, name=name, vocab_size=config.vocab_size, state_config=config.mamba_inference_state_config)
     groups = ParallelGroups.of(config.pg_collection, adopted.live)
     rank_group = RankGroup(groups, timeout_s=config.collective_timeout_s)
-    where = Device(device if device != "auto" else adopted.device)
-    where.make_current()
+    own_device = Device(device if device != "auto" else adopted.device)
+    own_device.make_current()
     if rank_group.size > 1:
         # A rank that has closed its engine has launched all of its last step: the others still read theirs.
-        where.on_wait = partial(rank_group.check_alive, goodbyes=False)
-    agreed = agreed_sizes(config, adopted.shape, where, rank_group)
+        own_device.on_wait = partial(rank_group.check_alive, goodbyes=False)
+    agreed = agreed_sizes(config, adopted.shape, own_device, rank_group)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
-    kernels = kernels_for(adopted, config, where)
+    kernels = kernels_for(adopted, config, own_device)
     compile_layers(adopted, config, kernels, any_rank=rank_group.any_rank)
-    runner, graphs = make_runner(adopted, config, agreed, kernels, where, rank_group)
+    runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group)
     return ModelSetup(
         adopted=adopted,
         rank_group=rank_group,
-        device=where,
+        device=own_device,
         agreed=agreed,
         kernels=kernels,
         runner=runner,
@@ -189,7 +189,7 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
     )
 
 
-def kernels_for(adopted: AdoptedModel, config: InferenceConfig, where: Device) -> ChosenKernels:
+def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) -> ChosenKernels:
     """The backends that run the model. Raises ConfigError for an option that is not possible."""
     shape = adopted.shape
     asked = {
@@ -199,7 +199,7 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, where: Device) -
         "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
     }
     chosen = (choose_exact if config.batch_invariant else functools.partial(choose, **asked))(
-        where.torch,
+        device.torch,
         getattr(torch, shape.dtype),
         specs=adopted.specs,
         block_size=config.block_size_tokens,
@@ -261,7 +261,7 @@ def make_scheduler(
 
 
 def agreed_costs(setup: ModelSetup) -> CostModel:
-    """What copies of the cache cost as the leader measures it: all ranks decide on evictions with the same prices."""
+    """Costs of cache copies as the leader measures them: all ranks decide on evictions with the same prices."""
     rank_group = setup.rank_group
     measured = asdict(measured_costs(setup.runner.store)) if rank_group.groups.is_leader else None
     return CostModel(**rank_group.from_leader("prices of evictions", measured))
@@ -367,15 +367,15 @@ def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, 
     )
 
 
-def agreed_sizes(config: InferenceConfig, shape: ModelShape, where: Device, rank_group: RankGroup) -> StageSizes:
+def agreed_sizes(config: InferenceConfig, shape: ModelShape, device: Device, rank_group: RankGroup) -> StageSizes:
     """Sizes that every rank of the engine can hold, equal on all of them."""
     lockstep = rank_group.lockstep
     agree_on_config(config, lockstep)
-    available = min(lockstep.least("comparison of free memory", [where.available_bytes()]))
+    available = min(lockstep.least("comparison of free memory", [device.available_bytes()]))
     with rank_group.together("sizing the cache"):
         sizes = config.resolve(shape, tensor_parallel_size=rank_group.groups.tp_size, available_bytes=available)
     limits = stage_limits(shape, sizes, host_places_of(config, sizes))
-    agreed = agree(shape, sizes, lockstep.least("comparison of sizes", limits))
+    agreed = agree(sizes, lockstep.least("comparison of sizes", limits))
     sizes = add_graphs(config, agreed.sizes, shape, tensor_parallel_size=rank_group.groups.tp_size)
     return replace(agreed, sizes=sizes)
 
@@ -385,24 +385,24 @@ def make_runner(
     config: InferenceConfig,
     agreed: StageSizes,
     chosen: ChosenKernels,
-    where: Device,
+    device: Device,
     rank_group: RankGroup,
 ) -> tuple[Runner, StepGraphs | None]:
-    """What works on the device: cache, batch builder, sampler -> (runner, captured steps)."""
+    """Cache, batch builder, sampler and graphs -> (runner, graphs)."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
     kv_dtype = getattr(torch, config.kv_dtype_of(shape))
     layout = StoreLayout.of(shape, sizes, dtype=kv_dtype, layer_order=adopted.cache_order)
     region = make_region(
         (layout.num_bytes,),
         torch.uint8,
-        where.torch,
+        device.torch,
         static_pointers=config.static_kv_memory_pointers,
         unified_memory=config.unified_memory_level > 0,
         spill_bytes=int((config.paused_buffer_size_gb or 0) * GIB) if config.unified_memory_level else 0,
     )
     store = StateStore(layout, region, agreed.host)
     rotary = adopted.rotary_table(sizes.max_sequence_length)
-    builder = BatchBuilder(where, sizes, store, chosen, rotary=rotary, dtype=dtype)
+    builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype)
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),
@@ -411,22 +411,15 @@ def make_runner(
         argmax=chosen.argmax,
         kernels=chosen.sampling,
         search=chosen.search,
-        ops=DeviceOps(to_device=where.to_device, forbid=masks),
+        ops=DeviceOps(to_device=device.to_device, forbid=masks),
     )
     link: StageLink | None = None
     if (stages := rank_group.groups.pp) is not None:
         link = StageLink(
-            stages, hidden_size=shape.hidden_size, device=where.torch, timeout_s=config.collective_timeout_s
+            stages, hidden_size=shape.hidden_size, device=device.torch, timeout_s=config.collective_timeout_s
         )
-    graphs = step_graphs(adopted, config, sizes, chosen, where, builder, store, sampler, link)
-    runner = ModelRunner(
-        adopted,
-        store=store,
-        builder=builder,
-        sampler=for_group(sampler, adopted.tp_group),
-        device=where,
-        graphs=graphs,
-    )
+    graphs = step_graphs(adopted, config, sizes, chosen, builder, sampler, link)
+    runner = ModelRunner(adopted, builder, for_group(sampler, adopted.tp_group), graphs=graphs)
     if link is None:
         return runner, graphs
     alone_s = ALONE_S if adopted.groups() else None

@@ -23,7 +23,6 @@ from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder, make_reco
 from megatron_infer.cuda_graphs.padded_step import PaddedStep, StepGraphs
 from megatron_infer.kernels.select import BackendChoice, ChosenKernels
 from megatron_infer.memory.device import Device
-from megatron_infer.memory.store import StateStore
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.parallel.tensor_parallel_sampler import gather_rows
 from megatron_infer.runner.batch import BatchBuilder
@@ -37,15 +36,14 @@ def step_graphs(
     config: InferenceConfig,
     sizes: ResolvedSizes,
     chosen: ChosenKernels,
-    device: Device,
     builder: BatchBuilder,
-    store: StateStore,
     sampler: Sampler,
     link: StageLink | None,
 ) -> StepGraphs | None:
     """The graphs that the config asks for, or None; a row of the start-up table says which, or why not."""
     if config.num_cuda_graphs is None:
         return None
+    device = builder.device
     found = make_recorder(device)
     reason = found if isinstance(found, str) else None
     shapes: tuple[GraphShape, ...] = ()
@@ -76,11 +74,9 @@ def step_graphs(
         adopted,
         shapes,
         builder=builder,
-        store=store,
         draw=draw,
         max_drawn_rows=memory.max_drawn_rows if chosen.search is None else 0,
         received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
-        is_last=adopted.is_last_stage,
     )
     pool = GraphPool(
         shapes,
@@ -110,13 +106,13 @@ def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], devi
 
 
 def why_not(adopted: AdoptedModel, chosen: ChosenKernels, recorder: Recorder) -> str | None:
-    """What in this engine cannot be captured; None: nothing."""
+    """The first part of this engine that cannot be captured, and why; None: all can."""
     if adopted.specs and not chosen.attention.graph_safe:
         return f"attention {chosen.attention.name!r} decides on the host"
     if chosen.scan is not None and not chosen.scan.graph_safe:
         return f"the selective scan {chosen.scan.name!r} decides on the host"
     if (layer := adopted.foreign_layer()) is not None:
-        return f"{layer} is of the user's own, and it is unknown what it does"
+        return f"{layer} is a class of the user's own, and its device work is unknown"
     if adopted.compiler is not None and not recorder.holds_compiled:
         return f"{recorder.name} does not see what compiled layers launch"
     for group in adopted.groups():

@@ -20,7 +20,7 @@ from megatron_infer.scheduler.policy import CostModel
 
 DISMISS = "dismiss()"
 ROLLOUT = "rollout()"
-"""The leader hands out finished groups, or ends a rollout: see rl.multi_rank."""
+"""The leader sends finished rollout groups, or ends a rollout: see rl.multi_rank."""
 
 
 class Outbox:
@@ -118,9 +118,9 @@ class CommandRelay:
         return ids
 
     def follow(self, calls: dict[str, Callable[[Any], Any]], *, until: str = DISMISS) -> Any:
-        """Take part in the leader's `calls` until it calls `until` -> the arguments of that.
+        """Take part in the leader's `calls` until it calls `until` -> the arguments of `until`.
 
-        Errors of a call that the leader gets too are the leader's to handle.
+        An error of a call that is raised on the leader too is ignored here: the leader handles it.
         """
         while True:
             self._lockstep.phase = FOLLOW

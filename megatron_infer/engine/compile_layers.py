@@ -23,7 +23,7 @@ def compile_layers(
         return
     reason = None
     if (layer := adopted.foreign_layer()) is not None:
-        reason = f"{layer} is of the user's own, so megatron-core's decoder drives the layers"
+        reason = f"{layer} is a class of the user's own, so megatron-core's decoder drives the layers"
     elif adopted.fp8 is not None:
         reason = "products in FP8 are calls of Transformer Engine, which torch.compile does not look into"
     else:

@@ -139,7 +139,7 @@ class EngineControls:
         return self.snapshots.acknowledge(request_ids)
 
     def hand_out(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Outputs that are about to leave step(): kept files have them first, or they come with the next step()."""
+        """The outputs of step(), once kept files hold them; if writing fails, the next step() returns them."""
         if self.snapshots.journal is None:
             return outputs
         try:

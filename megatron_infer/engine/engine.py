@@ -75,7 +75,7 @@ class DynamicInferenceEngine:
         self.device, self.kernels, self.rank_group = setup.device, setup.kernels, setup.rank_group
         """`kernels.table()` says which backend runs what, and why not the others."""
         self.sizes = setup.agreed.sizes
-        """Of the cache and of a step."""
+        """Sizes of the cache and of a step."""
         self.weights, self.loop, self.replay = built.weights, built.loop, built.replay
         self.input_processor, self.output_processor = built.input_processor, built.output_processor
         self.lifecycle, self.relay, self.listeners = built.lifecycle, built.relay, built.loop.listeners
@@ -88,7 +88,7 @@ class DynamicInferenceEngine:
 
     @property
     def suspended_tags(self) -> frozenset[str]:
-        """What is suspended now."""
+        """Tags that are suspended now, of `suspend.TAGS`."""
         return self._controls.suspension.tags
 
     @property
@@ -106,10 +106,11 @@ class DynamicInferenceEngine:
         return self.loop.num_steps
 
     def stats(self) -> EngineStats:
+        """Counters since construction and gauges as they are now; from any thread."""
         return self._stat_logger.stats(state=self.state.value, num_steps=self.num_steps)
 
     def figures(self) -> EngineSnapshot:
-        """What metrics are made of; from any thread."""
+        """Counters and gauges as the metrics export them; from any thread."""
         return self._stat_logger.snapshot(state=self.state.value, num_steps=self.num_steps)
 
     def prefix_events(self) -> PrefixEvents | None:
@@ -318,10 +319,8 @@ class DynamicInferenceEngine:
         return self._controls.load_requests(path)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
-        """On the leader: keep requests in `path` and a journal so that SIGKILL loses none; None ends it.
-
-        See `SnapshotManager.keep`.
-        """
+        """On the leader: keep requests in `path` and a journal, so that SIGKILL loses none; None ends it.
+        See `SnapshotManager.keep`."""
         self.relay.require_leader("keep_snapshots()")
         self._controls.keep_snapshots(path, every_steps=every_steps, fsync=fsync)
 

@@ -91,7 +91,7 @@ class RequestIntake:
         """See `DynamicInferenceEngine.continue_request`."""
         requests = self._input.build(request_id, ids, params, salt=salt)
         if len(drawn) != len(requests):
-            raise RequestError(f"{len(drawn)} samples to go on with, the request has n={len(requests)}")
+            raise RequestError(f"{len(drawn)} sequences to continue, the request has n={len(requests)}")
         requests[0].siblings = ()  # each sequence has tokens of its own to begin with
         for request, one in zip(requests, drawn, strict=True):
             request.tokens += one.token_ids
@@ -99,7 +99,7 @@ class RequestIntake:
                 request.finish(FinishReason(one.finish_reason), one.stop_reason)
             elif len(request.tokens) >= request.max_total:
                 raise RequestError(
-                    f"sample with {request.num_output:,} tokens has no room here: limit {request.max_total:,} in all"
+                    f"a sequence of {len(request.tokens):,} tokens cannot continue, its limit is {request.max_total:,}"
                 )
         state = self._output.open(request_id, None, ids, params, "delta", requests)
         for sequence, one in zip(state.sequences, drawn, strict=True):

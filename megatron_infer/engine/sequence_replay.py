@@ -1,4 +1,4 @@
-"""One sequence through the engine's own paged path once more, its tokens given: admission, blocks, prefill, decode.
+"""Runs one sequence of given tokens through the engine's own paged path: admission, blocks, prefill, decode.
 
     scheduler of its own ---plan---> batch builder, block tables, kernels of the engine ---> logits ---> given token
 
@@ -21,8 +21,8 @@ from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import InferenceError
 from megatron_infer.kernels.base import PagedModel
-from megatron_infer.memory.device import Device
 from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS
 from megatron_infer.runner.in_flight import LocalStep
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.sampling.row_params import GREEDY_BELOW
@@ -37,9 +37,8 @@ _REQUESTED: dict[str, Any] = {
     "n": 1,
     "logprobs": None,
     "prompt_logprobs": None,
+    **{output.asked_by: False for output in TOKEN_OUTPUTS},
     "return_sampled_logprobs": True,
-    "return_support": False,
-    "return_routing": False,
 }
 """Replaces these parameters of a request that is replayed."""
 _salts = itertools.count()
@@ -51,8 +50,6 @@ class NoRoomForReplay(InferenceError, RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class ReplayResult:
-    """The result of a replay."""
-
     first: int
     """Position in the sequence of the first token that was scored."""
     logprobs: list[float] = field(default_factory=list)
@@ -72,17 +69,16 @@ class SequenceReplay:
         executor: Executor,
         scheduler: Scheduler,
         weights: WeightManager,
-        device: Device,
         config: InferenceConfig,
     ) -> None:
         """scheduler: the engine's, whose context and limits a replay shares."""
         self.model = model
         self._executor, self._scheduler, self._weights = executor, scheduler, weights
-        self._device, self._config = device, config
+        self._config = config
 
     @contextmanager
     def inference(self, loop: StepLoop) -> Iterator[None]:
-        """The model in eval mode within the body, and afterwards as the step loop needs it."""
+        """The model is in eval mode within the body, and afterwards in the mode that the step loop needs."""
         self._executor.enter_inference()
         try:
             yield
@@ -128,10 +124,10 @@ class SequenceReplay:
 
     def _make_runner(self, model: PagedModel) -> ModelRunner:
         own = self._executor.runner
-        return ModelRunner(model, store=own.store, builder=own.builder, sampler=own.sampler, device=self._device)
+        return ModelRunner(model, own.builder, own.sampler)
 
     def _make_scheduler(self, request: Request) -> Scheduler:
-        engines, context = self._scheduler, self._scheduler.context
+        shared, context = self._scheduler, self._scheduler.context
         blocks = -(-request.max_total // context.block_size)
         if not context.num_free_rows or context.num_free_blocks < blocks:
             raise NoRoomForReplay(
@@ -140,9 +136,9 @@ class SequenceReplay:
             )
         scheduler = Scheduler(
             context,
-            max_tokens=engines.budget.max_tokens,
+            max_tokens=shared.budget.max_tokens,
             chunked_prefill=self._config.enable_chunked_prefill,
-            paused_block_limit=engines.preemption.paused_block_limit,
+            paused_block_limit=shared.preemption.paused_block_limit,
             root=self._weights.root,
             version=self._weights.version,
         )
@@ -163,7 +159,7 @@ class SequenceReplay:
             if plan.sampled:
                 tokens = (ids[len(request.tokens)],)
                 self._score(runner, step, plan, tokens[0], found)
-                runner.builder.store_sampled(step.batch, torch.tensor(tokens, device=self._device.torch))
+                runner.builder.store_sampled(step.batch, torch.tensor(tokens, device=runner.device.torch))
         except BaseException:
             scheduler.cancel(plan)
             raise
@@ -185,10 +181,10 @@ class SequenceReplay:
         read, params = step.read(), plan.sampled[0].params
         drawn, token_details = read.result.tokens[0], read.token_details
         if token_details is not None:
-            errors.append(abs(float(token_details.raw[0]) - float(reference_V[drawn])))
+            errors.append(abs(float(token_details.values["raw"][0]) - float(reference_V[drawn])))
             if only_temperature(params):
                 expected_V = (row_V / params.temperature).log_softmax(-1)
-                errors.append(abs(float(token_details.processed[0]) - float(expected_V[drawn])))
+                errors.append(abs(float(token_details.values["processed"][0]) - float(expected_V[drawn])))
         found.sampler_error = max(found.sampler_error, *errors)
 
 

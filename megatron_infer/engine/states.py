@@ -108,8 +108,6 @@ class HeldInterrupt:
 
 @dataclass(slots=True)
 class Transition:
-    """A transition in progress."""
-
     command: str
     source: EngineState
     target: EngineState

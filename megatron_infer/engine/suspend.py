@@ -144,7 +144,7 @@ class CacheSuspension:
     def persist(self, transition: Transition) -> TagReport:
         """Content and addresses stay; unified memory may leave the device when others need room."""
         self._store.allow_migration()
-        transition.undo("lending the cache", self._end_persist)
+        transition.undo("the release of unified memory", self._end_persist)
         return TagReport(bytes_resident=self.resident_bytes)
 
     def restore(self, transition: Transition) -> TagReport:
@@ -232,7 +232,7 @@ class Suspension:
         # PERSIST moves nothing: the next weights are packed over these copies, unless the caller names their tag.
         copies_stay = tags is None and chosen is KVCacheManagementMode.PERSIST
         with self._lifecycle.transition("suspend", timeout_s=timeout_s) as transition:
-            meter = _Meter(self._device)
+            start = _Start(self._device)
             self._loop.quiesce(transition.tick)
             fresh = wanted - self._away
             reports = {tag: TagReport() for tag in TAGS if tag in fresh}
@@ -261,7 +261,7 @@ class Suspension:
             if not self._away:
                 self._returns_to = transition.source
             self._away |= wanted
-        return self._report("suspend", self._cache.mode, meter, reports)
+        return self._report("suspend", self._cache.mode, start, reports)
 
     def resume(self, *, tags: Iterable[str] | None, timeout_s: float | None) -> MemoryReport:
         """See `DynamicInferenceEngine.resume`."""
@@ -271,7 +271,7 @@ class Suspension:
             missing, away = ", ".join(sorted(wanted - self._away)), ", ".join(sorted(self._away))
             raise ConfigError(f"resume(tags={sorted(wanted)}): {missing} not suspended; suspended now: {away}")
         with self._lifecycle.transition("resume", timeout_s=timeout_s) as transition:
-            meter, left, mode = _Meter(self._device), self._away - wanted, self._cache.mode
+            start, left, mode = _Start(self._device), self._away - wanted, self._cache.mode
             reports = {tag: TagReport() for tag in TAGS if tag in wanted}
             if WEIGHTS in wanted:
                 reports[WEIGHTS] = self._reload_weights(transition)
@@ -285,7 +285,7 @@ class Suspension:
                 reports[GRAPHS] = TagReport(bytes_resident=self._graphs.pool.num_bytes)
             transition.target = EngineState.SUSPENDED if left else self._returns_to
             self._away = left
-        return self._report("resume", mode, meter, reports)
+        return self._report("resume", mode, start, reports)
 
     # ------------------------------------------------------------------ graphs and weights
 
@@ -333,9 +333,9 @@ class Suspension:
         )
 
     def _report(
-        self, command: str, mode: KVCacheManagementMode, meter: _Meter, tags: dict[str, TagReport]
+        self, command: str, mode: KVCacheManagementMode, start: _Start, tags: dict[str, TagReport]
     ) -> MemoryReport:
-        seconds = time.perf_counter() - meter.started
+        seconds = time.perf_counter() - start.at_s
         self._loop.output_processor.meter.transition(command, seconds)
         return MemoryReport(
             command=command,
@@ -343,7 +343,7 @@ class Suspension:
             state=self._lifecycle.state.value,
             seconds=seconds,
             tags={tag: tags[tag] for tag in TAGS if tag in tags},
-            process_bytes_before=meter.in_use,
+            process_bytes_before=start.used_bytes,
             process_bytes_after=self._device.used_bytes(),
             num_requests=len(self._loop.output_processor),
         )
@@ -353,11 +353,11 @@ _STRENGTH = {mode: place for place, mode in enumerate(KVCacheManagementMode)}
 """PERSIST < OFFLOAD < RECOMPUTE: a suspended cache can be suspended in a later mode only."""
 
 
-class _Meter:
+class _Start:
     """Clock and memory in use when a command began."""
 
     def __init__(self, device: Device) -> None:
-        self.started, self.in_use = time.perf_counter(), device.used_bytes()
+        self.at_s, self.used_bytes = time.perf_counter(), device.used_bytes()
 
 
 def _known(tags: Iterable[str] | None) -> set[str]:

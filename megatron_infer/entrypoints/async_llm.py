@@ -149,7 +149,10 @@ class AsyncLLM:
         request_id: str | None = None,
         stream: StreamMode = "cumulative",
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they come, the last one finished. Leaving the loop early aborts the request."""
+        """Outputs of one request as they come, the last one finished. Leaving the loop early aborts the request.
+
+        Raises RequestError if it cannot be served, EngineStopped if the engine's thread ends.
+        """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
@@ -193,6 +196,7 @@ class AsyncLLM:
         await self._control(lambda: self.llm.engine.pause(mode, timeout_s=timeout_s), timeout_s)
 
     async def unpause(self, *, timeout_s: float | None = None) -> None:
+        """The engine's unpause() between two steps, as are the transitions below; they raise what the engine raises."""
         await self._control(lambda: self.llm.engine.unpause(timeout_s=timeout_s), timeout_s)
 
     async def suspend(

@@ -82,7 +82,11 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete prompts (text, token ids, or lists of either) -> one output a prompt, in order."""
+        """Complete prompts (text, token ids, or lists of either) -> one output per prompt, in order.
+
+        sampling_params: one for all prompts, or one per prompt. Raises RequestError, before any prompt is queued, if a
+        prompt or its parameters cannot be served.
+        """
         if not use_tqdm:
             return self.engine.generate(prompts, sampling_params)
         from tqdm import tqdm
@@ -107,8 +111,11 @@ class LLM:
         normalize: bool = True,
         dimensions: int | None = None,
     ) -> list[Embedding]:
-        """One vector per prompt from its final hidden states, in order: pooling "last" or "mean", of length 1 if
-        `normalize`; `dimensions` keeps the first components only, for models that were trained for it."""
+        """One fp32 vector per prompt from its final hidden states, in order: [hidden size], or [dimensions].
+
+        pooling: "last" or "mean" of the prompt's positions. normalize: to length 1. dimensions: keep the first
+        components only, for models that were trained for it.
+        """
         outputs = self.engine.generate(prompts, params_for(pooling))
         return embeddings_of(outputs, dimensions=dimensions, normalize=normalize)
 
@@ -119,7 +126,10 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, with the model's chat template."""
+        """Answer one conversation, or each of several, with the model's chat template -> one output per conversation.
+
+        Raises InvalidPrompt without messages, or if the model has no tokenizer; else like `generate`.
+        """
         if self.tokenizer is None:
             raise InvalidPrompt(
                 "a chat needs the model's tokenizer and it has none; render it yourself and pass token ids"

@@ -86,7 +86,6 @@ class _Wrappers:
         self._device, self._turn = device, 0
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The next wrapper, planned."""
         self._turn = (self._turn + 1) % NUM_TURNS
         wrapper = self._wrappers[self._turn]
         if self._planned is not None:

@@ -301,7 +301,7 @@ def _choose_scan(
 
 
 @dataclass(frozen=True, slots=True)
-class _SamplingChoice:
+class _ChosenSampling:
     """The fields of `ChosenKernels` that sampling fills."""
 
     row: BackendChoice
@@ -317,23 +317,23 @@ def _choose_sampling(
     reasons: dict[str, str],
     forced: str | None,
     asked: str,
-) -> _SamplingChoice:
+) -> _ChosenSampling:
     """asked: the option, "auto" or a name. A debugging variable that names attention and scan contradicts no name."""
     forced, by = _named(SAMPLING_OPTION, asked, None if forced not in BACKENDS and asked != AUTO else forced)
     if asked == "flashinfer":
         if (reason := flashinfer_topk.unavailable(device)) is not None:
             raise ConfigError(f"{by}={asked}, but sampling: {reason}")
         others = {"others": f"{by}={asked}: it finds the candidates of rows with a top_k, torch does the rest"}
-        return _SamplingChoice(BackendChoice(SAMPLING, asked, others), search=flashinfer_topk.FlashInferSearch())
+        return _ChosenSampling(BackendChoice(SAMPLING, asked, others), search=flashinfer_topk.FlashInferSearch())
     samplers, missing = backend_candidates.available(backend_candidates.SAMPLING, device, dtype, forced=forced)
     _check_forced("sampling", forced, missing if asked == AUTO else reasons | missing, by=by)
     why = reasons | missing if asked == AUTO else {"others": f"{by}={asked}"}
     if samplers:
-        return _SamplingChoice(BackendChoice(SAMPLING, "triton", why), samplers[0], on_device=samplers[0])
+        return _ChosenSampling(BackendChoice(SAMPLING, "triton", why), samplers[0], on_device=samplers[0])
     if library is not None and asked in (AUTO, "native"):
-        return _SamplingChoice(BackendChoice(SAMPLING, "native", why), NativeSampling(library))
+        return _ChosenSampling(BackendChoice(SAMPLING, "native", why), NativeSampling(library))
     assert asked in (AUTO, "torch"), f"no sampling backend is called {asked}"
-    return _SamplingChoice(BackendChoice(SAMPLING, "torch", why))
+    return _ChosenSampling(BackendChoice(SAMPLING, "torch", why))
 
 
 def exact_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
@@ -361,7 +361,7 @@ def choose_exact(
     conv_dtype: torch.dtype | None = None,
     ssm_dtype: torch.dtype | None = None,
 ) -> ChosenKernels:
-    """As `choose`, but kernels whose bits are a function of a position's tokens and the weights alone.
+    """Kernels for batch_invariant=True: their bits are a function of a position's tokens and the weights alone.
 
     Raises ConfigError with the reason where one of them is missing: no other kernel keeps that promise.
     """

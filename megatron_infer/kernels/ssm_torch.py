@@ -70,7 +70,7 @@ class _Slots:
 
 
 @dataclass(slots=True)
-class _History:
+class _StateInputs:
     """Inputs from the convolution's state instead of the step: target[at] <- state[row, :, column]."""
 
     at: tuple[Tensor, Tensor]
@@ -81,13 +81,13 @@ class _History:
         target_XYC[self.at] = conv_QCW[self.row, :, self.column]
 
 
-def _history(offsets: np.ndarray, rows: np.ndarray, width: int, device: torch.device) -> _History | None:
+def _state_inputs(offsets: np.ndarray, rows: np.ndarray, width: int, device: torch.device) -> _StateInputs | None:
     """offsets [X, Y] from the beginning of slice rows[X]: negative ones are in its state, -1 in the last column."""
     x, y = np.nonzero(offsets < 0)
     if not len(x):
         return None
     row, column = _index(rows[x], device), _index(width + offsets[x, y], device)
-    return _History((_index(x, device), _index(y, device)), row, column)
+    return _StateInputs((_index(x, device), _index(y, device)), row, column)
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class _Wave:
     rounds: list[_ChunkRound]
     window_KX: Tensor
     """Tokens of the step: the W - 1 before each chunk and its L; behind its end some token of the same row."""
-    history: _History | None
+    history: _StateInputs | None
     dt_KL: Tensor
     """The chunk's tokens; behind its end an extra row of zeros, a token that neither decays the state nor adds."""
 
@@ -135,7 +135,7 @@ class _Slices:
         owner, end = np.array(tails).T
         offsets = end[:, None] + np.arange(-width, 0)
         self.tail_EW = _index(self._first[owner, None] + np.maximum(offsets, 0), device)
-        self.tail_history = _history(offsets, owner, width, device)
+        self.tail_history = _state_inputs(offsets, owner, width, device)
         self.tail_slots = _index(np.array(slots), device)
 
         self.waves: list[_Wave] = []
@@ -169,7 +169,7 @@ class _Slices:
         tokens = self._first[q, None] + offsets
         window = np.where(inside & (offsets >= 0), tokens, (self._first[q] + start)[:, None])
         dt = np.where(inside, tokens, self._num_tokens)[:, width - 1 :]
-        history = _history(offsets, q, width, device)
+        history = _state_inputs(offsets, q, width, device)
         return _Wave(made, _index(window, device), history, _index(dt, device))
 
 

@@ -63,7 +63,6 @@ class SymmetricSum:
         self._group, self._memory, self._shared = group, memory, shared
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `sum_of` can sum it."""
         return x.dtype is self._shared.dtype and x.nbytes <= MAX_BYTES and not x.nbytes % ALIGN_BYTES
 
     def sum_of(self, x: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class SuspendCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _PoolPiece:
     part: int
     first: int
     """Number of the place in the first row, counted among the places copied."""
@@ -154,7 +154,7 @@ class PoolCopy:
         self._index_S: Tensor | None = None
         self._runs: list[tuple[int, int, int]] = []
         """Places that come back, as (begin, end, where they begin in the index)."""
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._pieces: dict[int, list[_PoolPiece]] = {}
         self._chunks: list[MappedRegion | PinnedRegion] = []
         self._filled = self._bytes_left = 0
         """Bytes used of the last chunk; bytes still to be copied."""
@@ -183,7 +183,7 @@ class PoolCopy:
         for part, pool_NX in enumerate(parts_NX):
             first = 0
             while first < len(self._places):
-                piece = _Piece(part, first, self._room(pool_NX, len(self._places) - first))
+                piece = _PoolPiece(part, first, self._room(pool_NX, len(self._places) - first))
                 first += len(piece.rows_SX)
                 self._report(progress, piece.first, first, layer, "to the host")
                 self._offload(pool_NX, piece)
@@ -233,7 +233,7 @@ class PoolCopy:
         self._bytes_left -= count * row_bytes
         return chunk_X[begin : self._filled].view(pool_NX.dtype).view(count, *pool_NX.shape[1:])
 
-    def _chosen(self, piece: _Piece) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def _chosen(self, piece: _PoolPiece) -> Iterator[tuple[Tensor, Tensor, int]]:
         """(rows of the piece, index of their places, number of the first) for each run that comes back."""
         assert self._index_S is not None
         for begin, end, start in self._runs:
@@ -242,7 +242,7 @@ class PoolCopy:
                 rows_SX = piece.rows_SX[first - piece.first : last - piece.first]
                 yield rows_SX, self._index_S[start + first - begin : start + last - begin], first
 
-    def _offload(self, pool_NX: Tensor, piece: _Piece) -> None:
+    def _offload(self, pool_NX: Tensor, piece: _PoolPiece) -> None:
         assert self._index_S is not None
         index_S = self._index_S[piece.first : piece.first + len(piece.rows_SX)]
         if self._pipeline is not None:

@@ -126,7 +126,7 @@ class EngineSnapshot:
     state_slots_free: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
-    """Of requests that have sampled a token."""
+    """Prompt tokens of requests that have sampled a token."""
     cached_prompt_tokens: int = 0
     """Those of `prompt_tokens` that the prefix cache served."""
     output_tokens: int = 0

@@ -16,22 +16,18 @@ import warnings
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.build import ACTIVATIONS, build_model, group_size
+from megatron_infer.model_loader.build import ACTIVATIONS, group_size
 from megatron_infer.model_loader.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
 from megatron_infer.model_loader.head_padding import allow_padding, unpadded
 from megatron_infer.model_loader.hf_names import WHOLE, Shard
 from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
 from megatron_infer.text.tokenizer import Tokenizer, read_json
-
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.mamba import MambaModel
 
 DESCRIPTION_FILE = "megatron_infer.json"
 _FORMAT = 1
@@ -75,11 +71,6 @@ def save_checkpoint(
     text = json.dumps(content, indent=2, ensure_ascii=False)
     # Last: its presence says that the rest is complete.
     (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def load_checkpoint(directory: str | Path, **build_options: Any) -> GPTModel | MambaModel:
-    """A model with a checkpoint's weights; options of `build_model` (dtype, device, tensor_parallel, ...)."""
-    return build_model(CheckpointSource(directory), **build_options)
 
 
 class CheckpointSource:

@@ -31,7 +31,6 @@ class GGUFTensor:
     name: str
     shape: tuple[int, ...]
     type_id: int
-    type_name: str
     offset: int
     num_bytes: int
 
@@ -130,9 +129,7 @@ class GGUFFile:
                 f"{self.path}: truncated: tensor {name} ends at byte {offset + num_bytes:,}, "
                 f"the file has {len(self._map):,}"
             )
-        return GGUFTensor(
-            name=name, shape=shape, type_id=type_id, type_name=kind.name, offset=offset, num_bytes=num_bytes
-        )
+        return GGUFTensor(name=name, shape=shape, type_id=type_id, offset=offset, num_bytes=num_bytes)
 
     def _scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from(code, self._map, self._position)

@@ -221,7 +221,6 @@ class SafetensorsReader:
         """directory: or one .safetensors file. base: prefix of the model's tensors, added to the names in files that
         were saved without it, from the model without its head."""
         self.directory = Path(directory)
-        self._handles: dict[str, Any] = {}
         self._home: dict[str, Any] = {}
         self._bin: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}

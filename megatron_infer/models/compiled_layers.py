@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepInputs
-from megatron_infer.models.fused_layers import FusedLayer, Operation, Operations
+from megatron_infer.models.fused_layers import FusedLayer, LayerOp, LayerOps
 from megatron_infer.models.piece_compiler import PieceCompiler, PureForm, pure_form_of
 
 WARM_UP_TOKENS = (64, 1)
 """torch.compile compiles one token as a case of its own; any other number stands for all the others."""
 
 
-class CompiledLayer(Operations):
+class CompiledLayer(LayerOps):
     """The operations of a `FusedLayer`, each run of several that have a pure form as one compiled piece.
 
     Compiled code runs only under inference mode; in any other mode the layer runs its operations one by one.
@@ -42,11 +42,11 @@ class CompiledLayer(Operations):
         return super().run(step, x, residual_TD)
 
 
-def _with_pieces(compiler: PieceCompiler, operations: Iterable[Operation]) -> Iterator[Operation]:
+def _with_pieces(compiler: PieceCompiler, operations: Iterable[LayerOp]) -> Iterator[LayerOp]:
     """An operation between two that are not compiled is one call anyway and stays as it is."""
-    run: list[tuple[Operation, PureForm]] = []
+    run: list[tuple[LayerOp, PureForm]] = []
 
-    def made() -> list[Operation]:
+    def made() -> list[LayerOp]:
         return [operation for operation, _ in run] if len(run) < 2 else [compiler.piece([form for _, form in run])]
 
     for operation in operations:

@@ -105,7 +105,6 @@ class Fp8Linears:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of the FP8 copies."""
         return tuple(part.data_ptr() for product in self.products for part in product.copied())
 
     def refresh(self) -> None:

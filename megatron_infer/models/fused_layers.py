@@ -44,7 +44,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 RMS, LAYER, L2 = "rms", "layer", "l2"
 
 
-class Operation:
+class LayerOp:
     """One operation of a layer: (x, residual) -> (x, residual).
 
     x is what the next operation takes: [T, D] between layers, a tuple where a kernel takes several tensors. Only norms
@@ -61,7 +61,7 @@ class Operation:
         """What `run` returns, as zeros: no kernel, no collective. The default is for operations that keep x's shape."""
         return x, residual_TD
 
-    def flat(self) -> tuple[Operation, ...]:
+    def flat(self) -> tuple[LayerOp, ...]:
         """The operations that this one consists of."""
         return (self,)
 
@@ -73,12 +73,12 @@ class Operation:
         return (linear.weight() for linear in self.linears() if linear.product is None)
 
 
-class Operations(Operation):
+class LayerOps(LayerOp):
     """Operations one after the other."""
 
     __slots__ = ("operations",)
 
-    def __init__(self, *operations: Operation) -> None:
+    def __init__(self, *operations: LayerOp) -> None:
         self.operations = operations
 
     def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None = None) -> tuple[Any, Tensor | None]:
@@ -91,7 +91,7 @@ class Operations(Operation):
             x, residual_TD = operation.dry_run(x, residual_TD)
         return x, residual_TD
 
-    def flat(self) -> tuple[Operation, ...]:
+    def flat(self) -> tuple[LayerOp, ...]:
         return self.operations
 
     def linears(self) -> Iterator[FusedLinear]:
@@ -103,7 +103,7 @@ class Operations(Operation):
             yield from operation.weights()
 
 
-class FusedNorm(Operation):
+class FusedNorm(LayerOp):
     """A norm module as one call on its live weight, which also adds the residual."""
 
     __slots__ = ("eps", "is_plain_rms", "kind", "parameters", "zero_centered")
@@ -178,7 +178,7 @@ class FusedNorm(Operation):
         return norms.norm(x, weight, bias, self.eps, **form, residual=residual)
 
 
-class FusedLinear(Operation):
+class FusedLinear(LayerOp):
     """A column- or row-parallel linear on this rank's part of the weight.
 
     Where ranks sum their products, `flat` gives the product and an `AllReduce`, which also adds the bias.
@@ -247,7 +247,7 @@ class FusedLinear(Operation):
     def dry_run(self, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return x_TX.new_zeros(len(x_TX), len(self.weight())), residual_TD
 
-    def flat(self) -> tuple[Operation, ...]:
+    def flat(self) -> tuple[LayerOp, ...]:
         return (self,) if self.reduce is None else (self, AllReduce(self.reduce, self.parameters))
 
     def weight(self) -> Tensor:
@@ -259,7 +259,7 @@ class FusedLinear(Operation):
         yield self
 
 
-class AllReduce(Operation):
+class AllReduce(LayerOp):
     """The sum of the ranks' products, and then the bias."""
 
     __slots__ = ("parameters", "reducer")
@@ -272,7 +272,7 @@ class AllReduce(Operation):
         return (x_TD if bias is None else x_TD + bias), residual_TD
 
 
-class FusedActivation(Operation):
+class FusedActivation(LayerOp):
     """The activation between fc1 and fc2; None is SwiGLU."""
 
     __slots__ = ("function",)
@@ -287,7 +287,7 @@ class FusedActivation(Operation):
         return ops.silu_mul(x_TF) if self.function is None else ops.rowwise(self.function, x_TF)
 
 
-class FusedMLP(Operations):
+class FusedMLP(LayerOps):
     """fc1, activation, fc2."""
 
     __slots__ = ("activation", "fc1", "fc2")
@@ -309,7 +309,7 @@ class FusedMLP(Operations):
         super().__init__(*self.fc1.flat(), self.activation, *self.fc2.flat())
 
 
-class AllGather(Operation):
+class AllGather(LayerOp):
     """The columns of all ranks side by side."""
 
     __slots__ = ("reducer",)
@@ -324,7 +324,7 @@ class AllGather(Operation):
         return x_TX.new_zeros(len(x_TX), self.reducer.size * x_TX.shape[1]), residual_TD
 
 
-class SplitHeads(Operation):
+class SplitHeads(LayerOp):
     """The fused projection [T, X] -> `Heads`, with the norms of queries and keys."""
 
     __slots__ = ("at_k", "at_q", "at_v", "k_norm", "q_norm", "shape_kv", "shape_q", "strides_kv", "strides_q")
@@ -377,7 +377,7 @@ class SplitHeads(Operation):
         )
 
 
-class Attend(Operation):
+class Attend(LayerOp):
     """`Heads` -> paged attention [T, N * H]."""
 
     __slots__ = ("layer", "spec")
@@ -393,7 +393,7 @@ class Attend(Operation):
         return torch.zeros_like(qkv[0], memory_format=torch.contiguous_format).flatten(1), residual_TD
 
 
-class FusedAttention(Operations):
+class FusedAttention(LayerOps):
     """Fused projection, norms of heads, paged attention, output projection."""
 
     __slots__ = ("attend",)
@@ -423,13 +423,13 @@ def _head_norm(module: torch.nn.Module | None, name: str) -> FusedNorm | None:
     return FusedNorm(module, name)
 
 
-class FusedLayer(Operations):
+class FusedLayer(LayerOps):
     """A pre-norm decoder layer: (product, residual) of the layer before -> those of this one."""
 
     __slots__ = ("blocks",)
 
-    def __init__(self, *blocks: tuple[FusedNorm, Operation]) -> None:
+    def __init__(self, *blocks: tuple[FusedNorm, LayerOp]) -> None:
         """blocks: a norm and the body behind it. A transformer layer has attention and an MLP or experts, a layer of a
         hybrid decoder has one body: attention, an MLP, experts or a mixer."""
-        self.blocks: Sequence[tuple[FusedNorm, Operation]] = blocks
+        self.blocks: Sequence[tuple[FusedNorm, LayerOp]] = blocks
         super().__init__(*(operation for norm, body in blocks for operation in (norm, *body.flat())))

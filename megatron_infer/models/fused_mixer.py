@@ -12,7 +12,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.fused_layers import FusedLinear, Operation, Operations, Parameters
+from megatron_infer.models.fused_layers import FusedLinear, LayerOp, LayerOps, Parameters
 from megatron_infer.models.mamba_mixer import GatedRMSNorm, is_stock_norm
 from megatron_infer.models.tp_collectives import Reducer
 
@@ -20,7 +20,7 @@ Columns = tuple[Tensor, ...]
 """gate [T, M], xBC [T, C], dt [T, H]."""
 
 
-class SplitColumns(Operation):
+class SplitColumns(LayerOp):
     """The projection [T, X] -> `Columns`, which are views of it."""
 
     __slots__ = ("widths",)
@@ -32,7 +32,7 @@ class SplitColumns(Operation):
         return x_TX.split(self.widths, dim=-1), residual_TD
 
 
-class Scan(Operation):
+class Scan(LayerOp):
     """`Columns` -> (y [T, M], gate)."""
 
     __slots__ = ("layer", "scan_weights", "spec")
@@ -51,7 +51,7 @@ class Scan(Operation):
         return (gate_TM.new_zeros(gate_TM.shape), gate_TM), residual_TD
 
 
-class GatedNorm(Operation):
+class GatedNorm(LayerOp):
     """(y, gate) -> the norm of y * silu(gate), or the product alone where the mixer has no norm."""
 
     __slots__ = ("eps", "group_size", "parameters")
@@ -75,7 +75,7 @@ class GatedNorm(Operation):
         return out_TM, residual_TD
 
 
-class FusedMixer(Operations):
+class FusedMixer(LayerOps):
     """One Mamba-2 mixer."""
 
     __slots__ = ("gated_norm", "scan_weights", "spec")

@@ -19,8 +19,8 @@ from megatron_infer.models.fused_layers import (
     FusedLinear,
     FusedMLP,
     FusedNorm,
-    Operation,
-    Operations,
+    LayerOp,
+    LayerOps,
 )
 from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, is_stock_mixer, paged_mixer_class
@@ -81,7 +81,7 @@ class LayerAdoption:
         for operation in self._known():
             yield from operation.weights()
 
-    def _known(self) -> list[Operations]:
+    def _known(self) -> list[LayerOps]:
         parts = (self.fused,) if self.fused is not None else (self.attention, self.mixer)
         return [part for part in parts if part is not None]
 
@@ -130,7 +130,7 @@ class LayerAdoption:
         self.fused = FusedLayer((norm, self.mixer))
 
 
-def _bind(module: Any, operations: Operations, classes: dict[type, type]) -> None:
+def _bind(module: Any, operations: LayerOps, classes: dict[type, type]) -> None:
     module.__class__ = classes.get(type(module), type(module))
     module.fused = operations
 
@@ -234,7 +234,7 @@ def _check_no_cross_attention(layer: Any, name: str) -> None:
             raise AdoptionError(f"{name}.{slot}", f"{qualified(module)}: cross attention is not supported")
 
 
-def _feed_forward(mlp: Any, name: str, tp: Reducer | None) -> Operation:
+def _feed_forward(mlp: Any, name: str, tp: Reducer | None) -> LayerOp:
     if type(mlp) is mcore.MLP:
         return FusedMLP(mlp, name, tp=tp, norm_apart=True)
     if type(mlp) is mcore.MoELayer:

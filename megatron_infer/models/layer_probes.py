@@ -19,7 +19,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.kernels.base import StepInputs
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.adoption_checks import final_norm_of
-from megatron_infer.models.fused_layers import FusedNorm, Operation
+from megatron_infer.models.fused_layers import FusedNorm, LayerOp
 from megatron_infer.models.mcore_compat import IdentityOp, MoELayer
 from megatron_infer.models.moe import chosen_ids
 
@@ -96,7 +96,7 @@ def _run_norm(norm: FusedNorm) -> Callable[[StepInputs, Tensor], Tensor]:
     return lambda step, x_TD: norm.norm(step.ops, x_TD)
 
 
-def _run_body(body: Operation, norm: FusedNorm | None) -> Callable[[StepInputs, Tensor], Tensor]:
+def _run_body(body: LayerOp, norm: FusedNorm | None) -> Callable[[StepInputs, Tensor], Tensor]:
     """norm: the one that the trainer's module has inside; None: it has none."""
     return lambda step, x_TD: body.run(step, x_TD if norm is None else norm.norm(step.ops, x_TD), None)[0]
 

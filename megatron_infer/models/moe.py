@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import Ops, RoutingShape, StepInputs
 from megatron_infer.kernels.experts import ExpertChoice, ExpertsBackend, ExpertWeights, RoutingRules
-from megatron_infer.models.fused_layers import FusedLinear, FusedMLP, Operation
+from megatron_infer.models.fused_layers import FusedLinear, FusedMLP, LayerOp
 from megatron_infer.models.mcore_compat import (
     MLP,
     MoELayer,
@@ -66,7 +66,7 @@ class DeviceAgnosticRouter(TopKRouter):
         return gating_logits(self, input)
 
 
-class FusedExperts(Operation):
+class FusedExperts(LayerOp):
     """Router, this rank's experts and the shared experts of one MoE layer.
 
     With experts on several ranks, every rank routes every token alike, runs its own experts on the tokens that chose

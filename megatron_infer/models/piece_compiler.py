@@ -29,7 +29,7 @@ from megatron_infer.models.fused_layers import (
     FusedActivation,
     FusedLinear,
     FusedNorm,
-    Operation,
+    LayerOp,
     Parameters,
     SplitHeads,
 )
@@ -129,7 +129,7 @@ def pure_columns(split: SplitColumns) -> PureForm:
     return PureForm(("split", widths), lambda x, residual, live: (x.split(widths, dim=-1), residual))
 
 
-PURE: dict[type[Operation], Callable[[Any], PureForm | None]] = {
+PURE: dict[type[LayerOp], Callable[[Any], PureForm | None]] = {
     FusedNorm: pure_norm,
     FusedLinear: pure_linear,
     FusedActivation: pure_activation,
@@ -137,10 +137,10 @@ PURE: dict[type[Operation], Callable[[Any], PureForm | None]] = {
     GatedNorm: pure_gated_norm,
     SplitColumns: pure_columns,
 }
-"""Operations of other kinds call a kernel or a collective and are never compiled."""
+"""LayerOps of other kinds call a kernel or a collective and are never compiled."""
 
 
-def pure_form_of(operation: Operation) -> PureForm | None:
+def pure_form_of(operation: LayerOp) -> PureForm | None:
     pure = PURE.get(type(operation))
     return None if pure is None else pure(operation)
 
@@ -168,7 +168,7 @@ def _normed(
     return x if bias is None else x + bias
 
 
-class Piece(Operation):
+class CompiledPiece(LayerOp):
     """Several operations of one layer as a call of a compiled function, on the layer's live tensors."""
 
     __slots__ = ("_function", "_sources", "_uses_residual")
@@ -210,7 +210,7 @@ class PieceCompiler:
     def num_functions(self) -> int:
         return len(self._functions)
 
-    def piece(self, forms: Sequence[PureForm]) -> Piece:
+    def piece(self, forms: Sequence[PureForm]) -> CompiledPiece:
         """The forms as one function; a known one where arithmetic and shapes of tensors are the same."""
         sources = [source for form in forms for source in form.sources]
         tensors = [parameters[name] for parameters, name in sources]
@@ -218,7 +218,7 @@ class PieceCompiler:
         key = (tuple(form.key for form in forms), shapes)
         if key not in self._functions:
             self._functions[key] = torch.compile(_chained(forms), backend=self._compile, fullgraph=True)
-        return Piece(self._functions[key], sources, uses_residual=any(form.uses_residual for form in forms))
+        return CompiledPiece(self._functions[key], sources, uses_residual=any(form.uses_residual for form in forms))
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx

@@ -34,7 +34,7 @@ class RequestEvent:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds on the clock of time.monotonic; None until the event."""
+    """Times in seconds on the clock of time.monotonic, None until the event; ttft_s and latency_s are durations."""
 
     arrival_time: float
     first_scheduled_time: float | None = None

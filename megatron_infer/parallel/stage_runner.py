@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +22,9 @@ from megatron_infer.comm.collective_errors import CollectiveAbandoned, has_aband
 from megatron_infer.comm.stage_link import NO_STAGE, OrderedThread, StageLink, StepMessage
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import RoutingShape
-from megatron_infer.runner.in_flight import LocalStep, PromptScores, RunnerOutput
+from megatron_infer.runner.in_flight import LocalStep, PromptScores, RunnerOutput, arrays_of, with_arrays
 from megatron_infer.runner.model_runner import ModelRunner
-from megatron_infer.runner.pooling import Pooled, pooled_as, pooled_chunks
+from megatron_infer.runner.pooling import pooled_as, pooled_chunks
 from megatron_infer.runner.routing import asks_routing, routing_buffer
 from megatron_infer.runner.warm_up import warm_up
 from megatron_infer.sampling.logprobs import LogprobBatch
@@ -232,10 +232,8 @@ class StageRunner:
         tokens[bad] = 0
         if len(tokens):
             self._thread.submit(partial(self._store, step, tokens))
-        logprobs, token_details, routing, scores, pooled = _outputs_in(step.plan, message.arrays)
-        return RunnerOutput(
-            StepResult(tokens.tolist()), logprobs, bad.tolist(), scores, token_details, routing, pooled=pooled
-        )
+        outputs = _outputs_in(step.plan, message.arrays)
+        return RunnerOutput(StepResult(tokens.tolist()), bad=bad.tolist(), **outputs)
 
     @torch.inference_mode()
     def _store(self, step: StageStep, tokens: np.ndarray) -> None:
@@ -261,54 +259,40 @@ def _scored(plan: StepPlan) -> Iterator[PrefillChunk]:
             yield chunk
 
 
-def _arrays_of(output: RunnerOutput) -> list[np.ndarray]:
-    """Logprobs, token details, routing, prompt scores and pooled states as arrays; none where there are none."""
-    logprobs, token_details, routing, arrays = output.logprobs, output.token_details, output.routing, []
-    has = [logprobs is not None, token_details is not None, routing is not None]
-    if not any(has) and not output.prompt_scores and not output.pooled:
-        return []
-    vocab_size = 0 if token_details is None else token_details.vocab_size
-    arrays.append(np.array([*has, vocab_size], dtype=np.int64))
-    if logprobs is not None:
-        tensors = (logprobs.token_logprob, logprobs.token_rank, logprobs.top_ids, logprobs.top_logprobs)
-        arrays += [logprobs.index, logprobs.counts, *(tensor.numpy() for tensor in tensors)]
-    if token_details is not None:
-        tensors = (token_details.raw, token_details.processed, token_details.bits_BY)
-        arrays += [token_details.index, token_details.support, *(tensor.numpy() for tensor in tensors)]
-    if routing is not None:
-        arrays.append(routing)
-    for scores in output.prompt_scores:
-        arrays += [part.numpy() for part in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)]
-    return [*arrays, *(pooled.values_D.numpy() for pooled in output.pooled)]
+def _arrays_of(output: RunnerOutput) -> dict[str, Any]:
+    """Logprobs, token details, routing, prompt scores and pooled states as arrays by name; {} where there are none."""
+    parts: dict[str, Any] = {"logprobs": output.logprobs, "details": output.token_details}
+    parts |= {f"scores {i}": scores for i, scores in enumerate(output.prompt_scores)}
+    parts |= {f"pooled {i}": pooled for i, pooled in enumerate(output.pooled)}
+    found = {
+        f"{part}/{name}": array
+        for part, one in parts.items()
+        if one is not None
+        for name, array in arrays_of(one).items()
+    }
+    if output.token_details is not None:
+        found["details/vocab_size"] = np.array(output.token_details.vocab_size)
+    return found if output.routing is None else found | {"routing/": output.routing}
 
 
-def _outputs_in(
-    plan: StepPlan, arrays: Sequence[np.ndarray]
-) -> tuple[LogprobBatch | None, TokenDetailsBatch | None, np.ndarray | None, list[PromptScores], list[Pooled]]:
-    """The outputs that `_arrays_of` packed on the last stage."""
-    if not arrays:
-        return None, None, None, [], []
-    at, logprobs, token_details, routing = 1, None, None, None
-    has_logprobs, has_details, has_routing, vocab_size = arrays[0].tolist()
-    if has_logprobs:
-        index, counts = arrays[1:3]
-        token_logprob, token_rank, top_ids, top_logprobs = map(torch.from_numpy, arrays[3:7])
-        logprobs = LogprobBatch(index, token_logprob, token_rank, top_ids, top_logprobs, counts)
-        at = 7
-    if has_details:
-        index, support = arrays[at : at + 2]
-        raw, processed, bits_BY = map(torch.from_numpy, arrays[at + 2 : at + 5])
-        token_details = TokenDetailsBatch(index, raw, processed, support, bits_BY, vocab_size)
-        at += 5
-    if has_routing:
-        routing, at = arrays[at], at + 1
-    scores = []
-    for chunk in _scored(plan):
-        scores.append(PromptScores(chunk.request, chunk.start + 1, *map(torch.from_numpy, arrays[at : at + 4])))
-        at += 4
-    pooled = []
-    for chunk, _ in pooled_chunks(plan):
-        pooled.append(pooled_as(chunk, torch.from_numpy(arrays[at])))
-        at += 1
-    assert at == len(arrays), f"{len(arrays)} arrays, {at} expected"
-    return logprobs, token_details, routing, scores, pooled
+def _outputs_in(plan: StepPlan, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a RunnerOutput that `_arrays_of` packed on the last stage."""
+    parts: dict[str, dict[str, Any]] = {}
+    for path, array in arrays.items():
+        part, _, name = path.partition("/")
+        parts.setdefault(part, {})[name] = array
+    outputs: dict[str, Any] = {"logprobs": None, "prompt_scores": []}
+    if "logprobs" in parts:
+        outputs["logprobs"] = with_arrays(LogprobBatch, parts["logprobs"])
+    if (details := parts.get("details")) is not None:
+        make_details = partial(TokenDetailsBatch, vocab_size=int(details.pop("vocab_size")))
+        outputs["token_details"] = with_arrays(make_details, details)
+    if "routing" in parts:
+        outputs["routing"] = parts["routing"][""]
+    if arrays:
+        for i, chunk in enumerate(_scored(plan)):
+            make_scores = partial(PromptScores, chunk.request, chunk.start + 1)
+            outputs["prompt_scores"].append(with_arrays(make_scores, parts[f"scores {i}"]))
+        pooled = enumerate(pooled_chunks(plan))
+        outputs["pooled"] = [pooled_as(chunk, parts[f"pooled {i}"]["values_D"]) for i, (chunk, _) in pooled]
+    return outputs

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_infer.sampling.filters import ids_of, sort_keys
 from megatron_infer.sampling.logprobs import LogprobBatch
-from megatron_infer.sampling.returned_details import TOKEN_DETAILS, TokenDetailsBatch, num_bytes, returned_support
+from megatron_infer.sampling.returned_details import TOKEN_DETAILS, TokenDetailsBatch, num_bytes, returned_columns
 from megatron_infer.sampling.row_params import CHANGES_LOGITS, RowFlags, RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput, StepSampler
 from megatron_infer.sampling.upload import Upload
@@ -78,9 +78,9 @@ class TensorParallelSampler:
         scored = np.flatnonzero(flags & RowFlags.LOGPROBS)
         counts = self.params.num_logprobs[inputs.rows[scored]]
         top = int(counts.max()) if len(scored) else None
-        detailed, support = returned_support(self.params, inputs.rows, flags)
-        num_detail_columns = _num_detail_columns(support, self.vocab_size)
-        packed_MC = self._draw_own(logits_SW, others, inputs, top, num_detail_columns) if len(others) else None
+        detailed, columns = returned_columns(self.params, inputs.rows, flags)
+        widths = {key: _width(places, self.vocab_size) for key, places in columns.items()}
+        packed_MC = self._draw_own(logits_SW, others, inputs, top, widths) if len(others) else None
         keys_P = self._best_keys(_rows(logits_SW, plain, self._stage)) if len(plain) else None
         packed_OC, keys_nP = self._spread.exchange(packed_MC, len(others), keys_P)
         device = logits_SW.device
@@ -98,10 +98,10 @@ class TensorParallelSampler:
             assert packed_OC is not None
             scores = _unpack(_rows(packed_OC, np.searchsorted(others, scored), self._stage)[:, 2 : 4 + 2 * top], top)
             logprobs = LogprobBatch(scored, *scores, counts)
-        if num_detail_columns:
+        if columns:
             assert packed_OC is not None
-            columns = _rows(packed_OC, np.searchsorted(others, detailed), self._stage)[:, -num_detail_columns:]
-            details = _unpack_details(columns, detailed, support, self.vocab_size, self._stage)
+            packed_AE = _rows(packed_OC, np.searchsorted(others, detailed), self._stage)[:, -sum(widths.values()) :]
+            details = _unpack_details(packed_AE, detailed, columns, widths, self.vocab_size, self._stage)
         return SamplerOutput(tokens_S, bad_S, logprobs, details)
 
     def score(self, logits_AW: Tensor, token_A: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -131,11 +131,16 @@ class TensorParallelSampler:
         return key_P.masked_fill(top_P.isnan() | (top_P == torch.inf), _POISONED)
 
     def _draw_own(
-        self, logits_SW: Tensor, others: np.ndarray, inputs: SamplerInput, top: int | None, num_detail_columns: int
+        self,
+        logits_SW: Tensor,
+        others: np.ndarray,
+        inputs: SamplerInput,
+        top: int | None,
+        widths: dict[str, int],
     ) -> Tensor:
         """Draw this rank's share of the rows `others` -> int64 [M, C]: token, bad, scores (`_pack`), token details."""
         whole_MV = self._spread.whole_rows(_rows(logits_SW, others, self._stage))
-        num_columns = (2 if top is None else 4 + 2 * top) + num_detail_columns
+        num_columns = (2 if top is None else 4 + 2 * top) + sum(widths.values())
         packed = torch.zeros(len(whole_MV), num_columns, dtype=torch.int64, device=logits_SW.device)
         if not len(whole_MV):
             return packed
@@ -157,7 +162,7 @@ class TensorParallelSampler:
             index = self._stage(found.index)
             packed[:, 2 : 4 + 2 * top].index_copy_(0, index, _pack(scores, top))
         if out.token_details is not None:
-            _pack_details(packed[:, -num_detail_columns:], out.token_details, self._stage)
+            _pack_details(packed[:, -sum(widths.values()) :], out.token_details, widths, self._stage)
         return packed
 
 
@@ -248,31 +253,41 @@ def _unpack(packed: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return fp32(packed[:, 0]), packed[:, 1].clone(), packed[:, 2 : 2 + top].clone(), fp32(packed[:, 2 + top :])
 
 
-def _num_detail_columns(support: np.ndarray, vocab_size: int) -> int:
-    """Columns of a step's token details: two log probabilities, and bits where any row returns them."""
-    if not len(support):
-        return 0
-    return 2 + (num_bytes(vocab_size) // 8 if (support >= 0).any() else 0)
+def _width(places: np.ndarray | None, vocab_size: int) -> int:
+    """Columns of a step's token detail: one for a number; a set of ids has its bits where any row has them."""
+    if places is None:
+        return 1
+    return num_bytes(vocab_size) // 8 if (places >= 0).any() else 0
 
 
-def _pack_details(packed_ME: Tensor, token_details: TokenDetailsBatch, stage: Upload) -> None:
-    """Fill the last columns of this rank's rows, E of them."""
-    index = stage(token_details.index)
-    packed_ME[index, 0] = token_details.raw.view(torch.int32).to(torch.int64)
-    packed_ME[index, 1] = token_details.processed.view(torch.int32).to(torch.int64)
-    with_bits = token_details.index[token_details.support >= 0]
-    if len(with_bits):
-        packed_ME[stage(with_bits), 2:] = token_details.bits_BY.view(torch.int64)
+def _pack_details(packed_ME: Tensor, details: TokenDetailsBatch, widths: dict[str, int], stage: Upload) -> None:
+    """Fill the last columns of this rank's rows, E of them; a number of 4 bytes is its bits."""
+    start = 0
+    for key, width in widths.items():
+        values, places = details.values.get(key), details.places.get(key)
+        if values is not None and places is None:
+            packed_ME[stage(details.index), start] = values.view(torch.int32).to(torch.int64)
+        elif values is not None and places is not None and len(values):
+            packed_ME[stage(details.index[places >= 0]), start : start + width] = values.view(torch.int64)
+        start += width
 
 
 def _unpack_details(
-    packed_AE: Tensor, index: np.ndarray, support: np.ndarray, vocab_size: int, stage: Upload
+    packed_AE: Tensor,
+    index: np.ndarray,
+    columns: dict[str, np.ndarray | None],
+    widths: dict[str, int],
+    vocab_size: int,
+    stage: Upload,
 ) -> TokenDetailsBatch:
     """The details that `_pack_details` packed, of every rank's rows."""
-    raw, processed = (packed_AE[:, column].to(torch.int32).view(torch.float32) for column in (0, 1))
-    with_bits = np.flatnonzero(support >= 0)
-    if len(with_bits):
-        bits_BY = _rows(packed_AE, with_bits, stage)[:, 2:].contiguous().view(torch.uint8)
-    else:
-        bits_BY = torch.empty(0, num_bytes(vocab_size), dtype=torch.uint8, device=packed_AE.device)
-    return TokenDetailsBatch(index, raw, processed, support, bits_BY, vocab_size)
+    values, parts = {}, packed_AE.split(list(widths.values()), dim=1)
+    for (key, places), part in zip(columns.items(), parts, strict=True):
+        if places is None:
+            values[key] = part[:, 0].to(torch.int32).view(torch.float32)
+        elif part.shape[1]:
+            values[key] = _rows(part, np.flatnonzero(places >= 0), stage).contiguous().view(torch.uint8)
+        else:
+            values[key] = torch.empty(0, num_bytes(vocab_size), dtype=torch.uint8, device=packed_AE.device)
+    places_of = {key: places for key, places in columns.items() if places is not None}
+    return TokenDetailsBatch(index, values, places_of, vocab_size)

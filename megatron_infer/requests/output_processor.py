@@ -239,18 +239,20 @@ class OutputProcessor:
         sequence.logprobs.append(logprob_entry(codec, request.tokens[-1], logprob, rank, top_ids, top_logprobs))
 
     def _add_token_details(self, plan: StepPlan, batch: TokenDetailsBatch, taken: Collection[int]) -> None:
-        bits_BY = batch.bits_BY.numpy()
-        columns = (batch.index, batch.raw, batch.processed, batch.support)
-        for place, raw, processed, support in zip(*(column.tolist() for column in columns), strict=True):
+        numbers = {key: values.tolist() for key, values in batch.values.items() if key not in batch.places}
+        id_sets = [(key, rows.tolist(), batch.values[key].numpy()) for key, rows in batch.places.items()]
+        for entry, place in enumerate(batch.index.tolist()):
             if place not in taken:
                 continue
             request = plan.sampled[place]
             token_details = self._sequences[request.id][1].token_details
             assert token_details is not None, f"{request.id} has token details that were not requested"
-            token_details.add_logprobs(raw, processed)
-            if token_details.support is not None:
-                bits = None if support < 0 else bits_BY[support]
-                token_details.add_support(bits, request.tokens[-1] if support == ALONE else None, batch.vocab_size)
+            token_details.add_numbers(numbers, entry)
+            for key, rows, bits_BY in id_sets:
+                if key in token_details.id_sets:
+                    bits = None if (row := rows[entry]) < 0 else bits_BY[row]
+                    alone = request.tokens[-1] if row == ALONE else None
+                    token_details.add_ids(key, bits, alone, batch.vocab_size)
 
     def _add_routing(self, plan: StepPlan, routing: np.ndarray) -> None:
         """Experts of each position of the step whose request asked, also of requests that have just ended."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, Kind, TokenOutput
 from megatron_infer.outputs.token_support import TokenSupport, lone_row, support_row
 
 
@@ -47,33 +51,34 @@ class RoutingLog:
 class TokenDetails:
     """One sequence's entries, one for each token it drew. All sequences of a request share the prompt's routing."""
 
-    __slots__ = ("of_output", "of_prompt", "processed", "raw", "support", "vocab_size")
+    __slots__ = ("id_sets", "numbers", "of_output", "of_prompt", "vocab_size")
 
     def __init__(self, params: SamplingParams, prompt_len: int, limit: int, of_prompt: RoutingLog | None) -> None:
         """limit: tokens of prompt and output at most. of_prompt: that of the request's first sequence; None for
         the first itself."""
-        scored, routed = params.return_sampled_logprobs, params.return_routing
-        self.raw: list[float] | None = [] if scored else None
-        self.processed: list[float] | None = [] if scored else None
-        self.support: list[np.ndarray] | None = [] if params.return_support else None
+        asked = [one for one in TOKEN_OUTPUTS if getattr(params, one.asked_by)]
+        self.numbers: dict[str, list[float]] = {one.key: [] for one in asked if one.kind is Kind.NUMBER}
+        self.id_sets: dict[str, list[np.ndarray]] = {one.key: [] for one in asked if one.kind is Kind.IDS}
+        """Rows of a TokenSupport."""
         self.vocab_size = 0
-        """0 until the first row of `support`."""
+        """0 until the first row of `id_sets`."""
+        routed = any(one.kind is Kind.POSITION for one in asked)
         self.of_prompt = (of_prompt or RoutingLog(0, prompt_len)) if routed else None
         self.of_output = RoutingLog(prompt_len, limit) if routed else None
 
-    def add_logprobs(self, raw: float, processed: float) -> None:
-        if self.raw is not None and self.processed is not None:
-            self.raw.append(raw)
-            self.processed.append(processed)
+    def add_numbers(self, numbers: Mapping[str, Sequence[float]], entry: int) -> None:
+        """numbers: of the step, by key; entry: this sequence's."""
+        for key, values in self.numbers.items():
+            values.append(numbers[key][entry])
 
-    def add_support(self, bits: np.ndarray | None, alone: int | None, vocab_size: int) -> None:
-        """bits: the ids that could be drawn; None: only `alone`, or all ids where `alone` is None too."""
-        assert self.support is not None
+    def add_ids(self, key: str, bits: np.ndarray | None, alone: int | None, vocab_size: int) -> None:
+        """bits: the ids of the set; None: only `alone`, or all ids where `alone` is None too."""
         self.vocab_size = vocab_size
         if bits is not None:
-            self.support.append(support_row(bits, vocab_size))
+            row = support_row(bits, vocab_size)
         else:
-            self.support.append(lone_row(alone, vocab_size) if alone is not None else np.empty(0, dtype=np.int32))
+            row = lone_row(alone, vocab_size) if alone is not None else np.empty(0, dtype=np.int32)
+        self.id_sets[key].append(row)
 
     def add_routing(self, start: int, rows: np.ndarray) -> None:
         """Add rows of positions from `start` on, prompt or output."""
@@ -86,11 +91,10 @@ class TokenDetails:
 
     def fill_up(self, num_tokens: int) -> None:
         """Add empty entries for tokens that another replica drew, which handed out their entries."""
-        for values in (self.raw, self.processed):
-            if values is not None:
-                values += [float("nan")] * num_tokens
-        if self.support is not None:
-            self.support += [np.empty(0, dtype=np.int32)] * num_tokens
+        for values in self.numbers.values():
+            values += [float("nan")] * num_tokens
+        for rows in self.id_sets.values():
+            rows += [np.empty(0, dtype=np.int32)] * num_tokens
 
     def routing(self, num_positions: int) -> np.ndarray | None:
         """[positions, layers, top-k] of prompt and output, as far as they are computed."""
@@ -99,17 +103,31 @@ class TokenDetails:
         parts = [log.rows for log in (self.of_prompt, self.of_output) if log.count]
         return np.concatenate(parts)[:num_positions] if parts else self.of_prompt.rows
 
-    def fill(self, output: CompletionOutput, first: int, end: int, *, num_positions: int | None) -> None:
-        """Put the entries of tokens first .. end - 1 into `output`, and the routing once the sequence has ended.
+    def value(self, output: TokenOutput, first: int = 0, end: int | None = None) -> list[float] | TokenSupport | None:
+        """The entries of tokens first .. end - 1; None where they were not asked for, or are of positions."""
+        if output.key in self.numbers:
+            return self.numbers[output.key][first:end]
+        if output.key in self.id_sets:
+            return TokenSupport.of_rows(self.vocab_size, self.id_sets[output.key][first:end])
+        return None
+
+    def set_value(self, output: TokenOutput, value: Any) -> None:
+        """What `value` returned for all tokens."""
+        if output.kind is Kind.NUMBER:
+            self.numbers[output.key] = value
+        else:
+            self.id_sets[output.key], self.vocab_size = value.rows(), value.vocab_size
+
+    def fill(self, completion: CompletionOutput, first: int, end: int, *, num_positions: int | None) -> None:
+        """Put the entries of tokens first .. end - 1 into `completion`, and the routing once the sequence has ended.
 
         num_positions: positions that the routing has; None while the sequence goes on.
         """
-        if self.raw is not None and self.processed is not None:
-            output.raw_logprobs, output.processed_logprobs = self.raw[first:end], self.processed[first:end]
-        if self.support is not None:
-            output.support = TokenSupport.of_rows(self.vocab_size, self.support[first:end])
-        if num_positions is not None:
-            output.routing = self.routing(num_positions)
+        for output in TOKEN_OUTPUTS:
+            if output.kind is not Kind.POSITION:
+                setattr(completion, output.name, self.value(output, first, end))
+            elif num_positions is not None:
+                setattr(completion, output.name, self.routing(num_positions))
 
 
 def token_details_of(

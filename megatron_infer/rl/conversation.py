@@ -15,9 +15,10 @@ import numpy as np
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError, InvalidPrompt, PromptTooLong, RequestError
+from megatron_infer.outputs.token_outputs import Kind
 from megatron_infer.outputs.token_support import TokenSupport
 from megatron_infer.rl.prompts import GroupRequest, group_request_of, is_chat
-from megatron_infer.rl.samples import RolloutGroup, RolloutSample
+from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample
 from megatron_infer.scheduler.request import VersionSpan
 
 ANSWER = "@@answer-of-the-model@@"
@@ -50,31 +51,57 @@ class Turn:
     """Index of its first token among those that follow the prompt."""
 
 
+NOTHING: dict[Kind, Any] = {Kind.NUMBER: 0.0, Kind.IDS: np.empty(0, np.int32)}
+"""Entries of given tokens, and of drawn ones that did not return the output."""
+PER_TOKEN = [output for output in SAMPLE_OUTPUTS if output.kind in NOTHING]
+
+
 @dataclass(slots=True)
 class _TokenRecord:
     """Per-token data of the tokens that follow the prompt."""
 
     logprobs: list[float] = field(default_factory=list)
-    raw: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
-    support: list[np.ndarray] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    values: dict[str, list[Any]] = field(default_factory=lambda: {output.name: [] for output in PER_TOKEN})
+    """By output; of sets of ids, the rows of a TokenSupport."""
+    latest: dict[str, Any] = field(default_factory=dict)
+    """By output, the value of the latest answer that has one; of positions, the longest."""
 
     def add_given(self, count: int) -> None:
         self.logprobs += [0.0] * count
-        self.raw += [0.0] * count
         self.mask += [0] * count
-        self.support += [np.empty(0, np.int32)] * count
+        for output in PER_TOKEN:
+            self.values[output.name] += [NOTHING[output.kind]] * count
 
     def add_drawn(self, sample: RolloutSample) -> None:
         start, length = len(self.mask), len(sample.token_ids)
         self.logprobs += sample.logprobs
-        self.raw += sample.raw_logprobs if sample.raw_logprobs is not None else [0.0] * length
         self.mask += [1] * length
-        self.support += [np.empty(0, np.int32)] * length if sample.support is None else sample.support.rows()
+        for output in SAMPLE_OUTPUTS:
+            value = getattr(sample, output.name)
+            if output.kind in NOTHING:
+                rows = value.rows() if output.kind is Kind.IDS and value is not None else value
+                self.values[output.name] += [NOTHING[output.kind]] * length if value is None else rows
+            known = len(self.latest.get(output.name, ())) if output.kind is Kind.POSITION else 1
+            if value is not None and len(value) >= known:  # one aborted in its prompt has fewer positions
+                self.latest[output.name] = value
         for span in sample.spans:
             if not self.spans or self.spans[-1][1:] != span[1:]:
                 self.spans.append(span._replace(first_token=start + span.first_token))
+
+    def outputs(self, length: int, num_positions: int) -> dict[str, Any]:
+        """The fields of a RolloutSample with the first `length` tokens; sampled log probabilities always."""
+        found: dict[str, Any] = {}
+        for output in SAMPLE_OUTPUTS:
+            name, latest = output.name, self.latest.get(output.name)
+            if output.kind is Kind.NUMBER and (latest is not None or output.asked_by == "return_sampled_logprobs"):
+                found[name] = self.values[name][:length]
+            elif output.kind is Kind.IDS and latest is not None:
+                found[name] = TokenSupport.of_rows(latest.vocab_size, self.values[name][:length])
+            elif output.kind is Kind.POSITION and latest is not None:
+                found[name] = latest[:num_positions]
+        return found
 
 
 class Conversation:
@@ -106,8 +133,6 @@ class Conversation:
         self._messages: list[Mapping[str, Any]] | None = list(chat) if is_chat(chat) else None
         self._tools = prompt.get("tools") if isinstance(prompt, Mapping) else None
         self._record = _TokenRecord()
-        self._vocab_size = 0
-        self._routing: np.ndarray | None = None
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -203,11 +228,6 @@ class Conversation:
         self._record.add_drawn(sample)
         self.ids += sample.token_ids
         self.turns.append(turn)
-        if sample.support is not None and len(sample.support):
-            self._vocab_size = sample.support.vocab_size
-        known = 0 if self._routing is None else len(self._routing)
-        if sample.routing is not None and len(sample.routing) >= known:  # one aborted in its prompt has fewer positions
-            self._routing = sample.routing
         return turn
 
     def sample(self) -> RolloutSample:
@@ -224,13 +244,11 @@ class Conversation:
             token_ids=ids,
             text="" if self._tokenizer is None else self._tokenizer.decode(ids),
             logprobs=record.logprobs[:length],
-            raw_logprobs=record.raw[:length],
             spans=[span for span in record.spans if span.first_token < length],
             finish_reason="abort" if last is None else last.finish_reason,
             stop_reason=None if last is None else last.stop_reason,
             loss_mask=record.mask[:length],
-            support=TokenSupport.of_rows(self._vocab_size, record.support[:length]) if self._vocab_size else None,
-            routing=None if self._routing is None else self._routing[: max(0, start + length - 1)],
+            **record.outputs(length, max(0, start + length - 1)),
             info={
                 "turns": [
                     [turn.start, len(turn.token_ids), turn.finish_reason, turn.num_cached_tokens] for turn in self.turns

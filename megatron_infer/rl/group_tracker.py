@@ -45,8 +45,6 @@ class Budget:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingGroup:
-    """A group in flight."""
-
     id: str
     index: int
     info: dict[str, Any]
@@ -271,7 +269,6 @@ class GroupTracker:
         return 0 if group is None else sum(one.request.num_output for one in group.sequences)
 
     def is_over(self, call: RolloutCall, budget: Budget | None) -> bool:
-        """Whether a call has reached its budget."""
         if budget is None:
             return False
         return (

@@ -108,8 +108,6 @@ def not_located(reason: str) -> MismatchPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspectSequence:
-    """The sequence to replay."""
-
     ids: list[int]
     prompt_len: int
     position: int

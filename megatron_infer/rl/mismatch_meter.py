@@ -39,8 +39,6 @@ class MismatchSink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchReport:
-    """The report of one window."""
-
     figures: MismatchFigures
     over: dict[str, tuple[float, float]]
     """Figures above their limits: name -> (figure, limit)."""
@@ -60,8 +58,6 @@ class MismatchReport:
 
 @dataclass(slots=True, kw_only=True)
 class _ChosenSample:
-    """A sample to be scored."""
-
     group: RolloutGroup
     number: int
     sample: RolloutSample

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_infer.outputs.token_support import TokenSupport
+from megatron_infer.outputs.token_outputs import Kind, Packed, TokenOutput, pack, unpack
 from megatron_infer.rl.sample_file import SampleError, check_sample, check_support
-from megatron_infer.rl.samples import RolloutSample
+from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutSample
 from megatron_infer.scheduler.request import VersionSpan
 
 SCHEMA = 1
@@ -17,7 +17,7 @@ MAX_SAMPLE_BYTES = 256 << 20
 """A larger message is refused unless the caller allows it."""
 
 
-class _Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A sample with its arrays as little-endian bytes: ids int32, log probabilities float32, masks as bits."""
 
     schema: int
@@ -26,22 +26,32 @@ class _Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token_ids: bytes
     text: str
     logprobs: bytes
-    raw_logprobs: bytes | None
     spans: list[tuple[int, int, int, int]]
     finish_reason: str
     stop_reason: int | str | None
     loss_mask: bytes
-    support: tuple[int, bytes, bytes] | None
-    """Vocabulary size, offsets (int32), words (int32)."""
-    routing: tuple[str, tuple[int, int, int], bytes] | None
     reward: float | None
     info: dict[str, Any]
+
+
+_PACKED: dict[Kind, Any] = {
+    Kind.NUMBER: bytes,
+    Kind.IDS: tuple[int, bytes, bytes],  # vocabulary size, offsets (int32), words (int32)
+    Kind.POSITION: tuple[str, tuple[int, int, int], bytes],
+}
+_Message = msgspec.defstruct(
+    "_Message",
+    [(output.name, _PACKED[output.kind] | None, None) for output in SAMPLE_OUTPUTS],
+    bases=(_Fields,),
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
+"""With the per-token outputs, None where the sample, or the version that wrote it, has none."""
 
 
 def encode_sample(sample: RolloutSample) -> bytes:
     """A sample as bytes. `info` must be JSON. Raises SampleError."""
     check_sample("sample", sample)
-    support, routing = sample.support, sample.routing
     message = _Message(
         schema=SCHEMA,
         length=len(sample.token_ids),
@@ -49,19 +59,13 @@ def encode_sample(sample: RolloutSample) -> bytes:
         token_ids=_bytes(sample.token_ids, "<i4"),
         text=sample.text,
         logprobs=_bytes(sample.logprobs, "<f4"),
-        raw_logprobs=None if sample.raw_logprobs is None else _bytes(sample.raw_logprobs, "<f4"),
         spans=[(span[0], span[1], span[2], span[3]) for span in sample.spans],
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
         loss_mask=np.packbits(np.array(sample.loss_mask, dtype=np.uint8), bitorder="little").tobytes(),
-        support=None
-        if support is None
-        else (support.vocab_size, _bytes(support.offsets, "<i4"), _bytes(support.ids, "<i4")),
-        routing=None
-        if routing is None
-        else (routing.dtype.name, (routing.shape[0], routing.shape[1], routing.shape[2]), routing.tobytes()),
         reward=sample.reward,
         info=sample.info,
+        **{output.name: _packed(output, getattr(sample, output.name)) for output in SAMPLE_OUTPUTS},
     )
     try:
         return msgspec.msgpack.encode(message)
@@ -74,7 +78,7 @@ def decode_sample(content: bytes, *, max_bytes: int = MAX_SAMPLE_BYTES) -> Rollo
     if len(content) > max_bytes:
         raise SampleError(f"{len(content):,} bytes, limit is {max_bytes:,} (max_bytes)")
     try:
-        message = msgspec.msgpack.decode(content, type=_Message)
+        message: Any = msgspec.msgpack.decode(content, type=_Message)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
         raise SampleError(f"no sample, or damaged: {error}") from error
     if message.schema != SCHEMA:
@@ -87,15 +91,13 @@ def decode_sample(content: bytes, *, max_bytes: int = MAX_SAMPLE_BYTES) -> Rollo
         token_ids=_list("token_ids", message.token_ids, "<i4"),
         text=message.text,
         logprobs=_list("logprobs", message.logprobs, "<f4"),
-        raw_logprobs=None if message.raw_logprobs is None else _list("raw_logprobs", message.raw_logprobs, "<f4"),
         spans=[VersionSpan(*span) for span in message.spans],
         finish_reason=message.finish_reason,
         stop_reason=message.stop_reason,
         loss_mask=np.unpackbits(mask, count=message.length, bitorder="little").tolist(),
-        support=None if message.support is None else _support(*message.support),
-        routing=None if message.routing is None else _routing(*message.routing),
         reward=message.reward,
         info=message.info,
+        **{output.name: _value(output, getattr(message, output.name)) for output in SAMPLE_OUTPUTS},
     )
     if len(sample.token_ids) != message.length:
         raise SampleError(f"token_ids has {len(sample.token_ids)} entries, the message says {message.length}")
@@ -121,16 +123,37 @@ def _list(name: str, content: bytes, dtype: str) -> list[Any]:
     return values
 
 
-def _support(vocab_size: int, offsets: bytes, words: bytes) -> TokenSupport:
-    ends, ids = _array("support offsets", offsets, "<i4"), _array("support words", words, "<i4")
-    check_support(vocab_size, ends, ids)
-    return TokenSupport(vocab_size, ends.copy(), ids.copy())
+def _packed(output: TokenOutput, value: Any) -> Any:
+    if value is None:
+        return None
+    if output.kind is Kind.NUMBER:
+        return _bytes(value, "<f4")
+    packed = pack(output, value)
+    if packed.offsets is not None:
+        return packed.vocab_size, _bytes(packed.offsets, "<i4"), _bytes(packed.content, "<i4")
+    return packed.content.dtype.name, packed.content.shape, packed.content.tobytes()
 
 
-def _routing(dtype: str, shape: tuple[int, int, int], content: bytes) -> np.ndarray:
-    if dtype not in ("uint8", "uint16") or min(shape) < 0:
-        raise SampleError(f"routing is {dtype} {list(shape)}, not uint8 or uint16 [positions, layers, k]")
-    values = _array("routing", content, dtype)
+def _value(output: TokenOutput, packed: Any) -> Any:
+    if packed is None:
+        return None
+    name = output.name
+    if output.kind is Kind.NUMBER:
+        return _list(name, packed, "<f4")
+    if output.kind is Kind.POSITION:
+        return unpack(output, Packed(_positions(output, *packed)))
+    vocab_size, ends, words = packed
+    offsets, ids = _array(f"{name} offsets", ends, "<i4"), _array(f"{name} words", words, "<i4")
+    check_support(vocab_size, offsets, ids)
+    return unpack(output, Packed(ids.copy(), offsets.copy(), vocab_size))
+
+
+def _positions(output: TokenOutput, dtype: str, shape: tuple[int, int, int], content: bytes) -> np.ndarray:
+    name = output.name
+    if dtype not in output.dtypes or min(shape) < 0:
+        dtypes = " or ".join(output.dtypes)
+        raise SampleError(f"{name} is {dtype} {list(shape)}, not {dtypes} [positions, layers, k]")
+    values = _array(name, content, dtype)
     if values.size != shape[0] * shape[1] * shape[2]:
-        raise SampleError(f"routing has {values.size} entries for shape {list(shape)}")
+        raise SampleError(f"{name} has {values.size} entries for shape {list(shape)}")
     return values.reshape(shape).copy()

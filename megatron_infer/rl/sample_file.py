@@ -20,6 +20,7 @@
     parts             uint8    [samples]                which of the optional parts a sample has (see PARTS)
     about             uint8    [bytes]                  JSON: fields of groups and samples that are no arrays
 
+Later entries of SAMPLE_OUTPUTS have arrays by their keys like raw, support or routing, where any sample has them.
 All of it is checked when it is read: sizes, dtypes, lengths against each other, and a digest of the whole content.
 """
 
@@ -30,6 +31,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,8 @@ import numpy as np
 import safetensors.numpy
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs.token_support import TokenSupport
-from megatron_infer.rl.samples import RolloutGroup, RolloutSample
+from megatron_infer.outputs.token_outputs import Kind, Packed, TokenOutput, offsets_of, pack, unpack
+from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample
 from megatron_infer.scheduler.request import VersionSpan
 
 FORMAT = "megatron_infer.rollouts"
@@ -47,6 +49,9 @@ MAX_BYTES = 8 << 30
 """A larger file is refused unless the caller allows it."""
 MAX_HEADER_BYTES = 1 << 20
 PARTS = {"logprobs": 1, "raw": 2, "support": 4, "routing": 8, "reward": 16}
+LATER = [output for output in SAMPLE_OUTPUTS if output.key not in PARTS]
+"""Their arrays may be absent."""
+PARTS |= {output.key: 32 << i for i, output in enumerate(LATER)}
 FINISH_REASONS = ("stop", "length", "abort", "error")
 DTYPES: dict[str, tuple[str, ...]] = {
     "prompt_ids": ("int32",),
@@ -55,22 +60,29 @@ DTYPES: dict[str, tuple[str, ...]] = {
     "token_ids": ("int32",),
     "lengths": ("int32",),
     "logprobs": ("float32",),
-    "raw": ("float32",),
     "loss_mask": ("uint8",),
     "spans": ("int32",),
     "span_counts": ("int32",),
-    "support_counts": ("int32",),
-    "support_words": ("int32",),
-    "routing": ("uint8", "uint16"),
-    "routing_counts": ("int32",),
     "rewards": ("float64",),
     "texts": ("uint8",),
     "text_lengths": ("int32",),
     "parts": ("uint8",),
     "about": ("uint8",),
 }
-NUM_DIMS = {"spans": 2, "routing": 3}
+NUM_DIMS = {"spans": 2} | {output.key: 3 for output in SAMPLE_OUTPUTS if output.kind is Kind.POSITION}
 Arrays = dict[str, np.ndarray]
+
+
+def _dtypes_of(output: TokenOutput) -> dict[str, tuple[str, ...]]:
+    """The arrays of an output."""
+    if output.kind is Kind.NUMBER:
+        return {output.key: output.dtypes}
+    content = f"{output.key}_words" if output.kind is Kind.IDS else output.key
+    return {content: output.dtypes, f"{output.key}_counts": ("int32",)}
+
+
+for _output in SAMPLE_OUTPUTS:
+    DTYPES |= _dtypes_of(_output)
 
 
 class SampleError(InferenceError, ValueError):
@@ -116,7 +128,8 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
             if sample.prompt_ids != group.prompt_ids:
                 raise SampleError(f"group {group.group_id!r}, sample {index}: its prompt is not that of the group")
     # The support of a sample without a token has no vocabulary size.
-    vocab_sizes = {sample.support.vocab_size for sample in samples if sample.support is not None and sample.token_ids}
+    supports = [getattr(sample, name) for sample in samples if sample.token_ids for name in _names_of(Kind.IDS)]
+    vocab_sizes = {support.vocab_size for support in supports if support is not None}
     if len(vocab_sizes) > 1:
         raise SampleError(f"supports of different vocabularies ({sorted(vocab_sizes)}); write them to separate files")
     texts = [sample.text.encode("utf-8", "surrogatepass") for sample in samples]
@@ -127,7 +140,6 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
         "token_ids": _flat([sample.token_ids for sample in samples], np.int32),
         "lengths": _lengths([sample.token_ids for sample in samples]),
         "logprobs": _flat([sample.logprobs for sample in samples], np.float32),
-        "raw": _flat([sample.raw_logprobs or [] for sample in samples], np.float32),
         "loss_mask": np.packbits(_flat([s.loss_mask for s in samples], np.uint8), bitorder="little"),
         "spans": _flat([span for sample in samples for span in sample.spans], np.int32).reshape(-1, 4),
         "span_counts": _lengths([sample.spans for sample in samples]),
@@ -136,10 +148,11 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
         "text_lengths": _lengths(texts),
         "parts": np.array([_parts_of(sample) for sample in samples], dtype=np.uint8),
         "about": np.frombuffer(_about(groups), dtype=np.uint8),
-        "routing_counts": _lengths([() if sample.routing is None else sample.routing for sample in samples]),
-        "routing": _routing([sample.routing for sample in samples if sample.routing is not None]),
-        **_supports([sample.support for sample in samples if sample.support is not None]),
     }
+    for output in SAMPLE_OUTPUTS:
+        values = [getattr(sample, output.name) for sample in samples]
+        if output not in LATER or any(value is not None for value in values):
+            arrays |= _arrays_of(output, values)
     metadata = {
         "format": FORMAT,
         "schema": str(SCHEMA),
@@ -165,29 +178,43 @@ def _lengths(rows: Sequence[Sequence[Any]]) -> np.ndarray:
 def _parts_of(sample: RolloutSample) -> int:
     present = {
         "logprobs": bool(sample.logprobs) or not sample.token_ids,
-        "raw": sample.raw_logprobs is not None,
-        "support": sample.support is not None,
-        "routing": sample.routing is not None,
         "reward": sample.reward is not None,
+        **{output.key: getattr(sample, output.name) is not None for output in SAMPLE_OUTPUTS},
     }
     return sum(PARTS[name] for name, is_present in present.items() if is_present)
 
 
-def _supports(supports: list[TokenSupport]) -> Arrays:
-    counts = [np.diff(support.offsets) for support in supports]
+def _names_of(kind: Kind) -> list[str]:
+    return [output.name for output in SAMPLE_OUTPUTS if output.kind is kind]
+
+
+def _arrays_of(output: TokenOutput, values: list[Any]) -> Arrays:
+    """The arrays of an output, from its value in each sample."""
+    if output.kind is Kind.NUMBER:
+        return {output.key: _flat([value or [] for value in values], output.dtypes[0])}
+    if output.kind is Kind.POSITION:
+        counts = _lengths([() if value is None else value for value in values])
+        return {
+            output.key: _positions(output, [one for one in values if one is not None]),
+            f"{output.key}_counts": counts,
+        }
+    packed = [pack(output, value) for value in values if value is not None]
+    none: np.ndarray = np.empty(0, np.int32)
     return {
-        "support_counts": np.concatenate([np.empty(0, np.int32), *counts]).astype(np.int32),
-        "support_words": np.concatenate([np.empty(0, np.int32), *(support.ids for support in supports)]),
+        f"{output.key}_counts": np.concatenate([none, *(one.counts for one in packed)]).astype(np.int32),
+        f"{output.key}_words": np.concatenate([none, *(one.content for one in packed)]),
     }
 
 
-def _routing(records: list[np.ndarray]) -> np.ndarray:
+def _positions(output: TokenOutput, records: list[np.ndarray]) -> np.ndarray:
     records = [record for record in records if len(record)]  # a sample that was never computed has no layers
     if not records:
         return np.empty((0, 0, 0), dtype=np.uint8)
     kinds = {(record.dtype.name, record.shape[1:]) for record in records}
     if len(kinds) > 1:
-        raise SampleError(f"routing of different models ({sorted(map(str, kinds))}); write them to separate files")
+        raise SampleError(
+            f"{output.name} of different models ({sorted(map(str, kinds))}); write them to separate files"
+        )
     return np.ascontiguousarray(np.concatenate(records))
 
 
@@ -217,10 +244,10 @@ def check_sample(name: str, sample: RolloutSample) -> None:
     length = len(sample.token_ids)
     optional = {
         "logprobs": len(sample.logprobs) if sample.logprobs else length,
-        "raw_logprobs": length if sample.raw_logprobs is None else len(sample.raw_logprobs),
         "loss_mask": len(sample.loss_mask),
-        "support": length if sample.support is None else len(sample.support),
     }
+    for name in (*_names_of(Kind.NUMBER), *_names_of(Kind.IDS)):
+        optional[name] = length if (value := getattr(sample, name)) is None else len(value)
     for what, got in optional.items():
         if got != length:
             raise SampleError(f"{name}: {what} has {got} entries for {length} tokens")
@@ -231,14 +258,17 @@ def check_sample(name: str, sample: RolloutSample) -> None:
     firsts = [span.first_token for span in sample.spans]
     if firsts != sorted(set(firsts)) or (firsts and not 0 <= firsts[0] <= firsts[-1] < max(1, length)):
         raise SampleError(f"{name}: spans begin at {firsts} in {length} tokens")
-    if sample.routing is not None:
-        routing = sample.routing
-        if routing.ndim != 3 or routing.dtype.name not in DTYPES["routing"]:
+    for output in SAMPLE_OUTPUTS:
+        value = getattr(sample, output.name)
+        if value is None or output.kind is not Kind.POSITION:
+            continue
+        if value.ndim != 3 or value.dtype.name not in output.dtypes:
+            dtypes = " or ".join(output.dtypes)
             raise SampleError(
-                f"{name}: routing is {routing.dtype} {list(routing.shape)}, not uint8 or uint16 [positions, layers, k]"
+                f"{name}: {output.name} is {value.dtype} {list(value.shape)}, not {dtypes} [positions, layers, k]"
             )
-        if len(routing) > len(sample.prompt_ids) + length:
-            raise SampleError(f"{name}: routing has {len(routing)} positions, more than the sequence has tokens")
+        if len(value) > len(sample.prompt_ids) + length:
+            raise SampleError(f"{name}: {output.name} has {len(value)} positions, more than the sequence has tokens")
 
 
 def check_support(vocab_size: int, offsets: np.ndarray, words: np.ndarray) -> None:
@@ -274,11 +304,11 @@ def decode(content: bytes, *, max_bytes: int = MAX_BYTES) -> list[RolloutGroup]:
         arrays: Arrays = safetensors.numpy.load(content)
     except safetensors.SafetensorError as error:
         raise SampleError(f"damaged: {error}") from error
-    _check_arrays(arrays)
+    complete = _checked_arrays(arrays)
     digest = metadata.pop("digest")
     if _digest(arrays, metadata) != digest:
         raise SampleError("damaged: the digest of its content is not the one in its header")
-    return _Reader(arrays, metadata).groups()
+    return _Reader(complete, metadata).groups()
 
 
 def _metadata(content: bytes) -> dict[str, str]:
@@ -307,7 +337,12 @@ def _is_count(text: Any) -> bool:
     return isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 19
 
 
-def _check_arrays(arrays: Arrays) -> None:
+def _checked_arrays(arrays: Arrays) -> Arrays:
+    """All arrays of the schema: those of later outputs are empty where the file has none."""
+    arrays = dict(arrays)
+    for output in LATER:
+        for name, dtypes in _dtypes_of(output).items():
+            arrays.setdefault(name, np.empty((0,) * NUM_DIMS.get(name, 1), dtype=dtypes[0]))
     missing = [name for name in DTYPES if name not in arrays]
     if missing:
         raise SampleError(f"lacks {', '.join(missing)}")
@@ -317,6 +352,7 @@ def _check_arrays(arrays: Arrays) -> None:
             raise SampleError(f"{name} is {array.dtype.name}, not {' or '.join(known)}")
         if array.ndim != NUM_DIMS.get(name, 1):
             raise SampleError(f"{name} has shape {list(array.shape)}, not {NUM_DIMS.get(name, 1)} dimensions")
+    return arrays
 
 
 class _Reader:
@@ -330,7 +366,7 @@ class _Reader:
     def groups(self) -> list[RolloutGroup]:
         arrays = self._arrays
         about = self._about()
-        for name in ("sample_group", "lengths", "span_counts", "routing_counts", "rewards", "text_lengths", "parts"):
+        for name in ("sample_group", "lengths", "span_counts", "rewards", "text_lengths", "parts"):
             self._expect(name, len(arrays[name]), self._num_samples)
         self._expect("prompt_lengths", len(arrays["prompt_lengths"]), self._num_groups)
         members = np.repeat(np.arange(self._num_groups), [len(entry["samples"]) for entry in about])
@@ -366,10 +402,9 @@ class _Reader:
         spans = self._split("spans", arrays["span_counts"])
         texts = self._split("texts", arrays["text_lengths"])
         logprobs = self._optional("logprobs", lambda having: self._split("logprobs", lengths[having]))
-        raw = self._optional("raw", lambda having: self._split("raw", lengths[having]))
-        supports = self._optional("support", lambda having: self._supports(lengths[having]))
-        positions = arrays["routing_counts"]
-        routing = self._optional("routing", lambda having: self._split("routing", positions[having]))
+        outputs = {
+            output.name: self._optional(output.key, partial(self._values, output, lengths)) for output in SAMPLE_OUTPUTS
+        }
         rewarded = arrays["parts"] & PARTS["reward"] > 0
         return [
             RolloutSample(
@@ -377,12 +412,10 @@ class _Reader:
                 token_ids=tokens[i].tolist(),
                 text=_text(texts[i]),
                 logprobs=[] if (found := logprobs[i]) is None else found.tolist(),
-                raw_logprobs=None if (found := raw[i]) is None else found.tolist(),
                 spans=[VersionSpan(*span) for span in spans[i].tolist()],
                 loss_mask=masks[i].tolist(),
-                support=supports[i],
-                routing=None if (found := routing[i]) is None else found.copy(),
                 reward=float(arrays["rewards"][i]) if rewarded[i] else None,
+                **{name: values[i] for name, values in outputs.items()},
             )
             for i in range(self._num_samples)
         ]
@@ -397,16 +430,25 @@ class _Reader:
         values = iter(read(having))
         return [next(values) if has else None for has in having.tolist()]
 
-    def _supports(self, lengths: np.ndarray) -> list[TokenSupport]:
-        counts = self._split("support_counts", lengths)
-        words = self._split("support_words", np.array([piece.sum() for piece in counts], dtype=np.int64))
-        supports = []
+    def _values(self, output: TokenOutput, lengths: np.ndarray, having: np.ndarray) -> list[Any]:
+        """The values of the samples that have the output."""
+        key = output.key
+        if output.kind is Kind.NUMBER:
+            return [unpack(output, Packed(piece)) for piece in self._split(key, lengths[having])]
+        if output.kind is Kind.POSITION:
+            positions = self._arrays[f"{key}_counts"]
+            if output not in LATER or len(positions) or having.any():
+                self._expect(f"{key}_counts", len(positions), self._num_samples)
+                positions = positions[having]
+            return [unpack(output, Packed(piece.copy())) for piece in self._split(key, positions)]
+        counts = self._split(f"{key}_counts", lengths[having])
+        words = self._split(f"{key}_words", np.array([piece.sum() for piece in counts], dtype=np.int64))
+        values = []
         for piece, ids in zip(counts, words, strict=True):
-            offsets = np.zeros(len(piece) + 1, dtype=np.int32)
-            np.cumsum(piece, out=offsets[1:])
+            offsets = offsets_of(piece)
             check_support(self._vocab_size, offsets, ids)
-            supports.append(TokenSupport(self._vocab_size, offsets, ids.copy()))
-        return supports
+            values.append(unpack(output, Packed(ids.copy(), offsets, self._vocab_size)))
+        return values
 
     def _split(self, name: str, lengths: np.ndarray) -> list[np.ndarray]:
         """An array in pieces of these lengths, which must add up to its own."""

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, values_in
 from megatron_infer.outputs.token_support import TokenSupport
 from megatron_infer.scheduler.request import VersionSpan
 
 if TYPE_CHECKING:
     import numpy as np
+
+SAMPLE_OUTPUTS = tuple(output for output in TOKEN_OUTPUTS if output.name != "processed_logprobs")
+"""The outputs that are fields of RolloutSample; the processed log probabilities are its `logprobs`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,13 +108,11 @@ def sample_of(prompt_ids: Sequence[int], drawn: CompletionOutput) -> RolloutSamp
         token_ids=list(drawn.token_ids),
         text=drawn.text,
         logprobs=list(drawn.processed_logprobs or ()),
-        raw_logprobs=None if drawn.raw_logprobs is None else list(drawn.raw_logprobs),
         spans=list(drawn.spans),
         finish_reason=drawn.finish_reason or "abort",
         stop_reason=drawn.stop_reason,
         loss_mask=[1] * len(drawn.token_ids),
-        support=drawn.support,
-        routing=drawn.routing,
+        **{output.name: value for output, value in values_in(drawn) if output in SAMPLE_OUTPUTS},
     )
 
 

@@ -187,7 +187,6 @@ class OptimizerOffload:
             self._offloaded = None
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors that `offload` moves."""
         kept = {_storage(tensor) for tensor in _tensors_of(self._model)}
         for optimizer in torch_optimizers(self._optimizer):
             groups = (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -35,8 +35,6 @@ SUSPEND, UPDATE, RESUME = "suspend", "update", "resume"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionReport:
-    """The report of each phase."""
-
     suspend: MemoryReport
     update: UpdateReport
     resume: MemoryReport

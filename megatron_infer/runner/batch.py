@@ -197,7 +197,7 @@ class BatchBuilder:
         )
         self.rows = RowTensors(device, sizes, dummy_block=store.layout.dummy_block)
         self._writer = PlanWriter(self._buffer, dummy_row=self.rows.dummy_row)
-        self._device, self._store, self._kernels = device, store, kernels
+        self.device, self.store, self._kernels = device, store, kernels
         self._block_size, self._first_dummy_pos = sizes.block_size, store.layout.dummy_block * sizes.block_size
         self.rotations = Rotations(device, dtype, sizes.max_sequence_length)
         self.rotations.set(rotary)
@@ -227,7 +227,7 @@ class BatchBuilder:
         except BaseException:
             self._writer.forget()
             raise
-        restore = self._store.pending_restore()
+        restore = self.store.pending_restore()
         captures = _captures(plan, first_prefill=written.views.size.num_decode)
         if shape is not None:
             batch = self._batch(replace(self._static_meta(shape), captures=captures), written.views)
@@ -272,7 +272,7 @@ class BatchBuilder:
     def store_received(self, batch: Batch, tokens: np.ndarray) -> None:
         """`store_sampled` of int64 tokens on the host; later steps may have been built since."""
         arrays = (batch.sample_rows, batch.sample_positions, tokens)
-        self.rows.store(*(self._device.to_device(array) for array in arrays))
+        self.rows.store(*(self.device.to_device(array) for array in arrays))
 
     def _static_meta(self, shape: GraphShape) -> StepMetadata:
         meta = self._static.get(shape)
@@ -310,7 +310,7 @@ class BatchBuilder:
     def _batch(self, meta: StepMetadata, views: StepViews, restore: LayerwiseRestore | None = None) -> Batch:
         """Without the tensors that `derive` sets, and without samples."""
         mirror, kernels = views.mirror, self._kernels
-        cache = self._store if restore is None else restore
+        cache = self.store if restore is None else restore
         return Batch(
             meta=meta,
             views=views,

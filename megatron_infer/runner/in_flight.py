@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +21,8 @@ from megatron_infer.sampling.returned_details import TokenDetailsBatch
 from megatron_infer.sampling.sampler import SamplerOutput
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -130,17 +134,39 @@ class LocalStep:
         return [*first, *self.prompt_scores, *self.pooled]
 
 
-def _names_of_tensors(part: Any) -> list[str]:
-    return [] if part is None else [one.name for one in fields(part) if isinstance(getattr(part, one.name), Tensor)]
+def arrays_of(part: Any) -> dict[str, Any]:
+    """The tensors and numpy arrays of a dataclass by their fields' names, "field.key" in a dict of them."""
+    found: dict[str, Any] = {}
+    for field_name, value in ((one.name, getattr(part, one.name)) for one in fields(part)):
+        if isinstance(value, dict):
+            found |= {f"{field_name}.{key}": array for key, array in value.items()}
+        elif isinstance(value, (Tensor, np.ndarray)):
+            found[field_name] = value
+    return found
+
+
+def with_arrays(make: Callable[..., _T], arrays: Mapping[str, Any]) -> _T:
+    """`make` called with the fields that `arrays_of` found."""
+    values: dict[str, Any] = {}
+    for name, array in arrays.items():
+        field_name, dot, key = name.partition(".")
+        if dot:
+            values.setdefault(field_name, {})[key] = array
+        else:
+            values[field_name] = array
+    return make(**values)
 
 
 def _tensors_of(part: Any) -> list[Tensor]:
-    return [getattr(part, name) for name in _names_of_tensors(part)]
+    return [] if part is None else [one for one in arrays_of(part).values() if isinstance(one, Tensor)]
 
 
 def _with_tensors(part: Any, host: list[Tensor]) -> Any:
     """`part` with its tensors replaced by those at the end of `host`, which are removed, the last one first."""
-    return None if part is None else replace(part, **{name: host.pop() for name in _names_of_tensors(part)})
+    if part is None:
+        return None
+    arrays = {name: host.pop() if isinstance(one, Tensor) else one for name, one in arrays_of(part).items()}
+    return with_arrays(partial(replace, part), arrays)
 
 
 _NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=bool)

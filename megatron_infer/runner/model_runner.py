@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import PagedModel, RoutingShape
-from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import StateStore
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.in_flight import InFlightStep, LocalStep, PromptScores
@@ -74,18 +73,11 @@ class ModelRunner:
     draws = True
 
     def __init__(
-        self,
-        model: PagedModel,
-        *,
-        store: StateStore,
-        builder: BatchBuilder,
-        sampler: StepSampler,
-        device: Device,
-        graphs: PaddedSteps | None = None,
+        self, model: PagedModel, builder: BatchBuilder, sampler: StepSampler, *, graphs: PaddedSteps | None = None
     ) -> None:
-        self.store, self.builder, self.sampler, self.graphs = store, builder, sampler, graphs
+        self.store, self.builder, self.sampler, self.graphs = builder.store, builder, sampler, graphs
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
-        self.model, self.device = model, device
+        self.model, self.device = model, builder.device
 
     def shape_of(self, plan: StepPlan) -> GraphShape | None:
         return None if self.graphs is None else self.graphs.shape_of(plan)

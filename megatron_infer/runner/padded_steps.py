@@ -22,7 +22,7 @@ class PaddedOutput:
     """Indexed like the plan's tokens; entries of decode tokens are undefined. None: the step only decodes.
     Of a pipeline stage that is not the last: the residual stream of all the shape's tokens."""
     logits_SV: Tensor | None
-    """Of the plan's samples; None where there are none."""
+    """Logits of the plan's sampled rows; None where there are none."""
     drawn: DrawRoom | None
     """Their tokens and log probabilities, where the step draws too; the tokens are in the token pool already."""
 

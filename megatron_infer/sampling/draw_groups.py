@@ -33,7 +33,7 @@ class DrawGroup:
     """Rows of a step that go through the same stages."""
 
     flags: RowFlags
-    """Of all its rows together."""
+    """Union of its rows' flags."""
     places: np.ndarray
     """Positions in the step's S."""
     places_M: Tensor | None

@@ -27,22 +27,25 @@ if TYPE_CHECKING:
     from megatron_infer.sampling.sampler import SamplerInput
 
 TOKEN_DETAILS = RowFlags.SAMPLED | RowFlags.SUPPORT
+IN_EVERY_DRAW = frozenset(("raw", "processed"))
+"""Keys whose values a captured draw finds, so that it need not keep its logits."""
 WHOLE, ALONE = -1, -2
-"""In TokenDetailsBatch.support: every id could be drawn (or the row returns no support); the drawn one alone."""
+"""In TokenDetailsBatch.places: every id is in the set (or the row does not return it); the drawn one alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDetailsBatch:
-    """A step's details; entry a belongs to sampled position index[a]."""
+    """A step's details; entry a belongs to sampled position index[a].
+
+    The keys are those of outputs.token_outputs; copies and messages of a step take whatever keys there are.
+    """
 
     index: np.ndarray
-    raw: Tensor
-    """fp32 [A]."""
-    processed: Tensor
-    support: np.ndarray
-    """int64 [A]: the place in bits_BY of the token's support, or WHOLE, or ALONE."""
-    bits_BY: Tensor
-    """uint8, 8 * ceil(V / 64) bytes each: id t is bit t % 8 of byte t // 8."""
+    values: dict[str, Tensor]
+    """fp32 [A], one number per entry. Of a set of ids: its bits, uint8 [B, 8 * ceil(V / 64)], id t is bit t % 8 of byte
+    t // 8."""
+    places: dict[str, np.ndarray]
+    """For each set of ids, int64 [A]: the row of each entry's bits, or WHOLE, or ALONE."""
     vocab_size: int
 
 
@@ -51,7 +54,8 @@ class TokenDetailsPlan:
     """What follows from the rows' parameters alone: kept while the same rows come back."""
 
     group: DrawGroup
-    support: np.ndarray
+    columns: dict[str, np.ndarray | None]
+    """See `returned_columns`."""
     cut_A: Tensor | None
     """int64: entries whose bits are returned; None: there are none."""
     temperature_A: Tensor
@@ -61,15 +65,22 @@ class TokenDetailsPlan:
 
 
 def num_bytes(vocab_size: int) -> int:
-    """Bytes of one token's support."""
+    """Bytes of one token's set of ids."""
     return 8 * -(-vocab_size // 64)
 
 
-def returned_support(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(sampled positions that return details, their TokenDetailsBatch.support), from the parameters alone."""
+def returned_columns(
+    params: RowParams, rows: np.ndarray, flags: np.ndarray
+) -> tuple[np.ndarray, dict[str, np.ndarray | None]]:
+    """(sampled positions that return details, the keys of their TokenDetailsBatch), from the parameters alone.
+
+    Each key has its `places`, None where it is a number per entry; no position, no key.
+    """
     index = np.flatnonzero(flags & TOKEN_DETAILS)
+    if not len(index):
+        return index, {}
     rows, flags = rows[index], flags[index]
-    support = np.full(len(rows), WHOLE, dtype=np.int64)
+    support: np.ndarray = np.full(len(rows), WHOLE, dtype=np.int64)
     cut = (flags & (RowFlags.FILTER | RowFlags.MIN_TOKENS | RowFlags.GRAMMAR)) != 0
     for place in np.flatnonzero(flags & RowFlags.EDIT).tolist():
         extras = params.extras[int(rows[place])]
@@ -78,24 +89,33 @@ def returned_support(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> 
     support[greedy & returned] = ALONE
     with_bits = np.flatnonzero(cut & returned & ~greedy)
     support[with_bits] = np.arange(len(with_bits))
-    return index, support
+    return index, {"raw": None, "processed": None, "support": support}
+
+
+def needs_logits(params: RowParams, rows: np.ndarray, flags: np.ndarray) -> bool:
+    """Whether details need the logits after the draw has found log probabilities."""
+    _, columns = returned_columns(params, rows, flags)
+    return any(
+        key not in IN_EVERY_DRAW if places is None else bool((places >= 0).any()) for key, places in columns.items()
+    )
 
 
 def plan_token_details(
     params: RowParams, rows: np.ndarray, flags: np.ndarray, ops: DeviceOps
 ) -> TokenDetailsPlan | None:
     """None when no row returns details."""
-    places, support = returned_support(params, rows, flags)
-    if not len(places):
+    places, columns = returned_columns(params, rows, flags)
+    if not columns:
         return None
-    group = make_draw_group(params, rows, flags, places, ops)
+    group, support = make_draw_group(params, rows, flags, places, ops), columns["support"]
+    assert support is not None
     cut = np.flatnonzero(support >= 0)
     greedy = (flags[places] & RowFlags.DRAW) == 0
     temperature = params.table[0, rows[places]]
     temperature[greedy] = 1.0
     return TokenDetailsPlan(
         group=group,
-        support=support,
+        columns=columns,
         cut_A=ops.to_device(cut) if len(cut) else None,
         temperature_A=ops.to_device(temperature),
         greedy_A=ops.to_device(greedy),
@@ -126,7 +146,9 @@ def collect_token_details(
             own = score(values, token_A, 0)[0]
         if plan.cut_A is not None:
             bits = pack_bits(values.index_select(0, plan.cut_A) > -torch.inf)
-    return TokenDetailsBatch(group.places, raw, own.masked_fill(plan.greedy_A, 0.0), plan.support, bits, vocab)
+    found = {"raw": raw, "processed": own.masked_fill(plan.greedy_A, 0.0), "support": bits}
+    places = {key: places for key, places in plan.columns.items() if places is not None}
+    return TokenDetailsBatch(group.places, found, places, vocab)
 
 
 def pack_bits(kept_BV: Tensor) -> Tensor:

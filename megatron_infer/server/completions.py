@@ -110,8 +110,6 @@ class Completions:
 
 
 class CompletionReply:
-    """The ReplyFormat of one call."""
-
     def __init__(
         self,
         body: CompletionBody,

@@ -63,7 +63,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
 
 def _encoded(vector: list[float], encoding: str | None) -> Any:
-    """As numbers, or for base64 as little-endian fp32."""
+    """The vector as numbers, or for base64 as little-endian fp32."""
     if encoding != "base64":
         return vector
     values = array("f", vector)

@@ -197,7 +197,6 @@ class EngineClient:
 
     @property
     def num_calls(self) -> int:
-        """Calls with requests at the engines."""
         return len(self._calls)
 
     # ------------------------------------------------------------------ requests

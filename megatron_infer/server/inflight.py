@@ -23,8 +23,6 @@ from megatron_infer.server.detokenize import OutputDetokenizer, RequestDetokeniz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One request to the engines."""
-
     prompt_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""

@@ -44,7 +44,6 @@ class EngineOptions:
             raise ConfigError(f"dp is {self.dp}, it must be at least 1")
 
     def process(self, index: int, coordinator: str) -> ProcessSpec:
-        """The process of one engine."""
         threads = self.threads
         if threads is None and self.dp > 1:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

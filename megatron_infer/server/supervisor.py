@@ -36,7 +36,7 @@ class ProcessSpec:
 
     name: str
     role: str
-    """Of `subprocess_main.ROLES`."""
+    """A key of `subprocess_main.ROLES`."""
     options: dict[str, Any]
     """Arguments of the role."""
     is_worker: bool = False
@@ -115,7 +115,7 @@ class Process:
         return False
 
     def finish_reading(self) -> None:
-        """Of a process that has ended: wait until all its reports have been read."""
+        """Wait until all reports of this process, which has ended, have been read."""
         if self._reader is not None:
             self._reader.join(5.0)
 

@@ -63,11 +63,11 @@ class _Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _EchoRequest:
     id: str
     prompt: list[int]
     salt: str
-    samples: list[_Sequence]
+    sequences: list[_Sequence]
     logprobs: bool = False
     text: bool = True
     pooled: list[float] | None = None
@@ -77,7 +77,7 @@ class _Request:
 
     @property
     def finished(self) -> bool:
-        return self.aborted or all(one.finished for one in self.samples)
+        return self.aborted or all(one.finished for one in self.sequences)
 
 
 class EchoEngine:
@@ -108,9 +108,9 @@ class EchoEngine:
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.meter = EngineMeter()
         self._policy, self._alpha = policy, alpha
-        self._requests: dict[str, _Request] = {}
-        self._waiting: deque[tuple[_Request, _Sequence]] = deque()
-        self._running: list[tuple[_Request, _Sequence]] = []
+        self._requests: dict[str, _EchoRequest] = {}
+        self._waiting: deque[tuple[_EchoRequest, _Sequence]] = deque()
+        self._running: list[tuple[_EchoRequest, _Sequence]] = []
         self._ended: list[RequestOutput] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -206,11 +206,11 @@ class EchoEngine:
         capacity = self.context.max_stored_tokens
         if len(prompt) + count > capacity:
             raise RequestError(f"{len(prompt)} and {count} tokens do not fit; the cache holds {capacity}")
-        samples = []
+        sequences = []
         for index, tokens in enumerate(drawn):
             first = _first_state(None if params.greedy else params.seed, index)
             all_tokens = prompt + tokens
-            samples.append(
+            sequences.append(
                 _Sequence(
                     all_tokens,
                     len(prompt),
@@ -220,16 +220,17 @@ class EchoEngine:
                 )
             )
         pooled = None if params.pooling is None else [float(len(prompt)), float(prompt[-1])]
-        request = _Request(request_id, prompt, salt, samples, params.logprobs is not None, params.detokenize, pooled)
+        logprobs = params.logprobs is not None
+        request = _EchoRequest(request_id, prompt, salt, sequences, logprobs, params.detokenize, pooled)
         self._requests[request_id] = request
-        self._waiting.extend((request, one) for one in samples if not one.finished)
+        self._waiting.extend((request, one) for one in sequences if not one.finished)
 
     def abort(self, request_id: str) -> RequestOutput:
         request = self._requests.get(request_id)
         if request is None:
             raise UnknownRequest(f"no request {request_id!r}")
         request.aborted = True
-        for one in request.samples:
+        for one in request.sequences:
             self._release(one)
         self._waiting = deque(pair for pair in self._waiting if pair[0] is not request)
         self._running = [pair for pair in self._running if pair[0] is not request]
@@ -257,7 +258,7 @@ class EchoEngine:
         if seconds:
             time.sleep(seconds)
         outputs: dict[str, RequestOutput] = {}
-        touched: dict[str, _Request] = {}
+        touched: dict[str, _EchoRequest] = {}
         drawn: list[str] = []
         for request, one in self._running:
             token = one.state % VOCAB
@@ -279,7 +280,7 @@ class EchoEngine:
         for request in touched.values():
             if not request.has_begun:
                 request.has_begun = True
-                cached = request.samples[0].num_cached
+                cached = request.sequences[0].num_cached
                 waited = time.monotonic() - request.came
                 self.meter.first_token(waited, prompt=len(request.prompt), cached=cached)
             outputs[request.id] = self._output(request)
@@ -292,7 +293,7 @@ class EchoEngine:
     def _root(self) -> bytes:
         return root_of(model="echo", weight_version=self.controls.weight_version)
 
-    def _admit(self, request: _Request, one: _Sequence) -> bool:
+    def _admit(self, request: _EchoRequest, one: _Sequence) -> bool:
         lease = self.context.admit(one.tokens, root=salted(self._root(), request.salt))
         if lease is None:
             return False
@@ -309,9 +310,9 @@ class EchoEngine:
             self.context.release(one.lease)
             one.lease = None
 
-    def _output(self, request: _Request) -> RequestOutput:
+    def _output(self, request: _EchoRequest) -> RequestOutput:
         outputs = []
-        for index, one in enumerate(request.samples):
+        for index, one in enumerate(request.sequences):
             reason = "length" if one.finished else "abort" if request.aborted else None
             new = one.tokens[one.num_prompt + one.num_sent :]
             one.num_sent += len(new)
@@ -331,7 +332,7 @@ class EchoEngine:
             )
         if request.finished:
             del self._requests[request.id]
-            ids = [f"{request.id} {id(one)}" for one in request.samples]
+            ids = [f"{request.id} {id(one)}" for one in request.sequences]
             outcome = "abort" if request.aborted else "length"
             self.meter.end(outcome, time.monotonic() - request.came, ids)
         return RequestOutput(
@@ -342,6 +343,6 @@ class EchoEngine:
             outputs=outputs,
             finished=request.finished,
             metrics=RequestMetrics(arrival_time=0.0, num_prompt_tokens=len(request.prompt)),
-            num_cached_tokens=request.samples[0].num_cached,
+            num_cached_tokens=request.sequences[0].num_cached,
             pooled=request.pooled if request.finished else None,
         )

@@ -152,4 +152,4 @@ class EchoControls:
         if self.faults.get(name, 0) > 0:
             self.faults[name] -= 1
             kind = WeightUpdateError if name.endswith("_weights") else InferenceError
-            raise kind(f"{name} was told to fail")
+            raise kind(f"{name} was set to fail")

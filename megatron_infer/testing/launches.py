@@ -79,7 +79,6 @@ class Launched:
         )
 
     def variant(self) -> AotVariant:
-        """The variant to compile."""
         return AotVariant(
             name=self.name,
             kernel=self._function(),

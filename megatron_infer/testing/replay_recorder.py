@@ -12,7 +12,7 @@ Collectives of gloo are repeated like other calls, and waited for. Memory is not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ class Tape:
         self.check(name, args)
         inputs = self.see(name, (args, kwargs))
         out = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
+        outputs = _tensors(out)
         fresh = [place for place, leaf in enumerate(outputs) if _storage(leaf) not in inputs]
         for place in fresh:
             self._made[_storage(outputs[place])] = outputs[place]
@@ -132,10 +132,10 @@ class Tape:
             return out  # views: they need no replay
 
         def again() -> None:
-            leaves = tree_leaves(func(*args, **kwargs))
+            out = func(*args, **kwargs)
             if is_collective:
-                leaves.pop().wait()
-            results = [leaf for leaf in leaves if _has_memory(leaf)]
+                tree_leaves(out)[-1].wait()
+            results = _tensors(out)
             for place in fresh:
                 outputs[place].copy_(results[place])
 
@@ -208,10 +208,15 @@ def asks(name: str, args: Any) -> bool:
     return name in ASKING and (name != "aten::where" or len(args) == 1)
 
 
-def _tensors(arguments: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(arguments):
-        if _has_memory(leaf):
-            yield leaf
+def _tensors(thing: Any) -> list[Tensor]:
+    """Those with memory in tuples, lists and dicts; much faster than torch's trees, which know more kinds."""
+    if isinstance(thing, Tensor):
+        return [thing] if _has_memory(thing) else []
+    if isinstance(thing, dict):
+        thing = thing.values()
+    elif not isinstance(thing, list | tuple):
+        return []
+    return [tensor for one in thing for tensor in _tensors(one)]
 
 
 def _has_memory(leaf: Any) -> bool:

@@ -72,7 +72,7 @@ class GrammarCache:
         self.template(wanted)
 
     def template(self, wanted: StructuredOutput) -> Any:
-        """As `check`, and return the matcher, to be copied."""
+        """The compiled matcher, to be copied; waits and raises as `check` does."""
         try:
             return self.compile(wanted).result(COMPILE_TIMEOUT_S)
         except TimeoutError:

@@ -31,9 +31,9 @@ def register(one: ReasoningFormat) -> ReasoningFormat:
 
 
 _THINK = {"starts": ("<think>",), "ends": ("</think>",)}
-DEEPSEEK_R1 = register(ReasoningFormat(name="deepseek_r1", is_implied=True, **_THINK))
-QWEN3 = register(ReasoningFormat(name="qwen3", **_THINK))
-GRANITE = register(
+register(ReasoningFormat(name="deepseek_r1", is_implied=True, **_THINK))
+register(ReasoningFormat(name="qwen3", **_THINK))
+register(
     ReasoningFormat(
         name="granite",
         starts=("Here is my thought process:", "Here's my thought process:"),

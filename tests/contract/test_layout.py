@@ -22,18 +22,30 @@ def _load():
 
 
 layout = _load()
+OWN, _ = layout.read_modules(ROOT)
 
 
 def _rules(tmp_path: Path, name: str, text: str) -> set[str]:
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    return {violation.rule for violation in layout.check_tree(tmp_path)}
+    return {violation.rule for violation in layout.check_tree(*layout.read_modules(tmp_path))}
 
 
 def test_the_tree_keeps_its_rules():
     run = subprocess.run([sys.executable, str(TOOL), str(ROOT)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stdout
+
+
+def test_the_page_has_the_folders_and_the_picture_of_the_imports():
+    text = (ROOT / layout.PAGE).read_text(encoding="utf-8")
+    assert layout.with_layout(text, OWN) == text, "run: python tools/check_layout.py --write"
+
+
+def test_a_page_with_another_picture_is_found():
+    text = (ROOT / layout.PAGE).read_text(encoding="utf-8")
+    planted = text.replace("    engine --> durable\n", "    durable --> engine\n")
+    assert planted != text and layout.with_layout(planted, OWN) == text
 
 
 NEWLINE = "\n"
@@ -151,8 +163,9 @@ def test_folders_that_import_each_other_are_found(tmp_path):
 
 
 def test_pure_modules_import_without_torch_and_numpy_and_need_the_standard_library_only():
-    own, _ = layout.read_modules(ROOT)
-    names = [module.name.removesuffix(".__init__") for module in own if layout.any_covers(layout.PURE, module.name)]
+    package = ROOT / layout.PACKAGE
+    found = [".".join(path.relative_to(package).with_suffix("").parts) for path in package.rglob("*.py")]
+    names = sorted(name.removesuffix(".__init__") for name in found if layout.any_covers(layout.PURE, name))
     assert {"config.inference", "scheduler.scheduler", "context.dynamic_context", "coordinator.router"} <= set(names)
     code = (
         "import sys\n"

@@ -25,7 +25,7 @@ VOCAB = 128
 GPT: dict[str, Any] = {"qk_layernorm": True, "init_method_std": 0.2, "max_sequence_length": 512}
 HYBRID: dict[str, Any] = {"position_embedding_type": "rope", "init_method_std": 0.2, "max_sequence_length": 512}
 BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
+    "buffer_size_gb": 0.008,
     "block_size_tokens": 16,
     "max_sequence_length": 160,
     "max_requests": 16,

@@ -103,8 +103,8 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
         for kind, make in MODELS.items():
             model, weights = make(**sizes), torch.load(folder / f"{kind}.pt")
             for name, (layouts, *_) in SCENARIOS.items():
-                if layout not in layouts:
-                    continue
+                if layout not in layouts or not (folder / f"{kind}.{name}.pt").exists():
+                    continue  # elsewhere, or of the other part
                 take_part(model, weights, layout, rank)
                 got, counters = played(model, kind, name)
                 want, expected_counters = torch.load(folder / f"{kind}.{name}.pt")
@@ -118,7 +118,8 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_experts_over_two_ranks_give_what_one_process_gives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_experts_over_two_ranks_give_what_one_process_gives(tmp_path: Path, part: int) -> None:
     """A GPT and a hybrid: chunks, prefixes with snapshots of states, evictions, swaps, overlap, suspends, and weights
     of which only one rank sees that they changed; check_invariants compares the ranks' plans in every step."""
     torch.set_num_threads(1)
@@ -126,7 +127,7 @@ def test_experts_over_two_ranks_give_what_one_process_gives(tmp_path: Path) -> N
         model = make()
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         torch.save(weights, tmp_path / f"{kind}.pt")
-        for name in SCENARIOS:
+        for name in [*SCENARIOS][(part + (kind == "hybrid")) % 2 :: 2]:
             with torch.no_grad():
                 for key, parameter in model.named_parameters():
                     parameter.copy_(weights[key])

@@ -18,11 +18,13 @@ EXIT_S = 15.0
 
 
 @pytest.mark.timeout(280)
-def test_a_rank_that_is_gone_is_named_within_the_deadline(tmp_path: Path):
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_rank_that_is_gone_is_named_within_the_deadline(tmp_path: Path, part: int):
     here = Path(__file__).parent
     path = [here.parent.parent, here, here.parent / "engine", here.parent / "models"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(here / "failure_case.py"), str(tmp_path / "out"), str(TIMEOUT_S)]
+    command.append(str(part))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=260)
     assert done.returncode == 0, done.stderr
     for result in json.loads((tmp_path / "out").read_text()):

@@ -36,9 +36,14 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.timeout(280)
-def test_two_ranks_answer_what_one_process_answers_and_mistakes_are_told(tmp_path: Path):
-    """SmolLM2's 9 heads in 3 groups do not divide by two: they are padded. Who starts alone does it all in one go."""
+@pytest.fixture(scope="module")
+def tmp_path(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("answers")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path: Path) -> list[str]:
+    """Arguments of a run that one process has done, its answers in file 1; two mistakes before it in the same go."""
     prompts = tmp_path / "P.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     (tmp_path / "bad").write_text('{"prompt": "x"}\nnonsense\n')
@@ -49,10 +54,20 @@ def test_two_ranks_answer_what_one_process_answers_and_mistakes_are_told(tmp_pat
     layout, file, _ = alone.stderr.split("2 ended")
     assert "1 process, but tp x pp x ep = 2 x 2 x 1 = 4; start a multiple of 4" in layout
     assert "bad:2: not" in file and "0 ended" in alone.stderr
-    pair = run(*LAUNCHER, SCRIPT, *common, "--tp", "2", "--output", str(tmp_path / "2"))
-    assert pair.returncode == 0, pair.stderr
-    lines = [json.loads(line) for line in (tmp_path / "2").read_text().splitlines()]
+    return common
+
+
+def test_one_process_answers_and_names_mistakes(alone, tmp_path: Path):
+    lines = [json.loads(line) for line in (tmp_path / "1").read_text().splitlines()]
     assert [line["prompt"] for line in lines] == PROMPTS
     assert all(set(line) == {"prompt", "token_ids", "text", "finish_reason"} for line in lines)
     assert "Paris" in lines[0]["text"] and len(lines[0]["token_ids"]) == 8 and lines[0]["finish_reason"] == "length"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(280)
+def test_two_ranks_answer_what_one_process_answers(alone, tmp_path: Path):
+    """SmolLM2's 9 heads in 3 groups do not divide by two: they are padded."""
+    pair = run(*LAUNCHER, SCRIPT, *alone, "--tp", "2", "--output", str(tmp_path / "2"))
+    assert pair.returncode == 0, pair.stderr
     assert (tmp_path / "1").read_text() == (tmp_path / "2").read_text()

@@ -12,6 +12,7 @@ from sampling_rows import random_logits, random_request
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.parallel.tensor_parallel_sampler import for_group
+from megatron_infer.runner.in_flight import arrays_of
 from megatron_infer.sampling.logprobs import prompt_logprobs
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput
@@ -88,8 +89,11 @@ def same_carried(got, want):
     assert (got is None) == (want is None)
     if got is None:
         return
-    assert got.index.tolist() == want.index.tolist() and got.support.tolist() == want.support.tolist()
-    for mine, whole in ((got.raw, want.raw), (got.processed, want.processed), (got.bits_BY, want.bits_BY)):
+    got, want = arrays_of(got), arrays_of(want)
+    assert list(got) == list(want) and {"values.raw", "values.processed", "values.support"} < set(got)
+    for name in ("index", "places.support"):
+        assert got.pop(name).tolist() == want.pop(name).tolist()
+    for mine, whole in zip(got.values(), want.values(), strict=True):
         assert mine.dtype == whole.dtype and mine.shape == whole.shape and torch.equal(bits(mine), bits(whole))
 
 
@@ -111,7 +115,7 @@ def every_option(rank, size, kernels):
             pair = Pair(requests, vocab_size, rank, size, mode=mode, kernels=kernels)
             out = pair.check(logits)
             same_on_all_ranks(out.tokens_S, out.logprobs.token_logprob, out.logprobs.top_ids)
-            same_on_all_ranks(out.token_details.processed, out.token_details.bits_BY)
+            same_on_all_ranks(out.token_details.values["processed"], out.token_details.values["support"])
             for _ in range(6):
                 pair.check(logits, rng.permutation(len(requests))[: int(rng.integers(1, 40))])
 

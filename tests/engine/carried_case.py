@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {"vocab_size": VOCAB, "max_sequence_length": 512, "init_
 ALL = {"return_sampled_logprobs": True, "return_support": True, "return_routing": True}
 NO_ROUTING = ALL | {"return_routing": False}
 BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
+    "buffer_size_gb": 0.008,
     "block_size_tokens": 16,
     "max_sequence_length": 160,
     "max_requests": 16,

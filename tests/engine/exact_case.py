@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Kind, and what its model is built with."""
 BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
+    "buffer_size_gb": 0.008,
     "block_size_tokens": BLOCK,
     "max_sequence_length": 256,
     "max_requests": 16,

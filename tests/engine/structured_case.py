@@ -20,7 +20,7 @@ from megatron_infer.testing.tiny import tiny_gpt
 VOCAB = 288
 """More than the tokenizer has: ids without a token are never drawn by structured output."""
 BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
+    "buffer_size_gb": 0.008,
     "block_size_tokens": 16,
     "max_sequence_length": 224,
     "max_requests": 32,

@@ -19,7 +19,7 @@ from megatron_infer.testing.inspect import inspect
 
 VOCAB = 128
 BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
+    "buffer_size_gb": 0.008,
     "block_size_tokens": 16,
     "max_sequence_length": 160,
     "max_requests": 16,

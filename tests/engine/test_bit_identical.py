@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no ef
 VOCAB = 128
 BLOCK = 16
 BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.02,
+    "buffer_size_gb": 0.008,
     "block_size_tokens": BLOCK,
     "max_sequence_length": 320,
     "max_requests": 16,
@@ -38,7 +38,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "chunks of 1": ({"enable_chunked_prefill": True, "max_tokens": 1, "max_requests": 1}, False),
     "prefix": (PREFIX, False),
     "tiny pool": (TINY_POOL, False),
-    "tiny pool, swap": ({**TINY_POOL, "preemption_mode": "swap", "swap_buffer_size_gb": 0.05}, False),
+    "tiny pool, swap": ({**TINY_POOL, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01}, False),
     "overlap": ({"overlap": True}, False),
     "suspended": ({}, True),
     "suspended, overlap": ({"overlap": True}, True),
@@ -156,6 +156,7 @@ def plain(model, kind) -> dict[str, list[Answer]]:
     return {drawing: run(make_engine(model, kind), drawing) for drawing in ("greedy", "sampled")}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_have_the_same_bits(model, name, kind, plain, way):
     """Greedy or drawn in turn: each model and each way has both."""

@@ -20,7 +20,7 @@ from megatron_infer.models.compiled_layers import CompiledLayer
 from megatron_infer.models.fused_layers import FusedActivation, FusedLinear, FusedNorm, SplitHeads
 from megatron_infer.models.fused_mixer import GatedNorm, SplitColumns
 from megatron_infer.models.moe import FusedExperts
-from megatron_infer.models.piece_compiler import PURE, Piece, PieceCompiler, pure_form_of
+from megatron_infer.models.piece_compiler import PURE, CompiledPiece, PieceCompiler, pure_form_of
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
@@ -92,7 +92,7 @@ def test_a_hybrids_mixers_attention_and_mlps_are_compiled_and_experts_are_not(gr
     assert compiler_of(engine).num_compiles == at_start
     layers = inspect(engine).adopted.layers
     assert all(isinstance(layer, CompiledLayer) for layer in layers)
-    has_pieces = [any(type(operation) is Piece for operation in layer.operations) for layer in layers]
+    has_pieces = [any(type(operation) is CompiledPiece for operation in layer.operations) for layer in layers]
     assert has_pieces == [symbol != "E" for symbol in "M*-ME*M"]
 
 

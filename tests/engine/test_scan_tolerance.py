@@ -32,7 +32,7 @@ VOCAB = 128
 ALIGNED = 1e-5
 NUM_ROWS = 8
 BASE: dict[str, Any] = {
-    "buffer_size_gb": 0.05,
+    "buffer_size_gb": 0.008,
     "block_size_tokens": 16,
     "max_sequence_length": 320,
     "max_requests": NUM_ROWS,
@@ -116,6 +116,7 @@ def whole(model, kind) -> list[tuple[list[int], torch.Tensor]]:
     return run(make_engine(model, kind))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_the_same_and_logprobs_within_the_tolerance(model, kind, whole, way):
     settings, tolerance = WAYS[way]

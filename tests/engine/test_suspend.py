@@ -41,6 +41,7 @@ only_attention = pytest.mark.parametrize("kind", ["attention"], indirect=True)
 """For what does not know what a model keeps."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_suspended_equals_uninterrupted(model, kind, situation, overlap):
@@ -103,6 +104,7 @@ def test_prefix_of_a_request_that_ended_while_its_memory_was_away_is_not_found(m
     assert done.outputs[0].token_ids == plain and done.num_cached_tokens == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_works(model, kind, mode, overlap):

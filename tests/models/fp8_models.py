@@ -23,7 +23,7 @@ from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.models import fp8 as products
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.exact_forward import exact_logprobs
-from megatron_infer.models.fused_layers import Operations
+from megatron_infer.models.fused_layers import LayerOps
 from megatron_infer.rl.weights.inventory import Inventory
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
@@ -227,7 +227,7 @@ def ranks_add_up(spec):
         x, bias = torch.randn(5, 64), linear.parameters["bias"]
         alone = linear.product(x, None)
         linear.reduce = Doubles()
-        summed, _ = Operations(*linear.flat()).run(SimpleNamespace(ops=TorchOps()), x)
+        summed, _ = LayerOps(*linear.flat()).run(SimpleNamespace(ops=TorchOps()), x)
         assert torch.equal(summed, 2 * alone + bias)
 
 

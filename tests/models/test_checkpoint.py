@@ -15,7 +15,7 @@ from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import description_from_model, load_checkpoint, save_checkpoint
+from megatron_infer.model_loader.checkpoint import CheckpointSource, description_from_model, save_checkpoint
 from megatron_infer.model_loader.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
@@ -38,7 +38,7 @@ def equal(a, b):
 def test_save_then_load_is_exact(case, with_plan, tmp_path):
     source, model = built(case, tmp_path / "hf")
     save_checkpoint(model, tmp_path / "ckpt", description=source.config() if with_plan else None)
-    loaded = load_checkpoint(tmp_path / "ckpt")
+    loaded = build_model(CheckpointSource(tmp_path / "ckpt"))
     assert equal(model, loaded)
     ids = list(range(40))
     assert torch.equal(full_logits(model, ids), full_logits(loaded, ids))
@@ -47,7 +47,7 @@ def test_save_then_load_is_exact(case, with_plan, tmp_path):
 def test_bfloat16_survives(tmp_path):
     source, model = built("llama_tied", tmp_path / "hf", dtype="bfloat16")
     save_checkpoint(model, tmp_path / "ckpt", description=source.config())
-    assert equal(model, load_checkpoint(tmp_path / "ckpt", dtype="bfloat16"))
+    assert equal(model, build_model(CheckpointSource(tmp_path / "ckpt"), dtype="bfloat16"))
 
 
 def test_the_directory_stands_alone_with_its_tokenizer(tmp_path):
@@ -67,7 +67,7 @@ def test_the_directory_stands_alone_with_its_tokenizer(tmp_path):
 def test_padded_vocabulary_can_differ_between_save_and_load(tmp_path):
     source, model = built("llama", tmp_path / "hf", vocab_multiple=64)
     save_checkpoint(model, tmp_path / "ckpt", description=source.config())
-    loaded = load_checkpoint(tmp_path / "ckpt")
+    loaded = build_model(CheckpointSource(tmp_path / "ckpt"))
     assert loaded.vocab_size == 131
     assert torch.equal(loaded.output_layer.weight, model.output_layer.weight[:131])
 
@@ -110,7 +110,7 @@ def megatron_lm(folder, tmp_path, **changes):
 
 def test_megatron_lm_checkpoint_describes_itself_by_its_arguments(tmp_path):
     model = megatron_lm(tmp_path / "run", tmp_path)
-    loaded = load_checkpoint(tmp_path / "run")
+    loaded = build_model(CheckpointSource(tmp_path / "run"))
     assert equal(model, loaded)
     ids = list(range(40))
     assert torch.equal(full_logits(model, ids), full_logits(loaded, ids))
@@ -148,10 +148,10 @@ def test_damaged_checkpoints_name_the_place(tmp_path):
 
     plan.write_text(text.replace('"num_layers": 3', '"num_layers": 4'))
     with pytest.raises(ModelError, match=r"cannot be loaded: .*mismatch"):
-        load_checkpoint(folder)
+        build_model(CheckpointSource(folder))
     plan.write_text(text.replace('"hidden_size": 48', '"hidden_size": 96'))
     with pytest.raises(ModelError, match=r"cannot be loaded: .*mismatch"):
-        load_checkpoint(folder)
+        build_model(CheckpointSource(folder))
     plan.write_text(json.dumps({"format": 99, "plan": {}}))
     with pytest.raises(ModelError, match=r"megatron_infer\.json: format 99"):
         open_source(folder)
@@ -162,7 +162,7 @@ def test_damaged_checkpoints_name_the_place(tmp_path):
     data = next(folder.glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:1000])
     with pytest.raises(ModelError, match="cannot be loaded"):
-        load_checkpoint(folder)
+        build_model(CheckpointSource(folder))
     (folder / "metadata.json").unlink()
     with pytest.raises(ModelError, match=r"metadata\.json"):
         open_source(folder)

@@ -12,7 +12,7 @@ from plain_forward import full_logits
 
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.checkpoint import description_from_model, load_checkpoint, save_checkpoint
+from megatron_infer.model_loader.checkpoint import CheckpointSource, description_from_model, save_checkpoint
 from megatron_infer.model_loader.sources import open_source
 from megatron_infer.testing.tiny import tiny_hybrid
 
@@ -47,7 +47,7 @@ def test_save_then_load_is_exact(case, with_plan, tmp_path):
     source = open_source(tmp_path / "hf")
     model = build_model(source)
     save_checkpoint(model, tmp_path / "ckpt", description=source.config() if with_plan else None)
-    loaded = load_checkpoint(tmp_path / "ckpt")
+    loaded = build_model(CheckpointSource(tmp_path / "ckpt"))
     assert same(model, loaded)
     assert torch.equal(full_logits(model, IDS), full_logits(loaded, IDS))
 
@@ -59,7 +59,7 @@ def test_weights_that_were_scaled_when_loaded_are_not_scaled_again(tmp_path):
     save_checkpoint(build_model(source), tmp_path / "ckpt", description=source.config())
     with torch.inference_mode():
         expected = hf(torch.tensor([IDS]), use_cache=False).logits[0]
-    assert (full_logits(load_checkpoint(tmp_path / "ckpt"), IDS) - expected).abs().max() < 1e-4
+    assert (full_logits(build_model(CheckpointSource(tmp_path / "ckpt")), IDS) - expected).abs().max() < 1e-4
 
 
 PATTERN = "M*-ME"
@@ -114,7 +114,7 @@ def megatron_lm(folder, **changes):
 
 def test_megatron_lm_checkpoint_describes_itself_by_its_arguments(tmp_path):
     model = megatron_lm(tmp_path)
-    loaded = load_checkpoint(tmp_path)
+    loaded = build_model(CheckpointSource(tmp_path))
     assert same(model, loaded)
     assert torch.equal(full_logits(model, IDS), full_logits(loaded, IDS))
     plan = open_source(tmp_path).config()

@@ -32,7 +32,7 @@ def agreed(*names, host=(0, 0), **settings):
     sizes = [config.resolve(shape) for shape in shapes]
     limits = [stage_limits(shape, one, host) for shape, one in zip(shapes, sizes, strict=True)]
     least = [min(column) for column in zip(*limits, strict=True)]
-    return sizes, [agree(shape, one, least) for shape, one in zip(shapes, sizes, strict=True)]
+    return sizes, [agree(one, least) for one in sizes]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,11 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, {id(group): group for group in vars(model.pg_collection).values()})
 
 
+def answers_in(session) -> list[list[int]]:
+    with session.generating() as roll:
+        return [group.samples[0].token_ids for group in roll.generate(prompts(), PARAMS)]
+
+
 def fresh_answers(model: torch.nn.Module, params: SamplingParams = PARAMS) -> list[list[int]]:
     """Tokens of a new engine with the model's weights."""
     engine = DynamicInferenceEngine(copied(model).eval(), InferenceConfig(**BASE))

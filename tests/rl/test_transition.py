@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from session_case import PARAMS, copied, fresh_answers, make_session, prompts, train_step
-from test_session import answers_in, failing_at
+from session_case import PARAMS, answers_in, copied, fresh_answers, make_session, prompts, train_step
+from test_session import failing_at
 
 from megatron_infer.errors import StaleCache, SwitchFailed, WrongState
 from megatron_infer.rl.session import RolloutSession

@@ -152,10 +152,10 @@ def test_processed_logprobs_and_support_are_those_of_the_masked_distribution_and
     token, ids = int(out.tokens_S[0]), sorted(allowed(masks))
     among = logits[0, ids].log_softmax(-1)[ids.index(token)]
     assert torch.allclose(out.logprobs.token_logprob[0], among, atol=1e-6)
-    assert torch.allclose(out.token_details.processed[0], among, atol=1e-6)
-    assert torch.allclose(out.token_details.raw[0], logits[0].log_softmax(-1)[token], atol=1e-6)
-    bits = np.unpackbits(out.token_details.bits_BY[0].numpy(), bitorder="little")
-    assert np.flatnonzero(bits).tolist() == ids and out.token_details.support.tolist() == [0, -1]
+    assert torch.allclose(out.token_details.values["processed"][0], among, atol=1e-6)
+    assert torch.allclose(out.token_details.values["raw"][0], logits[0].log_softmax(-1)[token], atol=1e-6)
+    bits = np.unpackbits(out.token_details.values["support"][0].numpy(), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == ids and out.token_details.places["support"].tolist() == [0, -1]
 
 
 def test_bits_beyond_the_vocabulary_count_for_nothing():

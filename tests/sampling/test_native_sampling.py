@@ -160,5 +160,5 @@ def test_log_probabilities_do_not_depend_on_the_company_a_row_is_drawn_in(native
             alone = Rows([request], 3000, mode=mode, kernels=native).sample(logits[place : place + 1])
             assert alone.tokens_S[0] == whole.tokens_S[place]
             assert alone.logprobs.token_logprob[0] == whole.logprobs.token_logprob[place]
-            assert alone.token_details.raw[0] == whole.token_details.raw[place]
-            assert alone.token_details.processed[0] == whole.token_details.processed[place]
+            assert alone.token_details.values["raw"][0] == whole.token_details.values["raw"][place]
+            assert alone.token_details.values["processed"][0] == whole.token_details.values["processed"][place]

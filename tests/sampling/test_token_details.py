@@ -29,11 +29,11 @@ def kernels(request):
 
 
 def support_of(batch, entry: int, token: int) -> list[int]:
-    place, vocab = int(batch.support[entry]), batch.vocab_size
+    place, vocab = int(batch.places["support"][entry]), batch.vocab_size
     if place == WHOLE:
         row = np.empty(0, np.int32)
     else:
-        row = lone_row(token, vocab) if place == ALONE else support_row(batch.bits_BY[place].numpy(), vocab)
+        row = lone_row(token, vocab) if place == ALONE else support_row(batch.values["support"][place].numpy(), vocab)
     return TokenSupport.of_rows(vocab, [row]).ids_at(0).tolist()
 
 
@@ -47,8 +47,8 @@ def test_a_token_carries_both_log_probabilities_and_its_support_whatever_the_mod
     for row, request in enumerate(requests):
         token, values = got.tokens_S[row].item(), process(logits[row].tolist(), request)
         kept = distribution(values, request.params)
-        assert got.token_details.raw[row].item() == pytest.approx(raw[row, token].item(), abs=2e-6)
-        assert got.token_details.processed[row].item() == pytest.approx(math.log(dict(kept)[token]), abs=5e-6)
+        assert got.token_details.values["raw"][row].item() == pytest.approx(raw[row, token].item(), abs=2e-6)
+        assert got.token_details.values["processed"][row].item() == pytest.approx(math.log(dict(kept)[token]), abs=5e-6)
         assert support_of(got.token_details, row, token) == sorted(i for i, _ in kept), f"row {row}: {request.params}"
 
 
@@ -64,8 +64,8 @@ def test_a_row_without_wishes_is_told_to_be_whole_and_a_greedy_one_to_be_alone(k
     requests = [make_request([1, 2], **BOTH, **kind) for kind in kinds] + [make_request([1], top_k=2)]
     got = Rows(requests, 300, kernels=kernels).sample(torch.randn(7, 300, generator=torch.manual_seed(0)))
     assert got.token_details.index.tolist() == list(range(6))
-    assert got.token_details.support.tolist() == [WHOLE, WHOLE, WHOLE, ALONE, 0, 1]
-    assert got.token_details.processed[3].item() == 0.0 > got.token_details.raw[3].item()
+    assert got.token_details.places["support"].tolist() == [WHOLE, WHOLE, WHOLE, ALONE, 0, 1]
+    assert got.token_details.values["processed"][3].item() == 0.0 > got.token_details.values["raw"][3].item()
     assert len(support_of(got.token_details, 4, 0)) == 3
 
 
@@ -80,15 +80,15 @@ def test_asking_changes_no_token_and_no_logprob_of_any_row(kernels, params):
     assert detailed.token_details.index.tolist() == [0, 1, 2, 3]
     if plain.logprobs is not None:
         assert torch.equal(plain.logprobs.token_logprob, detailed.logprobs.token_logprob)
-        assert torch.equal(detailed.logprobs.token_logprob[:4], detailed.token_details.raw)
+        assert torch.equal(detailed.logprobs.token_logprob[:4], detailed.token_details.values["raw"])
 
 
 def test_min_tokens_is_in_the_support_only_while_it_holds():
     requests = [make_request([1, 2], [7] * n, stop_ids=[9], min_tokens=2, **BOTH) for n in (1, 2)]
     got = Rows(requests, 50).sample(torch.zeros(2, 50))
     assert support_of(got.token_details, 0, 0) == [i for i in range(50) if i != 9]
-    assert got.token_details.support.tolist() == [0, WHOLE]
-    assert got.token_details.processed.tolist() == pytest.approx([-math.log(49), -math.log(50)])
+    assert got.token_details.places["support"].tolist() == [0, WHOLE]
+    assert got.token_details.values["processed"].tolist() == pytest.approx([-math.log(49), -math.log(50)])
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 65, 1000, 50257])
@@ -124,12 +124,12 @@ def test_renormalised_logits_are_the_distribution_drawn_from_and_let_gradients_t
     got = Rows(requests, 200).sample(logits)
     for row, request in enumerate(requests):
         token = got.tokens_S[row].item()
-        place = int(got.token_details.support[row])
-        words = np.empty(0, np.int32) if place == WHOLE else support_row(got.token_details.bits_BY[place].numpy(), 200)
+        place, bits = int(got.token_details.places["support"][row]), got.token_details.values["support"]
+        words = np.empty(0, np.int32) if place == WHOLE else support_row(bits[place].numpy(), 200)
         support = TokenSupport.of_rows(200, [words])
         leaf = torch.nn.functional.pad(logits[row], (0, 6), value=9.0).requires_grad_()
         log_probs = support.renormalise(leaf, 0, temperature=request.params.temperature)
         assert log_probs.shape == (200,)
-        assert abs(log_probs[token].item() - got.token_details.processed[row].item()) < 1e-6
+        assert abs(log_probs[token].item() - got.token_details.values["processed"][row].item()) < 1e-6
         log_probs[token].backward()
         assert leaf.grad.isfinite().all() and leaf.grad.nonzero().flatten().tolist() == support.ids_at(0).tolist()

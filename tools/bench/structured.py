@@ -23,7 +23,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.sampling.grammar import Grammars
-from megatron_infer.sampling.token_masks import forbidden
+from megatron_infer.sampling.token_masks import forbid
 from megatron_infer.scheduler.request import Request
 
 ITEM = {
@@ -66,7 +66,7 @@ def walk(tokenizer: Any, vocab: int, language: dict[str, Any], rows: int, steps:
         masks_ms.append(1e3 * (time.perf_counter() - begun))
         assert masks is not None
         begun = time.perf_counter()
-        logits.clone().add_(forbidden(masks.bits_GW, vocab, logits.device))
+        forbid(logits.clone(), masks.bits_GW, None)
         apply_ms.append(1e3 * (time.perf_counter() - begun))
         for row, request in enumerate(requests):
             bits = np.flatnonzero(np.unpackbits(masks.bits_GW[row].view(np.uint8), bitorder="little"))

@@ -76,7 +76,7 @@ class Rows:
             kernels=kernels,
             search=search,
             ops=DeviceOps(
-                stage=lambda array: torch.from_numpy(array).to(device),
+                to_device=lambda array: torch.from_numpy(array).to(device),
                 forbid=forbid if kernels is None else kernels.forbid,
             ),
         )
@@ -193,8 +193,8 @@ def _pairs(got: SamplerOutput, wanted: SamplerOutput) -> list[tuple[str, torch.T
         ("tokens", got.tokens_S, wanted.tokens_S),
         ("log probabilities", got.logprobs.token_logprob, wanted.logprobs.token_logprob),
         ("ranks", got.logprobs.token_rank, wanted.logprobs.token_rank),
-        ("raw", got.token_details.raw, wanted.token_details.raw),
-        ("processed", got.token_details.processed, wanted.token_details.processed),
+        ("raw", got.token_details.values["raw"], wanted.token_details.values["raw"]),
+        ("processed", got.token_details.values["processed"], wanted.token_details.values["processed"]),
     ]
 
 

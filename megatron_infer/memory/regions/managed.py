@@ -4,7 +4,7 @@
     may migrate   no preference: pages leave one by one, with their content, when the trainer needs room. Only what has
                   to go is copied; copying everything out at suspend would cost time that the trainer may never need
     prefetched    preferred location again, and used pages are prefetched: one stream of copies, not one page fault each
-    released      content dropped: from CUDA 13 on the driver is told, so that pages leave without being copied
+    released      content dropped: from CUDA 13 on pages are discarded, so that they leave without being copied
 
 With too little device memory every access is a page fault, and some machines hang then: see `check_room`.
 """

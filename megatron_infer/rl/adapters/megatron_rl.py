@@ -64,7 +64,7 @@ class InferenceResponse:
     """Tokens of prompt and answer."""
     prompt_length: int
     logprobs: list[float]
-    """Of the answer's tokens; with logprobs_mode "processed" under the distribution they were drawn from."""
+    """One per token of the answer; with logprobs_mode "processed" under the distribution they were drawn from."""
     policy_iteration: list[int]
     """For each token of the answer, the version of the weights that drew it."""
     kv_cache_iteration: list[int]

@@ -91,7 +91,7 @@ class ColocateLLM(LLM):
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """As `LLM.generate`, with a progress bar unless use_tqdm is False. Raises WrongState while asleep."""
+        """Like `LLM.generate`, with a progress bar unless use_tqdm is False. Raises WrongState while asleep."""
         if self._needs_weights:
             raise WrongState(
                 "generate() after sleep(level=2), which drops the weights; call update_weights() first",

@@ -41,7 +41,7 @@ def apply_undoable(
     plan: ModelDescription | None = None,
     names: str | None = None,
 ) -> WeightUpdate:
-    """As `apply` -> the finished update, whose `rollback()` restores the weights and version before it.
+    """Like `apply` -> the finished update, whose `rollback()` restores the weights and version before it.
 
     version, running, checksum: as in `WeightUpdate.finish`; the others: as in `WeightUpdate`.
     """
@@ -57,7 +57,7 @@ def apply_undoable(
 
 
 async def apply_async(target: Any, pairs: AsyncIterable[tuple[str, Tensor]], **options: Any) -> UpdateReport:
-    """As `apply`, from an async stream of (name, tensor) inside an event loop. The engine must not step meanwhile."""
+    """Like `apply`, from an async stream of (name, tensor) inside an event loop. The engine must not step meanwhile."""
     finish = {key: options.pop(key) for key in ("version", "running", "checksum") if key in options}
     check_version(finish.get("version") or 0, finish.get("running", "keep"))
     with WeightUpdate(target, **options) as update:

@@ -65,7 +65,6 @@ class HFAssembler:
 
     def __init__(self, model: nn.Module, plan: ModelDescription) -> None:
         """plan: its architecture determines how tensors are named."""
-        self._model = model
         self._parameters = dict(model.named_parameters()) | dict(model.named_buffers())
         self._recipes, self._padded = recipes_of(model, plan)
         self._plan, self._shard = plan, shard_of(model)

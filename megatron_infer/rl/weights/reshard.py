@@ -31,10 +31,10 @@ from megatron_infer.rl.weights.digest import (
 )
 from megatron_infer.rl.weights.inventory import Inventory, LocalTensor, listed
 from megatron_infer.rl.weights.reshard_plan import (
-    Message,
     RankLayouts,
     ReshardPlan,
     RowTransfer,
+    TransferMessage,
     messages_of,
     reshard_plan,
 )
@@ -259,7 +259,7 @@ class ReshardSource:
 
 
 def _bytes_of(buffer: Tensor) -> Tensor:
-    """As bytes, which every backend can send."""
+    """The same memory as uint8, which every backend can send."""
     return buffer.view(torch.uint8)
 
 
@@ -286,7 +286,7 @@ class _Round:
     works: list[Any]
     sent: list[Tensor]
     """Kept until they have arrived."""
-    received: list[tuple[Message, Tensor]]
+    received: list[tuple[TransferMessage, Tensor]]
     """Buffers to unpack; other messages are received in the target tensor."""
 
 
@@ -327,7 +327,7 @@ class _Exchange:
         else:
             self._end(in_flight)
 
-    def _begin(self, sends: dict[int, Message], receives: dict[int, Message]) -> _Round:
+    def _begin(self, sends: dict[int, TransferMessage], receives: dict[int, TransferMessage]) -> _Round:
         operations, sent, received = [], [], []
         for peer in sorted({*sends, *receives}):
             if peer in receives:
@@ -352,7 +352,7 @@ class _Exchange:
         self.messages_received += len(receives)
         return _Round(torch.distributed.batch_isend_irecv(operations), sent, received)
 
-    def _in_place(self, message: Message, rows_of: Callable[[RowTransfer], Tensor]) -> Tensor | None:
+    def _in_place(self, message: TransferMessage, rows_of: Callable[[RowTransfer], Tensor]) -> Tensor | None:
         """The memory of a message's only transfer, if it can be sent or received there."""
         if len(message.transfers) > 1:
             return None
@@ -360,7 +360,7 @@ class _Exchange:
         fits = rows.is_contiguous() and rows.dtype == message.dtype and rows.device.type == self._device.type
         return rows.view(-1) if fits else None
 
-    def _packed(self, message: Message) -> Tensor:
+    def _packed(self, message: TransferMessage) -> Tensor:
         buffer = torch.empty(message.numel, dtype=message.dtype, device=self._device)
         at = 0
         for transfer in message.transfers:

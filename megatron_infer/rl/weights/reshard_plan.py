@@ -328,7 +328,7 @@ def _grouped(transfers: Iterable[RowTransfer], key: str) -> dict[int, tuple[RowT
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class TransferMessage:
     """Transfers of one dtype that are sent together, concatenated in this order."""
 
     transfers: tuple[RowTransfer, ...]
@@ -340,7 +340,7 @@ class Message:
         return self.numel * int(self.dtype.itemsize)
 
 
-def messages_of(transfers: Iterable[RowTransfer], bucket_bytes: int) -> list[Message]:
+def messages_of(transfers: Iterable[RowTransfer], bucket_bytes: int) -> list[TransferMessage]:
     """The transfers between two ranks in messages of at most `bucket_bytes` (or one row); both ends compute the same.
 
     Large transfers are messages of their own, so that they need not be copied into a bucket and out of it.
@@ -348,7 +348,7 @@ def messages_of(transfers: Iterable[RowTransfer], bucket_bytes: int) -> list[Mes
     by_dtype: dict[torch.dtype, list[RowTransfer]] = defaultdict(list)
     for transfer in transfers:
         by_dtype[transfer.dtype].append(transfer)
-    messages: list[Message] = []
+    messages: list[TransferMessage] = []
     for dtype in sorted(by_dtype, key=str):
         room = capacity = max(1, bucket_bytes // dtype.itemsize)
         bucket: list[RowTransfer] = []
@@ -373,5 +373,5 @@ def messages_of(transfers: Iterable[RowTransfer], bucket_bytes: int) -> list[Mes
     return messages
 
 
-def _message(transfers: Sequence[RowTransfer], dtype: torch.dtype) -> Message:
-    return Message(tuple(transfers), dtype, sum(transfer.size * transfer.row_numel for transfer in transfers))
+def _message(transfers: Sequence[RowTransfer], dtype: torch.dtype) -> TransferMessage:
+    return TransferMessage(tuple(transfers), dtype, sum(transfer.size * transfer.row_numel for transfer in transfers))

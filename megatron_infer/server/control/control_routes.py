@@ -65,7 +65,7 @@ class ControlRoutes:
     settings: ServerConfig
 
     def add(self, method: str, path: str, handler: Handler, summary: str, **options: Any) -> None:
-        """As `Routes.add`; by default an empty body counts as {}."""
+        """Like `Routes.add`; by default an empty body counts as {}."""
 
         async def guarded(call: Call) -> Any:
             if self.settings.api_key is None:

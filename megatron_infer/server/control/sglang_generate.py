@@ -55,7 +55,7 @@ class Sampling(Body):
     no_stop_trim: bool | None = None
     sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     json_schema: Text | None = None
-    """As JSON text."""
+    """A JSON schema as text."""
     regex: Text | None = None
     ebnf: Text | None = None
     custom_params: CustomParams | None = None

@@ -1,4 +1,7 @@
-"""Many concurrent clients, killed clients, slow clients: the short form of tools/bench/serve_load.py."""
+"""What clients of a busy server rely on: the short form of tools/bench/serve_load.py.
+
+That answers are the engine's is in `test_openai_client.py`, what a full or ending server does in `test_pressure.py`.
+"""
 
 from __future__ import annotations
 

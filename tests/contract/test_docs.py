@@ -1,0 +1,200 @@
+"""README and the pages of docs name files, modules, classes, links and command lines that exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from megatron_infer.cli.main import build_parser
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""Without docs/results: reports of runs, which stay as they were."""
+FOREIGN_FILES = ("slime/rollout/sglang_rollout.py", "server_control.py")
+"""Files of other projects."""
+SHIPPED = ("megatron_infer", "tests", "tools", "examples", "docs", ".ci", "requirements")
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"(?<![\w/.-])([\w/.-]*\w\.(?:py|cpp|md))\b")
+DOTTED = re.compile(r"(?<![\w/])megatron_infer(?:\.\w+)+")
+"""Not the names of files: those come behind a slash."""
+MEMBER = re.compile(r"\b([A-Z]\w*)\.([a-z_]\w*)\b")
+OBJECT = re.compile(r"(?<![\w./-])(engine|session|roll)\.([a-z_]\w*)\b(?!\.(?:py|md))")
+OBJECTS = {"engine": "DynamicInferenceEngine", "session": "RolloutSession", "roll": "Rollout"}
+"""What the pages call the objects of these classes."""
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]+)?\)")
+
+
+def _files() -> set[str]:
+    found = {path.name for path in ROOT.iterdir() if path.is_file()}
+    for top in SHIPPED:
+        found |= {str(path.relative_to(ROOT)) for path in (ROOT / top).rglob("*") if path.is_file()}
+    return found
+
+
+def _classes() -> dict[str, list[ast.ClassDef]]:
+    """The package's classes by name."""
+    found = defaultdict(list)
+    for path in (ROOT / "megatron_infer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(node)
+    return found
+
+
+def _members(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> set[str]:
+    """Methods and attributes of a class and of its bases in the package."""
+    found = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(inner.name)
+        elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+            found.add(inner.target.id)
+        elif isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self":
+            found.add(inner.attr)
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            for other in classes.get(base.id, ()):
+                if other is not node:
+                    found |= _members(other, classes)
+    return found
+
+
+FILES, CLASSES = _files(), _classes()
+
+
+def missing_files(text: str) -> list[str]:
+    """Files named in code spans that are not in the tree; a name may leave out leading folders."""
+    named = {name.removeprefix("./") for span in CODE.findall(BLOCK.sub("", text)) for name in FILE.findall(span)}
+    shown = {name for name in named - set(FOREIGN_FILES) if name[0].islower() or name[0] == "R"}
+    return sorted(name for name in shown if not any(file == name or file.endswith(f"/{name}") for file in FILES))
+
+
+def missing_names(text: str) -> list[str]:
+    """Dotted names below megatron_infer, and members of the package's classes, that are not there."""
+    wrong = []
+    for name in sorted(set(DOTTED.findall(text))):
+        parts, attributes = name.split("."), []
+        while parts:
+            try:
+                found = importlib.import_module(".".join(parts))
+                break
+            except ModuleNotFoundError:
+                attributes.insert(0, parts.pop())
+        if attributes and not hasattr(found, attributes[0]):
+            wrong.append(name)
+    for span in set(CODE.findall(BLOCK.sub("", text))):
+        for owner, member in MEMBER.findall(span):
+            nodes = CLASSES.get(owner)
+            if nodes and not any(member in _members(node, CLASSES) for node in nodes):
+                wrong.append(f"{owner}.{member}")
+    text_of_code = "\n".join([*CODE.findall(BLOCK.sub("", text)), *(block for _, block in BLOCK.findall(text))])
+    for name, member in set(OBJECT.findall(text_of_code)):
+        owned = any(member in _members(node, CLASSES) for node in CLASSES[OBJECTS[name]])
+        if not owned and f"megatron_infer/{name}/{member}.py" not in FILES:
+            wrong.append(f"{name}.{member}")
+    return sorted(wrong)
+
+
+def _anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    heads = re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def broken_links(text: str, page: Path) -> list[str]:
+    wrong = []
+    for target, anchor in LINK.findall(BLOCK.sub("", text)):
+        if "://" in target:
+            continue
+        path = page if not target else (page.parent / target).resolve()
+        if not path.exists() or (anchor and anchor not in _anchors(path.read_text(encoding="utf-8"))):
+            wrong.append(target + anchor)
+    return wrong
+
+
+def wrong_python(text: str) -> list[str]:
+    """Blocks of Python that do not parse, and names of the package that they import and that are not there."""
+    wrong = []
+    for language, block in BLOCK.findall(text):
+        if language != "python":
+            continue
+        try:
+            tree = ast.parse(block.replace(", ...)", ")"))  # arguments that a page leaves out, also behind keywords
+        except SyntaxError as error:
+            wrong.append(f"{error}: {block}")
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_infer"):
+                module = importlib.import_module(str(node.module))
+                wrong += [f"{node.module}.{one.name}" for one in node.names if not hasattr(module, one.name)]
+    return wrong
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Arguments of each line `megatron-infer ...` in a block."""
+    found = []
+    for language, block in BLOCK.findall(text):
+        if language in ("", "sh", "bash"):
+            for line in block.splitlines():
+                command = line.removeprefix("$ ")
+                if command.startswith("megatron-infer "):
+                    found.append(shlex.split(command, comments=True)[1:])
+    return found
+
+
+def refused_commands(text: str) -> list[str]:
+    """Command lines whose command or a flag of which does not exist."""
+    wrong = []
+    for words in commands_of(text):
+        _, parsers = build_parser(words[0])
+        if words[0] not in parsers:
+            wrong.append(" ".join(words))
+            continue
+        known = parsers[words[0]]._option_string_actions
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        wrong += [f"{words[0]} {flag}" for flag in flags if flag not in known]
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    wrong = {
+        "files": missing_files(text),
+        "names": missing_names(text),
+        "links": broken_links(text, page),
+        "python": wrong_python(text),
+        "commands": refused_commands(text),
+    }
+    assert not any(wrong.values()), wrong
+
+
+def test_what_is_not_there_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One head\n")
+    assert missing_files("see `engine/nothing.py` and `step_loop.py`") == ["engine/nothing.py"]
+    spans = "`megatron_infer.engine.nothing` `StepLoop.step` `StepLoop.nothing` `Foreign.thing` `engine.gone`"
+    assert missing_names(spans) == [
+        "StepLoop.nothing",
+        "engine.gone",
+        "megatron_infer.engine.nothing",
+    ]
+    assert broken_links("# One head\n[a](#one-head) [b](#other) [c](gone.md)", page) == ["#other", "gone.md"]
+    assert wrong_python("```python\nfrom megatron_infer import Nothing\n```\n") == ["megatron_infer.Nothing"]
+    assert refused_commands("```\nmegatron-infer plan smollm2 --nothing 1\n```\n") == ["plan --nothing"]
+
+
+def test_nouns_of_the_glossary_are_names_of_the_package():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "megatron_infer").rglob("*.py"))
+    rows = re.findall(r"^\| (.+?) \| ", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(named) > 40
+    assert not [name for name in named if not re.search(rf"\b{name}\b", text)]

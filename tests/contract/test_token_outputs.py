@@ -1,0 +1,118 @@
+"""A per-token output is added in six files, and files, messages and ranks carry it without another line.
+
+The test adds two to a copy of the package, by these edits and no others: `entropy`, a number per token, and `near`, the
+ids within one nat of the likeliest. `token_output_case.py` then runs on the copy.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EDITS: dict[str, tuple[tuple[str, str], ...]] = {
+    "config/sampling_params.py": (
+        ('    "return_routing",\n', '    "return_routing",\n    "return_entropy",\n    "return_near",\n'),
+        (
+            "    return_routing: bool = False\n",
+            "    return_entropy: bool = False\n    return_near: bool = False\n    return_routing: bool = False\n",
+        ),
+        (
+            "or self.return_support or self.return_routing",
+            "or self.return_support or self.return_routing or self.return_entropy or self.return_near",
+        ),
+    ),
+    "sampling/row_params.py": (
+        ("    SUPPORT = 128\n", "    SUPPORT = 128\n    ENTROPY = 512\n    NEAR = 1024\n"),
+        (
+            "        if params.return_support:\n",
+            "        flags |= RowFlags.ENTROPY if params.return_entropy else 0\n"
+            "        flags |= RowFlags.NEAR if params.return_near else 0\n"
+            "        if params.return_support:\n",
+        ),
+    ),
+    "sampling/returned_details.py": (
+        (
+            "RowFlags.SAMPLED | RowFlags.SUPPORT",
+            "RowFlags.SAMPLED | RowFlags.SUPPORT | RowFlags.ENTROPY | RowFlags.NEAR",
+        ),
+        (
+            '    return index, {"raw": None, "processed": None, "support": support}\n',
+            '    columns = {"raw": None, "processed": None, "support": support}\n'
+            "    if (flags & RowFlags.ENTROPY).any():\n"
+            '        columns["entropy"] = None\n'
+            "    if (asked := np.flatnonzero(flags & RowFlags.NEAR)).size:\n"
+            '        columns["near"] = np.full(len(rows), WHOLE, dtype=np.int64)\n'
+            '        columns["near"][asked] = np.arange(len(asked))\n'
+            "    return index, columns\n",
+        ),
+        (
+            "    places = {key: places for key, places in plan.columns.items() if places is not None}\n",
+            "    logprobs_AV = group.take(logits_SV).float().log_softmax(-1)\n"
+            '    if "entropy" in plan.columns:\n'
+            '        found["entropy"] = -(logprobs_AV.exp() * logprobs_AV).sum(-1)\n'
+            '    if (near := plan.columns.get("near")) is not None:\n'
+            "        asked = torch.from_numpy(np.flatnonzero(near >= 0))\n"
+            '        found["near"] = pack_bits(logprobs_AV[asked] >= logprobs_AV[asked].amax(-1, keepdim=True) - 1.0)\n'
+            "    places = {key: places for key, places in plan.columns.items() if places is not None}\n",
+        ),
+    ),
+    "outputs/token_outputs.py": (
+        (
+            ')\n"""Their order is that of saved files."""\n',
+            '    TokenOutput("entropy", "entropy", "return_entropy", Kind.NUMBER, ("float32",)),\n'
+            '    TokenOutput("near", "near", "return_near", Kind.IDS, ("int32",)),\n'
+            ')\n"""Their order is that of saved files."""\n',
+        ),
+    ),
+    "outputs/request_output.py": (
+        (
+            "    routing: np.ndarray | None = None\n",
+            "    entropy: list[float] | None = None\n"
+            "    near: TokenSupport | None = None\n"
+            "    routing: np.ndarray | None = None\n",
+        ),
+    ),
+    "rl/samples.py": (
+        (
+            "    routing: np.ndarray | None = None\n",
+            "    entropy: list[float] | None = None\n"
+            "    near: TokenSupport | None = None\n"
+            "    routing: np.ndarray | None = None\n",
+        ),
+    ),
+}
+
+
+def test_two_outputs_added_in_six_files_arrive_everywhere(tmp_path):
+    shutil.copytree(ROOT / "megatron_infer", tmp_path / "megatron_infer", ignore=shutil.ignore_patterns("__pycache__"))
+    assert len(EDITS) <= 8
+    for name, edits in EDITS.items():
+        path = tmp_path / "megatron_infer" / name
+        text = path.read_text()
+        for before, after in edits:
+            assert text.count(before) == 1, f"{name}: {before!r}"
+            text = text.replace(before, after)
+        path.write_text(text)
+    docstring = ast.get_docstring(ast.parse((ROOT / "megatron_infer/outputs/token_outputs.py").read_text())) or ""
+    assert set(re.findall(r"(?<!/)\b[a-z]+/[a-z_]+\.py", docstring)) - {"contract/test_token_outputs.py"} == set(EDITS)
+    paths = [tmp_path, ROOT / "tests/contract", ROOT / "tests/dist", ROOT / "tests/engine"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, str(ROOT / "tests/contract/token_output_case.py"), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+def test_what_carries_outputs_names_none_of_them():
+    names = re.compile(r"\b(raw_logprobs|processed_logprobs|return_sampled_logprobs|return_support)\b|\.support\b")
+    carriers = "comm durable coordinator parallel requests runner/in_flight.py rl/sample_file.py rl/sample_codec.py"
+    package = ROOT / "megatron_infer"
+    paths = [path for name in carriers.split() for path in (*(package / name).rglob("*.py"), package / name)]
+    files = [path for path in paths if path.is_file()]
+    assert len(files) > 30
+    assert [str(path) for path in files if names.search(path.read_text())] == []
