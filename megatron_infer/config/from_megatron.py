@@ -1,7 +1,7 @@
 """Options and sampling parameters of megatron-core 0.16 to 0.19 in the terms of this package.
 
-Called by `InferenceConfig.from_megatron` and `SamplingParams.from_megatron`. Reads attributes only: importing this module
-needs neither megatron-core nor torch.
+Called by `InferenceConfig.from_megatron` and `SamplingParams.from_megatron`. Reads attributes only: importing this
+module needs neither megatron-core nor torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ MODEL_KEYWORDS_OF_0_16 = (
     "qk_pos_emb_head_dim",
     "enable_cuda_graph",
 )
-"""Keywords of 0.16 without a field here: the engine reads them off the model. (enable_cuda_graph acts no more there.)"""
+"""Keywords of 0.16 without a field here: the engine reads them off the model; enable_cuda_graph is not read there."""
 UNSUPPORTED: dict[str, tuple[object, str]] = {
     "num_speculative_tokens": (0, "no tokens are drafted here, each step draws one token per sequence"),
     "use_synchronous_zmq_collectives": (False, "the ranks of an engine agree over process groups, not over ZMQ"),
@@ -201,7 +201,7 @@ def _is_known(name: str) -> bool:
 
 
 def _state_config(config: object) -> MambaInferenceStateConfig:
-    """Ours from Megatron's, whose fields were renamed in 0.17 and which has torch dtypes. The chunk size is the model's."""
+    """Ours from Megatron's, which has torch dtypes and in 0.16 other names. The chunk size is read off the model."""
 
     def found(*names: str) -> Any:
         return next((getattr(config, name) for name in names if hasattr(config, name)), None)

@@ -1,8 +1,8 @@
 """The options of an engine: `InferenceConfig`. `resolve` derives every size from it and a model.
 
-Names, types and defaults are those of megatron-core's `InferenceConfig` as it was first published; below the line "ours"
-are fields that it lacks or got later. `InferenceConfig.from_megatron` takes one of any release. Importing this module
-needs no torch.
+Names, types and defaults are those of megatron-core's `InferenceConfig` as it was first published; below the line
+"ours" are fields that it lacks or got later. `InferenceConfig.from_megatron` takes one of any release. Importing this
+module needs no torch.
 """
 
 from __future__ import annotations
@@ -300,7 +300,8 @@ class InferenceConfig:
     def from_megatron(cls, config: object) -> InferenceConfig:
         """A config from megatron-core's own, 0.17 to 0.19, or from a mapping of its fields.
 
-        0.16 has no such class: give a mapping of the keywords of its DynamicInferenceContext and DynamicInferenceEngine.
+        0.16 has no such class: give a mapping of the keywords of its DynamicInferenceContext and
+        DynamicInferenceEngine.
         Raises ConfigError naming a field that has no counterpart here and is not at its default. docs/configuration.md
         has the table.
         """

@@ -1,4 +1,4 @@
-"""A config and sampling parameters written for megatron-core move over: its installed release, and each that is known."""
+"""A config and sampling parameters written for megatron-core move over, of the installed release and of the others."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_field_without_a_counterpart_passes_at_its_default_and_is_refused_by_n
 
 
 def test_a_mapping_with_an_unknown_keyword_is_refused():
-    with pytest.raises(ConfigError, match="block_size=16 .*not known here"):
+    with pytest.raises(ConfigError, match=r"block_size=16 .*not known here"):
         InferenceConfig.from_megatron({"block_size": 16})
 
 
@@ -230,7 +230,7 @@ def test_fields_of_later_releases_move_over():
 
 
 def test_a_total_that_counts_the_prompt_needs_its_length():
-    with pytest.raises(RequestError, match="num_tokens_total=64 .*num_prompt_tokens"):
+    with pytest.raises(RequestError, match=r"num_tokens_total=64 .*num_prompt_tokens"):
         SamplingParams.from_megatron({"num_tokens_total": 64})
     assert SamplingParams.from_megatron({"num_tokens_total": 64}, num_prompt_tokens=24).max_tokens == 40
     with pytest.raises(RequestError, match="takes one of them"):
@@ -246,7 +246,7 @@ def test_a_switch_without_a_counterpart_is_refused_by_name(name):
 def test_an_attribute_that_was_added_is_refused_by_name():
     params = MegatronSamplingParams()
     params.add_attributes({"min_length": 4})
-    with pytest.raises(RequestError, match="min_length=4 .*not known here"):
+    with pytest.raises(RequestError, match=r"min_length=4 .*not known here"):
         SamplingParams.from_megatron(params)
     with pytest.raises(RequestError, match="it needs return_log_probs=True"):
         SamplingParams.from_megatron({"top_n_logprobs": 2})
