@@ -253,7 +253,8 @@ class DynamicInferenceEngine:
         """The weights that the model has now are `version`: call it after writing them, in any state.
 
         Cached KV of earlier weights is never matched again and derived copies are rebuilt. running: "keep" lets
-        unfinished requests go on with the KV they have (their spans say so), "recompute" recomputes it.
+        unfinished requests go on with the KV they have (their spans say so), "recompute" recomputes it. Versions should
+        rise: one below a version that the engine had before is taken, with a warning.
         """
         self._controls.set_weight_version(version, running, timeout_s=timeout_s)
 
