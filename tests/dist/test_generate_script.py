@@ -38,17 +38,19 @@ for arguments in json.loads(sys.argv[1]):
 
 @pytest.mark.timeout(280)
 def test_two_ranks_answer_what_one_process_answers_and_mistakes_are_told(tmp_path: Path):
-    """SmolLM2's 9 heads in 3 groups do not divide by two: they are padded. Who starts alone does it all in one go."""
+    """SmolLM2's 9 heads in 3 groups do not divide by two: they are padded. One process runs all its cases in one go."""
     prompts = tmp_path / "P.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     (tmp_path / "bad").write_text('{"prompt": "x"}\nnonsense\n')
     common = ["--model", "smollm2", "--dtype", "float32", "--prompts-file", str(prompts), "--max-tokens", "8"]
     wrong = [["--tp", "2", "--pp", "2"], ["--prompts-file", str(tmp_path / "bad")]]
-    alone = run("-c", SEVERAL, json.dumps([*wrong, [*common, "--output", str(tmp_path / "1")]]))
+    options = ["--max-requests", "1", "--block-size-tokens", "32", "--logging-step-interval", "12"]
+    alone = run("-c", SEVERAL, json.dumps([*wrong, [*common, *options, "--output", str(tmp_path / "1")]]))
     assert alone.returncode == 0 and "Traceback" not in alone.stderr, alone.stderr
     layout, file, _ = alone.stderr.split("2 ended")
     assert "1 process, but tp x pp x ep = 2 x 2 x 1 = 4; start a multiple of 4" in layout
     assert "bad:2: not" in file and "0 ended" in alone.stderr
+    assert "step 24: " in alone.stderr and " 1 active, " in alone.stderr, "the engine's options act"
     pair = run(*LAUNCHER, SCRIPT, *common, "--tp", "2", "--output", str(tmp_path / "2"))
     assert pair.returncode == 0, pair.stderr
     lines = [json.loads(line) for line in (tmp_path / "2").read_text().splitlines()]
