@@ -6,7 +6,9 @@ import dataclasses
 import enum
 import importlib.util
 import inspect
+import re
 import types
+from pathlib import Path
 
 import megatron.core
 import pytest
@@ -20,6 +22,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, RequestError
 
 VERSION = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 HAS_CONFIG = importlib.util.find_spec("megatron.core.inference.config") is not None
 
 
@@ -256,3 +259,18 @@ def test_an_attribute_that_was_added_is_refused_by_name():
 def test_what_are_no_parameters_of_megatron_is_refused(wrong):
     with pytest.raises(RequestError, match="takes megatron-core's SamplingParams"):
         SamplingParams.from_megatron(wrong)
+
+
+# ---------------------------------------------------------------------- docs/configuration.md
+
+
+def test_the_page_runs_as_printed_and_names_each_field_that_is_not_the_same_here():
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), {})
+    ours = {item.name for item in dataclasses.fields(InferenceConfig)}
+    theirs = {name for added in table.FIELDS_SINCE.values() for name in added}
+    for name in (theirs - ours) | set(table.KEYWORDS_OF_0_16) | set(table._SAMPLING_FIELDS):
+        assert f"`{name}`" in text, name
