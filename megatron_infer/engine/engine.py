@@ -253,7 +253,7 @@ class DynamicInferenceEngine:
         """The weights that the model has now are `version`: call it after writing them, in any state.
 
         Cached KV of earlier weights is never matched again. running: "keep" lets unfinished requests go on with the KV
-        they have (their spans say so), "recompute" recomputes it. A version below an earlier one is taken with a warning.
+        they have (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one.
         """
         self._controls.set_weight_version(version, running, timeout_s=timeout_s)
 
