@@ -6,7 +6,7 @@
 
 P.jsonl has {"prompt": "text" or [token ids]} per line. OUT.jsonl has {"prompt", "token_ids", "text", "finish_reason"}
 per line, in the same order; without --output these go to standard output. With more processes than tp x pp x ep there
-are several replicas, which share the prompts.
+are several replicas, which share the prompts. The engine's options are those of `megatron-infer generate`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from typing import Any
 import torch
 
 from megatron_infer import DynamicInferenceEngine, SamplingParams
+from megatron_infer.cli.config_flags import add_config_options, given
 from megatron_infer.comm.groups import build_groups, check_world
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.errors import ConfigError, InferenceError, ModelError
 from megatron_infer.memory.device import Device, choose_dtype
+from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.sources import open_source
+from megatron_infer.utils.stderr_log import log_to_stderr
 
 PROMPTS = ["The capital of France is", "1, 1, 2, 3, 5, 8,", "Once upon a time there was a"]
 
@@ -48,6 +51,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto")
+    add_config_options(parser)
     return parser.parse_args()
 
 
@@ -74,11 +78,14 @@ def run(args: argparse.Namespace, prompts: list[Any]) -> None:
     model = build_model(source, dtype=dtype, device=str(device.torch), pg_collection=groups, expert_parallel=args.ep)
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
     config = machine_config(
-        {"pg_collection": groups, "buffer_size_gb": 1.0},
+        {"buffer_size_gb": 1.0} | given(args) | {"pg_collection": groups},
         shape,
         is_cuda=device.is_cuda,
         available_bytes=device.available_bytes(),
+        tensor_parallel_size=args.tp,
     )
+    if config.logging_step_interval and os.environ.get("RANK", "0") == "0":
+        log_to_stderr(METRICS_LOGGER)
     engine = DynamicInferenceEngine(
         model, config, tokenizer=tokenizer_of(source), eos_ids=plan.eos_ids, device=str(device.torch), owns_weights=True
     )

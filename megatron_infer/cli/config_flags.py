@@ -47,13 +47,24 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from(
-    args: argparse.Namespace, shape: ModelShape | None, *, is_cuda: bool, available_bytes: int
+    args: argparse.Namespace,
+    shape: ModelShape | None,
+    *,
+    is_cuda: bool,
+    available_bytes: int,
+    tensor_parallel_size: int = 1,
 ) -> InferenceConfig:
     """The config of a command line: its flags, and for the rest what suits the model, the device and its free memory.
 
     Raises ConfigError or NotImplementedError, as InferenceConfig does.
     """
-    return machine_config(given(args), shape, is_cuda=is_cuda, available_bytes=available_bytes)
+    return machine_config(
+        given(args),
+        shape,
+        is_cuda=is_cuda,
+        available_bytes=available_bytes,
+        tensor_parallel_size=tensor_parallel_size,
+    )
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import add_config_options, given
+from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def load_llm(args: argparse.Namespace) -> LLM:
     note(f"loading {args.model} ...")
     config = given(args)
     if config.get("logging_step_interval"):
-        log_to_stderr()
+        log_to_stderr(METRICS_LOGGER)
     started = time.perf_counter()
     llm = LLM(args.model, config=config, dtype=args.dtype, device=args.device, threads=args.threads)
     note(f"{describe(llm)}, loaded in {time.perf_counter() - started:.1f} s")

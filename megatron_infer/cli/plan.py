@@ -65,14 +65,15 @@ def run(args: argparse.Namespace) -> int:
     dtype = str(choose_dtype(args.dtype, device)).removeprefix("torch.")
     shape = shape_of(plan, dtype=dtype, tensor_parallel_size=args.tensor_parallel_size)
     available = int(args.memory_gb * GIB) if args.memory_gb is not None else device.available_bytes()
-    config = config_from(args, shape, is_cuda=device.is_cuda, available_bytes=available)
-    sizes = config.resolve(shape, tensor_parallel_size=args.tensor_parallel_size, available_bytes=available)
+    size = args.tensor_parallel_size
+    config = config_from(args, shape, is_cuda=device.is_cuda, available_bytes=available, tensor_parallel_size=size)
+    sizes = config.resolve(shape, tensor_parallel_size=size, available_bytes=available)
     if args.json:
-        print(json.dumps(as_dict(config, shape, sizes, args.tensor_parallel_size), indent=2))
+        print(json.dumps(as_dict(config, shape, sizes, size), indent=2))
     else:
         _print_table(args.model, config, shape, sizes)
         if sizes.graph_shapes:
-            _print_graphs(shape, sizes, args.tensor_parallel_size)
+            _print_graphs(shape, sizes, size)
     return 0
 
 

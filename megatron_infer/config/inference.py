@@ -1,7 +1,8 @@
 """The options of an engine: `InferenceConfig`. `resolve` derives every size from it and a model.
 
-Names, types and defaults are those of megatron-core's `InferenceConfig`, so that a config written for it works here
-unchanged; fields below the line "ours" have no counterpart there. Importing this module needs no torch.
+Names, types and defaults are those of megatron-core's `InferenceConfig` as it was first published; below the line
+"ours" are fields that it lacks or got later. `InferenceConfig.from_megatron` takes one of any release. Importing this
+module needs no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_infer.config import checks
+from megatron_infer.config.from_megatron import config_values
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import FP8_E4M3, ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
@@ -293,6 +295,17 @@ class InferenceConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> InferenceConfig:
         """A config from plain values (enums by their string), as a file or a command line has them."""
         return cls(**values)
+
+    @classmethod
+    def from_megatron(cls, config: object) -> InferenceConfig:
+        """A config from megatron-core's own, 0.17 to 0.19, or from a mapping of its fields.
+
+        0.16 has no such class: give a mapping of the keywords of its DynamicInferenceContext and
+        DynamicInferenceEngine.
+        Raises ConfigError naming a field that has no counterpart here and is not at its default. docs/configuration.md
+        has the table.
+        """
+        return cls(**config_values(config))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` takes back; objects of the process (groups, metrics writer) are left out."""

@@ -42,11 +42,16 @@ def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
 
 
 def machine_config(
-    asked: Mapping[str, Any], shape: ModelShape | None = None, *, is_cuda: bool, available_bytes: int
+    asked: Mapping[str, Any],
+    shape: ModelShape | None = None,
+    *,
+    is_cuda: bool,
+    available_bytes: int,
+    tensor_parallel_size: int = 1,
 ) -> InferenceConfig:
     """The options asked for, over `machine_defaults` and over defaults that suit the model where its shape is known.
 
-    A default that contradicts an option asked for is dropped.
+    A default that contradicts an option asked for is dropped, or rounded where the ranks need a multiple.
     """
     base = machine_defaults(is_cuda=is_cuda, available_bytes=available_bytes)
     if asked.get("enable_prefix_caching") is False:
@@ -61,6 +66,10 @@ def machine_config(
     if shape is not None and shape.state is not None:
         state = _state_asked_for(asked.get("mamba_inference_state_config"), shape.state)
         _set_state_defaults(base, asked, shape, state, available_bytes)
+    if "max_requests" in base:
+        base["max_requests"] -= base["max_requests"] % tensor_parallel_size
+        if not base["max_requests"]:
+            del base["max_requests"]  # `resolve` says what is too small
     return InferenceConfig.from_dict(base | dict(asked))
 
 

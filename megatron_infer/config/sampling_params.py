@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+from megatron_infer.config.from_megatron import sampling_values
 from megatron_infer.config.structured_output import StructuredOutput, structured_of
 from megatron_infer.errors import RequestError, unknown_name
 
@@ -122,6 +123,15 @@ class SamplingParams:
         if isinstance(bias, Mapping):
             values["logit_bias"] = {_id_of_key(key): value for key, value in bias.items()}
         return cls(**values)
+
+    @classmethod
+    def from_megatron(cls, params: object, *, num_prompt_tokens: int | None = None) -> SamplingParams:
+        """Parameters from megatron-core's own, 0.16 to 0.19, or from a mapping of its fields.
+
+        num_prompt_tokens: needed only for num_tokens_total, which counts the prompt. Raises RequestError naming a field
+        that has no counterpart here and is set. docs/configuration.md has the table.
+        """
+        return cls(**sampling_values(params, num_prompt_tokens))
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as a JSON value; `from_dict` of it, also after a trip through JSON, equals these parameters."""

@@ -2,12 +2,14 @@
 
 A snapshot collects numbers in two columns (tensors), a journal line contains them: `Columns` and `Inline`.
 Times of time.monotonic become ages, because another process has another clock: differences between them are kept.
+Events have wall-clock times, which stay as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from megatron_infer.requests.token_details import TokenDetails
 from megatron_infer.scheduler.request import CacheUse, FinishReason, History, Request, Status, VersionSpan
 
 Logprobs = Sequence[Mapping[int, Logprob] | None]
+_LEAST_TIME = 1e9
+"""A wall-clock time of this century; no age of an event is as long."""
 _TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 
 
@@ -181,7 +185,7 @@ def encode_request(
         "prompt_logprobs": _maybe_logprobs(state.prompt_logprobs, numbers),
         "pooling": _encode_pooling(state.pooling, numbers),
         "metrics": _encode_metrics(state.metrics, now),
-        "events": _encode_events(state.events, now),
+        "events": _encode_events(state.events),
         "error": encode_error(state.error),
         "samples": samples,
     }
@@ -239,7 +243,7 @@ def decode_request(
         metrics=_decode_metrics(record["metrics"], now),
         prompt_logprobs=_maybe_decoded(record["prompt_logprobs"], numbers, codec),
         pooling=_decode_pooling(params, record.get("pooling"), len(prompt_ids), numbers),
-        events=_decode_events(record["events"], now),
+        events=_decode_events(record["events"]),
         error=decode_error(record["error"]),
     )
     return SavedRequest(state=state, saved=saved)
@@ -299,7 +303,7 @@ def encode_output(output: RequestOutput, numbers: Numbers, *, now: float) -> dic
         ],
         "metrics": _encode_metrics(output.metrics, now),
         "num_cached_tokens": output.num_cached_tokens,
-        "events": _encode_events(output.events, now),
+        "events": _encode_events(output.events),
         "error": encode_error(output.error),
     }
 
@@ -329,7 +333,7 @@ def decode_output(
         finished=True,
         metrics=_decode_metrics(record["metrics"], now),
         num_cached_tokens=record["num_cached_tokens"],
-        events=_decode_events(record["events"], now),
+        events=_decode_events(record["events"]),
         error=decode_error(record["error"]),
         pooled=_found_floats(record.get("pooled"), numbers),
     )
@@ -465,12 +469,17 @@ def _decode_metrics(record: Mapping[str, Any], now: float) -> RequestMetrics:
     return RequestMetrics(**{**record, **ages})
 
 
-def _encode_events(events: Sequence[RequestEvent], now: float) -> list[Any]:
-    return [[event.kind, now - event.time_s, event.payload] for event in events]
+def _encode_events(events: Sequence[RequestEvent]) -> list[Any]:
+    return [[event.kind, event.time_s, event.payload] for event in events]
 
 
-def _decode_events(records: Sequence[Any], now: float) -> list[RequestEvent]:
-    return [RequestEvent(kind, now - age, payload) for kind, age, payload in records]
+def _decode_events(records: Sequence[Any]) -> list[RequestEvent]:
+    """Earlier files have the age of an event at the save in place of its time: it is counted from now."""
+    now = time.time()
+    return [
+        RequestEvent(kind, number if number > _LEAST_TIME else now - number, payload)
+        for kind, number, payload in records
+    ]
 
 
 def encode_error(error: InferenceError | None) -> list[str] | None:

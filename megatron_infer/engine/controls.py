@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -110,6 +111,13 @@ class EngineControls:
                     state=EngineState.SUSPENDED.value,
                 )
             self._loop.quiesce(transition.tick)
+            if version < self._weights.highest_version:
+                warnings.warn(
+                    f"set_weight_version({version:,}): the engine had version {self._weights.highest_version:,} "
+                    "before; spans and staleness of tokens count on rising versions, and take tokens of these weights "
+                    f"for those of earlier ones; give {self._weights.highest_version + 1:,} or more",
+                    stacklevel=3,
+                )
             self._weights.accept(version, transition.tick)
             if running == "recompute":
                 self._scheduler.requeue_all()

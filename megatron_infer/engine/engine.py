@@ -253,8 +253,8 @@ class DynamicInferenceEngine:
     def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
         """The weights that the model has now are `version`: call it after writing them, in any state.
 
-        Cached KV of earlier weights is never matched again and derived copies are rebuilt. running: "keep" lets
-        unfinished requests go on with the KV they have (their spans say so), "recompute" recomputes it.
+        Cached KV of earlier weights is never matched again. running: "keep" lets unfinished requests go on with the KV
+        they have (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one.
         """
         self._controls.set_weight_version(version, running, timeout_s=timeout_s)
 

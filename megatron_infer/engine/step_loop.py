@@ -85,18 +85,31 @@ class StepLoop:
     def step(self, weights_changed: bool | None = None) -> list[RequestOutput]:
         """One step -> outputs of the requests that have news, finished ones marked.
 
-        After an interrupt, its outputs come with the next step. weights_changed: what the ranks of the engine have
-        agreed on; None: check.
+        Several steps where a request would never come to its next token otherwise, see `RecomputeProgress`. After an
+        interrupt, its outputs come with the next step. weights_changed: what the ranks of the engine have agreed on;
+        None: check.
         """
         outputs = self.take_backlog()
         try:
             self._step(outputs, weights_changed)
+            num_left, before = self._scheduler.recompute_progress.num_left, 0
+            while num_left and num_left != before:
+                self._step_more(outputs)
+                num_left, before = self._scheduler.recompute_progress.num_left, num_left
         except BaseException:
             self.backlog = outputs + self.backlog
             raise
         finally:
             self.was_idle = self.is_idle
         return outputs
+
+    def _step_more(self, outputs: list[RequestOutput]) -> None:
+        """Another step within the same call."""
+        news: list[RequestOutput] = []
+        try:
+            self._step(news, False)
+        finally:
+            outputs += news
 
     def _step(self, outputs: list[RequestOutput], weights_changed: bool | None) -> None:
         executor, scheduler = self._executor, self._scheduler

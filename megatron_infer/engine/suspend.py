@@ -258,6 +258,7 @@ class Suspension:
                 self._device.trim()
             if KV_CACHE in wanted:
                 self._cache.mode = chosen
+            self._weights.hold_weakly()
             if not self._away:
                 self._returns_to = transition.source
             self._away |= wanted
@@ -283,6 +284,8 @@ class Suspension:
                 self._cache.mode = KVCacheManagementMode.PERSIST
             if GRAPHS in wanted and self._graphs is not None:  # captured again when a step needs them
                 reports[GRAPHS] = TagReport(bytes_resident=self._graphs.pool.num_bytes)
+            if not left:
+                self._weights.hold()
             transition.target = EngineState.SUSPENDED if left else self._returns_to
             self._away = left
         return self._report("resume", mode, start, reports)

@@ -86,6 +86,7 @@ class PackedLinears:
         self.reason = reason
         """Why nothing is packed here (`pack` keeps no weight and linears run plain); None: packing works."""
         self._weights: list[Tensor] = []
+        """Those packed: no other tensor may have the id of one."""
         self._packed: dict[int, Tensor] = {}
         self.get: Callable[[int], Tensor | None] = self._packed.get
         """get(id(weight)) -> the packed copy, or None for a weight that is not packed."""
@@ -108,6 +109,10 @@ class PackedLinears:
                 if checksum is not None:
                     sums[key] = checksum
         return sums
+
+    def forget_weights(self) -> None:
+        """Keep the copies, but no weight alive; no copy may be used until the next `pack` has overwritten it."""
+        self._weights = []
 
     def clear(self) -> None:
         """Free the copies; linears run plain until the next `pack`."""
@@ -133,7 +138,7 @@ class PackedLinears:
 
     @property
     def num_weights(self) -> int:
-        return len(self._weights)
+        return len(self._packed)
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,8 @@ from megatron_infer.metrics.definitions import as_row, engine_families
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot, StepSnapshot
 
 STEP_METRIC = "inference/inference_step"
-logger = logging.getLogger("megatron_infer")
+LOGGER = "megatron_infer.metrics"
+logger = logging.getLogger(LOGGER)
 
 
 class MetricsWriter(Protocol):

@@ -25,7 +25,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestEvent:
-    """An event of a request; `time_s` is on the clock of time.monotonic."""
+    """An event of a request; `time_s` is wall-clock time (time.time), as that of megatron-core's events."""
 
     kind: str
     time_s: float

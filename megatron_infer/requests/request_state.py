@@ -167,7 +167,7 @@ class RequestState:
         return all(sequence.request.finish_reason is not None for sequence in self.sequences)
 
     def event(self, kind: str, **payload: object) -> None:
-        self.events.append(RequestEvent(kind, time.monotonic(), payload))
+        self.events.append(RequestEvent(kind, time.time(), payload))
 
     def output(self, mode: StreamMode | None = None) -> RequestOutput:
         """The request as it is now, in its own mode (a delta is handed out once); "cumulative" repeats everything."""

@@ -12,6 +12,7 @@ from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.decode import DecodePlanner
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.prefill import PrefillPlanner, PrefillRoom
+from megatron_infer.scheduler.recompute_progress import RecomputeProgress
 from megatron_infer.scheduler.request import FinishReason, Request, Status
 from megatron_infer.scheduler.running_set import EventHook, RunningSet, SchedulerStats
 from megatron_infer.scheduler.step_budget import StepBudget
@@ -78,6 +79,7 @@ class Scheduler:
             room=prefill_room,
         )
         self._decodes = DecodePlanner(context, self.running_set, num_micro_batches=num_micro_batches)
+        self.recompute_progress = RecomputeProgress()
         self._num_arrivals = self._num_uncommitted = self._prompt_tokens_in_flight = 0
         self._returned: list[Request] = []
 
@@ -158,6 +160,7 @@ class Scheduler:
         assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
         self.preemption.drop_all()
         live = self.running_set.live()
+        self.recompute_progress.requeue(live)
         for request in live:
             self.running_set.start_over(request)
         self.queue.insert_sorted(live)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 PR_SET_PDEATHSIG = 1
@@ -83,6 +84,8 @@ def engine(
     from megatron_infer.rl.remote_weights import RemoteWeights
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
+    if config.get("logging_step_interval"):
+        log_to_stderr(METRICS_LOGGER)
     llm = LLM(model, config=config, dtype=dtype, device=device, threads=threads)
     replica = Replica(llm.engine, coordinator, name=name, commands=RemoteWeights(llm.engine).commands())
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())

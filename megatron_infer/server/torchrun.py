@@ -38,6 +38,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.threads import apply_cpu_settings
 from megatron_infer.memory.device import Device, choose_dtype
+from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.sources import open_source
@@ -50,6 +51,7 @@ from megatron_infer.server.launch import (
 )
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor
+from megatron_infer.utils.stderr_log import log_to_stderr
 
 ADDRESS_KEY, ENDED_KEY = "megatron_infer/serve", "megatron_infer/serve/ended"
 """Keys in the rendezvous store: the coordinator's address, and that HTTP has ended."""
@@ -78,6 +80,8 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
             _ignore_signals()
             engine.follow(weights.followed())
             return
+        if options.config.get("logging_step_interval"):
+            log_to_stderr(METRICS_LOGGER)
         key = None if coordinator["key"] is None else coordinator["key"].encode()
         name, commands = f"replica{rank_group.dp_rank}", weights.commands()
         replica = Replica(engine, coordinator["address"], name=name, key=key, commands=commands)
@@ -104,7 +108,13 @@ def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
     available = device.available_bytes() // (1 if device.is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     given = options.config | {"pg_collection": groups}
-    config = machine_config(given, shape, is_cuda=device.is_cuda, available_bytes=available)
+    config = machine_config(
+        given,
+        shape,
+        is_cuda=device.is_cuda,
+        available_bytes=available,
+        tensor_parallel_size=1 if groups.tp is None else groups.tp.size(),
+    )
     if "buffer_size_gb" not in given:  # free memory differs between ranks, but the ranks of an engine need one size
         config = dataclasses.replace(config, buffer_size_gb=_min_over_ranks(config.buffer_size_gb))
     return DynamicInferenceEngine(

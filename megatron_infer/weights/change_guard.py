@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
+from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -92,6 +94,16 @@ _NOTHING_READ: Mapping[int, int] = {}
 _VERSION, _POINTER = attrgetter("_version"), Tensor.data_ptr
 
 
+class _Known(NamedTuple):
+    """The accepted weights."""
+
+    weights: list[Tensor]
+    parts: list[Tensor]
+    """Tensors that make up the weights: the weight itself, or codes and scales of a quantised one."""
+    versioned: list[Tensor]
+    """Those of both that count their versions."""
+
+
 class WeightGuard:
     """Compares weights with what they were when last accepted.
 
@@ -100,16 +112,18 @@ class WeightGuard:
     shows only in the content; a replaced parameter object is another member of `weights()`. `moved` sees the first two
     and is cheap enough for every step; `changed` sees all four and reads all weights once, about as much as a decode
     step. A quantised weight shows its version itself; its codes and scales show addresses and content.
+
+    While the engine is suspended the guard holds the weights weakly, so that the memory of a parameter that training
+    replaces is free at once.
     """
 
     def __init__(self, weights: Callable[[], Iterable[Tensor]], *, checksum: Callable[[Tensor], int | Tensor]) -> None:
         """checksum: a scalar tensor where the device computes it; one wait is for all of them."""
         self._all, self._checksum = weights, checksum
-        self._weights: list[Tensor] = []
-        self._parts: list[Tensor] = []
-        """Tensors that make up the weights: the weight itself, or codes and scales of a quantised one."""
-        self._has_quantised = False
-        self._versioned: list[Tensor] = []
+        self._held: _Known | None = None
+        self._weak: tuple[list[ref[Tensor]], ...] = ()
+        """References to the lists of `_held`; used while that is None."""
+        self._is_weak = self._has_quantised = False
         self._versions: list[int] = []
         self._pointers: list[int] = []
         self._sums: list[int] = []
@@ -124,9 +138,28 @@ class WeightGuard:
         versioned = [one for one in counted if not one.is_inference()]
         versions, pointers = list(map(_VERSION, versioned)), list(map(_POINTER, parts))
         sums = self._content(parts, read)
-        self._weights, self._parts, self._versioned = weights, parts, versioned
+        self._held = _Known(weights, parts, versioned)
         self._has_quantised = any(map(is_quantised, weights))
         self._versions, self._pointers, self._sums = versions, pointers, sums
+        if self._is_weak:
+            self.hold_weakly()
+
+    def hold_weakly(self) -> None:
+        """Keep no weight alive until `hold`; a comparison takes a little longer meanwhile."""
+        self._is_weak = True
+        if self._held is not None:
+            self._weak, self._held = tuple([ref(one) for one in tensors] for tensors in self._held), None
+
+    def hold(self) -> None:
+        """Undo `hold_weakly`."""
+        self._is_weak, self._held = False, self._known()
+
+    def _known(self) -> _Known | None:
+        """The accepted weights; None if one of them exists no more."""
+        if self._held is not None:
+            return self._held
+        lists = [[tensor for one in refs if (tensor := one()) is not None] for refs in self._weak]
+        return _Known(*lists) if list(map(len, lists)) == list(map(len, self._weak)) else None
 
     def invalidate(self) -> None:
         """Until the next `accept` the weights count as moved: copies may be derived from old and from new weights."""
@@ -144,9 +177,13 @@ class WeightGuard:
 
     def moved(self) -> bool:
         """True when a weight was updated in place or re-pointed since `accept`."""
+        known = self._known()
+        return known is None or self._moved(known)
+
+    def _moved(self, known: _Known) -> bool:
         return (
-            list(map(_VERSION, self._versioned)) != self._versions
-            or list(map(_POINTER, _parts(self._weights) if self._has_quantised else self._parts)) != self._pointers
+            list(map(_VERSION, known.versioned)) != self._versions
+            or list(map(_POINTER, _parts(known.weights) if self._has_quantised else known.parts)) != self._pointers
         )
 
     def changed(self, read: Mapping[int, int] = _NOTHING_READ) -> bool:
@@ -154,12 +191,12 @@ class WeightGuard:
 
         read: checksums, by id, of weights that were just read: they are not read again.
         """
-        weights = self._present()
-        if list(map(id, weights)) != list(map(id, self._weights)):
+        known, weights = self._known(), self._present()
+        if known is None or list(map(id, weights)) != list(map(id, known.weights)):
             return True
-        if list(map(id, _parts(weights))) != list(map(id, self._parts)):
+        if list(map(id, _parts(weights))) != list(map(id, known.parts)):
             return True
-        return self.moved() or self._content(self._parts, read) != self._sums
+        return self._moved(known) or self._content(known.parts, read) != self._sums
 
     def _present(self) -> list[Tensor]:
         return list({id(weight): weight for weight in self._all()}.values())

@@ -48,6 +48,8 @@ class WeightManager:
         self._verifies, self._set_root, self._show_to_graphs = verifies, set_root, show_to_graphs
         self.version = self.num_updates = 0
         """num_updates: times weights were accepted. Never the same for two different weights, as a version may be."""
+        self.highest_version = 0
+        """The highest version that the engine ever had."""
         self.guard = WeightGuard(self._tensors, checksum=kernels.checksum)
         self.derived = DerivedCaches()
         """The registry of copies derived from the weights."""
@@ -94,7 +96,7 @@ class WeightManager:
         except BaseException:
             self.guard.invalidate()  # on ranks that succeeded too: all try again
             raise
-        self.version = version
+        self.version, self.highest_version = version, max(version, self.highest_version)
         self.num_updates += 1
         self.update_graphs()
         self._set_root(self.root, version=version)
@@ -127,7 +129,7 @@ class WeightManager:
     def raise_version(self, version: int) -> None:
         """Count on from `version` if it is higher: loaded tokens carry it. Nothing may be in flight."""
         if version > self.version:
-            self.version = version
+            self.version, self.highest_version = version, max(version, self.highest_version)
             self._set_root(self.root, version=version)
 
     def update_graphs(self) -> None:
@@ -144,6 +146,16 @@ class WeightManager:
             self.derived.verify()
 
     # ------------------------------------------------------------------ memory
+
+    def hold_weakly(self) -> None:
+        """Keep no parameter alive that training replaces, until `hold`; for a suspended engine."""
+        self.guard.hold_weakly()
+        if self.derived.is_released:  # else steps find packed copies by the ids of the weights, which must stay taken
+            self._packed.forget_weights()
+
+    def hold(self) -> None:
+        """Undo `hold_weakly`: steps follow."""
+        self.guard.hold()
 
     def offload(self, tick: Tick) -> None:
         """Move the live weights to the host if the engine owns them and they are on a device; a trainer's stay."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import logging
 
 import pytest
 
@@ -55,3 +56,15 @@ def test_generate_follows_a_schema(tmp_path, capsys):
     ask = ["generate", "smollm2", "--prompt", "How many legs has a cat?", "--json-schema", str(schema), "--compact"]
     assert main([*ask, "--max-tokens", "40", *SMALL]) == 0
     assert isinstance(json.loads(capsys.readouterr().out)["n"], int)
+
+
+def test_metrics_without_a_writer_are_lines_on_stderr(capsys):
+    log = logging.getLogger("megatron_infer.metrics")
+    try:
+        assert main(["generate", "smollm2", "--prompt", "Hi", "--max-tokens", "4", *SMALL]) == 0
+        assert "step 2: " not in capsys.readouterr().err
+        asked = ["--logging-step-interval", "2", *SMALL]
+        assert main(["generate", "smollm2", "--prompt", "Hi", "--max-tokens", "4", *asked]) == 0
+        assert "step 2: " in capsys.readouterr().err
+    finally:
+        log.handlers.clear()

@@ -96,3 +96,16 @@ def test_swap_without_eviction_is_reported_to_have_no_effect():
     )
     with pytest.warns(ConfigWarning, match="no request is ever evicted"):
         config.resolve(shape(0))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 6, 7, 12])
+@pytest.mark.parametrize("model", [shape(4, state=None), shape(4), shape(0)], ids=["attention", "hybrid", "mamba"])
+@pytest.mark.parametrize("asked", [{}, {"max_tokens": 64}, {"buffer_size_gb": 0.5}])
+def test_a_number_of_requests_that_was_chosen_here_is_never_refused(ranks, model, asked):
+    """SmolLM2 over three ranks: 256 requests are no multiple of three, and no user asked for them."""
+    config = machine_config(asked, model, is_cuda=False, available_bytes=64 * GIB, tensor_parallel_size=ranks)
+    sizes = config.resolve(model, tensor_parallel_size=ranks, available_bytes=64 * GIB)
+    assert sizes.max_requests % ranks == 0 < sizes.max_requests
+    with pytest.raises(ConfigError, match=r"max_requests is 8, it must be a multiple of the tensor parallel size 3"):
+        chosen = machine_config({"max_requests": 8}, is_cuda=False, available_bytes=8 << 30, tensor_parallel_size=3)
+        chosen.resolve(shape(4, state=None), tensor_parallel_size=3)

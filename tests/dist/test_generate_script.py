@@ -49,11 +49,13 @@ def alone(tmp_path: Path) -> list[str]:
     (tmp_path / "bad").write_text('{"prompt": "x"}\nnonsense\n')
     common = ["--model", "smollm2", "--dtype", "float32", "--prompts-file", str(prompts), "--max-tokens", "8"]
     wrong = [["--tp", "2", "--pp", "2"], ["--prompts-file", str(tmp_path / "bad")]]
-    alone = run("-c", SEVERAL, json.dumps([*wrong, [*common, "--output", str(tmp_path / "1")]]))
+    options = ["--max-requests", "1", "--block-size-tokens", "32", "--logging-step-interval", "12"]
+    alone = run("-c", SEVERAL, json.dumps([*wrong, [*common, *options, "--output", str(tmp_path / "1")]]))
     assert alone.returncode == 0 and "Traceback" not in alone.stderr, alone.stderr
     layout, file, _ = alone.stderr.split("2 ended")
     assert "1 process, but tp x pp x ep = 2 x 2 x 1 = 4; start a multiple of 4" in layout
     assert "bad:2: not" in file and "0 ended" in alone.stderr
+    assert "step 24: " in alone.stderr and " 1 active, " in alone.stderr, "the engine's options act"
     return common
 
 

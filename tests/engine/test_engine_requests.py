@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -305,11 +306,16 @@ def test_logits_that_are_no_numbers_fail_only_their_request(model):
 
 
 def test_events_and_metrics_tell_the_story(model):
-    engine = make_engine(model, track_generated_token_events=True, track_paused_request_events=True)
+    engine, started = (
+        make_engine(model, track_generated_token_events=True, track_paused_request_events=True),
+        time.time(),
+    )
     output = engine.generate(PROMPT, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))[0]
     kinds = [event.kind for event in output.events]
     assert kinds == ["ADD_ENGINE", "ADD_CONTEXT", *["GENERATED_TOKEN"] * 3, "FINISH"]
     assert [e.payload["token"] for e in output.events if e.kind == "GENERATED_TOKEN"] == output.outputs[0].token_ids
+    times = [event.time_s for event in output.events]
+    assert started <= times[0] and times == sorted(times) and times[-1] <= time.time(), "wall-clock time, as Megatron's"
     metrics = output.metrics
     assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time <= metrics.finished_time
     assert metrics.num_output_tokens == 3 and metrics.ttft_s >= 0 and metrics.latency_s >= metrics.ttft_s

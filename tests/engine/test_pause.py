@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -131,6 +132,20 @@ def test_wrong_words_are_refused_before_anything_happens(model):
     assert len(finish(engine)) == 4
 
 
+def test_a_version_below_an_earlier_one_is_taken_with_a_warning(model):
+    engine = make_engine(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.set_weight_version(7)
+        engine.set_weight_version(7)
+        engine.set_weight_version(9)
+    with pytest.warns(UserWarning, match=r"set_weight_version\(3\): the engine had version 9 before.* give 10 or more"):
+        engine.set_weight_version(3)
+    assert engine.weight_version == 3
+    with pytest.warns(UserWarning, match="had version 9 before"):
+        engine.set_weight_version(8)  # higher than the present one, and tokens of an earlier one may have it
+
+
 def change(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -170,7 +185,8 @@ def test_a_version_used_twice_never_matches_the_cache_of_its_first_use(model):
     change(model, 2)
     engine.set_weight_version(4)
     change(model, 3)
-    engine.set_weight_version(3)
+    with pytest.warns(UserWarning, match="had version 4 before"):
+        engine.set_weight_version(3)
     hits = engine.stats().counters["prefix_hits"]
     again = engine.generate(PROMPTS[:1], PARAMS)[0]
     assert engine.stats().counters["prefix_hits"] == hits

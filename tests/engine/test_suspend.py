@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from suspend_case import (
     workload,
 )
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, TransitionFailed, TransitionTimeout, WrongState
 from megatron_infer.memory.store import StateStore
 from megatron_infer.testing.inspect import inspect
@@ -400,3 +403,63 @@ def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
     engine.resume()
     while engine.has_unfinished():
         engine.step()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("how", ["suspend", "retract", "version"])
+def test_recomputing_all_requests_after_every_step_ends_prompts_of_several_steps(model, how, overlap):
+    """Each cycle or the next brings the oldest request a token, though no single step holds its prompt."""
+    settings = {"max_tokens": 32, "max_requests": 4, "enable_chunked_prefill": True, "overlap": overlap}
+    rng = random.Random(3)
+    work = [
+        ([rng.randrange(4, VOCAB) for _ in range(length)], SamplingParams(max_tokens=3, temperature=0.0, n=n))
+        for length, n in ((120, 1), (5, 1), (100, 2), (33, 1))
+    ]
+    expected = undisturbed(model, work, **settings)
+    engine = make_engine(model, **settings)
+    names = [engine.add_request(prompt, params) for prompt, params in work]
+    version, finished = 0, {}
+    for _ in range(60):
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+        if len(finished) == len(work):
+            break
+        if how == "suspend":
+            with engine.suspended("recompute"):
+                pass
+        elif how == "retract":
+            engine.pause("retract")
+            engine.unpause()
+        else:
+            version += 1
+            engine.set_weight_version(version, running="recompute")
+    assert len(finished) == len(work), f"{len(finished)} of {len(work)} after 60 cycles"
+    tokens = [[one.token_ids for one in finished[name].outputs] for name in names]
+    assert tokens == expected
+
+
+def test_a_step_takes_one_forward_unless_a_request_is_stuck(model):
+    engine = make_engine(model, max_tokens=32, max_requests=4, enable_chunked_prefill=True)
+    request = engine.add_request(list(range(4, 124)), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    engine.step()
+    engine.suspend("recompute")
+    engine.resume()
+    steps = [engine.num_steps]
+    for _ in range(6):
+        engine.step()
+        steps.append(engine.num_steps)
+    assert steps == list(range(1, 8)), "one requeue is no reason"
+    engine.suspend("recompute")
+    engine.resume()
+    engine.step()
+    engine.suspend("recompute")
+    engine.resume()
+    (output,) = engine.step()
+    assert output.request_id == request and engine.num_steps == 7 + 1 + 4, "its prompt of 120 and 3 tokens, at once"
+    engine.abort(request)
+
+
+def undisturbed(model: torch.nn.Module, work: list, **settings: Any) -> list[list[list[int]]]:
+    outputs = make_engine(model, **settings).generate([prompt for prompt, _ in work], [params for _, params in work])
+    return [[one.token_ids for one in output.outputs] for output in outputs]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
+from model_kinds import make_model
+from suspend_case import make_engine
 from torch import nn
 
 from megatron_infer.config.inference import InferenceConfig
@@ -172,3 +177,48 @@ def test_weights_that_change_under_running_requests_reach_the_packed_copies(over
     assert engine.stats().weight_version == 1
     assert fresh != old and done["new"] == fresh
     assert len(done["running"]) == 12 and done["running"][:3] == old[:3]
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_a_suspended_engine_keeps_no_replaced_parameter_alive(kind, mode):
+    """Training may replace parameters; the memory of the old ones is free at once, also after a version was set."""
+    model = make_model(kind)
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    engine.generate([[5, 6, 7]], params)
+    engine.suspend(mode)
+    for announced in (False, True):
+        old = []
+        for module in list(model.modules()):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    old.append(weakref.ref(parameter))
+                    setattr(module, name, nn.Parameter(parameter.detach() * 0.9))
+        del module, parameter
+        gc.collect()
+        assert not [one for one in old if one() is not None]
+        if announced:
+            engine.set_weight_version(5)
+    engine.resume()
+    assert engine.weight_version == 5
+    tokens = engine.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    assert tokens == make_engine(model).generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+
+
+def test_weights_held_weakly_are_compared_as_before(guard, model):
+    guard.hold_weakly()
+    assert not guard.moved() and not guard.changed()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert guard.moved() and guard.changed()
+    guard.accept()
+    assert not guard.moved() and not guard.changed()
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    gc.collect()
+    assert guard.moved() and guard.changed(), "a weight that exists no more"
+    guard.accept()
+    guard.hold()
+    assert not guard.moved() and not guard.changed()
+    model[2].weight.data[3] += 1e-3
+    assert guard.changed()

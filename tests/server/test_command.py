@@ -67,12 +67,14 @@ def workers(parent: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_killed_worker_is_restarted_and_its_request_continues_after_its_tokens():
-    command = Command("smollm2", "--dtype", "float32", "--max-sequence-length", "512", "--buffer-size-gb", "0.2")
+    sizes = ("--max-sequence-length", "512", "--buffer-size-gb", "0.2", "--logging-step-interval", "10")
+    command = Command("smollm2", "--dtype", "float32", *sizes)
     try:
         url = command.wait_ready()
         ask = {"prompt": "The capital of France is", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
         whole = httpx.post(f"{url}/v1/completions", json=ask, timeout=60).json()["choices"][0]["text"]
         assert whole.startswith(" Paris")
+        wait_for(lambda: command.matches(r"step 100: .* tokens"), 10)  # metrics without a writer are console lines
         (worker,) = workers(command.process.pid)
         replies = []
 

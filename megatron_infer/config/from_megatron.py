@@ -1,0 +1,232 @@
+"""Options and sampling parameters of megatron-core 0.16 to 0.19 in the terms of this package.
+
+Called by `InferenceConfig.from_megatron` and `SamplingParams.from_megatron`. Reads attributes only: importing this
+module needs neither megatron-core nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.errors import ConfigError, RequestError
+
+FIELDS_SINCE: dict[str, tuple[str, ...]] = {
+    "0.17": (
+        "block_size_tokens",
+        "buffer_size_gb",
+        "paused_buffer_size_gb",
+        "mamba_inference_state_config",
+        "mamba_memory_ratio",
+        "max_requests",
+        "max_tokens",
+        "unified_memory_level",
+        "kv_cache_management_mode",
+        "num_cuda_graphs",
+        "cuda_graph_mixed_prefill_count",
+        "use_cuda_graphs_for_non_decode_steps",
+        "static_kv_memory_pointers",
+        "max_sequence_length",
+        "pg_collection",
+        "use_flashinfer_fused_rope",
+        "materialize_only_last_token_logits",
+        "enable_chunked_prefill",
+        "num_speculative_tokens",
+        "enable_prefix_caching",
+        "prefix_caching_eviction_policy",
+        "prefix_caching_coordinator_policy",
+        "prefix_caching_routing_alpha",
+        "prefix_caching_mamba_gb",
+        "track_paused_request_events",
+        "track_generated_token_events",
+        "metrics_writer",
+        "logging_step_interval",
+        "request_metadata_types",
+        "use_synchronous_zmq_collectives",
+    ),
+    "0.18": ("cuda_graph_all_prefills", "sampling_backend", "disable_ep_consensus", "ep_consensus_interval", "verbose"),
+    "0.19": (
+        "cuda_graph_sizing_distribution",
+        "cuda_graph_max_tokens",
+        "offset_sampling_seed_by_dp_rank",
+        "async_sched_mode",
+        "logprobs_mode",
+    ),
+}
+"""megatron-core version -> the fields that its InferenceConfig has more than the one before. 0.16 has no such class."""
+KEYWORDS_OF_0_16 = {
+    "inference_logging_step_interval": "logging_step_interval",
+    "random_seed": "seed",
+    "persist_cuda_graphs": "static_kv_memory_pointers",
+}
+"""Keyword of 0.16's DynamicInferenceContext or DynamicInferenceEngine -> our field, where the names differ."""
+MODEL_KEYWORDS_OF_0_16 = (
+    "params_dtype",
+    "num_layers",
+    "kv_channels",
+    "num_attention_heads",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "cache_mla_latent",
+    "kv_lora_rank",
+    "qk_pos_emb_head_dim",
+    "enable_cuda_graph",
+)
+"""Keywords of 0.16 without a field here: the engine reads them off the model; enable_cuda_graph is not read there."""
+UNSUPPORTED: dict[str, tuple[object, str]] = {
+    "num_speculative_tokens": (0, "no tokens are drafted here, each step draws one token per sequence"),
+    "use_synchronous_zmq_collectives": (False, "the ranks of an engine agree over process groups, not over ZMQ"),
+    "disable_ep_consensus": (False, "the ranks of an engine plan each step together, none can leave that out"),
+    "ep_consensus_interval": (20, "the ranks of an engine plan each step together, whatever the interval"),
+    "verbose": (False, "print(engine.sizes.table()) shows the sizes and how each was derived"),
+}
+"""Field of Megatron that has none here -> (its default, why no other value is taken)."""
+_LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "return_log_probs",
+    "skip_prompt_log_probs",
+    "return_segments",
+    "num_tokens_to_generate",
+    "num_tokens_total",
+    "termination_id",
+    "top_n_logprobs",
+    "return_prompt_top_n_logprobs",
+    "add_BOS",
+    "stop_words",
+    "detokenize_stop_sequence",
+    "return_prompt_tokens",
+)
+NO_TERMINATION = -1
+"""The termination_id that no token has: the request runs to its limit."""
+
+
+def config_values(config: object) -> dict[str, Any]:
+    """Fields of our InferenceConfig from Megatron's, or from a mapping of its keywords or of those of 0.16."""
+    if isinstance(config, Mapping):
+        given, defaults = dict(config), {}
+    elif not is_dataclass(config) or isinstance(config, type) or _is_ours(config):
+        raise ConfigError(
+            f"from_megatron takes megatron-core's InferenceConfig or a mapping of its fields, got {_kind(config)}"
+        )
+    else:
+        given = {item.name: getattr(config, item.name) for item in fields(config)}
+        given["verbose"] = getattr(config, "_verbose", False)  # an InitVar there, which is no field
+        defaults = {item.name: item.default for item in fields(config)}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in MODEL_KEYWORDS_OF_0_16:
+            continue
+        if name in UNSUPPORTED or not _is_known(name):
+            default, why = UNSUPPORTED.get(name, (defaults.get(name, ...), "it is not known here"))
+            if value != default:
+                shown = "" if default is ... else f"; leave it {default!r}"
+                raise ConfigError(f"{name}={value!r} of megatron-core's InferenceConfig cannot be kept: {why}{shown}")
+        elif name == "offload_kv_cache":  # 0.16
+            kept = "persist" if given.get("unified_memory_level") else "recompute"
+            values["kv_cache_management_mode"] = "offload" if value else kept
+        elif name == "async_sched_mode":
+            values["overlap"] = _plain(value) == "async"
+        elif name == "logprobs_mode":
+            values[name] = _LOGPROBS_MODES.get(value, value)
+        elif name == "sampling_backend":
+            values[name] = "auto" if value == "torch" else value  # its default; each backend draws the same tokens
+        elif name == "mamba_inference_state_config":
+            values[name] = None if value is None else _state_config(value)
+        elif name != "cuda_graph_max_tokens" or value is not None:  # None in 0.16: not given
+            values[KEYWORDS_OF_0_16.get(name, name)] = _plain(value)
+    return values
+
+
+def sampling_values(params: object, num_prompt_tokens: int | None) -> dict[str, Any]:
+    """Fields of our SamplingParams from Megatron's, or from a mapping of its fields."""
+    if isinstance(params, Mapping):
+        given = dict(params)
+    elif not is_dataclass(params) or isinstance(params, type) or _is_ours(params):
+        raise RequestError(
+            f"from_megatron takes megatron-core's SamplingParams or a mapping of its fields, got {_kind(params)}"
+        )
+    else:
+        given = dict(vars(params))  # with what add_attributes has added
+    for name in given:
+        if name not in _SAMPLING_FIELDS:
+            raise _unkept(name, given[name], "it is not known here")
+    if given.get("return_segments"):
+        raise _unkept("return_segments", True, "ask for log probabilities, each of which has the text of its token")
+    if given.get("add_BOS"):
+        raise _unkept("add_BOS", True, "begin the prompt's ids with the token, or let the tokenizer add it")
+    values: dict[str, Any] = {"max_tokens": _max_tokens(given, num_prompt_tokens)}
+    values |= {name: given[name] for name in ("temperature", "top_k") if name in given}
+    if given.get("top_k") == 1:  # the most likely token, whatever the temperature
+        values |= {"temperature": 0.0, "top_k": 0}
+    values["top_p"] = given.get("top_p") or 1.0
+    if given.get("top_n_logprobs") and not given.get("return_log_probs"):
+        raise _unkept("top_n_logprobs", given["top_n_logprobs"], "it needs return_log_probs=True, in Megatron too")
+    if given.get("return_log_probs"):
+        values["logprobs"] = given.get("top_n_logprobs", 0)
+        values["prompt_logprobs"] = None if given.get("skip_prompt_log_probs") else values["logprobs"]
+    stop_id = given.get("termination_id")
+    if stop_id is not None:  # instead of the model's own
+        values |= {"ignore_eos": True, "stop_token_ids": () if stop_id == NO_TERMINATION else (stop_id,)}
+    values["stop"] = given.get("stop_words") or None
+    values["include_stop_str_in_output"] = given.get("detokenize_stop_sequence", False)
+    return values
+
+
+def _max_tokens(given: Mapping[str, Any], num_prompt_tokens: int | None) -> int | None:
+    total, num_tokens = given.get("num_tokens_total"), given.get("num_tokens_to_generate")
+    if total is None:
+        return num_tokens
+    if num_tokens is not None:
+        raise _unkept(
+            "num_tokens_total", total, "num_tokens_to_generate is set as well, and Megatron takes one of them"
+        )
+    if num_prompt_tokens is None:
+        raise _unkept("num_tokens_total", total, "it counts the prompt: give num_prompt_tokens, the prompt's length")
+    left: int = total - num_prompt_tokens
+    return left
+
+
+def _unkept(name: str, value: object, why: str) -> RequestError:
+    return RequestError(f"{name}={value!r} of megatron-core's SamplingParams cannot be kept: {why}")
+
+
+def _is_known(name: str) -> bool:
+    return name in KEYWORDS_OF_0_16 or name == "offload_kv_cache" or any(name in new for new in FIELDS_SINCE.values())
+
+
+def _state_config(config: object) -> MambaInferenceStateConfig:
+    """Ours from Megatron's, which has torch dtypes and in 0.16 other names. The chunk size is read off the model."""
+
+    def found(*names: str) -> Any:
+        return next((getattr(config, name) for name in names if hasattr(config, name)), None)
+
+    def dtype(name: str) -> str | None:
+        return None if found(name) is None else str(found(name)).removeprefix("torch.")
+
+    return MambaInferenceStateConfig(
+        layer_type_list=list(found("layer_type_list")),
+        mamba_conv_states_shape=tuple(found("conv_states_shape", "mamba_conv_states_shape")),
+        mamba_ssm_states_shape=tuple(found("ssm_states_shape", "mamba_ssm_states_shape")),
+        conv_states_dtype=dtype("conv_states_dtype"),
+        ssm_states_dtype=dtype("ssm_states_dtype"),
+    )
+
+
+def _plain(value: object) -> object:
+    """Megatron's enums have the values of ours."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def _is_ours(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _kind(value: object) -> str:
+    kind = value if isinstance(value, type) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}" + (" itself" if isinstance(value, type) else "")
