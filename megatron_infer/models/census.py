@@ -70,6 +70,7 @@ class Census:
     def __init__(self, model: torch.nn.Module) -> None:
         self.records = dict(_records(model))
         """By path, "" for the model itself. A module with several paths has a record at each."""
+        self.global_hooks = global_hooks()
         modules = modules_of(model)
         self._modules = [weakref.ref(module) for module in modules]
         states = list(map(_STATE, modules))
@@ -115,10 +116,14 @@ class Census:
 
     def has_same_parameters(self, other: Census) -> bool:
         """Whether all parameters are the same objects."""
-        return self._parameters == other._parameters
+        # There is one weak reference to an object.
+        mine, others = self._parameters, other._parameters
+        return len(mine) == len(others) and all(map(is_, mine, others))
 
     def difference(self, now: Census) -> tuple[str, str] | None:
         """(path, what) of the first module that another census describes otherwise; None: there is none."""
+        if self.global_hooks != now.global_hooks:
+            return "", f"runs {now.global_hooks} forward hooks of all modules, and ran {self.global_hooks} when adopted"
         if self.records == now.records:
             return None
         for path, record in now.records.items():

@@ -118,8 +118,8 @@ class WeightManager:
             self._adopted.apply(reading)
 
     def check_modules(self) -> None:
-        """Raise AdoptionError for modules that changed and cannot be adopted again; reads no weight, changes nothing."""
-        if self._adopted.has_changed():
+        """Raise AdoptionError for modules that changed and cannot be adopted again; nothing is changed."""
+        if self._adopted.has_changed() or self.guard.moved():  # a cast moves the weights
             self._adopted.read_changed()
 
     def accept_changes(self) -> None:
@@ -164,7 +164,7 @@ class WeightManager:
         one that was adopted; AdoptionError if that cannot be adopted. On every rank."""
         with self._rank_group.together("verifying what is derived from the weights"):
             self.check_modules()
-            if (found := self._adopted.changed_module()) is not None:
+            if (found := self._adopted.changed_module()) is not None:  # could be adopted, and is not yet
                 where, what = found
                 raise StaleCache(
                     f"{where or '<root>'} {what}; the next step adopts it, as do set_weight_version and refresh_weights"

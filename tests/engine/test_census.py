@@ -34,10 +34,14 @@ MODELS: dict[str, Callable[..., Any]] = {
     "moe": lambda **more: tiny_gpt(**SETTINGS, **EXPERTS, **more),
     "hybrid": lambda **more: tiny_hybrid("M*-E", **SETTINGS, **more),
 }
-CONFIG = InferenceConfig(
-    buffer_size_gb=0.004, block_size_tokens=16, max_requests=4, max_tokens=64, max_sequence_length=64,
-    enable_prefix_caching=True, prefix_caching_mamba_gb=0.001, check_invariants=True,
-)  # fmt: skip
+CONFIG: dict[str, Any] = {
+    "buffer_size_gb": 0.004,
+    "block_size_tokens": 16,
+    "max_requests": 4,
+    "max_tokens": 64,
+    "max_sequence_length": 64,
+    "check_invariants": True,
+}
 PROMPT = list(range(5, 40))
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0, logprobs=1)
 Undo = Callable[[], Any]
@@ -219,8 +223,15 @@ def pair(kind: str) -> tuple[Any, Any]:
     return MODELS[kind](seed=1), MODELS[kind](seed=2)
 
 
+def config_of(model: Any) -> InferenceConfig:
+    """With a prefix cache: keys and values of other modules must not be matched."""
+    states = {"prefix_caching_mamba_gb": 0.001} if model.config.is_hybrid_model else {}
+    cache = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+    return InferenceConfig(**CONFIG, **cache, **states)
+
+
 def engine_of(model: Any) -> DynamicInferenceEngine:
-    return DynamicInferenceEngine(model, CONFIG)
+    return DynamicInferenceEngine(model, config_of(model))
 
 
 def answer(engine: DynamicInferenceEngine, prompt: list[int] = PROMPT) -> tuple[list[int], list[float]]:
@@ -230,7 +241,8 @@ def answer(engine: DynamicInferenceEngine, prompt: list[int] = PROMPT) -> tuple[
 def read(output: Any) -> tuple[list[int], list[float]]:
     (found,) = output.outputs
     assert found.finish_reason == "length", output
-    return list(found.token_ids), [step[token].logprob for step, token in zip(found.logprobs, found.token_ids)]
+    steps = zip(found.logprobs, found.token_ids, strict=True)
+    return list(found.token_ids), [step[token].logprob for step, token in steps]
 
 
 def check_equal(found: tuple[list[int], list[float]], wanted: tuple[list[int], list[float]]) -> None:
@@ -292,7 +304,7 @@ def test_while_idle(pair, change):
 @every_change
 def test_between_rollouts(pair, change):
     model, donor = pair
-    session = RolloutSession(model, CONFIG)
+    session = RolloutSession(model, config_of(model))
     with session.generating() as roll:
         before = roll.generate([PROMPT], GREEDY)[0].samples[0]
     undo = change.make(model, donor)
@@ -305,7 +317,7 @@ def test_between_rollouts(pair, change):
         session.update_weights()
     with session.generating() as roll:
         found = roll.generate([PROMPT], GREEDY)[0].samples[0]
-        assert found.weight_version == session.weight_version
+        assert [span.policy_version for span in found.spans] == [session.weight_version]
     if change.words or change is CHANGES["layer.compile()"]:
         assert found.token_ids == before.token_ids
     else:
@@ -451,7 +463,7 @@ def test_a_prefix_of_other_modules_is_not_matched():
     assert engine.generate([PROMPT], GREEDY)[0].num_cached_tokens > 0
     replace_layer(model, donor)
     output = engine.generate([PROMPT], GREEDY)[0]
-    assert output.num_cached_tokens == 0 and output.outputs[0].weight_versions[0].version == 1
+    assert output.num_cached_tokens == 0 and output.outputs[0].spans[0].policy_version == 1
 
 
 def test_a_module_that_was_replaced_is_freed():
