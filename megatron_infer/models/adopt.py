@@ -61,7 +61,14 @@ def adopt(
     computes.
     """
     live = unwrap(model)
-    return AdoptedModel(live, partial(_read, live, vocab_size, state_config), name=name)
+    # Not again when modules have changed: between rollouts these are the trainer's settings.
+    check_config(live.config)
+    read = partial(_read, live, vocab_size, state_config)
+    reading = read()
+    foreign = next((layer.name for layer in reading.layers if layer.fused is None), None)
+    if foreign is not None and live.config.sequence_parallel:
+        raise AdoptionError(foreign, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}")
+    return AdoptedModel(live, reading, read, name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +99,8 @@ class ModelReading:
         return [layer.experts for layer in self.layers if layer.experts is not None]
 
 
-def _read(
-    live: Any, vocab_size: int | None, state_config: MambaInferenceStateConfig | None
-) -> ModelReading:
+def _read(live: Any, vocab_size: int | None, state_config: MambaInferenceStateConfig | None) -> ModelReading:
     """The first half of adoption: raises AdoptionError, and changes nothing."""
-    check_config(live.config)
     check_model(live)
     tp = Reducer.of(live.pg_collection.tp)
     layers: list[LayerAdoption] = []
@@ -113,10 +117,6 @@ def _read(
         num_attention += layer.attention is not None
         num_mamba += layer.mixer is not None
         layers.append(layer)
-        if layer.fused is None and live.config.sequence_parallel:
-            raise AdoptionError(
-                layer.name, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}"
-            )
     if all(layer.fused is not None for layer in layers):
         check_called_by_none(live.decoder, "decoder")
     if num_attention + num_mamba == 0 and live.pre_process and live.post_process:
@@ -135,8 +135,8 @@ def _read(
 class AdoptedModel:
     """kernels.base.PagedModel over a live model. The only tensors it holds are scan weights derived from parameters."""
 
-    def __init__(self, live: Any, read: Callable[[], ModelReading], *, name: str) -> None:
-        """read: the first half of adoption, now and after every change of modules."""
+    def __init__(self, live: Any, reading: ModelReading, read: Callable[[], ModelReading], *, name: str) -> None:
+        """read: called for another reading when modules have changed."""
         self.live, self.name, self._read = live, name, read
         """live: the model itself, without wrappers."""
         self.is_first_stage: bool = live.pre_process
@@ -148,7 +148,7 @@ class AdoptedModel:
         self.num_adoptions = 0
         """Times that the modules were adopted."""
         self.device: torch.device = next(live.parameters()).device
-        self.apply(read())
+        self.apply(reading)
 
     def apply(self, reading: ModelReading) -> None:
         """The second half of adoption: give the modules their classes and run what was read from now on."""
@@ -189,6 +189,10 @@ class AdoptedModel:
             return True
         self._census = now  # only attributes that do not count are others
         return False
+
+    def has_same_modules(self) -> bool:
+        """Whether hooks and methods of instances are all that changed: a forward that calls the modules runs them."""
+        return self._census.difference(Census(self.live), calls=False) is None
 
     def changed_module(self) -> tuple[str, str] | None:
         """(path, what) of the first module that is not as it was adopted; None: all are."""

@@ -120,16 +120,19 @@ class Census:
         mine, others = self._parameters, other._parameters
         return len(mine) == len(others) and all(map(is_, mine, others))
 
-    def difference(self, now: Census) -> tuple[str, str] | None:
-        """(path, what) of the first module that another census describes otherwise; None: there is none."""
-        if self.global_hooks != now.global_hooks:
+    def difference(self, now: Census, *, calls: bool = True) -> tuple[str, str] | None:
+        """(path, what) of the first module that another census describes otherwise; None: there is none.
+
+        calls: False: whatever happens when a module is called: its hooks, and methods that are set on it.
+        """
+        if calls and self.global_hooks != now.global_hooks:
             return "", f"runs {now.global_hooks} forward hooks of all modules, and ran {self.global_hooks} when adopted"
         if self.records == now.records:
             return None
         for path, record in now.records.items():
             if (before := self.records.get(path)) is None:
                 return path, f"is a module that was not there when the model was adopted ({_name(record.class_)})"
-            if before != record:
+            if before != (record if calls else record._replace(hooks=before.hooks, patched=before.patched)):
                 return path, before.difference(record)
         gone = next((path for path in self.records if path not in now.records), None)
         return None if gone is None else (gone, "was there when the model was adopted, and is gone")

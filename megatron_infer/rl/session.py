@@ -191,7 +191,7 @@ class RolloutSession:
         differentiated (not over pipeline stages). micro_batch_tokens: most padded tokens of a forward; a longer
         sequence runs alone. With batch_invariant=True the scores are bitwise equal to the engine's log probabilities
         (to its raw ones at temperature 1). Every rank of the model has all scores. Allowed in any block and outside.
-        Raises AdoptionError for modules that changed so that the engine cannot run them.
+        Raises AdoptionError for modules that changed so that the engine cannot run them; hooks and patches run.
         """
         sequences = [list(sequence) for sequence in sequences]
         starts = [start] * len(sequences) if isinstance(start, int) else list(start)
@@ -211,7 +211,7 @@ class RolloutSession:
         forward = self._chain[0] if grad else self.model
         with self._switch.scoring(grad=grad):
             with rank_group.together("comparing the model's modules"):
-                self.engine.weights.check_modules()
+                self.engine.weights.check_modules(calls=False)
             return self._scorer.score(
                 forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens, starts=starts
             )

@@ -117,9 +117,13 @@ class WeightManager:
             self.guard.invalidate()
             self._adopted.apply(reading)
 
-    def check_modules(self) -> None:
-        """Raise AdoptionError for modules that changed and cannot be adopted again; nothing is changed."""
-        if self._adopted.has_changed() or self.guard.moved():  # a cast moves the weights
+    def check_modules(self, *, calls: bool = True) -> None:
+        """Raise AdoptionError for modules that changed and cannot be adopted again; nothing is changed.
+
+        calls: False: not for hooks and methods of instances, as the caller's forward calls the modules.
+        """
+        is_same = not self._adopted.has_changed() and not self.guard.moved()  # a cast moves the weights
+        if not is_same and (calls or not self._adopted.has_same_modules()):
             self._adopted.read_changed()
 
     def accept_changes(self) -> None:
