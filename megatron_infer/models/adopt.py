@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import AdoptionError
-from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
+from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, RoutingShape, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models.adoption_checks import (
     check_called_by_none,
@@ -98,6 +98,15 @@ class ModelReading:
     def experts(self) -> list[FusedExperts]:
         return [layer.experts for layer in self.layers if layer.experts is not None]
 
+    @property
+    def fused(self) -> list[FusedLayer | None]:
+        return [layer.fused for layer in self.layers]
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """None: of layers of the user's own, whose experts are not known. Numbers the experts' layers."""
+        return None if None in self.fused else routing_shape(self.experts)
+
 
 def _read(live: Any, vocab_size: int | None, state_config: MambaInferenceStateConfig | None) -> ModelReading:
     """The first half of adoption: raises AdoptionError, and changes nothing."""
@@ -155,23 +164,18 @@ class AdoptedModel:
         for layer in reading.layers:
             layer.apply()
         cpu_rotary(self.live)
-        self.shape = reading.shape
+        self._reading, self.shape = reading, reading.shape
         self.specs = reading.specs
         """One for each of this rank's attention layers, in order."""
         self._mixers = reading.mixers
         self.ssm_specs: list[SsmSpec] = [mixer.spec for _, mixer in self._mixers]
         """One for each of this rank's Mamba layers, in order."""
-        self.cache_order = reading.cache_order
-        """What each layer with a cache keeps, "blocks" or "states", in the order of a step."""
         self.fp8 = reading.fp8
         """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
-        self._fused: list[FusedLayer | None] = [layer.fused for layer in reading.layers]
-        self.layers: list[FusedLayer | CompiledLayer | None] = list(self._fused)
+        self.layers: list[FusedLayer | CompiledLayer | None] = list(reading.fused)
         """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
-        self._runs_layers = None not in self._fused
-        self._experts = reading.experts
-        self.routing = routing_shape(self._experts) if self._runs_layers else None
-        self._norm = reading.norm
+        self._runs_layers = None not in reading.fused
+        self.routing = reading.routing
         self._dtype = getattr(torch, self.shape.dtype)
         self._tp = reading.tp
         self.num_adoptions += 1
@@ -222,15 +226,13 @@ class AdoptedModel:
         for name in had.keys() - {"num_parameters"}:
             if had[name] != has[name]:
                 return f"{name} is {has[name]} where the engine was built for {had[name]}"
-        routing = routing_shape(reading.experts) if self._runs_layers else None
-        fused = [layer.fused is not None for layer in reading.layers]
         kinds = {
             "attention": (self.specs, reading.specs),
             "sinks of attention": _with_sinks(self.specs, reading.specs),
             "the Mamba layers": (self.ssm_specs, [mixer.spec for _, mixer in reading.mixers]),
             "the order of layers": (self.cache_order, reading.cache_order),
-            "layers of the user's own classes": ([layer is not None for layer in self._fused], fused),
-            "the experts": (self.routing, routing),
+            "layers of the user's own classes": (_own(self._reading.fused), _own(reading.fused)),
+            "the experts": (self.routing, reading.routing),
             "products in FP8": (self.fp8 is None, reading.fp8 is None),
         }
         differing = next((kind for kind, (before, now) in kinds.items() if before != now), None)
@@ -242,6 +244,11 @@ class AdoptedModel:
         except (RuntimeError, ImportError, OSError) as error:
             self.undo_compile()
             log.warning("the layers that were adopted again could not be compiled and run as they are: %s", error)
+
+    @property
+    def cache_order(self) -> list[str]:
+        """What each layer with a cache keeps, "blocks" or "states", in the order of a step."""
+        return self._reading.cache_order
 
     def embed(self, step: StepInputs) -> Tensor:
         """Token (and learned position) embeddings, [T, 1, D]."""
@@ -278,8 +285,8 @@ class AdoptedModel:
                 x_TD, residual_TD = layer.run(step, x_TD, residual_TD)
             else:
                 x_TD, residual_TD = around(layer.run, step, x_TD, residual_TD)
-        if self._norm is not None:
-            return self._norm.run(step, x_TD, residual_TD)[0]
+        if (norm := self._reading.norm) is not None:
+            return norm.run(step, x_TD, residual_TD)[0]
         return x_TD.float() if residual_TD is None else residual_TD.add_(x_TD)
 
     def _stock_decoder(self, step: StepInputs, x_TD: Tensor, received_TD: Tensor | None) -> Tensor:
@@ -297,7 +304,7 @@ class AdoptedModel:
         For models without layer classes of the user's. Raises what torch.compile raises; nothing has changed then.
         """
         compiler = PieceCompiler()
-        layers = [CompiledLayer(compiler, layer) for layer in self._fused if layer is not None]
+        layers = [CompiledLayer(compiler, layer) for layer in self._reading.fused if layer is not None]
         assert self._runs_layers, f"{self.foreign_layer()} is a layer class of the user's"
         is_first = self.is_first_stage
         warm_up(layers, width=self.shape.hidden_size, dtype=self._dtype, device=self.device, is_first=is_first)
@@ -307,12 +314,13 @@ class AdoptedModel:
 
     def undo_compile(self) -> None:
         """Run the layers without compiled code again."""
-        self.layers, self.compiler = list(self._fused), None
+        self.layers, self.compiler = list(self._reading.fused), None
 
     def final_norm(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         """The norm behind the last layer, without the residual."""
-        assert self._norm is not None, "a pipeline stage that is not the last"
-        return self._norm.norm(step.ops, x_TD)
+        norm = self._reading.norm
+        assert norm is not None, "a pipeline stage that is not the last"
+        return norm.norm(step.ops, x_TD)
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
@@ -363,15 +371,15 @@ class AdoptedModel:
 
     def waits_for_device(self, ops: Ops, num_tokens: int) -> bool:
         """Whether the layers of a padded step of so many tokens wait for a value of the device."""
-        return any(experts.waits_for_device(ops, num_tokens) for experts in self._experts)
+        return any(experts.waits_for_device(ops, num_tokens) for experts in self._reading.experts)
 
     def token_counts(self, ops: Ops) -> list[int]:
         """Numbers of tokens from which on a step's layers run other kernels than a smaller step's, ascending."""
-        return sorted({count for experts in self._experts for count in experts.token_counts(ops)})
+        return sorted({count for experts in self._reading.experts for count in experts.token_counts(ops)})
 
     def groups(self) -> list[Any]:
         """Process groups of the collectives in a step's layers."""
-        reducers = [self._tp, *(experts.reduce for experts in self._experts)]
+        reducers = [self._tp, *(experts.reduce for experts in self._reading.experts)]
         return list({id(one.group): one.group for one in reducers if one is not None}.values())
 
     def scan_weights_differ(self) -> str | None:
@@ -405,3 +413,8 @@ class AdoptedModel:
 
 def _with_sinks(before: Sequence[AttendSpec], now: Sequence[AttendSpec]) -> tuple[list[bool], list[bool]]:
     return [spec.sinks_N is not None for spec in before], [spec.sinks_N is not None for spec in now]
+
+
+def _own(layers: Sequence[FusedLayer | None]) -> list[int]:
+    """Numbers of the layers of the user's own classes."""
+    return [number for number, layer in enumerate(layers) if layer is None]
