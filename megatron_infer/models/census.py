@@ -18,6 +18,8 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 PACKAGE = __name__.partition(".")[0]
+GRAPH_MANAGER = "cudagraph_manager"
+"""Name of the child that megatron-core's own graphs add to a module; it is there in training only."""
 _NOTHING: Callable[[], None] = lambda: None  # noqa: E731
 """In the place of a reference to a parameter that a module lacks."""
 _STATE = attrgetter("__dict__")
@@ -182,7 +184,11 @@ def _records(model: torch.nn.Module) -> Iterator[tuple[str, ModuleRecord]]:
         if id(module) not in seen:
             seen.add(id(module))
             prefix = f"{path}." if path else ""
-            stack += [(prefix + name, child) for name, child in reversed(module._modules.items()) if child is not None]
+            stack += [
+                (prefix + name, child)
+                for name, child in reversed(module._modules.items())
+                if child is not None and name != GRAPH_MANAGER
+            ]
 
 
 def _record(module: torch.nn.Module) -> ModuleRecord:

@@ -209,12 +209,13 @@ class RolloutSession:
             )
         # torch's DDP reduces gradients only after a forward of its own
         forward = self._chain[0] if grad else self.model
-        with self._switch.scoring(grad=grad):
+        with self._switch.gathered_parameters():
             with rank_group.together("comparing the model's modules"):
                 self.engine.weights.check_modules(calls=False)
-            return self._scorer.score(
-                forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens, starts=starts
-            )
+            with self._switch.scoring(grad=grad):
+                return self._scorer.score(
+                    forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens, starts=starts
+                )
 
     @contextmanager
     def scoring(self) -> Iterator[torch.nn.Module]:
