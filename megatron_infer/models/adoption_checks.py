@@ -129,10 +129,13 @@ def check_untouched(module: torch.nn.Module, name: str) -> None:
         check_called_by_none(part, f"{name}.{child}" if child else name)
 
 
-def check_called_by_none(module: torch.nn.Module, name: str) -> None:
+def check_called_by_none(module: torch.nn.Module, name: str, *, runs_hooks: bool = False) -> None:
     """Raise AdoptionError for what has an effect only where the module is called: the paged path reads the weights of
-    modules and calls none."""
-    if foreign_hooks(module):
+    modules and calls none.
+
+    runs_hooks: a layer of the user's own calls the module, and then its paged forward.
+    """
+    if not runs_hooks and foreign_hooks(module):
         raise AdoptionError(
             name,
             "has a forward hook, which the paged path would skip (with overlap_param_gather call "

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.adoption_checks import check_untouched
+from megatron_infer.models.adoption_checks import check_called_by_none, check_untouched
 from megatron_infer.models.core_attention import TorchCoreAttention
 from megatron_infer.models.fused_layers import (
     FusedAttention,
@@ -137,6 +137,7 @@ def _check_untouched(layer: Any, name: str) -> None:
         return
     for part in ("self_attention", "mixer"):
         if isinstance(module := getattr(layer, part, None), PagedAttention | PagedMixer):
+            check_called_by_none(module, f"{name}.{part}", runs_hooks=True)
             for child, inner in module.named_children():
                 check_untouched(inner, f"{name}.{part}.{child}")
 

@@ -22,10 +22,16 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import AdoptionError, InferenceError, StaleCache
+from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.census import Census
 from megatron_infer.models.exact_forward import exact_math
+from megatron_infer.models.mcore_compat import TransformerLayer
+from megatron_infer.models.specs import gpt_spec
 from megatron_infer.rl.session import RolloutSession
+from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.replay_recorder import REPLAY
+from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 SETTINGS: dict[str, Any] = {"init_method_std": 0.2}
@@ -491,6 +497,56 @@ def test_layers_that_do_not_fit_the_cache_are_refused():
         model.decoder.layers[number] = donor.decoder.layers[number]
     with refusing("num_kv_heads is 4 where the engine was built for 2.*build a new engine"):
         answer(engine)
+
+
+class TheirLayer(TransformerLayer):
+    """A layer of the user's own: megatron-core's decoder calls it."""
+
+
+def their_spec(config: Any) -> Any:
+    block = gpt_spec(config)
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        layer.module = TheirLayer
+    return block
+
+
+def test_a_layer_of_the_users_own_is_called_with_its_hooks():
+    model = tiny_gpt(**SETTINGS, spec=their_spec)
+    engine = engine_of(model)
+    before, layer = answer(engine), model.decoder.layers[1]
+    for module in (layer, layer.mlp.linear_fc1):
+        hook = module.register_forward_hook(lambda m, given, out: (out[0] * 2, out[1]))
+        found = answer(engine)
+        assert found[1] != before[1]
+        check_equal(found, answer(engine_of(model)))
+        hook.remove()
+        check_equal(answer(engine), before)
+    hook = layer.self_attention.linear_qkv.register_forward_hook(lambda *_: None)
+    with refusing("layers.1.self_attention.linear_qkv: has a forward hook"):
+        answer(engine)
+    hook.remove()
+    layer.self_attention.forward = layer.self_attention.forward
+    with refusing("layers.1.self_attention: its forward is set on the instance"):
+        answer(engine)
+    del layer.self_attention.forward
+    check_equal(answer(engine), before)
+    layer.mlp = tiny_gpt(**SETTINGS, seed=2).decoder.layers[1].mlp.train()  # in a model in eval mode
+    check_equal(answer(engine), answer(engine_of(model)))
+    assert layer.mlp.training
+
+
+def test_captured_steps_of_other_modules_are_dropped(monkeypatch):
+    monkeypatch.setenv(BACKEND_VARIABLE, STATIC)
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
+    model, donor = MODELS["gpt"](seed=1), MODELS["gpt"](seed=2)
+    engine = DynamicInferenceEngine(model, InferenceConfig(**CONFIG, num_cuda_graphs=-1))
+    counts = inspect(engine).runner.graphs.pool.counts
+    before = answer(engine)
+    assert counts.replays and not counts.invalidated
+    replace(first_linear)(model, donor)
+    found = answer(engine)
+    assert found != before and counts.invalidated == {"weights moved": 1}
+    check_equal(found, answer(engine_of(model)))
 
 
 def test_a_trainers_own_attributes_are_no_change():
