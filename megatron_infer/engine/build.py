@@ -330,14 +330,15 @@ def register_derived(derived: DerivedCaches, setup: ModelSetup) -> None:
         derived.register(
             DerivedCache(name="scan weights", refresh=adopted.refresh_scan_weights, differs=adopted.scan_weights_differ)
         )
-    if (fp8 := adopted.fp8) is not None:
+    if adopted.fp8 is not None:
+        fp8 = adopted.products_in_fp8  # others after modules were adopted again
         derived.register(
             DerivedCache(
                 name="FP8 weights",
-                refresh=fp8.refresh,
-                differs=fp8.differs,
-                release=fp8.release,
-                num_bytes=lambda: fp8.num_bytes,
+                refresh=lambda: fp8().refresh(),
+                differs=lambda: fp8().differs(),
+                release=lambda: fp8().release(),
+                num_bytes=lambda: fp8().num_bytes,
             )
         )
 

@@ -43,11 +43,14 @@ class Executor:
         self._training: list[Any] = []
         """Modules that were in training mode."""
 
-    def enter_inference(self) -> None:
-        """Before a step: modules in eval mode, and collectives under the engine's time limit."""
+    def enter_inference(self, *, has_new_modules: bool = False) -> None:
+        """Before a step: modules in eval mode, and collectives under the engine's time limit.
+
+        has_new_modules: there may be some in training mode in a model in eval mode.
+        """
         self.rank_group.limit_collectives(True)
-        if self._model.training:
-            self._training = [module for module in self._model.modules() if module.training]
+        if self._model.training or has_new_modules:
+            self._training += [module for module in self._model.modules() if module.training]
             self._model.eval()
 
     def leave_inference(self) -> None:

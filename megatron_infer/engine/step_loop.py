@@ -122,7 +122,7 @@ class StepLoop:
         self._finish_steps(outputs, leave=max(1, self._ahead))
         if self.weights_differ() if weights_changed is None else weights_changed:
             self._finish_steps(outputs)
-            self._weights.accept(self._weights.version + 1)
+            self._accept_weights()
         plan = scheduler.schedule()
         executor.announce(plan)
         launched = bool(plan.num_tokens) and self._launch(plan, outputs)
@@ -141,8 +141,18 @@ class StepLoop:
             executor.leave_inference()
 
     def weights_differ(self) -> bool:
-        """Whether this rank's weights changed since they were accepted; their content is read only while none runs."""
+        """Whether this rank's weights or modules changed since they were accepted; the content of weights is read only
+        while no request runs."""
         return self._weights.differ(read_all=not self._scheduler.num_running and not self._scheduler.num_paused)
+
+    def _accept_weights(self) -> None:
+        """The next version. Modules that cannot be adopted are refused: requests wait, the model is as it was found."""
+        try:
+            self._weights.accept(self._weights.version + 1)
+        except InferenceError:
+            self._executor.leave_inference()
+            raise
+        self._executor.enter_inference(has_new_modules=True)
 
     def drain(self) -> None:
         """Finish the steps in flight and run the cache's outstanding copies. Outputs come with the next step."""

@@ -6,7 +6,10 @@ then. The second gives each stock attention, mixer and layer our subclass and it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +19,29 @@ from torch import Tensor
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import AdoptionError
-from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, StepInputs
+from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, RoutingShape, StepInputs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
-from megatron_infer.models.adoption_checks import check_config, check_model, final_norm_of, unwrap
+from megatron_infer.models.adoption_checks import (
+    check_called_by_none,
+    check_config,
+    check_model,
+    final_norm_of,
+    unwrap,
+)
+from megatron_infer.models.census import Census
 from megatron_infer.models.compiled_layers import CompiledLayer, warm_up
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
 from megatron_infer.models.fused_layers import FusedLayer, FusedNorm
+from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.model_shape import model_shape
-from megatron_infer.models.moe import routing_shape
+from megatron_infer.models.moe import FusedExperts, routing_shape
 from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.piece_compiler import PieceCompiler
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
 from megatron_infer.models.tp_collectives import Reducer
+
+log = logging.getLogger("megatron_infer")
 
 
 def adopt(
@@ -48,7 +61,55 @@ def adopt(
     computes.
     """
     live = unwrap(model)
+    # Not again when modules have changed: between rollouts these are the trainer's settings.
     check_config(live.config)
+    read = partial(_read, live, vocab_size, state_config)
+    reading = read()
+    foreign = next((layer.name for layer in reading.layers if layer.fused is None), None)
+    if foreign is not None and live.config.sequence_parallel:
+        raise AdoptionError(foreign, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}")
+    return AdoptedModel(live, reading, read, name=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReading:
+    """What adoption makes of a model, decided and not yet applied to it."""
+
+    shape: ModelShape
+    layers: list[LayerAdoption]
+    norm: FusedNorm | None
+    fp8: Fp8Linears | None
+    tp: Reducer | None
+
+    @property
+    def specs(self) -> list[AttendSpec]:
+        return [layer.attention.attend.spec for layer in self.layers if layer.attention is not None]
+
+    @property
+    def mixers(self) -> list[tuple[str, FusedMixer]]:
+        return [(f"{layer.name}.mixer", layer.mixer) for layer in self.layers if layer.mixer is not None]
+
+    @property
+    def cache_order(self) -> list[str]:
+        kinds = [[("blocks", layer.attention), ("states", layer.mixer)] for layer in self.layers]
+        return [kind for both in kinds for kind, part in both if part is not None]
+
+    @property
+    def experts(self) -> list[FusedExperts]:
+        return [layer.experts for layer in self.layers if layer.experts is not None]
+
+    @property
+    def fused(self) -> list[FusedLayer | None]:
+        return [layer.fused for layer in self.layers]
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """None: of layers of the user's own, whose experts are not known. Numbers the experts' layers."""
+        return None if None in self.fused else routing_shape(self.experts)
+
+
+def _read(live: Any, vocab_size: int | None, state_config: MambaInferenceStateConfig | None) -> ModelReading:
+    """The first half of adoption: raises AdoptionError, and changes nothing."""
     check_model(live)
     tp = Reducer.of(live.pg_collection.tp)
     layers: list[LayerAdoption] = []
@@ -65,10 +126,8 @@ def adopt(
         num_attention += layer.attention is not None
         num_mamba += layer.mixer is not None
         layers.append(layer)
-        if layer.fused is None and live.config.sequence_parallel:
-            raise AdoptionError(
-                layer.name, f"a layer of another class with sequence_parallel=True: {SEQUENCE_PARALLEL}"
-            )
+    if all(layer.fused is not None for layer in layers):
+        check_called_by_none(live.decoder, "decoder")
     if num_attention + num_mamba == 0 and live.pre_process and live.post_process:
         raise AdoptionError("decoder.layers", "the model has no attention or Mamba layers: there is nothing to page")
     where, final_norm = final_norm_of(live)
@@ -79,55 +138,117 @@ def adopt(
     norm = None if final_norm is None else FusedNorm(final_norm, where)
     true_vocab = getattr(live, "true_vocab_size", None) if vocab_size is None else vocab_size
     shape = model_shape(live, layers, true_vocab, state_config)
-    fp8 = bind_fp8(live.config, layers)
-    for layer in layers:
-        layer.apply()
-    cpu_rotary(live)
-    return AdoptedModel(live, shape, layers, norm, tp=tp, name=name, fp8=fp8)
+    return ModelReading(shape=shape, layers=layers, norm=norm, fp8=bind_fp8(live.config, layers), tp=tp)
 
 
 class AdoptedModel:
     """kernels.base.PagedModel over a live model. The only tensors it holds are scan weights derived from parameters."""
 
-    def __init__(
-        self,
-        live: Any,
-        shape: ModelShape,
-        layers: list[LayerAdoption],
-        norm: FusedNorm | None,
-        *,
-        tp: Reducer | None,
-        name: str,
-        fp8: Fp8Linears | None = None,
-    ) -> None:
-        self.live, self.shape, self.name = live, shape, name
+    def __init__(self, live: Any, reading: ModelReading, read: Callable[[], ModelReading], *, name: str) -> None:
+        """read: called for another reading when modules have changed."""
+        self.live, self.name, self._read = live, name, read
         """live: the model itself, without wrappers."""
-        self.specs: list[AttendSpec] = [layer.attention.attend.spec for layer in layers if layer.attention is not None]
-        """One for each of this rank's attention layers, in order."""
-        self._mixers = [(f"{layer.name}.mixer", layer.mixer) for layer in layers if layer.mixer is not None]
-        self.ssm_specs: list[SsmSpec] = [mixer.spec for _, mixer in self._mixers]
-        """One for each of this rank's Mamba layers, in order."""
-        kinds = [("blocks", layer.attention) for layer in layers], [("states", layer.mixer) for layer in layers]
-        self.cache_order = [kind for both in zip(*kinds, strict=True) for kind, part in both if part is not None]
-        """What each layer with a cache keeps, "blocks" or "states", in the order of a step."""
         self.is_first_stage: bool = live.pre_process
         """It embeds tokens; the other stages receive the residual stream of the stage before."""
         self.is_last_stage: bool = live.post_process
         """It has the final norm and the output layer."""
-        self.fp8 = fp8
-        """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
-        self.device: torch.device = next(live.parameters()).device
-        self._fused: list[FusedLayer | None] = [layer.fused for layer in layers]
-        self.layers: list[FusedLayer | CompiledLayer | None] = list(self._fused)
-        """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
-        self._runs_layers = None not in self._fused
         self.compiler: PieceCompiler | None = None
         """What compiled the layers; None: they are not compiled."""
-        self._experts = experts = [layer.experts for layer in layers if layer.experts is not None]
-        self.routing = routing_shape(experts) if self._runs_layers else None
-        self._norm = norm
-        self._dtype = getattr(torch, shape.dtype)
-        self._tp = tp
+        self.num_adoptions = 0
+        """Times that the modules were adopted."""
+        self.device: torch.device = next(live.parameters()).device
+        self.apply(reading)
+
+    def apply(self, reading: ModelReading) -> None:
+        """The second half of adoption: give the modules their classes and run what was read from now on."""
+        for layer in reading.layers:
+            layer.apply()
+        cpu_rotary(self.live)
+        self._reading, self.shape = reading, reading.shape
+        self.specs = reading.specs
+        """One for each of this rank's attention layers, in order."""
+        self._mixers = reading.mixers
+        self.ssm_specs: list[SsmSpec] = [mixer.spec for _, mixer in self._mixers]
+        """One for each of this rank's Mamba layers, in order."""
+        self.fp8 = reading.fp8
+        """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
+        self.layers: list[FusedLayer | CompiledLayer | None] = list(reading.fused)
+        """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
+        self._runs_layers = None not in reading.fused
+        self.routing = reading.routing
+        self._dtype = getattr(torch, self.shape.dtype)
+        self._tp = reading.tp
+        self.num_adoptions += 1
+        self._census = Census(self.live)
+        if self.compiler is not None:
+            self._compile_again()
+
+    def has_changed(self) -> bool:
+        """Whether a module was replaced, hooked, patched, parametrized or cast, or a parameter replaced, since the
+        model was adopted. Cheap enough for every step."""
+        if self._census.is_intact():
+            return False
+        now = Census(self.live)
+        if self._census.difference(now) is not None or not self._census.has_same_parameters(now):
+            return True
+        self._census = now  # only attributes that do not count are others
+        return False
+
+    def has_same_modules(self) -> bool:
+        """Whether hooks and methods of instances are all that changed: a forward that calls the modules runs them."""
+        return self._census.difference(Census(self.live), calls=False) is None
+
+    def changed_module(self) -> tuple[str, str] | None:
+        """(path, what) of the first module that is not as it was adopted; None: all are."""
+        return self._census.difference(Census(self.live))
+
+    def read_changed(self) -> ModelReading | None:
+        """The first half of another adoption if modules have changed; None: they are as they were adopted.
+
+        Raises AdoptionError for modules that cannot be adopted, or not into the cache of this engine.
+        """
+        now = Census(self.live)
+        if (found := self._census.difference(now)) is None:
+            self._census = now
+            return None
+        where, what = found
+        log.info("%s %s: adopting the model again", where or "<root>", what)
+        reading = self._read()
+        if (reason := self._misfit(reading)) is not None:
+            raise AdoptionError(where, f"{what}, and {reason}; undo the change, or build a new engine")
+        return reading
+
+    def _misfit(self, reading: ModelReading) -> str | None:
+        """Why this engine's cache, kernels and graphs are not for what was read; None: they are."""
+        had, has = asdict(self.shape), asdict(reading.shape)
+        if had["dtype"] != has["dtype"]:
+            return f"the weights are {has['dtype']} where the engine's cache was laid out for {had['dtype']}"
+        for name in had.keys() - {"num_parameters"}:
+            if had[name] != has[name]:
+                return f"{name} is {has[name]} where the engine was built for {had[name]}"
+        kinds = {
+            "attention": (self.specs, reading.specs),
+            "sinks of attention": _with_sinks(self.specs, reading.specs),
+            "the Mamba layers": (self.ssm_specs, [mixer.spec for _, mixer in reading.mixers]),
+            "the order of layers": (self.cache_order, reading.cache_order),
+            "layers of the user's own classes": (_own(self._reading.fused), _own(reading.fused)),
+            "the experts": (self.routing, reading.routing),
+            "products in FP8": (self.fp8 is None, reading.fp8 is None),
+        }
+        differing = next((kind for kind, (before, now) in kinds.items() if before != now), None)
+        return None if differing is None else f"{differing} differ from what the engine was built for"
+
+    def _compile_again(self) -> None:
+        try:
+            self.compile_layers()
+        except (RuntimeError, ImportError, OSError) as error:
+            self.undo_compile()
+            log.warning("the layers that were adopted again could not be compiled and run as they are: %s", error)
+
+    @property
+    def cache_order(self) -> list[str]:
+        """What each layer with a cache keeps, "blocks" or "states", in the order of a step."""
+        return self._reading.cache_order
 
     def embed(self, step: StepInputs) -> Tensor:
         """Token (and learned position) embeddings, [T, 1, D]."""
@@ -164,8 +285,8 @@ class AdoptedModel:
                 x_TD, residual_TD = layer.run(step, x_TD, residual_TD)
             else:
                 x_TD, residual_TD = around(layer.run, step, x_TD, residual_TD)
-        if self._norm is not None:
-            return self._norm.run(step, x_TD, residual_TD)[0]
+        if (norm := self._reading.norm) is not None:
+            return norm.run(step, x_TD, residual_TD)[0]
         return x_TD.float() if residual_TD is None else residual_TD.add_(x_TD)
 
     def _stock_decoder(self, step: StepInputs, x_TD: Tensor, received_TD: Tensor | None) -> Tensor:
@@ -183,7 +304,7 @@ class AdoptedModel:
         For models without layer classes of the user's. Raises what torch.compile raises; nothing has changed then.
         """
         compiler = PieceCompiler()
-        layers = [CompiledLayer(compiler, layer) for layer in self._fused if layer is not None]
+        layers = [CompiledLayer(compiler, layer) for layer in self._reading.fused if layer is not None]
         assert self._runs_layers, f"{self.foreign_layer()} is a layer class of the user's"
         is_first = self.is_first_stage
         warm_up(layers, width=self.shape.hidden_size, dtype=self._dtype, device=self.device, is_first=is_first)
@@ -193,12 +314,13 @@ class AdoptedModel:
 
     def undo_compile(self) -> None:
         """Run the layers without compiled code again."""
-        self.layers, self.compiler = list(self._fused), None
+        self.layers, self.compiler = list(self._reading.fused), None
 
     def final_norm(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         """The norm behind the last layer, without the residual."""
-        assert self._norm is not None, "a pipeline stage that is not the last"
-        return self._norm.norm(step.ops, x_TD)
+        norm = self._reading.norm
+        assert norm is not None, "a pipeline stage that is not the last"
+        return norm.norm(step.ops, x_TD)
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
@@ -238,21 +360,26 @@ class AdoptedModel:
         """Weights of this rank's Mamba layer number `layer`, derived from its parameters now, with gradients."""
         return self._mixers[layer][1].scan_weights.live()
 
+    def products_in_fp8(self) -> Fp8Linears:
+        """`fp8` of a model that has products in FP8."""
+        assert self.fp8 is not None
+        return self.fp8
+
     def foreign_layer(self) -> str | None:
         """The first layer of a class of the user's, which our kernels do not run whole; None: there is none."""
         return next((f"decoder.layers.{i}" for i, layer in enumerate(self.layers) if layer is None), None)
 
     def waits_for_device(self, ops: Ops, num_tokens: int) -> bool:
         """Whether the layers of a padded step of so many tokens wait for a value of the device."""
-        return any(experts.waits_for_device(ops, num_tokens) for experts in self._experts)
+        return any(experts.waits_for_device(ops, num_tokens) for experts in self._reading.experts)
 
     def token_counts(self, ops: Ops) -> list[int]:
         """Numbers of tokens from which on a step's layers run other kernels than a smaller step's, ascending."""
-        return sorted({count for experts in self._experts for count in experts.token_counts(ops)})
+        return sorted({count for experts in self._reading.experts for count in experts.token_counts(ops)})
 
     def groups(self) -> list[Any]:
         """Process groups of the collectives in a step's layers."""
-        reducers = [self._tp, *(experts.reduce for experts in self._experts)]
+        reducers = [self._tp, *(experts.reduce for experts in self._reading.experts)]
         return list({id(one.group): one.group for one in reducers if one is not None}.values())
 
     def scan_weights_differ(self) -> str | None:
@@ -282,3 +409,12 @@ class AdoptedModel:
         if live.share_embeddings_and_output_weights:
             return live.shared_embedding_or_output_weight()
         return live.output_layer._parameters["weight"]
+
+
+def _with_sinks(before: Sequence[AttendSpec], now: Sequence[AttendSpec]) -> tuple[list[bool], list[bool]]:
+    return [spec.sinks_N is not None for spec in before], [spec.sinks_N is not None for spec in now]
+
+
+def _own(layers: Sequence[FusedLayer | None]) -> list[int]:
+    """Numbers of the layers of the user's own classes."""
+    return [number for number, layer in enumerate(layers) if layer is None]

@@ -9,6 +9,7 @@ import torch
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.census import foreign_hooks, global_hooks, patched_methods
 from megatron_infer.models.hybrid import TorchHybridStack
 from megatron_infer.models.rotary import DeviceAgnosticRotary
 
@@ -88,6 +89,9 @@ def check_model(model: Any) -> None:
             raise AdoptionError("", f"{_name(model)} overrides {method}, which the paged path does not call")
     if getattr(model, "mtp_process", False) and base is mcore.HybridModel:
         raise AdoptionError("mtp", "multi-token prediction comes with speculative decoding")
+    if global_hooks():
+        raise AdoptionError("", "torch has forward hooks of all modules, which the paged path would skip; remove them")
+    check_called_by_none(model, "")
     if base is mcore.GPTModel:
         _check_class(model.decoder, "decoder", mcore.TransformerBlock)
     else:
@@ -98,36 +102,60 @@ def check_model(model: Any) -> None:
             "config", f"pipeline_model_parallel_size={stages}, but the model has both embedding and output layer"
         )
     if model.pre_process:
+        check_untouched(model.embedding, "embedding")
         _check_class(model.embedding, "embedding", mcore.LanguageModelEmbedding)
         _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)
         if model.embedding.num_tokentypes > 0:
             raise AdoptionError("embedding", "token-type embeddings are not supported")
-        check_hooks(model.embedding, "embedding")
     if model.post_process:
+        check_untouched(model.output_layer, "output_layer")
         _check_class(model.output_layer, "output_layer", mcore.ColumnParallelLinear)
-        check_hooks(model.output_layer, "output_layer")
     kind = model.position_embedding_type
     if kind not in ("rope", "learned_absolute", "none"):
         raise AdoptionError(
             "rotary_pos_emb", f"position_embedding_type={kind!r}; rope, learned_absolute and none are supported"
         )
     if kind == "rope":
+        check_untouched(model.rotary_pos_emb, "rotary_pos_emb")
         _check_class(model.rotary_pos_emb, "rotary_pos_emb", mcore.RotaryEmbedding, DeviceAgnosticRotary)
     name, final_norm = final_norm_of(model)
     if final_norm is not None:
-        check_hooks(final_norm, name)
+        check_untouched(final_norm, name)
 
 
-def check_hooks(module: torch.nn.Module, name: str) -> None:
-    """Raise AdoptionError for forward hooks: the paged path reads weights and calls no module, so no hook would run."""
+def check_untouched(module: torch.nn.Module, name: str) -> None:
+    """`check_called_by_none` for a module and all modules in it."""
     for child, part in module.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks:
-            where = f"{name}.{child}" if child else name
-            raise AdoptionError(
-                where,
-                "has a forward hook, which the paged path would skip (with overlap_param_gather call "
-                "ddp.disable_forward_pre_hook() before generating); remove it",
-            )
+        check_called_by_none(part, f"{name}.{child}" if child else name)
+
+
+def check_called_by_none(module: torch.nn.Module, name: str, *, runs_hooks: bool = False) -> None:
+    """Raise AdoptionError for what has an effect only where the module is called: the paged path reads the weights of
+    modules and calls none.
+
+    runs_hooks: a layer of the user's own calls the module, and then its paged forward.
+    """
+    if not runs_hooks and foreign_hooks(module):
+        raise AdoptionError(
+            name,
+            "has a forward hook, which the paged path would skip (with overlap_param_gather call "
+            "ddp.disable_forward_pre_hook() before generating); remove it",
+        )
+    if patched := patched_methods(module):
+        method = patched[0]
+        remedy = "; to compile a module in place call its compile()" if method == "forward" else ""
+        raise AdoptionError(
+            name,
+            f"its {method} is set on the instance, and the paged path would not call it; "
+            f"delete it (del module.{method}){remedy}",
+        )
+    if "parametrizations" in module._modules:
+        names = ", ".join(module._modules["parametrizations"]._modules)  # type: ignore[union-attr]
+        raise AdoptionError(
+            name,
+            f"{names} is computed by torch.nn.utils.parametrize, which the paged path would skip; make it a parameter "
+            "(torch.nn.utils.parametrize.remove_parametrizations)",
+        )
 
 
 def _check_class(module: Any, name: str, *known: type) -> None:

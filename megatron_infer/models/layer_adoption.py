@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.adoption_checks import check_hooks
+from megatron_infer.models.adoption_checks import check_called_by_none, check_untouched
 from megatron_infer.models.core_attention import TorchCoreAttention
 from megatron_infer.models.fused_layers import (
     FusedAttention,
@@ -47,14 +47,13 @@ class LayerAdoption:
         self.experts: FusedExperts | None = None
         self.fused: FusedLayer | None = None
         """None: a layer class of the user's, around a paged attention or mixer."""
+        _check_untouched(layer, name)
         if isinstance(layer, mcore.TransformerLayer):
             self._read_transformer(num_attention)
         elif isinstance(layer, mcore.MambaLayer):
             self._read_mamba(num_mamba)
         else:
             raise AdoptionError(name, f"layer class {qualified(layer)} is not known")
-        if self.fused is not None:
-            check_hooks(layer, name)
 
     def apply(self) -> None:
         """Give the modules their paged classes and their operations."""
@@ -128,6 +127,19 @@ class LayerAdoption:
         norm = _norm_before(layer, name, part="mixer", norm="norm", add="mamba_bda", first=first)
         assert norm is not None
         self.fused = FusedLayer((norm, self.mixer))
+
+
+def _check_untouched(layer: Any, name: str) -> None:
+    """Raise AdoptionError for hooks and the like where no module is called: in a layer of ours, or in the attention or
+    mixer of a layer of the user's."""
+    if type(layer) in _KNOWN_LAYERS:
+        check_untouched(layer, name)
+        return
+    for part in ("self_attention", "mixer"):
+        if isinstance(module := getattr(layer, part, None), PagedAttention | PagedMixer):
+            check_called_by_none(module, f"{name}.{part}", runs_hooks=True)
+            for child, inner in module.named_children():
+                check_untouched(inner, f"{name}.{part}.{child}")
 
 
 def _bind(module: Any, operations: LayerOps, classes: dict[type, type]) -> None:

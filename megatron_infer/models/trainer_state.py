@@ -13,6 +13,7 @@ import torch
 
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adoption_checks import unwrap
+from megatron_infer.models.census import GRAPH_MANAGER
 
 SPLIT = {"sequence_parallel": False, "scatter_to_sequence_parallel": False, "reduce_scatter_embeddings": False}
 """Sequence parallelism divides tokens over ranks; in generation every rank has all tokens."""
@@ -20,7 +21,6 @@ GRAPHS = {"cuda_graph_impl": "none", "flash_decode": False}
 """megatron-core's own graphs and decoding, which would capture the decoder."""
 PADDING = ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "drop_and_pad")
 """megatron-core's own inference sets them while it decodes; here they are only restored."""
-GRAPH_MANAGER = "cudagraph_manager"
 
 
 def wrapper_chain(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Any]:

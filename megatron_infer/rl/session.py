@@ -191,6 +191,7 @@ class RolloutSession:
         differentiated (not over pipeline stages). micro_batch_tokens: most padded tokens of a forward; a longer
         sequence runs alone. With batch_invariant=True the scores are bitwise equal to the engine's log probabilities
         (to its raw ones at temperature 1). Every rank of the model has all scores. Allowed in any block and outside.
+        Raises AdoptionError for modules that changed so that the engine cannot run them; hooks and patches run.
         """
         sequences = [list(sequence) for sequence in sequences]
         starts = [start] * len(sequences) if isinstance(start, int) else list(start)
@@ -208,10 +209,13 @@ class RolloutSession:
             )
         # torch's DDP reduces gradients only after a forward of its own
         forward = self._chain[0] if grad else self.model
-        with self._switch.scoring(grad=grad):
-            return self._scorer.score(
-                forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens, starts=starts
-            )
+        with self._switch.gathered_parameters():
+            with rank_group.together("comparing the model's modules"):
+                self.engine.weights.check_modules(calls=False)
+            with self._switch.scoring(grad=grad):
+                return self._scorer.score(
+                    forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens, starts=starts
+                )
 
     @contextmanager
     def scoring(self) -> Iterator[torch.nn.Module]:
@@ -262,6 +266,7 @@ class RolloutSession:
         try:
             with rank_group.together("switching the model to generation"):
                 self._switch.to_inference()
+                engine.weights.check_modules()
             if engine.state is EngineState.SUSPENDED:
                 engine.resume()
             if engine.state is EngineState.PAUSED:

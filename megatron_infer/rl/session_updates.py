@@ -65,6 +65,7 @@ class SourceUpdate:
             weights = as_source(self._source)
         with WeightUpdate(self._engine, undo=self._undo) as update:
             self._update = update
+            update.check(self._engine.weights.check_modules)
             update.check(lambda: weights.check(update.target, strict=True))
             try:
                 weights.write_into(update)

@@ -169,10 +169,9 @@ class Scheduler:
         """Undo plans whose steps failed, all earlier ones being committed: their requests start over from the queue.
 
         Plans made after a failed one are undone with it: they build on what it should have computed.
-        The blocks of its chunks were published when it was planned and are not computed. As this is rare, all content
+        The blocks of its chunks were published when it was planned and are not computed: as this is rare, all content
         of the prefix cache is forgotten. Those blocks are held by requests of the plan, which found them in it, and by
-        requests that the commit of the step before has moved to them: these start over too. No other request can hold
-        one: no plan was made since.
+        requests that the commit of the step before has moved to them: these start over too. No others can hold one.
         """
         plans = tuple(plan for plan in plans if plan.num_tokens)
         if not plans:
@@ -200,9 +199,8 @@ class Scheduler:
                 back.append(request)
         self.queue.insert_sorted(back)
         self._returned += [request for plan in plans for request in plan.returned if request.lease is not None]
-        # The failed step may have taken table writes and copies without executing them. A request that was swapped in
-        # starts over with it; one that was swapped out may never have arrived. Copies that no plan took are for places
-        # given up by now.
+        # The failed step may not have executed the table writes and copies it took: requests swapped in start over with
+        # it, those swapped out may not have arrived. Copies that no plan took are for places given up by now.
         self.context.repeat_table_writes()
         self.preemption.drop_all()
         self.context.take_copies()

@@ -11,30 +11,18 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.quantised import is_quantised, memory_of, parts_of
+from megatron_infer.models.census import modules_of
 
 
 def guarded_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
     """Tensors that a model computes with and training may change: parameters, and buffers that checkpoints hold (such
     as a router's bias)."""
-    modules = _modules_of(model)
+    modules = modules_of(model)
     yield from {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield buffer
-
-
-def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """`model.modules()` in the same order and a tenth of the time: switching between training and rollout calls it
-    several times."""
-    found: dict[int, torch.nn.Module] = {}
-    stack: list[torch.nn.Module | None] = [model]
-    while stack:
-        module = stack.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            stack += reversed(module._modules.values())
-    return list(found.values())
 
 
 class OffloadedWeights:

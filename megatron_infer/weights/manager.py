@@ -10,6 +10,7 @@ import torch
 
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.context.prefix_hash import root_of
+from megatron_infer.errors import StaleCache
 from megatron_infer.kernels.quantised import memory_of
 from megatron_infer.kernels.select import ChosenKernels
 from megatron_infer.models.adopt import AdoptedModel
@@ -71,22 +72,27 @@ class WeightManager:
     # ------------------------------------------------------------------ changes
 
     def differ(self, *, read_all: bool) -> bool:
-        """Whether this rank's weights are not the accepted ones.
+        """Whether this rank's weights or modules are not the accepted ones.
 
-        read_all: read their content as well; else only an update in place or a new address is noticed.
+        read_all: read the weights' content as well; else only an update in place or a new address is noticed.
         """
-        return self.guard.changed() if read_all else self.guard.moved()
+        return self._adopted.has_changed() or (self.guard.changed() if read_all else self.guard.moved())
 
     def changed(self) -> bool:
-        """Whether the weights of any rank differ from the accepted ones; reads all of them. On every rank."""
-        return self._rank_group.any_rank(self.guard.changed())
+        """Whether weights or modules of any rank differ from the accepted ones; reads all of them. On every rank."""
+        return self._rank_group.any_rank(self.differ(read_all=True))
 
     def accept(self, version: int, tick: Tick = no_tick, *, read: Mapping[int, int] | None = None) -> None:
         """The weights are `version` now: rebuild derived copies, retire cached KV. Nothing may be in flight.
 
-        After a failure derived copies may be of old and new weights: the next step accepts them again.
+        Modules that changed are adopted again; where that is refused, AdoptionError is raised and nothing has changed.
+        After another failure derived copies may be of old and new weights: the next step accepts them again.
         read: derived copies are rebuilt already, and these are the checksums of the weights, by id.
         """
+        self._adopt_changed(tick)
+        self._accept(version, tick, read)
+
+    def _accept(self, version: int, tick: Tick, read: Mapping[int, int] | None) -> None:
         try:
             with self._rank_group.together("accepting the weights"):
                 self.guard.invalidate()
@@ -104,6 +110,24 @@ class WeightManager:
         if self._verifies:
             self.verify()
 
+    def _adopt_changed(self, tick: Tick) -> None:
+        """Adopt modules that changed, on all ranks or, where one refuses, on none. The weights count as moved then."""
+        with self._rank_group.together("adopting modules that changed"):
+            tick("the model's modules")
+            reading = self._adopted.read_changed()
+        if reading is not None:
+            self.guard.invalidate()
+            self._adopted.apply(reading)
+
+    def check_modules(self, *, calls: bool = True) -> None:
+        """Raise AdoptionError for modules that changed and cannot be adopted again; nothing is changed.
+
+        calls: False: not for hooks and methods of instances, as the caller's forward calls the modules.
+        """
+        is_same = not self._adopted.has_changed() and not self.guard.moved()  # a cast moves the weights
+        if not is_same and (calls or not self._adopted.has_same_modules()):
+            self._adopted.read_changed()
+
     def accept_changes(self) -> None:
         """Accept the weights as the next version if those of any rank changed. On every rank; nothing is in flight."""
         if self.changed():
@@ -117,12 +141,13 @@ class WeightManager:
         what = "checking whether weights changed"
         with self._rank_group.together(what):
             tick(what)
+        self._adopt_changed(tick)
         read: dict[int, int] | None = None
         if self.derived.is_released:
             with self._rank_group.together("rebuilding what is derived from the weights"):
                 read = self.derived.refresh(tick)
         if self._rank_group.any_rank(self.guard.changed(read or {})):
-            self.accept(self.version + 1, tick, read=read)
+            self._accept(self.version + 1, tick, read)
         elif read is not None:
             self.update_graphs()
 
@@ -138,11 +163,18 @@ class WeightManager:
             # Packed copies have new addresses after every change.
             copies = self.num_updates if self._packed.num_bytes else 0
             quantised = () if self._adopted.fp8 is None else self._adopted.fp8.addresses
-            self._show_to_graphs((self.guard.addresses, copies, quantised))
+            self._show_to_graphs((self._adopted.num_adoptions, self.guard.addresses, copies, quantised))
 
     def verify(self) -> None:
-        """Raise StaleCache if a derived copy does not belong to the weights as they are now. On every rank."""
+        """Raise StaleCache if a derived copy does not belong to the weights as they are now, or a module is not the
+        one that was adopted; AdoptionError if that cannot be adopted. On every rank."""
         with self._rank_group.together("verifying what is derived from the weights"):
+            self.check_modules()
+            if (found := self._adopted.changed_module()) is not None:  # could be adopted, and is not yet
+                where, what = found
+                raise StaleCache(
+                    f"{where or '<root>'} {what}; the next step adopts it, as do set_weight_version and refresh_weights"
+                )
             self.derived.verify()
 
     # ------------------------------------------------------------------ memory

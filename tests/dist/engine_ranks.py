@@ -43,10 +43,10 @@ def whole_model(kind: str) -> torch.nn.Module:
     return tiny_hybrid("M*-M", **HYBRID)
 
 
-def part_of_model(kind: str, folder: str, rank: int, size: int) -> torch.nn.Module:
-    """This rank's part of `whole_model`."""
+def part_of_model(kind: str, folder: str, rank: int, size: int, *, seed: int = 0) -> torch.nn.Module:
+    """This rank's part of `whole_model`. seed: of an "attention" model with other weights."""
     if kind == "attention":
-        model = tiny_gpt(**GPT, randomize=False, tensor_model_parallel_size=size)
+        model = tiny_gpt(**GPT, seed=seed, randomize=False, tensor_model_parallel_size=size)
         fill_vectors(model, rank, size)
         return model
     weights = torch.load(f"{folder}/{kind}.weights.pt")

@@ -21,6 +21,7 @@ from megatron_infer.errors import (
     InvalidPrompt,
     LockstepError,
     NotLeader,
+    OtherRankFailed,
     RankFailure,
     RequestError,
     TransitionFailed,
@@ -178,6 +179,42 @@ def check_one_sided_weights(engine: Engine, rank: int) -> None:
     assert engine.stats().weight_version == 40
 
 
+def check_changed_modules(engine: Engine, rank: int, folder: str) -> None:
+    """A module that changed on one rank is adopted again by that rank and counts for all; a refusal is one of all."""
+    model: Any = engine.model
+    before, version = tokens_of(engine.generate([PROMPT], GREEDY)), engine.weight_version
+    if rank == 0:
+        engine.add_request(PROMPT, GREEDY)
+    engine.step()
+    engine.step()
+    hook = model.decoder.layers[1].mlp.linear_fc2.register_forward_hook(lambda *_: None) if rank == 1 else None
+    for _ in range(2):
+        with refused(AdoptionError if rank == 1 else OtherRankFailed, "layers.1.mlp.linear_fc2: has a forward hook"):
+            engine.step()
+    engine.pause()
+    with refused(TransitionFailed, "layers.1.mlp.linear_fc2: has a forward hook"):
+        engine.unpause()
+    if hook is not None:
+        hook.remove()
+    engine.unpause()
+    assert list(run_to_end(engine).values()) == before and engine.weight_version == version
+    own = model.decoder.layers[1]
+    model.decoder.layers[1] = ranks.part_of_model("attention", folder, rank, 2, seed=3).decoder.layers[1]
+    found = engine.generate([PROMPT], GREEDY)
+    assert engine.weight_version == version + 1 and tokens_of(found) != before
+    fresh = ranks.make_engine(model)
+    assert tokens_of(found) == tokens_of(fresh.generate([PROMPT], GREEDY))
+    fresh.rank_group.lockstep.close()
+    model.decoder.layers[1] = own
+    if rank == 1:  # the same weights in another module, on one rank
+        linear = own.self_attention.linear_proj
+        other = ranks.part_of_model("attention", folder, rank, 2).decoder.layers[1].self_attention.linear_proj
+        other.load_state_dict(linear.state_dict())
+        own.self_attention.linear_proj = other
+    assert tokens_of(engine.generate([PROMPT], GREEDY)) == before
+    engine.verify_weights()
+
+
 def check_same_failure(engine: Engine, rank: int) -> None:
     """A forward that raises alike on all ranks fails its requests, and the engine goes on."""
     original = inspect(engine).runner.forward
@@ -306,6 +343,7 @@ def check_all(rank: int, size: int, folder: str) -> None:
     check_different_calls(engine, rank)
     check_undone_everywhere(engine, rank)
     check_one_sided_weights(engine, rank)
+    check_changed_modules(engine, rank, folder)
     check_same_failure(engine, rank)
     check_following(engine, rank)
     check_saved_requests(engine, rank, folder)

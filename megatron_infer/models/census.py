@@ -1,0 +1,214 @@
+"""What a model's modules were when they were adopted, as a value that can be compared later.
+
+Adoption reads modules and binds their live parameters; a step calls no module. So a module that is replaced, hooked,
+patched, parametrized or cast afterwards would be served as it was. `Census` holds weak references only: a module that
+was replaced is freed as without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import chain, compress, repeat
+from operator import attrgetter, call, contains, is_, is_not, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules import module as torch_modules
+
+PACKAGE = __name__.partition(".")[0]
+GRAPH_MANAGER = "cudagraph_manager"
+"""Name of the child that megatron-core's own graphs add to a module; it is there in training only."""
+_NOTHING: Callable[[], None] = lambda: None  # noqa: E731
+"""In the place of a reference to a parameter that a module lacks."""
+_STATE = attrgetter("__dict__")
+HELD = "softmax_offset"
+"""Name of the parameter that adoption itself holds, in an attention spec; others are read from their module."""
+
+
+def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """`model.modules()` in the same order and a tenth of the time: switching between training and rollout calls it
+    several times."""
+    found: dict[int, torch.nn.Module] = {}
+    stack: list[torch.nn.Module | None] = [model]
+    while stack:
+        module = stack.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            stack += reversed(module._modules.values())
+    return list(found.values())
+
+
+class ModuleRecord(NamedTuple):
+    """One module, by its path in the model."""
+
+    module: Callable[[], torch.nn.Module | None]
+    """A weak reference; two are equal if they are to the same module."""
+    class_: type
+    hooks: int
+    """Forward hooks and pre-hooks that are not of this package."""
+    patched: tuple[str, ...]
+    """Methods that are set on the instance."""
+    parameters: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
+    """(name, dtype, shape, identity if adoption holds it) of each."""
+
+    def difference(self, now: ModuleRecord) -> str:
+        """What another record says of the module at this path."""
+        if self.module != now.module:
+            return f"is another module than the one that was adopted ({_name(self.class_)}, now {_name(now.class_)})"
+        if self.class_ is not now.class_:
+            return f"changed its class from {_name(self.class_)} to {_name(now.class_)}"
+        if self.hooks != now.hooks:
+            return f"has {now.hooks} forward hooks, and had {self.hooks} when it was adopted"
+        if self.patched != now.patched:
+            return f"has other methods set on the instance: {', '.join(now.patched) or 'none'}"
+        return f"has other parameters: {_listed(self.parameters)}, now {_listed(now.parameters)}"
+
+
+class Census:
+    """The modules of a model at one time."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.records = dict(_records(model))
+        """By path, "" for the model itself. A module with several paths has a record at each."""
+        self.global_hooks = global_hooks()
+        modules = modules_of(model)
+        self._modules = [weakref.ref(module) for module in modules]
+        states = list(map(_STATE, modules))
+        self._hooks = [hooks for state in states for hooks in (state["_forward_hooks"], state["_forward_pre_hooks"])]
+        """The modules' own mappings, which refer to no module; so do the empty ones of children and parameters."""
+        self._empty = [one for state in states for one in (state["_modules"], state["_parameters"]) if not one]
+        self._has_children = [bool(state["_modules"]) for state in states]
+        self._has_parameters = [bool(state["_parameters"]) for state in states]
+        self._parameters = [_NOTHING if one is None else weakref.ref(one) for one in self._parameters_in(states)]
+        self._num_parameters = sum(one is not _NOTHING for one in self._parameters)
+        self._marks = self._marks_in(modules, states)
+
+    def is_intact(self) -> bool:
+        """Whether nothing has changed: no module or parameter was replaced, no class, hook or attribute is another.
+
+        Cheap enough for every step. False may be for nothing that counts, such as an attribute of the trainer's:
+        `difference` says. A cast shows in the addresses of the weights.
+        """
+        modules: list[Any] = list(map(call, self._modules))
+        if None in modules:
+            return False
+        states = list(map(_STATE, modules))
+        if any(self._empty) or self._marks_in(modules, states) != self._marks:
+            return False
+        known, present = list(map(call, self._parameters)), self._parameters_in(states)
+        is_alive = sum(map(is_not, known, repeat(None))) == self._num_parameters  # `==` would be one of tensors
+        return is_alive and len(present) == len(known) and all(map(is_, present, known))
+
+    def _marks_in(self, modules: list[Any], states: list[dict[str, Any]]) -> list[Any]:
+        children = map(dict.values, map(itemgetter("_modules"), compress(states, self._has_children)))
+        return [
+            list(map(type, modules)),
+            list(map(len, self._hooks)),
+            list(map(len, states)),
+            list(map(contains, states, repeat("forward"))),
+            list(map(id, chain.from_iterable(children))),  # all were alive then and are now: none is another object
+            global_hooks(),
+        ]
+
+    def _parameters_in(self, states: list[dict[str, Any]]) -> list[Any]:
+        found = map(itemgetter("_parameters"), compress(states, self._has_parameters))
+        return list(chain.from_iterable(map(dict.values, found)))
+
+    def has_same_parameters(self, other: Census) -> bool:
+        """Whether all parameters are the same objects."""
+        # There is one weak reference to an object.
+        mine, others = self._parameters, other._parameters
+        return len(mine) == len(others) and all(map(is_, mine, others))
+
+    def difference(self, now: Census, *, calls: bool = True) -> tuple[str, str] | None:
+        """(path, what) of the first module that another census describes otherwise; None: there is none.
+
+        calls: False: whatever happens when a module is called: its hooks, and methods that are set on it.
+        """
+        if calls and self.global_hooks != now.global_hooks:
+            return "", f"runs {now.global_hooks} forward hooks of all modules, and ran {self.global_hooks} when adopted"
+        if self.records == now.records:
+            return None
+        for path, record in now.records.items():
+            if (before := self.records.get(path)) is None:
+                return path, f"is a module that was not there when the model was adopted ({_name(record.class_)})"
+            if before != (record if calls else record._replace(hooks=before.hooks, patched=before.patched)):
+                return path, before.difference(record)
+        gone = next((path for path in self.records if path not in now.records), None)
+        return None if gone is None else (gone, "was there when the model was adopted, and is gone")
+
+
+def foreign_hooks(module: torch.nn.Module) -> int:
+    """Number of a module's forward hooks and pre-hooks that are not of this package: those act in training forwards."""
+    if not module._forward_hooks and not module._forward_pre_hooks:
+        return 0
+    return sum(not _is_ours(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+
+
+def global_hooks() -> int:
+    """Number of forward hooks and pre-hooks of all modules of the process."""
+    found = chain(torch_modules._global_forward_hooks.values(), torch_modules._global_forward_pre_hooks.values())
+    return sum(not _is_ours(hook) for hook in found)
+
+
+def patched_methods(module: torch.nn.Module) -> tuple[str, ...]:
+    """Names of the methods that are set on the instance, as `module.forward = ...` does."""
+    own = vars(module)
+    if _methods(type(module)).isdisjoint(own):
+        return ()
+    return tuple(name for name in own if name in _methods(type(module)) and not _is_ours(own[name]))
+
+
+@functools.cache
+def _methods(cls: type) -> frozenset[str]:
+    """Methods of a module class that a forward may call. Transformer Engine sets some of its own on the instance."""
+    if cls.__module__.startswith("transformer_engine"):
+        return frozenset({"forward"})
+    return frozenset(
+        name
+        for name in dir(cls)
+        if (name in ("forward", "__call__") or not hasattr(torch.nn.Module, name))
+        and "state_dict" not in name
+        and callable(getattr(cls, name, None))
+    )
+
+
+def _records(model: torch.nn.Module) -> Iterator[tuple[str, ModuleRecord]]:
+    seen: set[int] = set()
+    stack: list[tuple[str, torch.nn.Module]] = [("", model)]
+    while stack:
+        path, module = stack.pop()
+        yield path, _record(module)
+        if id(module) not in seen:
+            seen.add(id(module))
+            prefix = f"{path}." if path else ""
+            stack += [
+                (prefix + name, child)
+                for name, child in reversed(module._modules.items())
+                if child is not None and name != GRAPH_MANAGER
+            ]
+
+
+def _record(module: torch.nn.Module) -> ModuleRecord:
+    parameters = tuple(
+        (name, one.dtype, tuple(one.shape), id(one) if name == HELD else 0)
+        for name, one in module._parameters.items()
+        if one is not None
+    )
+    return ModuleRecord(weakref.ref(module), type(module), foreign_hooks(module), patched_methods(module), parameters)
+
+
+def _is_ours(function: Any) -> bool:
+    """Of this package, by the object that is called: a wrapper may have the name and module of what it wraps."""
+    owner = getattr(function, "__self__", function)
+    return type(owner).__module__.partition(".")[0] == PACKAGE and not isinstance(owner, torch.nn.Module)
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _listed(parameters: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]) -> str:
+    return ", ".join(f"{name} {list(shape)} {str(dtype)[6:]}" for name, dtype, shape, _ in parameters) or "none"

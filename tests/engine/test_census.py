@@ -1,0 +1,589 @@
+"""Modules that were replaced, hooked, patched, parametrized or cast are served as they are now, or refused by name.
+
+Every change at every time on every kind of model: the answers equal those of an engine that is built on the changed
+model, or AdoptionError names the module and the reason, nothing is generated, and undoing the change lets requests go
+on. None is served as it was.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.errors import AdoptionError, InferenceError, StaleCache
+from megatron_infer.kernels.select import BACKEND_VARIABLE
+from megatron_infer.models.adopt import adopt
+from megatron_infer.models.census import Census
+from megatron_infer.models.exact_forward import exact_math
+from megatron_infer.models.mcore_compat import TransformerLayer
+from megatron_infer.models.specs import gpt_spec
+from megatron_infer.rl.session import RolloutSession
+from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.replay_recorder import REPLAY
+from megatron_infer.testing.static_kernels import STATIC
+from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
+
+SETTINGS: dict[str, Any] = {"init_method_std": 0.2}
+MODELS: dict[str, Callable[..., Any]] = {
+    "gpt": lambda **more: tiny_gpt(**SETTINGS, **more),
+    "moe": lambda **more: tiny_gpt(**SETTINGS, **EXPERTS, **more),
+    "hybrid": lambda **more: tiny_hybrid("M*-E", **SETTINGS, **more),
+}
+CONFIG: dict[str, Any] = {
+    "buffer_size_gb": 0.004,
+    "block_size_tokens": 16,
+    "max_requests": 4,
+    "max_tokens": 64,
+    "max_sequence_length": 64,
+    "check_invariants": True,
+}
+PROMPT = list(range(5, 40))
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0, logprobs=1)
+Undo = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """make(model, donor) -> how to undo it. words: of the refusal; "" for a change that is served. donor: another
+    model with other weights."""
+
+    make: Callable[[Any, Any], Undo]
+    words: str = ""
+    before: str | None = None
+    """Of the refusal before adoption, where it is another: "" for what is served then."""
+
+    def refusal(self, *, is_adopted: bool) -> str:
+        return self.words if is_adopted or self.before is None else self.before
+
+
+def body(model: Any) -> tuple[Any, str]:
+    """The first body of the first layer: attention, or a mixer."""
+    layer = model.decoder.layers[0]
+    return layer, "mixer" if hasattr(layer, "mixer") else "self_attention"
+
+
+def first_norm(model: Any) -> tuple[Any, str]:
+    layer = model.decoder.layers[0]
+    return layer, "norm" if hasattr(layer, "mixer") else "input_layernorm"
+
+
+def first_linear(model: Any) -> tuple[Any, str]:
+    owner = getattr(*body(model))
+    return owner, "in_proj" if hasattr(owner, "in_proj") else "linear_qkv"
+
+
+def mlp(model: Any) -> tuple[Any, str]:
+    """The last layer's: experts in "moe" and "hybrid"."""
+    return model.decoder.layers[-1], "mlp"
+
+
+def setting(owner: Any, name: str, value: Any) -> Undo:
+    """Set an attribute -> put back what was there."""
+    if name not in vars(owner) and name not in owner._modules and name not in owner._parameters:
+        setattr(owner, name, value)
+        return lambda: delattr(owner, name)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+def replace(find: Callable[[Any], tuple[Any, str]]) -> Callable[[Any, Any], Undo]:
+    return lambda model, donor: setting(*find(model), getattr(*find(donor)))
+
+
+def replace_layer(model: Any, donor: Any) -> Undo:
+    before = model.decoder.layers[1]
+    model.decoder.layers[1] = donor.decoder.layers[1]
+    return lambda: model.decoder.layers.__setitem__(1, before)
+
+
+def swap_parameter(model: Any, donor: Any) -> Undo:
+    linear = getattr(*first_linear(model))
+    return setting(linear, "weight", nn.Parameter(getattr(*first_linear(donor)).weight.detach().clone()))
+
+
+def add_hook(model: Any, donor: Any) -> Undo:
+    return getattr(*first_linear(model)).register_forward_hook(lambda m, given, out: (out[0] * 2, out[1])).remove
+
+
+def add_pre_hook(model: Any, donor: Any) -> Undo:
+    return getattr(*first_norm(model)).register_forward_pre_hook(lambda m, given: (given[0] * 2,)).remove
+
+
+def patch(find: Callable[[Any], tuple[Any, str]], method: str = "forward") -> Callable[[Any, Any], Undo]:
+    def make(model: Any, donor: Any) -> Undo:
+        module = getattr(*find(model))
+        found = getattr(module, method)
+        return setting(module, method, lambda *args, **kwargs: found(*args, **kwargs))
+
+    return make
+
+
+def last_layer(model: Any) -> tuple[Any, str]:
+    return model.decoder.layers, "1"
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+def parametrized(find: Callable[[Any], tuple[Any, str]], name: str = "weight") -> Callable[[Any, Any], Undo]:
+    def make(model: Any, donor: Any) -> Undo:
+        module = getattr(*find(model))
+        cls, parameter = type(module), module._parameters[name]
+        parametrize.register_parametrization(module, name, Doubled())
+
+        def undo() -> None:
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+            assert type(module) is cls and module._parameters[name] is parameter
+
+        return undo
+
+    return make
+
+
+def cast(model: Any, donor: Any) -> Undo:
+    before = [(one, one.data) for one in (*model.parameters(), *model.buffers())]
+    model.bfloat16()
+    return lambda: [setattr(one, "data", data) for one, data in before]
+
+
+def compiled_module(model: Any, donor: Any) -> Undo:
+    before = model.decoder.layers[1]
+    model.decoder.layers[1] = torch.compile(before)
+    return lambda: model.decoder.layers.__setitem__(1, before)
+
+
+def compiled_forward(model: Any, donor: Any) -> Undo:
+    layer = model.decoder.layers[1]
+    return setting(layer, "forward", torch.compile(layer.forward))
+
+
+def compiled_in_place(model: Any, donor: Any) -> Undo:
+    layer = model.decoder.layers[1]
+    layer.compile()
+    return lambda: setattr(layer, "_compiled_call_impl", None)
+
+
+class Adapter(nn.Module):
+    """A low-rank addition around a linear, as adapter libraries put it in the linear's place."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        rows, columns = base.weight.shape
+        self.down, self.up = nn.Linear(columns, 2, bias=False), nn.Linear(2, rows, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, bias = self.base(x)
+        return out + self.up(self.down(x)), bias
+
+
+def wrap_linear(model: Any, donor: Any) -> Undo:
+    owner, name = first_linear(model)
+    return setting(owner, name, Adapter(getattr(owner, name)))
+
+
+LINEAR, NORM = r"decoder\.layers\.0\.\w+\.(linear_qkv|in_proj)", r"decoder\.layers\.0\.(input_layer)?norm"
+CHANGES = {
+    "replace layer": Change(replace_layer),
+    "replace linear": Change(replace(first_linear)),
+    "replace norm": Change(replace(first_norm)),
+    "replace attention or mixer": Change(replace(body)),
+    "replace mlp": Change(replace(mlp)),
+    "swap parameter": Change(swap_parameter),
+    "forward hook": Change(add_hook, f"{LINEAR}: has a forward hook"),
+    "pre-hook": Change(add_pre_hook, f"{NORM}: has a forward hook"),
+    "forward of a layer": Change(patch(last_layer), r"decoder\.layers\.1: its forward is set on the instance"),
+    "forward of attention or mixer": Change(patch(body), r"layers\.0\.(self_attention|mixer): its forward is set"),
+    "forward of a linear": Change(patch(first_linear), f"{LINEAR}: its forward is set"),
+    "forward of a norm": Change(patch(first_norm), f"{NORM}: its forward is set"),
+    "forward of an mlp": Change(patch(mlp), r"layers\.\d\.mlp: its forward is set"),
+    "parametrized linear": Change(parametrized(first_linear), f"{LINEAR}: weight is computed by torch.nn.utils.par"),
+    "parametrized norm": Change(parametrized(first_norm), f"{NORM}: weight is computed by torch.nn.utils.parametrize"),
+    "cast": Change(cast, "bfloat16 where the engine's cache was laid out for float32.*build a new engine", before=""),
+    "torch.compile(layer)": Change(compiled_module, r"layers\.1: layer class torch\._dynamo\S+OptimizedModule"),
+    "torch.compile(layer.forward)": Change(compiled_forward, r"layers\.1: its forward is set .*compile\(\)"),
+    "layer.compile()": Change(compiled_in_place),
+    "adapter around a linear": Change(wrap_linear, rf"{LINEAR}: linear class \S*Adapter is not known"),
+}
+every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+every_kind = pytest.mark.parametrize("kind", MODELS)
+
+
+@pytest.fixture
+def pair(kind: str) -> tuple[Any, Any]:
+    """(model, donor)."""
+    return MODELS[kind](seed=1), MODELS[kind](seed=2)
+
+
+def config_of(model: Any) -> InferenceConfig:
+    """With a prefix cache: keys and values of other modules must not be matched."""
+    states = {"prefix_caching_mamba_gb": 0.001} if model.config.is_hybrid_model else {}
+    cache = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+    return InferenceConfig(**CONFIG, **cache, **states)
+
+
+def engine_of(model: Any) -> DynamicInferenceEngine:
+    return DynamicInferenceEngine(model, config_of(model))
+
+
+def answer(engine: DynamicInferenceEngine, prompt: list[int] = PROMPT) -> tuple[list[int], list[float]]:
+    return read(engine.generate([prompt], GREEDY)[0])
+
+
+def read(output: Any) -> tuple[list[int], list[float]]:
+    (found,) = output.outputs
+    assert found.finish_reason == "length", output
+    steps = zip(found.logprobs, found.token_ids, strict=True)
+    return list(found.token_ids), [step[token].logprob for step, token in steps]
+
+
+def check_equal(found: tuple[list[int], list[float]], wanted: tuple[list[int], list[float]]) -> None:
+    assert found[0] == wanted[0]
+    assert found[1] == pytest.approx(wanted[1], abs=1e-5)
+
+
+def refusing(words: str) -> Any:
+    return pytest.raises(InferenceError, match=rf"(?s){words}")
+
+
+def run_to_end(engine: DynamicInferenceEngine) -> list[Any]:
+    done = []
+    while engine.has_unfinished():
+        done += [output for output in engine.step() if output.finished]
+    return done
+
+
+@every_kind
+@every_change
+def test_before_adoption(pair, change):
+    model, donor = pair
+    undo = change.make(model, donor)
+    if words := change.refusal(is_adopted=False):
+        with refusing(words):
+            engine_of(model)
+        undo()
+        engine_of(model)
+        return
+    answer(engine_of(model))
+
+
+@every_kind
+@every_change
+def test_while_idle(pair, change):
+    model, donor = pair
+    engine = engine_of(model)
+    before = answer(engine)
+    undo = change.make(model, donor)
+    if change.words:
+        engine.add_request(PROMPT, GREEDY)
+        for _ in range(2):
+            with refusing(change.words):
+                engine.step()
+        with refusing(change.words):
+            engine.verify_weights()
+        assert engine.weight_version == 0
+        undo()
+        engine.verify_weights()
+        check_equal(read(run_to_end(engine)[0]), before)
+        return
+    found = answer(engine)
+    check_equal(found, answer(engine_of(model)))
+    assert engine.weight_version == (0 if found == before else 1)
+    assert (found == before) == (change is CHANGES["layer.compile()"])
+
+
+@every_kind
+@every_change
+def test_between_rollouts(pair, change):
+    model, donor = pair
+    session = RolloutSession(model, config_of(model))
+    with session.generating() as roll:
+        before = roll.generate([PROMPT], GREEDY)[0].samples[0]
+    undo = change.make(model, donor)
+    if change.words:
+        calls = [session.update_weights, session.generating().__enter__]
+        if "hook" not in change.words and "its forward" not in change.words:  # the trainer's forward runs those
+            calls.append(lambda: session.score([PROMPT]))
+        for call in calls:
+            with refusing(change.words):
+                call()
+        undo()
+    else:
+        session.update_weights()
+    with session.generating() as roll:
+        found = roll.generate([PROMPT], GREEDY)[0].samples[0]
+        assert [span.policy_version for span in found.spans] == [session.weight_version]
+    if change.words or change is CHANGES["layer.compile()"]:
+        assert found.token_ids == before.token_ids
+    else:
+        wanted = answer(engine_of(model))
+        check_equal((found.token_ids, found.raw_logprobs), wanted)
+
+
+@every_kind
+@every_change
+def test_in_flight(pair, kind, change):
+    """Served: as weights of the same values that are written in place, with the KV that the requests have."""
+    model, donor = pair
+    twin, engine = MODELS[kind](seed=1), engine_of(model)
+    reference = engine_of(twin)
+    for one in (engine, reference):
+        one.add_request(PROMPT, GREEDY)
+        for _ in range(2):
+            one.step()
+    undo = change.make(model, donor)
+    if change.words:
+        for _ in range(2):
+            with refusing(change.words):
+                engine.step()
+        assert engine.stats().num_running + engine.stats().num_waiting == 1 and engine.weight_version == 0
+        undo()
+        check_equal(read(run_to_end(engine)[0]), read(run_to_end(reference)[0]))
+        return
+    with torch.no_grad():
+        for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            if not torch.equal(mine, theirs):
+                mine.copy_(theirs)
+    (found,), (wanted,) = run_to_end(engine), run_to_end(reference)
+    check_equal(read(found), read(wanted))
+    assert engine.weight_version == reference.weight_version
+    check_equal(answer(engine), answer(engine_of(model)))
+
+
+@every_kind
+@every_change
+def test_while_suspended(pair, change):
+    model, donor = pair
+    engine = engine_of(model)
+    before = answer(engine)
+    engine.add_request(PROMPT[:20], GREEDY)
+    engine.step()
+    engine.suspend("recompute")
+    undo = change.make(model, donor)
+    if change.words:
+        for _ in range(2):
+            with refusing(change.words):
+                engine.resume()
+        undo()
+        engine.resume()
+        assert len(run_to_end(engine)) == 1
+        check_equal(answer(engine), before)
+        return
+    engine.resume()
+    assert len(run_to_end(engine)) == 1
+    check_equal(answer(engine), answer(engine_of(model)))
+
+
+# ---------------------------------------------------------------------- beside the matrix
+
+
+PATCHED = {
+    "moe": {
+        "mlp.router": "gating",
+        "mlp.experts.local_experts.0": "forward",
+        "mlp.experts.local_experts.1.linear_fc2": "forward",
+    },
+    "gpt": {
+        "mlp.linear_fc1": "forward",
+        "self_attention": "get_query_key_value_tensors",
+        "self_attention.core_attention": "forward",
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "path", "method"), [(k, p, m) for k, ps in PATCHED.items() for p, m in ps.items()])
+def test_any_method_on_any_module_of_a_layer_is_refused(kind, path, method):
+    model = MODELS[kind](seed=1)
+    engine = engine_of(model)
+    undo = patch(lambda m: (m, "found"), method)
+    where = f"decoder.layers.1.{path}"
+    found = getattr(model.get_submodule(where), method)
+    undo = setting(model.get_submodule(where), method, lambda *args, **kwargs: found(*args, **kwargs))
+    with refusing(f"{where}: its {method} is set on the instance"):
+        engine.set_weight_version(1)
+    undo()
+    answer(engine)
+
+
+@pytest.mark.parametrize("path", ["", "embedding.word_embeddings", "decoder", "decoder.final_layernorm", "output_layer",
+                                  "rotary_pos_emb"])  # fmt: skip
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_modules_around_the_layers(path, how):
+    model = MODELS["gpt"](seed=1)
+    engine = engine_of(model)
+    module = model.get_submodule(path)
+    if how == "hook":
+        undo = module.register_forward_hook(lambda *given: None).remove
+    else:
+        undo = setting(module, "forward", module.forward)
+    with refusing(f"{path or '<root>'}: (has a forward hook|its forward is set)"):
+        answer(engine)
+    undo()
+    answer(engine)
+    with pytest.raises(AdoptionError), torch.nn.modules.module.register_module_forward_hook(lambda *given: None):
+        answer(engine)
+    answer(engine)
+
+
+@pytest.mark.parametrize("kind", ["moe", "hybrid"])
+def test_parts_of_experts_and_of_a_mixer_are_replaced(kind):
+    model, donor = MODELS[kind](seed=1), MODELS[kind](seed=2)
+    engine = engine_of(model)
+    last = [name for name, module in model.named_modules() if name.endswith(("router", "local_experts.1", "out_proj"))]
+    assert last
+    for path in last:
+        before = answer(engine)
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, donor.get_submodule(path))
+        found = answer(engine)
+        assert found != before
+        check_equal(found, answer(engine_of(model)))
+
+
+def test_what_is_replaced_is_verified_and_named():
+    model, donor = MODELS["gpt"](seed=1), MODELS["gpt"](seed=2)
+    engine = engine_of(model)
+    replace_layer(model, donor)
+    with pytest.raises(StaleCache, match=r"decoder\.layers\.1 is another module than the one that was adopted"):
+        engine.verify_weights()
+    engine.refresh_weights()
+    engine.verify_weights()
+    check_equal(answer(engine), answer(engine_of(model)))
+
+
+def test_a_prefix_of_other_modules_is_not_matched():
+    model, donor = MODELS["gpt"](seed=1), MODELS["gpt"](seed=2)
+    engine = engine_of(model)
+    answer(engine)
+    assert engine.generate([PROMPT], GREEDY)[0].num_cached_tokens > 0
+    replace_layer(model, donor)
+    output = engine.generate([PROMPT], GREEDY)[0]
+    assert output.num_cached_tokens == 0 and output.outputs[0].spans[0].policy_version == 1
+
+
+def test_a_module_that_was_replaced_is_freed():
+    model, donor = MODELS["gpt"](seed=1), MODELS["gpt"](seed=2)
+    engine = engine_of(model)
+    gone = weakref.ref(model.decoder.layers[1]), weakref.ref(model.decoder.layers[1].mlp.linear_fc1.weight)
+    replace_layer(model, donor)
+    answer(engine)
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_layers_that_do_not_fit_the_cache_are_refused():
+    model, donor = MODELS["gpt"](seed=1), MODELS["gpt"](seed=2, num_query_groups=4)
+    engine = engine_of(model)
+    undo = replace_layer(model, donor)
+    with refusing("heads differ between layers"):
+        answer(engine)
+    undo()
+    answer(engine)
+    for number in (0, 1):
+        model.decoder.layers[number] = donor.decoder.layers[number]
+    with refusing("num_kv_heads is 4 where the engine was built for 2.*build a new engine"):
+        answer(engine)
+
+
+class TheirLayer(TransformerLayer):
+    """A layer of the user's own: megatron-core's decoder calls it."""
+
+
+def their_spec(config: Any) -> Any:
+    block = gpt_spec(config)
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        layer.module = TheirLayer
+    return block
+
+
+def test_a_layer_of_the_users_own_is_called_with_its_hooks():
+    model = tiny_gpt(**SETTINGS, spec=their_spec)
+    engine = engine_of(model)
+    before, layer = answer(engine), model.decoder.layers[1]
+    for module in (layer, layer.mlp.linear_fc1):
+        hook = module.register_forward_hook(lambda m, given, out: (out[0] * 2, out[1]))
+        found = answer(engine)
+        assert found[1] != before[1]
+        check_equal(found, answer(engine_of(model)))
+        hook.remove()
+        check_equal(answer(engine), before)
+    hook = layer.self_attention.linear_qkv.register_forward_hook(lambda *_: None)
+    with refusing("layers.1.self_attention.linear_qkv: has a forward hook"):
+        answer(engine)
+    hook.remove()
+    layer.self_attention.forward = layer.self_attention.forward
+    with refusing("layers.1.self_attention: its forward is set on the instance"):
+        answer(engine)
+    del layer.self_attention.forward
+    check_equal(answer(engine), before)
+    layer.mlp = tiny_gpt(**SETTINGS, seed=2).decoder.layers[1].mlp.train()  # in a model in eval mode
+    check_equal(answer(engine), answer(engine_of(model)))
+    assert layer.mlp.training
+
+
+def test_captured_steps_of_other_modules_are_dropped(monkeypatch):
+    monkeypatch.setenv(BACKEND_VARIABLE, STATIC)
+    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
+    model, donor = MODELS["gpt"](seed=1), MODELS["gpt"](seed=2)
+    engine = DynamicInferenceEngine(model, InferenceConfig(**CONFIG, num_cuda_graphs=-1))
+    counts = inspect(engine).runner.graphs.pool.counts
+    before = answer(engine)
+    assert counts.replays and not counts.invalidated
+    replace(first_linear)(model, donor)
+    found = answer(engine)
+    assert found != before and counts.invalidated == {"weights moved": 1}
+    check_equal(found, answer(engine_of(model)))
+
+
+def test_a_trainers_own_attributes_are_no_change():
+    """Nor are this package's own hooks and forwards, which act in training."""
+    model = MODELS["gpt"](seed=1)
+    engine = engine_of(model)
+    before = answer(engine)
+    for module in model.modules():
+        module.noted_by_the_trainer = 1
+    model.decoder.layers[0].register_full_backward_hook(lambda *given: None)
+    with exact_math(model):
+        assert answer(engine) == before
+    assert answer(engine) == before and engine.weight_version == 0
+    engine.verify_weights()
+
+
+def test_compiled_layers_are_compiled_again(monkeypatch):
+    adopted = adopt(MODELS["gpt"](seed=1))
+    calls = []
+    monkeypatch.setattr(type(adopted), "compile_layers", lambda self: calls.append(self.layers))
+    adopted.compiler = object()
+    replace_layer(adopted.live, MODELS["gpt"](seed=2))
+    adopted.apply(adopted.read_changed())
+    assert len(calls) == 1 and adopted.num_adoptions == 2
+
+
+def test_a_census_tells_modules_apart_by_path():
+    model = MODELS["moe"](seed=1)
+    before = Census(model)
+    assert before.is_intact() and before.difference(Census(model)) is None
+    layers = model.decoder.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    assert not before.is_intact() and before.difference(Census(model))[0].startswith("decoder.layers.")
+    layers[0], layers[1] = layers[1], layers[0]
+    assert before.is_intact()
+    model.value_head = nn.Linear(2, 2)
+    assert before.difference(Census(model))[0] == "value_head"
+    del model.value_head
+    model.decoder.layers[1].mlp.router.expert_bias = torch.zeros(4)
+    assert before.difference(Census(model)) is None
