@@ -36,7 +36,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("config", "options, sampling parameters, and the sizes that follow from them"),
     ("text", "tokenizer, detokenizer, chat templates, tool calls"),
     ("metrics", "metric definitions and sinks: Prometheus, wandb"),
-    ("context", "which request holds which rows, blocks and state slots: ids only"),
+    ("context", "which sequence holds which rows, blocks and state slots: ids only"),
     ("scheduler", "requests and what each step computes: ids only"),
     ("comm", "process groups and the ranks of one engine in lockstep"),
     ("memory", "KV cache and state tensors, and their copies to the host and back"),

@@ -377,7 +377,7 @@ def describe(plan: StepPlan) -> list[list[Any]]:
             ]
         )
     copies = [(copy.kind.value, *copy[1:]) for copy in (*plan.copies_before, *plan.copies_after)]
-    return [*lines, ["copies", copies, [request.id for request in plan.returned]]]
+    return [*lines, ["copies", copies, [request.id for request in plan.readmitted]]]
 
 
 def _first_difference(plans: Sequence[list[list[Any]]]) -> str:

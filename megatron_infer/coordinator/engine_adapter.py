@@ -90,7 +90,7 @@ def info_of(engine: Any) -> EngineInfo:
 def can_step(engine: Any) -> bool:
     """Whether the engine has a step to run; not while its weights are partly written."""
     lifecycle = getattr(engine, "lifecycle", None)
-    return bool(engine.can_step()) and (lifecycle is None or lifecycle.torn is None)
+    return bool(engine.can_step()) and (lifecycle is None or lifecycle.incomplete_reason is None)
 
 
 def _limits_of(limits: Any, num_ranks: int) -> dict[str, int]:

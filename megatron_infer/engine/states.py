@@ -149,7 +149,7 @@ class Lifecycle:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = EngineState.RUNNING
         self.observers: list[Observer] = []
-        self.torn: str | None = None
+        self.incomplete_reason: str | None = None
         """Why the weights are not whole: an update is in progress or has ended half-way; None: they are."""
         self._clock = clock
         self._transition: Transition | None = None
@@ -171,8 +171,10 @@ class Lifecycle:
 
     def require_whole_weights(self, call: str) -> None:
         """Raise WrongState during a weight update, and after one that ended half-way."""
-        if self.torn is not None:
-            raise WrongState(f"{call} with weights that are not whole: {self.torn}", state=self.state.value)
+        if self.incomplete_reason is not None:
+            raise WrongState(
+                f"{call} with weights that are not whole: {self.incomplete_reason}", state=self.state.value
+            )
 
     def require_able(self, call: str) -> None:
         """Raise WrongState unless the engine is RUNNING, with whole weights."""

@@ -1,4 +1,4 @@
-"""The host copy of a suspend: what both pools held, copied layer by layer in the order in which steps use the layers.
+"""The host copy of a suspend: blocks and state slots that requests hold, layer by layer in the order steps use them.
 
                  offload                                   reload
 pools (device)  --------->  host: one PoolCopy per pool  --------->  pools; a step may use a layer that is back while

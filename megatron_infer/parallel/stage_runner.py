@@ -128,7 +128,7 @@ class StageRunner:
     def forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> StageStep:
         step = StageStep(LocalStep(plan), self._on_wait, self._alone_s)
         step.computed = self._thread.submit(partial(self._compute, step, table_writes))
-        if plan.returned:  # nothing of such a request is in flight: it may have ended before the thread gets here
+        if plan.readmitted:  # nothing of such a request is in flight: it may have ended before the thread gets here
             step.computed.exception()
         return step
 

@@ -15,7 +15,7 @@ from megatron_infer.requests.pooled_prompt import PooledPrompt
 from megatron_infer.requests.token_details import token_details_of
 from megatron_infer.scheduler.request import Request
 from megatron_infer.text.detokenizer import IncrementalDetokenizer
-from megatron_infer.text.stop import StopStrings
+from megatron_infer.text.stop_strings import StopStrings
 
 StreamMode = Literal["cumulative", "delta", "final"]
 

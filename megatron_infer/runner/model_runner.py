@@ -160,7 +160,7 @@ class ModelRunner:
 
     def _set_rows(self, plan: StepPlan) -> None:
         """Set the sampling parameters of rows that have a new request in this plan."""
-        for request in plan.returned:
+        for request in plan.readmitted:
             assert request.lease is not None, f"{request.id} came back without a lease"
             self.sampler.params.set(request.lease.row, request)
         for chunk in plan.prefill:

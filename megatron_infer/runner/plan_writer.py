@@ -49,7 +49,7 @@ class PlanWriter:
         it calls `forget` where it did not."""
         num_decode = len(plan.decode)
         decode = list(plan.decode)
-        same = decode == self._decode and not plan.returned  # by identity: the set rarely changes between steps
+        same = decode == self._decode and not plan.readmitted  # by identity: the set rarely changes between steps
         if not same:
             self._decode = decode
             self._decode_rows = np.fromiter((r.lease.row for r in plan.decode), np.int32, num_decode)  # type: ignore[union-attr]

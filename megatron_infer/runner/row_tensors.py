@@ -57,7 +57,7 @@ class RowTensors:
 
     def admit(self, plan: StepPlan) -> None:
         """Upload all tokens of newly admitted requests, the cached prefix included (penalties count them)."""
-        admitted = [*plan.returned, *(chunk.request for chunk in plan.prefill if chunk.first)]
+        admitted = [*plan.readmitted, *(chunk.request for chunk in plan.prefill if chunk.first)]
         if admitted:
             self._put_tokens(admitted)
         for chunk in plan.prefill:

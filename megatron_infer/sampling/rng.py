@@ -1,4 +1,6 @@
-"""Randomness without state: a draw is a function of (seed, position), on the host, the same for every device.
+"""Randomness without state: a draw is a function of (seed, position).
+
+Here it is computed on the host; captured draws and Triton kernels compute the same bits on the device.
 
 Chunking, batching, eviction and overlap change when a token is drawn, never its (seed, position): so they cannot
 change the token.

@@ -81,7 +81,7 @@ class Scheduler:
         self._decodes = DecodePlanner(context, self.running_set, num_micro_batches=num_micro_batches)
         self.recompute_progress = RecomputeProgress()
         self._num_arrivals = self._num_uncommitted = self._prompt_tokens_in_flight = 0
-        self._returned: list[Request] = []
+        self._readmitted: list[Request] = []
 
     def add(self, request: Request) -> None:
         """Queue `request`, with its siblings behind it when it leads a group.
@@ -109,7 +109,7 @@ class Scheduler:
         self._num_arrivals = assign_arrivals(request, self._num_arrivals)
         self.queue.hold_siblings(request)
         self.running_set.readmit(request, is_leader=self.queue.is_leader(request))
-        self._returned.append(request)
+        self._readmitted.append(request)
         return True
 
     def abort(self, request: Request) -> None:
@@ -198,7 +198,7 @@ class Scheduler:
                 self.running_set.start_over(request)
                 back.append(request)
         self.queue.insert_sorted(back)
-        self._returned += [request for plan in plans for request in plan.returned if request.lease is not None]
+        self._readmitted += [request for plan in plans for request in plan.readmitted if request.lease is not None]
         # The failed step may not have executed the table writes and copies it took: requests swapped in start over with
         # it, those swapped out may not have arrived. Copies that no plan took are for places given up by now.
         self.context.repeat_table_writes()
@@ -258,7 +258,7 @@ class Scheduler:
         if plan.num_tokens:
             self._num_uncommitted += 1
             self._prompt_tokens_in_flight += plan.num_tokens - len(plan.decode)
-            self._returned = []
+            self._readmitted = []
             self.stats.steps += 1
             self.stats.decode_tokens += len(plan.decode)
             self.stats.prefill_tokens += plan.num_tokens - len(plan.decode)
@@ -316,7 +316,7 @@ class Scheduler:
             prefill=tuple(draft.chunks),
             copies_before=context.take_copies() if num_tokens else (),
             copies_after=tuple(sorted(draft.copies, key=lambda copy: copy.kind.value)),
-            returned=tuple([request for request in self._returned if request.lease is not None]),
+            readmitted=tuple([request for request in self._readmitted if request.lease is not None]),
             num_tokens=num_tokens,
             sampled=[*decode, *draft.sampled] if draft.sampled else decode,
         )

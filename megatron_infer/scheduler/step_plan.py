@@ -45,7 +45,7 @@ class StepPlan:
     copies_after: tuple[Copy, ...] = ()
     """Blocks and then recurrent states, to run after this step's forward: forks (n > 1), and states kept where a chunk
     ends. No destination comes twice, none is a source."""
-    returned: tuple[Request, ...] = ()
+    readmitted: tuple[Request, ...] = ()
     """Requests that were readmitted with their keys and values: their tokens and parameters go to the device first."""
     num_tokens: int = 0
     sampled: Sequence[Request] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_infer.text.stop import partial_length
+from megatron_infer.text.stop_strings import partial_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_infer.text.stop import partial_length
+from megatron_infer.text.stop_strings import partial_length
 from megatron_infer.text.tool_json import SPACE, CallObject, ValueScan
 
 

@@ -28,7 +28,7 @@ def no_tick(what: str) -> None:
 
 
 class WeightManager:
-    """Tracks which weights the engine computes with. Versions count accepted changes; it is built with version 0."""
+    """Tracks the weights the engine computes with. `num_updates` counts accepted changes, `version` labels them."""
 
     def __init__(
         self,

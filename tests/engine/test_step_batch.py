@@ -274,7 +274,7 @@ def test_a_request_that_came_back_in_another_row_is_written_again(builder):
     request = request_in(1)
     builder.build(decode_plan([request], [4]), ())
     request.lease = SimpleNamespace(row=2)
-    batch = builder.build(decode_plan([request], [5], returned=(request,)), ())
+    batch = builder.build(decode_plan([request], [5], readmitted=(request,)), ())
     assert batch.meta.table_row_R.tolist() == [2] and batch.sample_rows.tolist() == [2]
 
 

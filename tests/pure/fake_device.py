@@ -91,7 +91,7 @@ class FakeDevice:
         for copy in plan.copies_before:
             self.copy(*copy)
         self.num_swaps_and_loads += len(plan.copies_before)
-        for request in plan.returned:
+        for request in plan.readmitted:
             self._upload(request)
         runs = [(request, start, 1) for request, start in zip(plan.decode, plan.decode_starts, strict=True)]
         for chunk in plan.prefill:

@@ -43,12 +43,12 @@ class UpdateTarget:
     @property
     def incomplete_reason(self) -> str | None:
         """Why the weights are incomplete; None if they are complete, and always for a model alone."""
-        return None if self.engine is None else self.engine.lifecycle.torn
+        return None if self.engine is None else self.engine.lifecycle.incomplete_reason
 
     @incomplete_reason.setter
     def incomplete_reason(self, reason: str | None) -> None:
         if self.engine is not None:
-            self.engine.lifecycle.torn = reason
+            self.engine.lifecycle.incomplete_reason = reason
 
     def hold(self) -> None:
         """Finish the step in flight; the engine refuses to run until the update has ended. On every rank."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_infer.text.stop import StopStrings
+from megatron_infer.text.stop_strings import StopStrings
 
 ALPHABET = "ab\n"
 WORD = st.text(alphabet=ALPHABET, min_size=1, max_size=4)
