@@ -141,13 +141,6 @@ def test_small_prompts_are_not_split():
     world.drain()
 
 
-def test_a_single_request_goes_through_one_step_at_a_time():
-    world = PipelinedWorld(num_micro_batches=3)
-    request = world.add(endless("alone", 5, 6))
-    world.drain()
-    assert request.finish_reason is FinishReason.LENGTH and request.num_output == 6
-
-
 def test_a_failed_step_cancels_the_later_ones_and_ends_its_own_requests_only():
     world = PipelinedWorld(num_rows=8, num_blocks=128, num_micro_batches=3, caching=True, swap=Swap())
     requests = [world.add(endless(f"r{i}", 6, 12, start=10 * i)) for i in range(6)]
