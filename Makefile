@@ -72,7 +72,7 @@ test-all: $(VENV)/.smollm2
 # What of the GPU's side can be checked without one: kernels in Triton's interpreter, and compiled for sm_80, sm_90 and sm_100.
 check-kernels: $(VENV)/.smollm2
 	rm -rf $(LAUNCHES)
-	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(PYTEST) tests/triton -m triton --durations=10 $(PYTEST_ARGS)
+	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(PYTEST) tests/triton -m "triton and not long" --durations=10 $(PYTEST_ARGS)
 	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES)
 
 lint: $(VENV)/.installed
