@@ -48,7 +48,7 @@ MAX_SPILL = 256
 FP32_FACTOR = 8
 """So many times that in kernels none of whose pointers is to 16 bit: those in fp32 are for exactness, not speed."""
 BY_ARCH = ("tt.dot", "tt.elementwise_inline_asm", "f8E", "descriptor")
-"""In Triton's IR of a kernel: what it compiles in another way for each architecture. The rest differs in `ptxas` alone."""
+"""In Triton's IR of a kernel: what it compiles in another way for each architecture. `ptxas` makes the rest differ."""
 WIDE = ("*fp8e4nv", "*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
 ALIGNMENT = 16
 NO_FIGURE = -1
@@ -133,9 +133,7 @@ def jobs_left(jobs: Iterable[Job], outcomes: Iterable[Compiled]) -> list[Job]:
     done = {(one.module, one.variant): one for one in outcomes}
     asked = [(job, done[job.module, job.variant]) for job in jobs]
     return [
-        job
-        for job, one in asked
-        if job.arch != one.arch and (one.by_arch or one.shared_bytes > SHARED_LIMIT[job.arch])
+        job for job, one in asked if job.arch != one.arch and (one.by_arch or one.shared_bytes > SHARED_LIMIT[job.arch])
     ]
 
 
@@ -290,7 +288,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT), help="default: 80, 90, 100")
     parser.add_argument("--only", metavar="NAME", help="variants whose module and name contain this")
-    parser.add_argument("--quick", action="store_true", help="each variant for one architecture, in turn, tensor cores or not")
+    parser.add_argument("--quick", action="store_true", help="each variant for one architecture alone")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--max-spill", type=int, default=MAX_SPILL, help="bytes a thread; 8 times that in fp32")
     parser.add_argument("--package", default=KERNELS, help="where the kernels' modules are")
