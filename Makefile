@@ -14,9 +14,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := requirements/constraints-cpu.txt
 # Linux wheels of torch on PyPI bring CUDA along; the local version +cpu never does.
 TORCH_SPEC := torch==$(TORCH)$(if $(filter Linux,$(shell uname -s)),+cpu)
-# One thread per worker: two torch pools on the same cores make every parallel region wait for the other.
+# One thread per worker: two torch pools on the same cores make every parallel region wait for the other. Bytecode is kept:
+# some hundred processes import the package.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false \
-	HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true
+	HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true PYTHONDONTWRITEBYTECODE=
 
 # Files in the order of tests/conftest.py: xdist's own, by number of tests, puts the long distributed tests last and alone.
 PYTEST := $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder

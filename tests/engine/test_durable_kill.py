@@ -126,6 +126,7 @@ def test_a_kill_around_any_file_operation_loses_nothing(model, uninterrupted, vi
         assert_nothing_is_lost(model, path, uninterrupted)
 
 
+@pytest.mark.long
 def test_a_kill_at_a_random_moment_loses_nothing(model, uninterrupted, victims, tmp_path):
     began = time.monotonic()
     assert victims.run(tmp_path / "whole") == 0

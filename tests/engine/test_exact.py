@@ -66,7 +66,7 @@ def alone(name, model) -> dict[bool, list]:
     return {sampled: [run(engine, [item])[0] for item in workload(5, sampled=sampled)] for sampled in (False, True)}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", ["alone", "together", *WAYS])
 def test_the_trainers_forward_gives_the_engines_bits(name, model, alone, way):
     kind = MODELS[name][0]

@@ -119,6 +119,7 @@ def expected(model):
         return answers(make_engine(model), work())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_tokens_are_the_same_with_graphs(model, kind, expected, feature):
     engine = make_engine(model, **GRAPHS, **FEATURES[feature])

@@ -148,6 +148,7 @@ def test_groups_and_prefixes_answer_the_same(model, kind, expected, way, mode, o
     assert (counters["swapped_in"] > 0) == (tight and "preemption_mode" in WAYS[way])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", ["before it", "behind its forward", "behind its draw"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_a_failed_step_leaves_no_state_a_token_too_far(model, kind, expected, overlap, where, monkeypatch):

@@ -367,6 +367,7 @@ def addresses(store: StateStore) -> list[int]:
     return [tensor.data_ptr() for tensor in (store.kv_cache, *states)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_hundred_cycles_do_not_grow_the_process(model, mode):
     engine, sizes = make_engine(model, kv_cache_management_mode=mode), []

@@ -60,7 +60,8 @@ def run(llm: LLM, kind: str, mode: str | None) -> tuple[dict[str, Any], dict[str
     return done, streamed, copied
 
 
-@pytest.mark.parametrize("kind", [pytest.param("greedy", marks=pytest.mark.long), "sampled"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_real_answers_are_those_of_an_undisturbed_run(llm, kind):
     plain, text, _ = run(llm, kind, None)
     assert text and plain["1"].outputs[1].text

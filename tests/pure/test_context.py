@@ -78,19 +78,6 @@ def test_generated_blocks_are_found_as_part_of_a_later_prompt():
     assert context.admit(list(range(1, 12)), root=ROOT).cached == 8
 
 
-def test_partial_block_is_not_published():
-    context = make()
-    tokens = list(range(7))
-    context.release(compute(context, tokens))
-    assert context.pool.num_cached == 1
-
-
-def test_other_root_never_hits():
-    context = make()
-    context.release(compute(context, range(9)))
-    assert context.admit(range(9), root=OTHER).cached == 0
-
-
 def test_admission_may_ignore_the_cache():
     context = make()
     context.release(compute(context, range(9)))
@@ -133,18 +120,6 @@ def test_cached_blocks_are_reclaimed_oldest_first_and_children_before_parents():
         assert sum(hits) == context.pool.num_cached, "a cached block without its parent"
         cached.append(tuple(hits))
     assert cached == [(2, 3), (1, 3), (0, 3), (0, 2), (0, 1), (0, 0)]
-
-
-def test_hit_keeps_a_block_from_being_reclaimed():
-    context = make(num_blocks=4)
-    context.release(compute(context, range(8)))
-    lease = context.admit(range(9), root=ROOT)
-    assert context.num_free_blocks == 2
-    other = context.admit([1], root=ROOT)
-    assert not context.extend(other, 12)
-    assert context.extend(other, 8)
-    assert [context.pool.refs(block) for block in lease.blocks] == [1, 1]
-    context.check()
 
 
 def test_content_computed_twice_is_kept_once():
@@ -216,25 +191,6 @@ def test_fork_follows_its_parent_to_content_another_block_has():
     context.check()
     assert child.blocks[:2] == lease.blocks[:2] == first.blocks[:2]
     assert child.digests == lease.digests and len(child.digests) == 2
-
-
-def test_no_row_no_lease():
-    context = make(num_rows=1)
-    lease = context.admit([1], root=ROOT)
-    assert context.admit([1], root=ROOT) is None
-    context.release(lease)
-    assert context.admit([1], root=ROOT) is not None
-
-
-def test_forget_all_drops_what_was_cached():
-    context = make()
-    held = compute(context, range(9))
-    context.release(compute(context, range(50, 59)))
-    assert context.forget_all() == 2
-    assert context.admit(range(9), root=ROOT).cached == 0
-    assert context.admit(range(50, 59), root=ROOT).cached == 0
-    context.release(held)
-    context.check()
 
 
 def test_publishing_unknown_tokens_is_caught():

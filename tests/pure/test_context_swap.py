@@ -108,18 +108,6 @@ def test_blocks_still_published_on_the_device_are_shared_and_not_copied():
     num_free(context)
 
 
-def test_cached_blocks_to_be_shared_are_not_counted_as_room():
-    """Three cached blocks hold the content, the fourth column would have to take one of them."""
-    context = make(num_blocks=4, caching=True, keep_cached=True)
-    swapped = context.swap_out(lease_of(context, range(12)), 12)
-    other = lease_of(context, range(50, 54))
-    assert context.num_free_blocks == 3
-    assert context.swap_in(swapped, capacity=13) is None
-    context.release(other)
-    assert context.swap_in(swapped, capacity=13) is not None
-    context.check()
-
-
 def test_swapped_in_blocks_are_published_by_the_next_commit_and_not_before():
     context = make(caching=True)
     tokens = list(range(9))
@@ -132,18 +120,6 @@ def test_swapped_in_blocks_are_published_by_the_next_commit_and_not_before():
     context.publish_computed(back, tokens, 9)
     late = context.admit([*tokens, 1], root=ROOT)
     assert late.cached == 8
-    context.check()
-
-
-def test_host_slot_freed_by_a_swap_in_is_the_destination_of_a_later_swap_out():
-    context = make(num_host_slots=1, num_blocks=4)
-    swapped = context.swap_out(lease_of(context, range(4)), 4)
-    other = lease_of(context, range(10, 14))
-    assert context.swap_out(other, 4) is None
-    context.swap_in(swapped, capacity=5)
-    assert context.swap_out(other, 4) is not None
-    kinds = [copy.kind for copy in context.take_copies()]
-    assert kinds == [CopyKind.BLOCK_OUT, CopyKind.BLOCK_IN, CopyKind.BLOCK_OUT], "all of slot 0"
     context.check()
 
 

@@ -107,14 +107,6 @@ def test_a_request_that_would_free_nothing_is_no_victim():
     world.drain()
 
 
-def test_victim_with_a_step_in_flight_is_paused_and_evicted_when_idle():
-    world = crowd(overlap=True)
-    world.drain()
-    first = evicted(world)[0]
-    kinds = [(step_kind, name) for name, step_kind, _ in world.events if name == first]
-    assert [kind for kind, _ in kinds][:3] == ["admit", "pause", "evict"]
-
-
 def test_victim_with_room_of_its_own_stays_paused_until_it_is_idle():
     """a and b need a block, c does not and is the cheapest: it must not run in between."""
     world = World(num_blocks=6, block_size=4, paused_limit=0, max_tokens=64, overlap=True)
@@ -194,17 +186,6 @@ def test_swapped_request_continues_where_it_was(overlap, caching):
     assert sum(request.history.num_swaps for request in world.requests) == stats.swapped_in
 
 
-def test_request_swapped_in_mid_prefill_continues_its_prefill():
-    world = World(num_blocks=8, block_size=2, paused_limit=0, max_tokens=4, chunked=True, swap=SWAPPING)
-    world.add(endless("a", 2, 15))
-    world.step()
-    long = world.add(endless("b", 12, 3, start=40))
-    until(world, lambda: long in world.scheduler.preemption.swapped)
-    assert long.num_output == 0 and 0 < world.scheduler.preemption.swapped[long].num_tokens < 12
-    world.drain()
-    assert world.device.num_computed == 2 + 14 + 12 + 2
-
-
 def test_auto_takes_the_cheaper_way_by_the_latest_costs():
     cheap, dear = CostModel(copy_s_per_block=1e-9), CostModel(copy_s_per_block=1e9)
     world = crowd(swap=Swap(slots=64, mode=AUTO, costs=cheap))
@@ -225,12 +206,6 @@ def test_full_host_means_recompute(mode):
     world.drain()
     assert hows(world) == {"recompute"}
     assert world.scheduler.stats.recomputed_tokens == sum(p["num_tokens"] for _, k, p in world.events if k == "evict")
-
-
-def test_recompute_mode_ignores_the_host():
-    world = crowd(swap=Swap(slots=64, mode=RECOMPUTE))
-    world.drain()
-    assert hows(world) == {"recompute"}
 
 
 def swapped_world(**kwargs):

@@ -54,12 +54,6 @@ def test_equal_prompt_continues_from_the_last_block_boundary():
     assert w.scheduler.stats.states_loaded == 1
 
 
-def test_without_room_for_states_nothing_is_hit():
-    w = world(num_cached_states=0)
-    finish(w, "first", PROMPT)
-    assert finish(w, "second", PROMPT).history.cached_tokens == 0
-
-
 def test_state_is_kept_where_prompts_begin_to_differ():
     """The second prompt finds blocks without a state behind them; the third continues from the one the second left."""
     w = world()
@@ -271,13 +265,6 @@ def test_prompts_with_a_common_head_keep_one_state_behind_it_and_compute_it_once
     w.drain()
     assert w.device.num_prefilled == 2 * 30 + 8 * (30 - 16)
     assert w.scheduler.stats.states_kept == 10 + 1
-
-
-def test_state_of_former_weights_is_never_loaded():
-    w = world()
-    finish(w, "a", PROMPT)
-    w.new_weights(keep=True)
-    assert finish(w, "b", PROMPT).history.cached_tokens == 0
 
 
 def test_states_of_former_weights_leave_room_for_answers():

@@ -31,7 +31,7 @@ class ScriptedEngine(EchoEngine):
         )
 
     def _output(self, request):
-        before = [one.num_sent for one in request.samples]
+        before = [one.num_sent for one in request.sequences]
         output = super()._output(request)
         for one, first in zip(output.outputs, before, strict=True):
             last = first + len(one.token_ids)
