@@ -54,6 +54,25 @@ def run_to_end(engine: Engine) -> dict[str, list[int]]:
     return done
 
 
+def check_out_of_memory(engine: Engine, rank: int) -> None:
+    """A step that runs out of memory on every rank, each with its own figures, is tried again with fewer tokens."""
+    prompts = [PROMPT, PROMPT[:9], PROMPT[4:30]]
+    want = tokens_of(engine.generate(prompts if rank == 0 else [], GREEDY))
+    engine.reset_prefix_cache()
+    runner = inspect(engine).runner
+    run_layers = runner.run_layers
+
+    def limited(step: Any, received_TD: Any = None) -> Any:
+        if step.plan.num_tokens > 20:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. GPU {rank} has a total capacity of ...")
+        return run_layers(step, received_TD)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run_layers", limited)
+        assert tokens_of(engine.generate(prompts if rank == 0 else [], GREEDY)) == want
+    assert engine.figures().retracted_steps > 0
+
+
 def check_generate(engine: Engine, rank: int) -> None:
     """Every rank has the outputs of the leader's prompts; what the leader refuses is refused everywhere."""
     outputs = engine.generate([PROMPT, PROMPT[:9]] if rank == 0 else [], GREEDY)
@@ -347,6 +366,7 @@ def check_all(rank: int, size: int, folder: str) -> None:
     check_same_failure(engine, rank)
     check_following(engine, rank)
     check_saved_requests(engine, rank, folder)
+    check_out_of_memory(engine, rank)
     engine.rank_group.lockstep.close()
     check_planted_divergence(model, rank)
     check_options(model, rank)
