@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ PRELOAD = ["megatron_infer.engine.engine", "megatron_infer.testing.tiny"]
 
 def run_on_ranks(function: Callable[..., None], size: int, folder: Path, *arguments: Any) -> None:
     """function(rank, size, folder, *arguments) in `size` new processes with a gloo group over them all."""
-    store = folder / f"store.{function.__name__}.{size}"
-    start_ranks(_enter, (function, size, folder, str(store), arguments), size)
+    store = tempfile.mkdtemp(prefix="store.", dir=folder)  # a store that an earlier call has left would name its ranks
+    start_ranks(_enter, (function, size, folder, f"{store}/store", arguments), size)
 
 
 def start_ranks(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
