@@ -197,7 +197,7 @@ class TokenValues(msgspec.Struct, array_like=True, gc=False):
 
     dtype: str
     shape: list[int]
-    """Of one entry."""
+    """Dimensions of one entry."""
     content: bytes
     counts: bytes = b""
     """int32, entries per token; b"": one each."""

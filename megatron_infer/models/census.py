@@ -201,7 +201,7 @@ def _record(module: torch.nn.Module) -> ModuleRecord:
 
 
 def _is_ours(function: Any) -> bool:
-    """Of this package, by the object that is called: a wrapper may have the name and module of what it wraps."""
+    """Whether the called object is one of this package: a wrapper may have the name and module of what it wraps."""
     owner = getattr(function, "__self__", function)
     return type(owner).__module__.partition(".")[0] == PACKAGE and not isinstance(owner, torch.nn.Module)
 

@@ -67,7 +67,7 @@ class Packed:
     offsets: np.ndarray | None = None
     """int32 [tokens + 1], of IDS: where the words of each token begin."""
     vocab_size: int = 0
-    """Of IDS; 0: no token has been drawn."""
+    """IDS only: ids are below it; 0: no token has been drawn."""
 
     @property
     def counts(self) -> np.ndarray:

@@ -106,7 +106,7 @@ def missing_names(text: str) -> list[str]:
 
 
 def _anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Anchors that GitHub generates for headings."""
     heads = re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.MULTILINE)
     return {"#" + re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 

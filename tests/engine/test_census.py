@@ -61,7 +61,7 @@ class Change:
     make: Callable[[Any, Any], Undo]
     words: str = ""
     before: str | None = None
-    """Of the refusal before adoption, where it is another: "" for what is served then."""
+    """Words of the refusal before adoption, if they differ; "": the change is served then."""
 
     def refusal(self, *, is_adopted: bool) -> str:
         return self.words if is_adopted or self.before is None else self.before
@@ -561,6 +561,22 @@ def test_a_trainers_own_attributes_are_no_change():
         assert answer(engine) == before
     assert answer(engine) == before and engine.weight_version == 0
     engine.verify_weights()
+
+
+def test_a_forward_that_takes_the_place_of_another_attribute_is_refused():
+    """The module has as many attributes as when it was adopted."""
+    model = MODELS["gpt"](seed=1)
+    owner, name = first_norm(model)
+    module = getattr(owner, name)
+    module.noted_by_the_trainer = 1
+    engine = engine_of(model)
+    before = answer(engine)
+    del module.noted_by_the_trainer
+    module.forward = lambda *given, **named: given[0]
+    with refusing("forward"):
+        answer(engine)
+    del module.forward
+    assert answer(engine) == before
 
 
 def test_compiled_layers_are_compiled_again(monkeypatch):

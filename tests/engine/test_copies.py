@@ -66,7 +66,7 @@ class Streams:
         assert all(self.done[on] == len(queue) for on, queue in self.queues.items()), "the streams wait for each other"
 
     def go_on(self, is_enough):
-        """As much as is needed, in any order that the events allow."""
+        """Run queued work until `is_enough()`, in any order that the events allow."""
         while not is_enough():
             able = [on for on in Stream if self._is_able(on)]
             if not able:

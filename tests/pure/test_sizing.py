@@ -94,7 +94,7 @@ def test_blocks_for_rounds_up(tokens, blocks):
 
 
 STATE_BYTES = (544 * 4 + 8 * 64 * 16) * 4
-"""Of one request of the hybrid below, fp32."""
+"""Bytes of one request of the hybrid below, fp32."""
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.4, 0.6, 0.8])

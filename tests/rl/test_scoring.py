@@ -120,7 +120,7 @@ def test_gradients_can_be_taken_from_within_generating():
 
 
 def test_padding_of_the_vocabulary_has_no_probability():
-    """As in the engine, whose distribution is over real tokens only."""
+    """The engine, too, draws from real tokens only."""
     model = MAKERS["attention"]()
     model.true_vocab_size = VOCAB - 8
     session = make_session(model)
