@@ -21,7 +21,6 @@ a collective: it raises `CollectiveAbandoned`, which ends the engine on all rank
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import time
@@ -35,9 +34,9 @@ import torch
 
 from megatron_infer.comm.collective_errors import CollectiveAbandoned, causes, is_of_collective
 from megatron_infer.config.graph_shapes import GraphShape, ShapeIndex
-from megatron_infer.errors import ConfigError
 from megatron_infer.memory.device import Device
 from megatron_infer.utils.gc_pause import no_collection
+from megatron_infer.utils.named_class import make_named
 
 log = logging.getLogger("megatron_infer")
 
@@ -165,20 +164,12 @@ class _CudaRecorded:
 def make_recorder(device: Device) -> Recorder | str:
     """The recorder for this device, or why there is none."""
     if named := os.environ.get(GRAPHS_VARIABLE):
-        return _recorder_named(named)
+        remedy = (
+            "give it the form module:class, such as megatron_infer.testing.eager_recorder:EagerRecorder, or unset it"
+        )
+        recorder: Recorder = make_named(named, variable=GRAPHS_VARIABLE, remedy=remedy)
+        return recorder
     return CudaRecorder(device) if device.is_cuda else "there are no graphs on a CPU"
-
-
-def _recorder_named(named: str) -> Recorder:
-    module, _, attribute = named.partition(":")
-    try:
-        recorder: Recorder = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{GRAPHS_VARIABLE} is {named!r}: {error}; give it the form module:class, such as "
-            "megatron_infer.testing.eager_recorder:EagerRecorder, or unset it"
-        ) from error
-    return recorder
 
 
 class Capturable(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
 from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
+from megatron_infer.utils.named_class import make_named
 
 if TYPE_CHECKING:
     from megatron_infer.kernels.triton.sampling import TritonSampling
@@ -125,14 +125,8 @@ def _forced_backend() -> tuple[str | None, TorchKernels]:
     name = os.environ.get(BACKEND_VARIABLE) or None
     if name is None or name in BACKENDS:
         return name, _PlainTorch()
-    module, _, attribute = name.partition(":")
-    try:
-        kernels: TorchKernels = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{BACKEND_VARIABLE} is {name!r}: {error}; it can be {', '.join(BACKENDS)}, or module:class of "
-            "attention and scan"
-        ) from error
+    remedy = f"it can be {', '.join(BACKENDS)}, or module:class of attention and scan"
+    kernels: TorchKernels = make_named(name, variable=BACKEND_VARIABLE, remedy=remedy)
     return kernels.name, kernels
 
 

@@ -1,0 +1,17 @@
+"""Objects that an environment variable names, for tests and debugging."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from megatron_infer.errors import ConfigError
+
+
+def make_named(named: str, *, variable: str, remedy: str) -> Any:
+    """An object of the class that "module:class" names. Raises ConfigError with the variable and the remedy."""
+    module, _, attribute = named.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{variable} is {named!r}: {error}; {remedy}") from error
