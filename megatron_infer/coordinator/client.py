@@ -23,7 +23,15 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.connection import CoordinatorConnection
 from megatron_infer.errors import ConfigError, InvalidPrompt
-from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.outputs.request_output import (
+    CompletionOutput,
+    Logprob,
+    OnError,
+    RequestMetrics,
+    RequestOutput,
+    check_on_error,
+    checked_outputs,
+)
 from megatron_infer.outputs.token_outputs import (
     TOKEN_OUTPUTS,
     Kind,
@@ -310,16 +318,24 @@ class InferenceClient:
         self._session = _Session(address, key=key, name=name, timeout_s=timeout_s, tokenizer=tokenizer)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Run prompts to the end -> outputs in their order. If one is refused, the others are aborted."""
+        """Run prompts to the end -> outputs in their order. If one is refused, the others are aborted.
+
+        Raises GenerationError, once all have ended, if any failed (on_error "return": its output has `error`).
+        """
+        check_on_error(on_error)
         batch, _ = _batch(prompts)
         futures: dict[int, Future[RequestOutput]] = {}
         try:
             for prompt, one in zip(batch, _params_for(len(batch), params), strict=True):
                 future: Future[RequestOutput] = Future()
                 futures[self._session.submit(prompt, one, False, _settler(future))] = future
-            return [future.result() for future in futures.values()]
+            return checked_outputs([future.result() for future in futures.values()], on_error)
         finally:
             for request_id, future in futures.items():
                 if not future.done():
@@ -336,7 +352,10 @@ class InferenceClient:
         self._session.abort(future.request_id)  # type: ignore[attr-defined]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Cumulative outputs of one request as it grows. Leaving the loop early aborts it."""
+        """Cumulative outputs of one request as it grows. Leaving the loop early aborts it.
+
+        Raises GenerationError, with its last output, if it fails.
+        """
         items: queue.SimpleQueue[RequestOutput | BaseException] = queue.SimpleQueue()
         request_id = self._session.submit(prompt, params, True, items.put)
         finished = False
@@ -346,6 +365,7 @@ class InferenceClient:
                 finished = isinstance(item, BaseException) or item.finished
                 if isinstance(item, BaseException):
                     raise item
+                checked_outputs([item], "raise")
                 yield item
         finally:
             if not finished:
@@ -415,9 +435,15 @@ class AsyncInferenceClient:
         return self._client
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Run prompts to the end -> outputs in their order. Cancelling it aborts them."""
+        """Run prompts to the end -> outputs in their order; raises as `InferenceClient.generate`. Cancelling it aborts
+        them."""
+        check_on_error(on_error)
         batch, _ = _batch(prompts)
         await self._ready()
         futures: dict[int, Future[RequestOutput]] = {}
@@ -425,7 +451,8 @@ class AsyncInferenceClient:
             for prompt, one in zip(batch, _params_for(len(batch), params), strict=True):
                 future: Future[RequestOutput] = Future()
                 futures[self._session.submit(prompt, one, False, _settler(future))] = future
-            return list(await asyncio.gather(*(asyncio.wrap_future(future) for future in futures.values())))
+            outputs = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures.values()))
+            return checked_outputs(outputs, on_error)
         finally:
             for request_id in futures:
                 self._session.abort(request_id)  # does nothing for those that have ended
@@ -454,7 +481,10 @@ class AsyncInferenceClient:
         await self._ready()
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """Cumulative outputs of one request as it grows. Leaving the loop early aborts it."""
+        """Cumulative outputs of one request as it grows. Leaving the loop early aborts it.
+
+        Raises GenerationError, with its last output, if it fails.
+        """
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
@@ -471,6 +501,7 @@ class AsyncInferenceClient:
                 finished = isinstance(item, BaseException) or item.finished
                 if isinstance(item, BaseException):
                     raise item
+                checked_outputs([item], "raise")
                 yield item
         finally:
             if not finished:

@@ -20,7 +20,7 @@ from megatron_infer.engine.stats import EngineStats
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import WrongState
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
-from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
 from megatron_infer.requests.drawn_sequence import DrawnSequence
 from megatron_infer.requests.input_processor import Prompt, TextCodec
 from megatron_infer.requests.request_state import StreamMode
@@ -187,15 +187,18 @@ class DynamicInferenceEngine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_output: Callable[[RequestOutput], None] | None = None,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Run prompts to the end -> outputs in their order. All are checked before any is queued.
 
         Requests added before go on meanwhile; their outputs come with the next step(). `on_output` is called as each
-        of these finishes. With several ranks every rank calls it and has the outputs; the leader's prompts count.
+        of these finishes. Raises GenerationError, with all outputs, if requests failed; on_error "return": their
+        outputs have `error`. With several ranks every rank calls it and has the outputs; the leader's prompts count.
         """
+        check_on_error(on_error)
         self.lifecycle.require_able("generate()")
         ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
-        return _run_to_end(self, ids, on_output)
+        return checked_outputs(_run_to_end(self, ids, on_output), on_error)
 
     def drain(self) -> None:
         """Commit the step in flight, if there is one; its outputs come with the next step(). Called on every rank."""
@@ -357,7 +360,7 @@ def _run_to_end(
 def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]:
     return {
         "step()": lambda given: engine.step(),
-        "generate()": lambda given: engine.generate([]),
+        "generate()": lambda given: engine.generate([], on_error="return"),
         "has_unfinished()": lambda given: engine.has_unfinished(),
         "drain()": lambda given: engine.drain(),
         "pause()": lambda given: engine.pause(**given),

@@ -15,7 +15,7 @@ from megatron_infer.engine.states import DEFAULT_TIMEOUT_S
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.errors import InferenceError, TransitionTimeout
-from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
 from megatron_infer.requests.input_processor import Prompt
 from megatron_infer.requests.request_state import StreamMode
 
@@ -148,11 +148,14 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         stream: StreamMode = "cumulative",
+        on_error: OnError = "raise",
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request as they come, the last one finished. Leaving the loop early aborts the request.
 
-        Raises RequestError if it cannot be served, EngineStopped if the engine's thread ends.
+        Raises RequestError if it cannot be served, GenerationError with its last output if it fails (on_error "return":
+        that output has `error`), EngineStopped if the engine's thread ends.
         """
+        check_on_error(on_error)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
@@ -177,6 +180,7 @@ class AsyncLLM:
                     finished = True
                     raise item
                 finished = item.finished
+                checked_outputs([item], on_error)
                 yield item
         finally:
             if not finished:

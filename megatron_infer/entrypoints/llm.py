@@ -22,7 +22,7 @@ from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.sources import ModelSource, open_source
 from megatron_infer.outputs.embeddings import Embedding, embeddings_of, params_for
-from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.outputs.request_output import OnError, RequestOutput
 from megatron_infer.requests.input_processor import Prompt, is_single_prompt
 from megatron_infer.text.tokenizer import Tokenizer
 
@@ -81,14 +81,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Complete prompts (text, token ids, or lists of either) -> one output per prompt, in order.
 
         sampling_params: one for all prompts, or one per prompt. Raises RequestError, before any prompt is queued, if a
-        prompt or its parameters cannot be served.
+        prompt or its parameters cannot be served; GenerationError, once all have ended and with all their outputs, if
+        any failed (on_error "return": the failed outputs have `error`).
         """
         if not use_tqdm:
-            return self.engine.generate(prompts, sampling_params)
+            return self.engine.generate(prompts, sampling_params, on_error=on_error)
         from tqdm import tqdm
 
         count = 1 if is_single_prompt(prompts) else len(prompts)
@@ -101,7 +103,7 @@ class LLM:
                 bar.update()
                 bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s")
 
-            return self.engine.generate(prompts, sampling_params, on_output=advance)
+            return self.engine.generate(prompts, sampling_params, on_output=advance, on_error=on_error)
 
     def embed(
         self,
@@ -125,6 +127,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, with the model's chat template -> one output per conversation.
 
@@ -137,9 +140,8 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         if not conversations:
             raise InvalidPrompt("no messages; give at least one {'role': ..., 'content': ...}")
-        return self.generate(
-            [chat_prompt(self.tokenizer, one) for one in conversations], sampling_params, use_tqdm=use_tqdm
-        )
+        prompts = [chat_prompt(self.tokenizer, one) for one in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, on_error=on_error)
 
 
 def _tokenizer_of(source: ModelSource) -> Tokenizer | None:

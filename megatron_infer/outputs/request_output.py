@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import ConfigError, InferenceError, unknown_name
 from megatron_infer.scheduler.request import VersionSpan
 
 if TYPE_CHECKING:
@@ -106,3 +107,49 @@ class RequestOutput:
     pooled: list[float] | None = None
     """With SamplingParams.pooling, once the prompt is computed: its final hidden states as one vector, not
     normalised."""
+
+
+OnError = Literal["raise", "return"]
+"""What a call does about requests that failed: raise an error that names them once all have ended, or return them."""
+
+
+class GenerationError(InferenceError, RuntimeError):
+    """Requests of a call failed. `outputs`: those of all its requests, in order; the failed ones have `error`, and the
+    tokens that were drawn before."""
+
+    def __init__(self, outputs: Sequence[RequestOutput]) -> None:
+        failed = [
+            (f"prompt {index} (request {output.request_id})", output.error)
+            for index, output in enumerate(outputs)
+            if output.error is not None
+        ]
+        super().__init__(
+            f"{described_failures('request', failed, len(outputs))}; `outputs` of this error has what was drawn, "
+            "on_error='return' returns it"
+        )
+        self.outputs = list(outputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.outputs,)
+
+
+def checked_outputs(outputs: list[RequestOutput], on_error: OnError) -> list[RequestOutput]:
+    """`outputs`. Raises GenerationError if any failed, unless on_error is "return"."""
+    if on_error == "raise" and any(output.error is not None for output in outputs):
+        raise GenerationError(outputs)
+    return outputs
+
+
+def described_failures(what: str, failed: Sequence[tuple[str, InferenceError]], total: int) -> str:
+    """"2 of 8 requests failed: <name>: <error>; ...", five of them at most; failed: names and errors."""
+    named = "; ".join(f"{name}: {error}" for name, error in failed[:5])
+    more = f"; and {len(failed) - 5} more" if len(failed) > 5 else ""
+    return f"{len(failed)} of {total} {what}{'' if total == 1 else 's'} failed: {named}{more}"
+
+
+def check_on_error(on_error: str, known: Iterable[str] = ("raise", "return")) -> None:
+    """Raise ConfigError for an unknown choice."""
+    known = list(known)
+    if on_error not in known:
+        choices = " or ".join(map(repr, known))
+        raise ConfigError(f"on_error: {unknown_name('choice', str(on_error), known)}; it is {choices}")

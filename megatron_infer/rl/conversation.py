@@ -18,7 +18,7 @@ from megatron_infer.errors import InferenceError, InvalidPrompt, PromptTooLong, 
 from megatron_infer.outputs.token_outputs import Kind
 from megatron_infer.outputs.token_support import TokenSupport
 from megatron_infer.rl.prompts import GroupRequest, group_request_of, is_chat
-from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample
+from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample, checked_groups
 from megatron_infer.scheduler.request import VersionSpan
 
 ANSWER = "@@answer-of-the-model@@"
@@ -211,9 +211,8 @@ class Conversation:
         return replace(self._request, ids=list(self.ids), params=params)
 
     def add_answer(self, group: RolloutGroup, index: int = 0) -> Turn:
-        """Append sample `index` of the group that `next_request` gave. Raises the error of a failed group."""
-        if group.error is not None:
-            raise group.error
+        """Append sample `index` of the group that `next_request` gave. Raises RolloutError for a failed one."""
+        checked_groups([group])
         sample = group.samples[index]
         if group.prompt_ids != self.ids:
             raise RequestError("the answer is to another conversation, or to this one as it stood before")

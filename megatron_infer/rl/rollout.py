@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.outputs.request_output import OnError, check_on_error
 from megatron_infer.rl.group_tracker import Budget, GroupTracker, PendingGroup, RolloutCall
 from megatron_infer.rl.multi_rank import RolloutRanks
 from megatron_infer.rl.oversampling import Oversampler, PromptFeed, RolloutShortage
 from megatron_infer.rl.prompts import group_requests_of
 from megatron_infer.rl.rollout_thread import RolloutThread
-from megatron_infer.rl.samples import RolloutGroup
+from megatron_infer.rl.samples import RolloutGroup, checked_groups
 from megatron_infer.rl.stats import RolloutStats
 
 
@@ -37,6 +39,8 @@ class Rollout:
     prompt is computed once and shared, and its samples end or are aborted together.
 
     prompts: text, ids, chat messages or mappings (see `prompts.RolloutPrompt`); params: one, or one for each prompt.
+    Groups whose request failed have cut-off samples: once the call's other groups are done it raises RolloutError,
+    which has all of them. on_error "return": the call gives failed groups like others, with `error`.
     A call that is left early (an error, a `break`, Ctrl-C) aborts what it submitted: none of its groups reaches a later
     call. A call that stopped at a budget (`pause_at`) leaves its groups in the engine, where they outlive suspends and
     weight updates; the next call continues them and delivers them beside its own.
@@ -63,21 +67,35 @@ class Rollout:
         *,
         on_group: Callable[[RolloutGroup], None] | None = None,
         on_progress: Progress | None = None,
+        on_error: OnError = "raise",
     ) -> list[RolloutGroup]:
         """Draw all -> groups in the order of their prompts, after those that earlier calls had left unfinished.
 
-        on_group is called as each finishes, on_progress after each step (on the leader). A request that failed is a
-        group with `error`.
+        on_group is called as each finishes, on_progress after each step (on the leader).
         """
+        check_on_error(on_error)
         groups = []
-        for group in self.iterate(prompts, params, on_progress=on_progress):
+        for group in self._groups(prompts, params, on_progress):
             groups.append(group)
-            if on_group is not None:
+            if on_group is not None and (group.error is None or on_error == "return"):
                 on_group(group)
-        return sorted(groups, key=_submission_number)
+        return checked_groups(sorted(groups, key=_submission_number), on_error)
 
-    def iterate(self, prompts: Any, params: Params, *, on_progress: Progress | None = None) -> Iterator[RolloutGroup]:
+    def iterate(
+        self, prompts: Any, params: Params, *, on_progress: Progress | None = None, on_error: OnError = "raise"
+    ) -> Iterator[RolloutGroup]:
         """Groups as they finish, each with its `index` and `info`. The engine steps while the next is awaited."""
+        check_on_error(on_error)
+        found = []
+        with closing(self._groups(prompts, params, on_progress)) as groups:
+            for group in groups:
+                found.append(group)
+                if group.error is None or on_error == "return":
+                    yield group
+        checked_groups(found, on_error)
+
+    def _groups(self, prompts: Any, params: Params, on_progress: Progress | None) -> Generator[RolloutGroup]:
+        """Groups as they finish, those that failed too."""
         if not self.ranks.is_leader:
             yield from self.ranks.follow()
             return
@@ -94,13 +112,23 @@ class Rollout:
             self._end(call, error)
 
     async def stream(
-        self, prompts: Any, params: Params, *, on_progress: Progress | None = None
+        self, prompts: Any, params: Params, *, on_progress: Progress | None = None, on_error: OnError = "raise"
     ) -> AsyncIterator[RolloutGroup]:
         """`async for group in roll.stream(...)`: as `iterate`, in any event loop and beside other streams.
 
         The engine steps on a thread of its own, so the loop stays free; callbacks run in the loop. Leave it early with
         `aclosing(...)` or a finished loop, which aborts what it submitted. With several ranks: one stream at a time.
         """
+        check_on_error(on_error)
+        found = []
+        async with aclosing(self._stream(prompts, params, on_progress)) as groups:
+            async for group in groups:
+                found.append(group)
+                if group.error is None or on_error == "return":
+                    yield group
+        checked_groups(found, on_error)
+
+    async def _stream(self, prompts: Any, params: Params, on_progress: Progress | None) -> AsyncGenerator[RolloutGroup]:
         run = self.thread.run
         if not self.ranks.is_leader:
             groups = self.ranks.follow()
@@ -134,50 +162,57 @@ class Rollout:
         carry: bool = False,
         keep_in_flight: bool = False,
         on_progress: Progress | None = None,
+        on_error: Literal["raise", "replace"] = "raise",
     ) -> list[RolloutGroup]:
         """Draw until `accept` has taken `num_groups`, then abort the groups in flight -> the accepted, in that order.
 
         prompts: an iterator is read as far as needed, here and by the next call; oversample times as many groups as
         are still wanted are in flight, at most max_in_flight. accept: called on the leader for each finished group
-        (None takes all); failed groups are never taken. Groups accepted beyond num_groups, which finished in the same
-        step, are returned too, or with `carry` come first in the next collect(). keep_in_flight: leave the groups in
-        flight in the engine for the next call, as at a budget (`pause_at`), which ends this one with fewer groups.
+        (None takes all). A group that failed ends the call with RolloutError, which has it and the accepted ones;
+        on_error "replace": it counts as refused, and another prompt is drawn. Groups accepted beyond num_groups, which
+        finished in the same step, are returned too, or with `carry` come first in the next collect(). keep_in_flight:
+        leave the groups in flight in the engine for the next call, as at a budget (`pause_at`), which ends this one
+        with fewer groups.
         Raises RolloutShortage, with what was accepted, when the prompts run out. After another error the next collect()
         begins with the groups that an earlier one carried.
         """
+        check_on_error(on_error, ("raise", "replace"))
         if not self.ranks.is_leader:
-            return list(self.ranks.follow())
+            return checked_groups(list(self.ranks.follow()))
         error, call, accepted, surplus = "", RolloutCall(), list(self._surplus), self._surplus
+        failed: list[RolloutGroup] = []
         try:
             feed = PromptFeed(self.tracker, prompts, params)
             oversampler = Oversampler(feed, num_groups, oversample=oversample, max_in_flight=max_in_flight)
             self._surplus = []
             self.tracker.begin(call, [])
-            while len(accepted) < num_groups:
+            while len(accepted) < num_groups and not failed:
                 oversampler.fill(call, len(accepted))
                 group = self._next(call, on_progress)
                 if group is None:
                     break
-                self._filter(call, group, accept, accepted)
+                self._filter(call, group, accept, accepted, failed if on_error == "raise" else None)
             while call.ready:
-                self._filter(call, call.ready.popleft(), accept, accepted)
-            if len(accepted) < num_groups and not call.paused:
+                self._filter(call, call.ready.popleft(), accept, accepted, failed if on_error == "raise" else None)
+            if len(accepted) < num_groups and not failed and not call.paused:
                 raise RolloutShortage(num_groups, accepted, call.num_rejected)
-            call.paused = call.paused or keep_in_flight
-            if carry:
-                accepted, self._surplus = accepted[:num_groups], accepted[num_groups:]
+            if not failed:
+                call.paused = call.paused or keep_in_flight
+                if carry:
+                    accepted, self._surplus = accepted[:num_groups], accepted[num_groups:]
+            accepted += failed
             self._deliver(call, accepted)
-            return accepted
         except BaseException as failure:
             error = _described(failure)
             self._surplus = [] if isinstance(failure, RolloutShortage) else surplus
             kept = {group.group_id for group in self._surplus}
-            self.tracker.release(group.group_id for group in accepted if group.group_id not in kept)
+            self.tracker.release(group.group_id for group in [*accepted, *failed] if group.group_id not in kept)
             raise
         finally:
             if not call.paused:
                 call.carried_over = ()  # groups of earlier calls are aborted, too
             self._end(call, error)
+        return checked_groups(accepted)
 
     def _filter(
         self,
@@ -185,7 +220,12 @@ class Rollout:
         group: RolloutGroup,
         accept: Callable[[RolloutGroup], bool] | None,
         accepted: list[RolloutGroup],
+        failed: list[RolloutGroup] | None,
     ) -> None:
+        """failed: gets a group that failed; None: it is refused."""
+        if group.error is not None and failed is not None:
+            failed.append(group)
+            return
         is_accepted = False
         try:
             is_accepted = group.error is None and (accept is None or accept(group))

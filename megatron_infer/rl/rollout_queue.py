@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError
+from megatron_infer.outputs.request_output import check_on_error
 from megatron_infer.rl.group_tracker import RolloutCall
 from megatron_infer.rl.oversampling import PromptFeed, RolloutShortage
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.rl.samples import RolloutGroup
+from megatron_infer.rl.samples import RolloutGroup, checked_groups
 from megatron_infer.rl.staleness import Granularity, RolloutLag, automatic_lag
 from megatron_infer.rl.stats import RolloutStats, stats_of
 
@@ -25,8 +26,10 @@ class RolloutQueue:
         session.update_weights()
 
     lag "auto": see `automatic_lag`. max_staleness: a group with a token drawn by weights more versions old than that
-    is not delivered: it is aborted as soon as that is certain, and another prompt begins in its place. A failed group
-    is replaced too. With several ranks every rank calls next_batch() and close(), and the leader's prompts count.
+    is not delivered: it is aborted as soon as that is certain, and another prompt begins in its place. A group that
+    failed is dropped with a RolloutError that has it, or with on_error "replace" silently; finished groups stay in the
+    queue, and the next call goes on. With several ranks every rank calls next_batch() and close(), and the leader's
+    prompts count.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class RolloutQueue:
         submission: Granularity | str = Granularity.GROUP,
         consumption: Granularity | str = Granularity.GROUP,
         data_parallel: int = 1,
+        on_error: Literal["raise", "replace"] = "raise",
     ) -> None:
         """data_parallel: engines that share the batch; used by lag "auto" only."""
+        check_on_error(on_error, ("raise", "replace"))
         if lag == "auto":
             lag = automatic_lag(
                 max_requests=roll.engine.sizes.max_requests,
@@ -59,25 +64,28 @@ class RolloutQueue:
         self.stats: RolloutStats | None = None
         """Figures of the latest batch. On the leader."""
         self._roll, self._feed = roll, PromptFeed(roll.tracker, prompts, params)
+        self._raises = on_error == "raise"
         self._call: RolloutCall | None = None
         self._finished: dict[str, RolloutGroup] = {}
 
     def next_batch(self) -> list[RolloutGroup]:
         """Generate until the next training step has its groups -> those, oldest first.
 
-        Raises RolloutShortage when the prompts have run out, with the remaining groups in `accepted`.
+        Raises RolloutShortage when the prompts have run out, with the remaining groups in `accepted`; RolloutError with
+        the groups that failed since the last call.
         """
         if not self._roll.ranks.is_leader:
-            return list(self._roll.ranks.follow())
+            return checked_groups(list(self._roll.ranks.follow()))
         error, started = "", time.perf_counter()
         try:
-            return self._draw_batch(started)
+            batch = self._draw_batch(started)
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
             self._roll.tracker.return_other_outputs()
             self._roll.end_call(error)
+        return checked_groups(batch)
 
     def __iter__(self) -> Iterator[list[RolloutGroup]]:
         """Batches until the prompts have run out; with several ranks call next_batch()."""
@@ -102,6 +110,7 @@ class RolloutQueue:
 
     # ------------------------------------------------------------------ one batch
     def _draw_batch(self, started: float) -> list[RolloutGroup]:
+        """The groups of a step, or those that failed."""
         tracker = self._roll.tracker
         if self._call is None:
             self._call = RolloutCall()
@@ -109,7 +118,8 @@ class RolloutQueue:
         call, tokens = self._call, tracker.num_tokens(self._call)
         dropped = self.num_dropped
         while True:
-            self._take_finished(call)
+            if failed := self._take_finished(call):
+                return self._deliver(failed)
             self._drop_stale(call)
             self._submit(call)
             chosen = self.lag.take()
@@ -126,11 +136,16 @@ class RolloutQueue:
             num_tokens=tracker.num_tokens(call) - tokens,
             num_aborted=self.num_dropped - dropped,
         )
-        self._roll.ranks.deliver(batch, aborted=tracker.aborted)
-        tracker.release(chosen)
-        return batch
+        return self._deliver(batch)
 
-    def _take_finished(self, call: RolloutCall) -> None:
+    def _deliver(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        self._roll.ranks.deliver(groups, aborted=self._roll.tracker.aborted)
+        self._roll.tracker.release(group.group_id for group in groups)
+        return groups
+
+    def _take_finished(self, call: RolloutCall) -> list[RolloutGroup]:
+        """Take in finished groups and drop those that failed -> these, where they are an error."""
+        failed = []
         while call.ready:
             group = call.ready.popleft()
             if group.error is None:
@@ -138,6 +153,8 @@ class RolloutQueue:
                 self.lag.finish(group.group_id)
             else:
                 self._drop(group.group_id)
+                failed.append(group)
+        return failed if self._raises else []
 
     def _drop_stale(self, call: RolloutCall) -> None:
         if self.max_staleness is None:

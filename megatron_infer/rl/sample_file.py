@@ -39,8 +39,9 @@ import numpy as np
 import safetensors.numpy
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.outputs.request_output import OnError, check_on_error
 from megatron_infer.outputs.token_outputs import Kind, Packed, TokenOutput, offsets_of, pack, unpack
-from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample
+from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample, checked_groups
 from megatron_infer.scheduler.request import VersionSpan
 
 FORMAT = "megatron_infer.rollouts"
@@ -103,18 +104,25 @@ def save(path: str | os.PathLike[str], groups: Iterable[RolloutGroup]) -> int:
     return len(content)
 
 
-def load(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> list[RolloutGroup]:
-    """Read the groups of a file. Raises SampleError that names the file."""
+def load(
+    path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, on_error: OnError = "raise"
+) -> list[RolloutGroup]:
+    """Read the groups of a file. Raises SampleError that names the file.
+
+    Raises RolloutError, which has all groups, if there are failed ones, unless on_error is "return".
+    """
+    check_on_error(on_error)
     path = Path(path)
     try:
         size = path.stat().st_size
         if size > max_bytes:
             raise SampleError(f"{size:,} bytes, limit is {max_bytes:,} (max_bytes); raise it if the file is yours")
-        return decode(path.read_bytes(), max_bytes=max_bytes)
+        groups = decode(path.read_bytes(), max_bytes=max_bytes)
     except OSError as error:
         raise SampleError(f"{path}: cannot be read: {error.strerror}") from error
     except SampleError as error:
         raise SampleError(f"{path}: {error}") from error
+    return checked_groups(groups, on_error)
 
 
 # ------------------------------------------------------------------ writing

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput, described_failures
 from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, values_in
 from megatron_infer.outputs.token_support import TokenSupport
 from megatron_infer.scheduler.request import VersionSpan
@@ -99,6 +99,36 @@ class RolloutGroup:
     def staleness(self, version: int) -> int:
         """Staleness of its stalest token, when `version` trains on it."""
         return max((age for sample in self.samples for age in sample.staleness(version)), default=0)
+
+
+class RolloutError(InferenceError, RuntimeError):
+    """Requests of a rollout failed: their samples are cut off, and nothing may train on them.
+
+    `groups`: all that the call delivers, the finished and the failed ones, which have `error`; `failed`: those alone.
+    Nothing of them is left in the engine.
+    """
+
+    def __init__(self, groups: Sequence[RolloutGroup]) -> None:
+        self.groups = list(groups)
+        self.failed = [group for group in groups if group.error is not None]
+        failed = [
+            (f"prompt {group.index} (group {group.group_id})", group.error)
+            for group in self.failed
+            if group.error is not None
+        ]
+        super().__init__(
+            f"{described_failures('group', failed, len(self.groups))}; `groups` of this error has the finished ones too"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.groups,)
+
+
+def checked_groups(groups: list[RolloutGroup], on_error: str = "raise") -> list[RolloutGroup]:
+    """`groups`. Raises RolloutError if any failed, unless on_error is "return"."""
+    if on_error == "raise" and any(group.error is not None for group in groups):
+        raise RolloutError(groups)
+    return groups
 
 
 def sample_of(prompt_ids: Sequence[int], drawn: CompletionOutput) -> RolloutSample:

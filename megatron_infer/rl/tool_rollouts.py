@@ -8,17 +8,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.outputs.request_output import OnError, check_on_error
 from megatron_infer.rl.conversation import Conversation, ConversationTooLong, Turn
 from megatron_infer.rl.group_tracker import GroupTracker, RolloutCall
 from megatron_infer.rl.prompts import GroupRequest, as_batch
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.rl.samples import RolloutGroup
+from megatron_infer.rl.samples import RolloutGroup, checked_groups
 from megatron_infer.sampling.rng import derive_seed
 
+_T = TypeVar("_T")
 ToolReply = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
 Tool = Callable[[Conversation, Turn], ToolReply | Awaitable[ToolReply]]
 """Called after every answer of the model -> what is appended before the next one: text (without a template), token ids,
@@ -28,7 +30,7 @@ or chat messages; None ends the conversation. A coroutine function may wait with
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLimits:
     """Limits that end a conversation, besides the tool. `info["ended"]` of its sample names the reason: "tool", one of
-    those quoted below, or "abort" when the engine's request was aborted."""
+    those quoted below, "abort" when the engine's request was aborted, or "error" when it failed."""
 
     turns: int | None = 8
     """"turns": answers of the model."""
@@ -52,13 +54,16 @@ async def converse(
     *,
     limits: TurnLimits | None = None,
     max_concurrent: int | None = None,
+    on_error: OnError = "raise",
 ) -> AsyncIterator[RolloutGroup]:
     """Groups of params.n conversations for each prompt, as they finish; each sample is a whole conversation.
 
     The first answers of a group are one request, so its prompt is computed once; later turns find their history in the
-    prefix cache. An error of the tool ends all conversations and is raised. With several ranks the leader alone calls,
-    while the others are in `engine.follow()`.
+    prefix cache. An error of the tool ends all conversations and is raised. An answer that fails ends its conversation:
+    as `Rollout`, RolloutError is raised once the others are done; on_error "return" gives its group with `error`.
+    With several ranks the leader alone calls, while the others are in `engine.follow()`.
     """
+    check_on_error(on_error)
     roll.engine.relay.require_leader("converse()")
     limits = limits if limits is not None else TurnLimits()
     gate = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
@@ -74,13 +79,17 @@ async def converse(
         asyncio.create_task(_run_group(roll, index, conversations, tool, limits, gate))
         for index, conversations in enumerate(groups)
     ]
+    found = []
     try:
         for finished in asyncio.as_completed(tasks):
-            yield await finished
+            found.append(await finished)
+            if found[-1].error is None or on_error == "return":
+                yield found[-1]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    checked_groups(found, on_error)
 
 
 def _with_sample_seed(params: SamplingParams, index: int) -> SamplingParams:
@@ -98,14 +107,16 @@ def run_conversations(
     *,
     limits: TurnLimits | None = None,
     max_concurrent: int | None = None,
+    on_error: OnError = "raise",
 ) -> list[RolloutGroup]:
     """`converse` for code without an event loop -> groups in the order of their prompts."""
+    check_on_error(on_error)
 
     async def collect() -> list[RolloutGroup]:
-        options: dict[str, Any] = {"limits": limits, "max_concurrent": max_concurrent}
+        options: dict[str, Any] = {"limits": limits, "max_concurrent": max_concurrent, "on_error": "return"}
         return [group async for group in converse(roll, prompts, params, tool, **options)]
 
-    return sorted(asyncio.run(collect()), key=lambda group: group.index)
+    return checked_groups(sorted(asyncio.run(collect()), key=lambda group: group.index), on_error)
 
 
 async def say(roll: Rollout, conversation: Conversation, params: SamplingParams | None = None) -> Turn:
@@ -131,7 +142,9 @@ async def _run_group(
         )
     samples = [conversation.sample() for conversation in conversations]
     for sample, reason in zip(samples, reasons, strict=True):
-        sample.info["ended"] = reason
+        failed = isinstance(reason, InferenceError)
+        sample.info["ended"] = "error" if failed else reason
+        sample.finish_reason = "error" if failed else sample.finish_reason
     return RolloutGroup(
         group_id=first.group_id,
         prompt_ids=list(conversations[0].prompt_ids),
@@ -140,10 +153,11 @@ async def _run_group(
         index=index,
         begun_version=first.begun_version,
         num_cached_tokens=first.num_cached_tokens,
+        error=next((reason for reason in reasons if isinstance(reason, InferenceError)), None),
     )
 
 
-async def _gather_or_cancel(coroutines: Iterable[Awaitable[str]]) -> list[str]:
+async def _gather_or_cancel(coroutines: Iterable[Awaitable[_T]]) -> list[_T]:
     """Results in order; the first error cancels the others and is raised."""
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
@@ -162,10 +176,15 @@ async def _run_turns(
     tool: Tool,
     limits: TurnLimits,
     deadline: float | None,
-) -> str:
-    """Draw and append turns until the conversation ends -> the reason. first: the group of its first answer."""
-    turn = conversation.add_answer(first, sample)
-    while True:
+) -> str | InferenceError:
+    """Draw and append turns until the conversation ends -> the reason, or the error of an answer that failed.
+
+    first: the group of its first answer.
+    """
+    answer = first
+    while answer.error is None:
+        turn = conversation.add_answer(answer, sample)
+        sample = 0
         if turn.finish_reason == "abort":
             return "deadline" if _has_passed(deadline) else "abort"
         if conversation.room < 1:
@@ -189,7 +208,8 @@ async def _run_turns(
             return "length"
         if _has_passed(deadline):
             return "deadline"
-        turn = conversation.add_answer(await _draw(roll, conversation.next_request(), deadline))
+        answer = await _draw(roll, conversation.next_request(), deadline)
+    return answer.error
 
 
 def _has_passed(deadline: float | None) -> bool:

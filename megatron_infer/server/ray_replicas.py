@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_infer.coordinator.client import Encoder, Prompt
     from megatron_infer.coordinator.peers import CoordinatorOptions
     from megatron_infer.coordinator.protocol import Answer
-    from megatron_infer.outputs.request_output import RequestOutput
+    from megatron_infer.outputs.request_output import OnError, RequestOutput
 
 log = logging.getLogger("megatron_infer.ray")
 
@@ -130,11 +130,15 @@ class RayReplicas:
     # ------------------------------------------------------------------ requests
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Run prompts to the end -> outputs in their order."""
+        """Run prompts to the end -> outputs in their order. Raises as `InferenceClient.generate`."""
         with self._explaining_loss():
-            return self._client.generate(prompts, params)
+            return self._client.generate(prompts, params, on_error=on_error)
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs of one request as it grows. Closing the iterator aborts the request."""
@@ -301,7 +305,8 @@ def serve_application(
 
     POST {"prompt": text or token ids, "params": {"max_tokens": 64, ...}, "stream": false} returns {"prompt_token_ids",
     "outputs": [{"index", "text", "token_ids", "finish_reason"}]}; with "stream" one such line per update, with what is
-    new. An invalid request gets 400 and {"error"}. Python code calls `handle.generate.remote(prompt, params)` instead.
+    new. An invalid request gets 400 and {"error"}; one that fails gets 500, or in a stream that has begun a last line
+    with "error". Python code calls `handle.generate.remote(prompt, params)` instead.
     Requests of a replica that dies fail with 500; the caller may repeat them.
 
     model: a function returns an LLM. deployment: options of `serve.deployment` (max_ongoing_requests, ...); here 256
@@ -334,10 +339,13 @@ class _ServeDeployment:
 
         try:
             prompt, params, stream = _parse_body(await request.json())
-            outputs = self._outputs(prompt, params, stream=stream)
+            outputs = self._outputs(prompt, params, stream=stream, on_error="return")
             first = await anext(outputs)  # raises what is wrong with the request
         except (RequestError, ValueError) as error:
             return JSONResponse({"error": str(error)}, status_code=400)
+        if "error" in first:
+            await outputs.aclose()
+            return JSONResponse(first, status_code=500)
         if not stream:
             return first
 
@@ -352,11 +360,14 @@ class _ServeDeployment:
     async def generate(self, prompt: Any, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """For a DeploymentHandle."""
         prompt, checked, _ = _parse_body({"prompt": prompt, "params": params})
-        async with contextlib.aclosing(self._outputs(prompt, checked, stream=False)) as outputs:
+        async with contextlib.aclosing(self._outputs(prompt, checked, stream=False, on_error="raise")) as outputs:
             return await anext(outputs)
 
-    async def _outputs(self, prompt: Any, params: SamplingParams, *, stream: bool) -> AsyncGenerator[dict[str, Any]]:
-        outputs: Any = self._llm.generate(prompt, params, stream="delta" if stream else "final")
+    async def _outputs(
+        self, prompt: Any, params: SamplingParams, *, stream: bool, on_error: OnError
+    ) -> AsyncGenerator[dict[str, Any]]:
+        mode: Any = "delta" if stream else "final"
+        outputs: Any = self._llm.generate(prompt, params, stream=mode, on_error=on_error)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield _to_json(output)

@@ -31,10 +31,13 @@ class EventSender:
         self._send = send
 
     async def send_all(self, items: AsyncGenerator[Any], *, deadline: float, call_id: str) -> None:
-        """Send every item as an event, None as a comment, an error of the generator as the last event; then [DONE].
+        """Send every item as an event, None as a comment; then [DONE].
+
+        An error of the generator is the last event, without [DONE]: nobody takes the stream for whole.
 
         deadline: on the event loop's clock. The generator is closed in every case.
         """
+        last = DONE
         try:
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             async with asyncio.timeout_at(deadline):
@@ -44,12 +47,11 @@ class EventSender:
             reply = api_error_of(error)
             if reply.code == "internal_error":
                 log.error("request %s failed in its stream", call_id, exc_info=error)
-            async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
-                await self._body(b"data: %b\n\n" % msgspec.json.encode(reply.body()))
+            last = b"data: %b\n\n" % msgspec.json.encode(reply.body())
         finally:
             await items.aclose()
         async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
-            await self._body(DONE, more=False)
+            await self._body(last, more=False)
 
     async def _body(self, data: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -114,7 +114,7 @@ def token_details(sample) -> list:
 
 def generate(engine: DynamicInferenceEngine) -> list:
     prompts, params = zip(*requests(), strict=True)
-    return answers(engine.generate([{"prompt_token_ids": ids} for ids in prompts], list(params)))
+    return answers(engine.generate([{"prompt_token_ids": ids} for ids in prompts], list(params), on_error="return"))
 
 
 def generate_over_suspends(engine: DynamicInferenceEngine) -> list:

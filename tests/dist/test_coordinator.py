@@ -17,6 +17,7 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
 from megatron_infer.coordinator.coordinator import Coordinator
 from megatron_infer.errors import ConfigError, InvalidPrompt, RequestError
+from megatron_infer.outputs.request_output import GenerationError
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -273,7 +274,9 @@ def test_request_that_outlives_too_many_replicas_is_given_up():
             raise RuntimeError("this prompt kills")
 
     with cluster(3, engines=[Failing() for _ in range(3)], max_attempts=3) as (_, _, client):
-        output = client.generate([[1]], GREEDY)[0]
+        with pytest.raises(GenerationError, match=r"prompt 0 .*3 replicas were lost") as caught:
+            client.generate([[1]], GREEDY)
+        [output] = caught.value.outputs
         assert isinstance(output.error, protocol.ReplicaLost) and "3 replicas were lost" in str(output.error)
         assert output.outputs[0].finish_reason == "error"
 

@@ -242,7 +242,7 @@ def check_same_failure(engine: Engine, rank: int) -> None:
         raise ValueError("this shape is not known")
 
     inspect(engine).runner.forward = broken
-    (output,) = engine.generate([PROMPT], GREEDY)
+    (output,) = engine.generate([PROMPT], GREEDY, on_error="return")
     assert output.outputs[0].finish_reason == "error" and "this shape" in str(output.error)
     inspect(engine).runner.forward = original
     assert engine.generate([PROMPT], GREEDY)[0].outputs[0].finish_reason == "length"

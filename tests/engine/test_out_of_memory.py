@@ -90,7 +90,7 @@ def test_only_a_request_that_does_not_fit_alone_ends(monkeypatch):
         return run_layers(step, received_TD)
 
     monkeypatch.setattr(runner, "run_layers", limited)
-    outputs = engine.generate(PROMPTS, PARAMS)
+    outputs = engine.generate(PROMPTS, PARAMS, on_error="return")
     found = answers(outputs)
     assert found[2][1] == "error" and "out of memory" in str(outputs[2].error)
     assert found[2][0] == expected[2][0][: len(found[2][0])]
@@ -105,5 +105,5 @@ def test_other_errors_still_end_the_requests_of_their_step(monkeypatch):
         raise ValueError("not of memory")
 
     monkeypatch.setattr(runner, "run_layers", broken)
-    assert {reason for _, reason in answers(engine.generate(PROMPTS, PARAMS))} == {"error"}
+    assert {reason for _, reason in answers(engine.generate(PROMPTS, PARAMS, on_error="return"))} == {"error"}
     assert engine.figures().retracted_steps == 0

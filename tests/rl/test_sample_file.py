@@ -14,7 +14,7 @@ from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.token_support import TokenSupport, support_row
 from megatron_infer.rl import sample_codec, sample_file
 from megatron_infer.rl.sample_file import SampleError
-from megatron_infer.rl.samples import RolloutGroup, RolloutSample
+from megatron_infer.rl.samples import RolloutError, RolloutGroup, RolloutSample
 from megatron_infer.scheduler.request import VersionSpan
 
 VOCAB = 200
@@ -116,6 +116,16 @@ def test_a_failed_group_keeps_the_message_of_its_error():
     group = RolloutGroup(group_id="a", prompt_ids=[1], samples=[], error=InferenceError("the forward raised"))
     [back] = sample_file.decode(sample_file.encode([group]))
     assert str(back.error) == "the forward raised"
+
+
+def test_a_file_with_failed_groups_is_not_loaded_without_a_word(tmp_path):
+    group = RolloutGroup(group_id="a", prompt_ids=[1], samples=[], error=InferenceError("the forward raised"))
+    whole = RolloutGroup(group_id="b", prompt_ids=[1], samples=[])
+    sample_file.save(tmp_path / "groups", [group, whole])
+    with pytest.raises(RolloutError, match=r"1 of 2 groups failed: prompt 0 \(group a\): the forward raised") as caught:
+        sample_file.load(tmp_path / "groups")
+    assert [one.group_id for one in caught.value.groups] == ["a", "b"]
+    assert len(sample_file.load(tmp_path / "groups", on_error="return")) == 2
 
 
 def one_group() -> RolloutGroup:

@@ -18,7 +18,7 @@ from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.suspend import GRAPHS, KV_CACHE, WEIGHTS
 from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
-from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.outputs.request_output import OnError, RequestOutput
 from megatron_infer.requests.input_processor import Prompt
 from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights import apply
@@ -90,6 +90,7 @@ class ColocateLLM(LLM):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Like `LLM.generate`, with a progress bar unless use_tqdm is False. Raises WrongState while asleep."""
         if self._needs_weights:
@@ -97,7 +98,7 @@ class ColocateLLM(LLM):
                 "generate() after sleep(level=2), which drops the weights; call update_weights() first",
                 state=self.engine.state.value,
             )
-        return super().generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return super().generate(prompts, sampling_params, use_tqdm=use_tqdm, on_error=on_error)
 
 
 def _tags(tags: Iterable[str] | None) -> set[str] | None:
