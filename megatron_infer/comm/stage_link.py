@@ -32,8 +32,23 @@ from megatron_infer.comm.collective_errors import StageLost
 _T = TypeVar("_T")
 _HIDDEN, _TOKENS, _ARRAYS = 1, 2, 3
 """Message tags, where the backend has tags."""
-NO_STAGE = -1
-"""In the place of a failed stage's number: none failed."""
+NO_FAILURE = -1
+"""In the place of a failure's code."""
+
+
+class StageFailure(NamedTuple):
+    """A step raised on a stage. In messages it is one number, `code`."""
+
+    stage: int
+    is_out_of_memory: bool
+
+    @property
+    def code(self) -> int:
+        return 2 * self.stage + self.is_out_of_memory
+
+    @staticmethod
+    def of_code(code: float) -> StageFailure | None:
+        return None if code == NO_FAILURE else StageFailure(int(code) // 2, bool(int(code) % 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +57,7 @@ class StepMessage:
 
     tokens: np.ndarray
     """int64 [S]; -1 where nothing could be drawn."""
-    failed_stage: int | None
+    failure: StageFailure | None
     arrays: Mapping[str, Tensor | np.ndarray] = field(default_factory=dict)
     """Logprobs and other per-token outputs on the host, by name, where a request asked for them."""
 
@@ -116,11 +131,11 @@ class StageLink:
         return torch.zeros(num_tokens, self._hidden_size, device=self._device)
 
     def receive(self, num_tokens: int, *, routing_width: int = 0) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(residual stream of the stage before, fp32 [T, D]; its routing, fp32 [T, routing_width]; the first stage that
-        failed, fp32 [1], NO_STAGE where none did). All None in the first stage.
+        """(residual stream of the stage before, fp32 [T, D]; its routing, fp32 [T, routing_width]; the code of the
+        failure of the first stage that failed, fp32 [1], else NO_FAILURE). All None in the first stage.
 
         Where a stage failed the residual stream is zeros. On a GPU the host does not wait: what is received is ordered
-        on the stream, the failed stage is a number on the device. gloo's receive waits for the stage before.
+        on the stream, the code is a number on the device. gloo's receive waits for the stage before.
         """
         if self.is_first:
             return None, None, None
@@ -135,14 +150,15 @@ class StageLink:
         residual_TD: Tensor | None,
         num_tokens: int,
         *,
+        failure: StageFailure | None = None,
         routing_width: int = 0,
         routing_TN: Tensor | None = None,
         failed_before: Tensor | None = None,
     ) -> None:
-        """Send the residual stream to the next stage, or that this one failed (None); does nothing in the last stage.
+        """Send the residual stream to the next stage (None: zeros); does nothing in the last stage.
 
-        routing_width, routing_TN: see `receive`; whole numbers below 2**24, which fp32 holds. failed_before: as
-        received.
+        failure: this stage's. failed_before: as received. routing_width, routing_TN: see `receive`; whole numbers below
+        2**24, which fp32 holds.
         """
         if self.is_last:
             return
@@ -150,12 +166,11 @@ class StageLink:
         buffer = torch.empty(split + num_tokens * routing_width + 1, device=self._device)
         if residual_TD is None:
             buffer.zero_()  # later stages compute with it; their results are dropped
-            buffer[-1:].fill_(self.rank)
         else:
-            buffer[-1:].fill_(NO_STAGE)
             buffer[:split].view(num_tokens, self._hidden_size).copy_(residual_TD)
+        buffer[-1:].fill_(NO_FAILURE if failure is None else failure.code)
         if failed_before is not None:
-            torch.where(failed_before == NO_STAGE, buffer[-1:], failed_before, out=buffer[-1:])
+            torch.where(failed_before == NO_FAILURE, buffer[-1:], failed_before, out=buffer[-1:])
         if routing_TN is not None:
             buffer[split:-1].view(num_tokens, routing_width).copy_(routing_TN)
         self._post(buffer, self.rank + 1, self._group, _HIDDEN)
@@ -165,7 +180,7 @@ class StageLink:
     def send_result(self, message: StepMessage) -> None:
         """Send a step's result to every other stage; the last stage does, once for each step."""
         packed = _pack(message.arrays)
-        failed = NO_STAGE if message.failed_stage is None else message.failed_stage
+        failed = NO_FAILURE if message.failure is None else message.failure.code
         head = torch.from_numpy(np.concatenate([np.array([failed, len(packed)], dtype=np.int64), message.tokens]))
         tail = torch.frombuffer(bytearray(packed), dtype=torch.uint8) if packed else None
         for stage in range(self.num_stages - 1):
@@ -184,7 +199,7 @@ class StageLink:
             tail = torch.empty(num_bytes, dtype=torch.uint8)
             self._wait(self._irecv(tail, last, self._host_group, _ARRAYS))
             arrays = _unpack(tail.numpy().tobytes())
-        return StepMessage(head[2:].numpy(), None if failed == NO_STAGE else failed, arrays)
+        return StepMessage(head[2:].numpy(), StageFailure.of_code(failed), arrays)
 
     def _irecv(self, tensor: Tensor, stage: int, group: dist.ProcessGroup, tag: int) -> _Pending:
         return _Pending(

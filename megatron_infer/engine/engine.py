@@ -192,8 +192,8 @@ class DynamicInferenceEngine:
         """Run prompts to the end -> outputs in their order. All are checked before any is queued.
 
         Requests added before go on meanwhile; their outputs come with the next step(). `on_output` is called as each
-        of these finishes. Raises GenerationError, with all outputs, if requests failed; on_error "return": their
-        outputs have `error`. With several ranks every rank calls it and has the outputs; the leader's prompts count.
+        of these finishes. If any fail, GenerationError has all outputs; on_error "return": theirs have `error`. Every
+        rank calls it and has the outputs; the leader's prompts count.
         """
         check_on_error(on_error)
         self.lifecycle.require_able("generate()")
@@ -278,10 +278,8 @@ class DynamicInferenceEngine:
         self.weights.verify()
 
     def reset_prefix_cache(self) -> int:
-        """Nothing computed before is matched by a later prompt -> cached blocks that came free. In any state.
-
-        Requests in progress keep what they have.
-        """
+        """Nothing computed before is matched by a later prompt, in any state; requests in progress keep what they have.
+        -> cached blocks that came free."""
         self.relay.meet("reset_prefix_cache()")
         return self._scheduler.reset_prefix_cache()
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from megatron_infer.comm.collective_errors import has_abandoned_collective, is_of_collective
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.errors import InferenceError
+from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
 from megatron_infer.runner.model_runner import Runner
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -19,12 +18,6 @@ from megatron_infer.scheduler.step_plan import StepPlan
 
 POLL_S = 0.0005
 """Between two checks whether the device has finished a step."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step raised because there was no memory for it: fewer tokens may fit."""
-    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 class FailedStep(InferenceError):

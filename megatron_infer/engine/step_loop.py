@@ -9,11 +9,12 @@ from typing import Protocol
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.engine.executor import Executor, FailedStep, is_out_of_memory
+from megatron_infer.engine.executor import Executor, FailedStep
 from megatron_infer.errors import InferenceError
+from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.output_processor import OutputProcessor
-from megatron_infer.runner.in_flight import InFlightStep
+from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
 from megatron_infer.sampling.grammar import Grammars
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import FinishReason, Request
@@ -203,14 +204,7 @@ class StepLoop:
             self._finish_steps(outputs)
             if self._unlaunched is not None:  # else it was cancelled with an earlier step that failed
                 self._unlaunched = None
-                if is_out_of_memory(error) and self._scheduler.retract(plan):
-                    log.warning(
-                        "step %d of %d tokens ran out of memory and is tried again with at most %d: %s",
-                        plan.step,
-                        plan.num_tokens,
-                        self._scheduler.budget.tokens,
-                        error,
-                    )
+                if is_out_of_memory(error) and self._retract(plan, error):
                     return False
                 what = f"the forward of step {plan.step} raised {type(error).__name__}: {error}"
                 self._fail(plan, FailedStep(what), outputs)
@@ -249,7 +243,7 @@ class StepLoop:
             step = self._in_flight[0]
             plan, output = step.plan, self._executor.read(step)
             if output.error:
-                self._fail_oldest(FailedStep(output.error), outputs)
+                self._fail_oldest(output, outputs)
                 return
             del self._in_flight[0]
             broken = [plan.sampled[index] for index in output.bad]
@@ -278,14 +272,29 @@ class StepLoop:
                 self._scheduler.finish_by_text(request, reason, request.stop_reason)
         return ended
 
-    def _fail_oldest(self, error: FailedStep, outputs: list[RequestOutput]) -> None:
-        """The oldest step in flight failed: its requests end, those of later steps start over."""
+    def _fail_oldest(self, output: RunnerOutput, outputs: list[RequestOutput]) -> None:
+        """The oldest step in flight failed: its requests end, or start over with those of later steps."""
         for step in self._in_flight:
             self._executor.read(step)  # so that nothing of it still runs; what it drew is dropped
         plan, *later = [step.plan for step in self._in_flight]
         later += [] if self._unlaunched is None else [self._unlaunched]
         self._in_flight, self._unlaunched = [], None
-        self._fail(plan, error, outputs, later)
+        error = FailedStep(output.error)
+        if not output.is_out_of_memory or not self._retract(plan, error, later):
+            self._fail(plan, error, outputs, later)
+
+    def _retract(self, plan: StepPlan, error: Exception, later: Sequence[StepPlan] = ()) -> bool:
+        """Try a step that ran out of memory again with fewer tokens. False: it had one token only."""
+        if not self._scheduler.retract(plan, *later):
+            return False
+        log.warning(
+            "step %d of %d tokens ran out of memory and is tried again with at most %d: %s",
+            plan.step,
+            plan.num_tokens,
+            self._scheduler.budget.tokens,
+            error,
+        )
+        return True
 
     def _fail(
         self, plan: StepPlan, error: InferenceError, outputs: list[RequestOutput], later: Sequence[StepPlan] = ()

@@ -238,3 +238,9 @@ def cpu_has_bf16() -> bool:
     except OSError:
         return False
     return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it was raised because there was no memory, on a device or the host."""
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))

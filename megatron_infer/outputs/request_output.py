@@ -141,7 +141,7 @@ def checked_outputs(outputs: list[RequestOutput], on_error: OnError) -> list[Req
 
 
 def described_failures(what: str, failed: Sequence[tuple[str, InferenceError]], total: int) -> str:
-    """"2 of 8 requests failed: <name>: <error>; ...", five of them at most; failed: names and errors."""
+    """ "2 of 8 requests failed: <name>: <error>; ...", five of them at most; failed: names and errors."""
     named = "; ".join(f"{name}: {error}" for name, error in failed[:5])
     more = f"; and {len(failed) - 5} more" if len(failed) > 5 else ""
     return f"{len(failed)} of {total} {what}{'' if total == 1 else 's'} failed: {named}{more}"

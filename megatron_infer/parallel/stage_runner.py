@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from megatron_infer.comm.collective_errors import CollectiveAbandoned, has_abandoned_collective, is_of_collective
-from megatron_infer.comm.stage_link import NO_STAGE, OrderedThread, StageLink, StepMessage
+from megatron_infer.comm.stage_link import OrderedThread, StageFailure, StageLink, StepMessage
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import RoutingShape
+from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.runner.in_flight import LocalStep, PromptScores, RunnerOutput, arrays_of, with_arrays
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.runner.pooling import pooled_as, pooled_chunks
@@ -48,8 +49,8 @@ class StageStep:
     """Called every WAIT_S while `read` waits; may raise."""
     alone_s: float | None
     """How long to wait for the result where this rank raised and other ranks of its stage may wait for it."""
-    failed_stage: int | None = None
-    """This stage, where its part raised."""
+    failure: StageFailure | None = None
+    """This stage's, where its part raised."""
     cause: str = ""
     """What was raised, where that was on this rank and not by a collective."""
     broken: Exception | None = None
@@ -98,7 +99,7 @@ class StageStep:
 class StageRunner:
     """Runs one stage of a model (`runner.model_runner.Runner`). The last stage draws; all receive its result.
 
-    A step that raises on any stage fails on all of them, with `RunnerOutput.error`.
+    A step that raises on any stage fails on all of them, with `RunnerOutput.error`, or is retracted on all of them.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class StageRunner:
             routed_before_TLK = routing_TN.view(num_tokens, num_before, top_k)
             local.routed_TLK[:, :num_before] = routed_before_TLK.to(local.routed_TLK.dtype)
         hidden_TD = None
-        if step.failed_stage is None:
+        if step.failure is None:
             try:
                 hidden_TD = self._runner.run_layers(local, received_TD)
                 if link.is_last:
@@ -198,6 +199,7 @@ class StageRunner:
         link.send(
             hidden_TD,
             num_tokens,
+            failure=step.failure,
             routing_width=num_layers * top_k,
             routing_TN=None if local.routed_TLK is None else local.routed_TLK.flatten(1),
             failed_before=failed_before,
@@ -205,15 +207,17 @@ class StageRunner:
 
     def _sample(self, step: StageStep, masks: TokenMasks | None) -> RunnerOutput:
         """On the last stage: draw, and send the result to the others."""
-        failed = step.failed_stage
+        failed = step.failure
         if failed is None:
             try:
                 self._runner.sample(step.local, masks)
                 output = step.local.read()
-                failed = next((int(stage) for stage in output.also_read if stage != NO_STAGE), None)
+                failed = next(
+                    (found for code in output.also_read if (found := StageFailure.of_code(float(code)))), None
+                )
             except Exception as error:
                 self._note_failure(step, error)
-                failed = step.failed_stage
+                failed = step.failure
         if failed is not None:
             self.link.send_result(StepMessage(np.zeros(len(step.plan.sampled), np.int64), failed))
             return self._failure(step, failed)
@@ -225,8 +229,8 @@ class StageRunner:
     def _receive_result(self, step: StageStep) -> RunnerOutput:
         """On the other stages: receive the result, and store its tokens on the device for the steps that need them."""
         message = self.link.receive_result(len(step.plan.sampled))
-        if message.failed_stage is not None:
-            return self._failure(step, message.failed_stage)
+        if message.failure is not None:
+            return self._failure(step, message.failure)
         bad = np.flatnonzero(message.tokens < 0)
         tokens = message.tokens.copy()
         tokens[bad] = 0
@@ -240,16 +244,22 @@ class StageRunner:
         self.builder.store_received(step.local.batch, tokens)
 
     def _note_failure(self, step: StageStep, error: Exception) -> None:
-        log.error("step %d failed on pipeline stage %d", step.plan.step, self.link.rank, exc_info=error)
-        step.failed_stage = self.link.rank
+        step.failure = StageFailure(self.link.rank, is_out_of_memory(error))
+        if not step.failure.is_out_of_memory:  # else it is tried again
+            log.error("step %d failed on pipeline stage %d", step.plan.step, self.link.rank, exc_info=error)
         if is_of_collective(error) or has_abandoned_collective(error):
             step.broken = error
         else:
             step.cause = f"{type(error).__name__}: {error}"
 
-    def _failure(self, step: StageStep, stage: int) -> RunnerOutput:
-        text = f"the forward of step {step.plan.step} raised on pipeline stage {stage}; its log says what"
-        return RunnerOutput(StepResult(()), None, [], [], error=text, cause=step.cause)
+    def _failure(self, step: StageStep, failure: StageFailure) -> RunnerOutput:
+        """The same on all ranks, except for its cause."""
+        lacks_memory = failure.is_out_of_memory
+        what = "ran out of memory on" if lacks_memory else "raised on"
+        text = f"the forward of step {step.plan.step} {what} pipeline stage {failure.stage}"
+        if not lacks_memory:
+            text += "; its log says what"
+        return RunnerOutput(StepResult(()), None, [], [], error=text, is_out_of_memory=lacks_memory, cause=step.cause)
 
 
 def _scored(plan: StepPlan) -> Iterator[PrefillChunk]:

@@ -18,8 +18,8 @@ class RolloutShortage(InferenceError):
 
     def __init__(self, wanted: int, accepted: list[RolloutGroup], num_rejected: int) -> None:
         super().__init__(
-            f"{len(accepted)} of {wanted} groups accepted and {num_rejected} refused or failed when the prompts ran out; "
-            "give more prompts (an endless iterator), or a filter that takes more"
+            f"{len(accepted)} of {wanted} groups accepted and {num_rejected} refused or failed when the prompts ran "
+            "out; give more prompts (an endless iterator), or a filter that takes more"
         )
         self.wanted, self.accepted, self.num_rejected = wanted, accepted, num_rejected
 

@@ -51,6 +51,8 @@ class RunnerOutput:
     """uint8 or uint16 [T, layers, top-k]: the experts of every token of the step, where a request returns them."""
     error: str = ""
     """The step failed after its launch, for instance on another pipeline stage, and drew nothing."""
+    is_out_of_memory: bool = False
+    """Why it failed: fewer tokens may fit."""
     cause: str = ""
     """The exception, where it was raised on this rank; `error` is the same on all ranks."""
     pooled: list[Pooled] = field(default_factory=list)

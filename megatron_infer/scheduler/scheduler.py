@@ -205,11 +205,11 @@ class Scheduler:
         self.preemption.drop_all()
         self.context.take_copies()
 
-    def retract(self, plan: StepPlan) -> bool:
-        """Undo a step that ran out of memory (see `cancel`) and halve the budget. False: it had one token only."""
+    def retract(self, plan: StepPlan, *later: StepPlan) -> bool:
+        """Undo a step that ran out of memory and later ones, and halve the budget. False: it had one token only."""
         if plan.num_tokens <= 1:
             return False
-        self.cancel(plan)
+        self.cancel(plan, *later)
         self.budget.halve(plan.num_tokens)
         return True
 

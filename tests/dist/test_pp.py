@@ -11,8 +11,10 @@ import pytest
 import stage_case
 import torch
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.models.adopt import adopt
+from megatron_infer.outputs.request_output import GenerationError
 from megatron_infer.testing.inspect import inspect
 
 STAGES = {
@@ -65,6 +67,7 @@ def run_stages(rank: int, size: int, folder: Path, part: int) -> None:
         if name == "tied":
             check_swaps(model, expected[name])
             check_failures(model, expected[name], rank)
+            check_out_of_memory(model, expected[name], [rank == 0, rank == 1])
         save_checkpoint(model, folder / f"{name} of {size} stages")
 
 
@@ -107,6 +110,34 @@ def check_failures(model, expected, rank, victims=(0, 1)) -> None:
         assert all(one == failed for one in gathered)
 
 
+def check_out_of_memory(model, expected, victims, *, most=11) -> None:
+    """A step for which a stage has no memory is tried again by all stages with fewer tokens; answers are the same.
+
+    victims: whether this rank is the one without memory, for each engine. A step that fails with one token ends.
+    """
+    for is_victim in victims:
+        engine, room = stage_case.make_engine(model, "chunks, prefix cache, overlap"), [most]
+        hidden = inspect(engine).adopted.hidden
+
+        def limited(step, *arguments, room=room, hidden=hidden):
+            if step.num_tokens > room[0]:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return hidden(step, *arguments)
+
+        if is_victim:
+            inspect(engine).adopted.hidden = limited
+        stage_case.assert_same(stage_case.generate(engine), expected, "with less memory")
+        figures = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(figures, (engine.figures().retracted_steps, engine.num_steps))
+        assert figures[0][0] > 0 and len(set(figures)) == 1, figures
+        room[0] = 0
+        params = SamplingParams(max_tokens=2)
+        [output] = engine.generate([[5, 6, 7]], params, on_error="return")
+        assert "ran out of memory on pipeline stage" in str(output.error) and output.outputs[0].finish_reason == "error"
+        with pytest.raises(GenerationError, match="ran out of memory on pipeline stage"):
+            engine.generate([[5, 6, 7]], params)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_two_stages_give_the_tokens_and_logprobs_of_one_process(saved: Path, part: int):
@@ -137,6 +168,8 @@ def run_four(rank: int, size: int, folder: Path, part: int) -> None:
         stage_case.assert_same(stage_case.generate(engine), expected[name], f"{name}, {parallel}")
         if name == "untied, uneven" and "tensor_parallel" not in parallel:
             check_failures(model, expected[name], rank, victims=(1,))
+        if name == "tied":  # both ranks of the last stage
+            check_out_of_memory(model, expected[name], [inspect(engine).adopted.is_last_stage])
 
 
 @pytest.mark.timeout(300)

@@ -100,10 +100,11 @@ def post(case, path, **body):
 
 
 def events(lines):
-    """The JSON values of a stream; its last line must be [DONE]."""
-    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-    assert data[-1] == "[DONE]"
-    return [json.loads(line) for line in data[:-1]]
+    """The JSON values of a stream; behind them must be [DONE], unless the last one is an error."""
+    *data, last = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    values = [json.loads(line) for line in data]
+    assert not any("error" in value for value in values)
+    return values if last == "[DONE]" else [*values, {"error": json.loads(last)["error"]}]
 
 
 def stream(case, path, **body):

@@ -1,5 +1,5 @@
-"""A request that the engine fails is an error of its call on every route: a status, or an error event that ends a stream
-without [DONE]; never a reply that looks whole."""
+"""A request that the engine fails is an error of its call on every route: a status, or an error event that ends a
+stream without [DONE]; never a reply that looks whole."""
 
 from __future__ import annotations
 
