@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -263,9 +264,13 @@ def test_with_undo_a_failure_leaves_the_weights_and_the_version_before(engine, n
         assert answer(engine) == before
     update = apply_undoable(engine, new, version=8)
     assert answer(engine) == wanted and update.report.version == 8
-    update.rollback()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the version goes back on purpose
+        update.rollback()
     assert answer(engine) == before and engine.weight_version == 7
     engine.verify_weights()
+    with pytest.warns(UserWarning, match="give 9 or more"):  # version 8 was other weights
+        engine.set_weight_version(6)
 
 
 def test_nan_and_infinity_are_refused_with_check_finite(engine, new):

@@ -76,3 +76,14 @@ class UpdateTarget:
         """Set the weight version: derived copies are rebuilt, cached keys and values are not matched again."""
         if self.engine is not None:
             self.engine.set_weight_version(version, running)
+
+    def restore(self, version: int) -> None:
+        """As `accept`, for the weights from before an update: that their version is an earlier one is no mistake."""
+        if self.engine is None:
+            return
+        weights = self.engine.weights
+        highest, weights.highest_version = weights.highest_version, version
+        try:
+            self.engine.set_weight_version(version)
+        finally:
+            weights.highest_version = highest

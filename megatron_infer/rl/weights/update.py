@@ -166,7 +166,7 @@ class WeightUpdate:
         self._is_open = False
         self._restore()
         self.target.incomplete_reason = self._incomplete_before
-        self.target.accept(self._version_before, "keep")
+        self.target.restore(self._version_before)
 
     def __enter__(self) -> WeightUpdate:
         return self
@@ -211,7 +211,7 @@ class WeightUpdate:
             self._restore()
             self.target.incomplete_reason, outcome = self._incomplete_before, "what had been written was put back"
             written = 0
-            self.target.accept(self._version_before, "keep")
+            self.target.restore(self._version_before)
         else:
             outcome = f"{written} tensors had been written: the weights are half old, half new"
             self.target.incomplete_reason = f"the last update failed, {reasons}; finish one that writes every tensor"
