@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from megatron_infer.engine.sequence_replay import MOST_DECODED, NoRoomForReplay,
 from megatron_infer.errors import InferenceError, ModelError
 from megatron_infer.models.layer_probes import MOE, ForwardTrace, ModuleProbe, module_probes, trace_forward
 from megatron_infer.rl.mismatch_replay import RecordingModel, RowsByPosition, TeacherForcedModel
-from megatron_infer.rl.session import RolloutSession
 
 TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 """Largest relative difference of a part's output that rounding explains, by the model's dtype."""
@@ -121,10 +121,33 @@ class SuspectSequence:
     """The raw log probabilities are within limits, only those after sampling parameters are not."""
 
 
+class MeteredSession(Protocol):
+    """What the meter asks of a `RolloutSession`."""
+
+    @property
+    def engine(self) -> DynamicInferenceEngine: ...
+
+    @property
+    def weight_version(self) -> int: ...
+
+    def generating(self) -> AbstractContextManager[Any]: ...
+
+    def scoring(self) -> AbstractContextManager[torch.nn.Module]: ...
+
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        temperature: float = ...,
+        micro_batch_tokens: int = ...,
+        start: int | Sequence[int] = ...,
+    ) -> list[Tensor]: ...
+
+
 class LayerSearch:
     """Locates a mismatch; every rank of the engine makes the same calls. Not over pipeline stages."""
 
-    def __init__(self, session: RolloutSession) -> None:
+    def __init__(self, session: MeteredSession) -> None:
         self._session = session
 
     def locate(self, suspect: SuspectSequence) -> MismatchPlace:
@@ -137,7 +160,7 @@ class LayerSearch:
                 engine.drain()
                 with engine.replay.inference(engine.loop):
                     return replace(self._search(engine.replay, suspect), stale_copies=stale_copies(engine))
-        except (NoRoomForReplay, ModelError, NotImplementedError) as error:
+        except (NoRoomForReplay, ModelError, NotImplementedError, torch.OutOfMemoryError) as error:
             return not_located(str(error))
 
     def _search(self, replay: SequenceReplay, suspect: SuspectSequence) -> MismatchPlace:

@@ -10,22 +10,32 @@ Both forwards use the same weights, so every difference beyond rounding is a fau
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.sequence_replay import only_temperature
-from megatron_infer.errors import ConfigError, MismatchAlarm, unknown_name
+from megatron_infer.errors import ConfigError, LockstepError, MismatchAlarm, RankFailure, unknown_name
 from megatron_infer.metrics.registry import Registry
 from megatron_infer.rl.mismatch_figures import Alarm, MismatchFigures, Tally, WorstToken, describe_tripped
-from megatron_infer.rl.mismatch_layers import LayerSearch, MismatchPlace, SuspectSequence
+from megatron_infer.rl.mismatch_layers import LayerSearch, MeteredSession, MismatchPlace, SuspectSequence
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
-from megatron_infer.rl.session import RolloutSession
+from megatron_infer.scheduler.request import VersionSpan
 
 AUTO = "auto"
+SESSION_SHARE = 0.02
+"""Of finished samples, for the meter of a session that was not told otherwise."""
+SESSION_TOKENS = 1024
+"""Such a meter compares no more of a sample, the last ones: it is not to need more memory than a step."""
+SESSION_SAMPLES = 64
+"""And no more of a window, the last ones."""
 PROCESSED_EVERY = 4
 """One chosen sample in so many is also scored at its temperature (at temperature 1 that costs nothing)."""
 log = logging.getLogger("megatron_infer")
@@ -58,7 +68,7 @@ class MismatchReport:
 
 @dataclass(slots=True, kw_only=True)
 class _ChosenSample:
-    group: RolloutGroup
+    group_id: str
     number: int
     sample: RolloutSample
     params: SamplingParams | None
@@ -82,7 +92,7 @@ class MismatchMeter:
 
     def __init__(
         self,
-        session: RolloutSession,
+        session: MeteredSession,
         *,
         share: float = 0.05,
         alarm: Alarm | str | None = AUTO,
@@ -117,6 +127,10 @@ class MismatchMeter:
         self._on_alarm, self._seed = on_alarm, seed
         self._search = LayerSearch(session) if attribute else None
         self._num_chosen = 0
+        self._kept: deque[dict[str, Any]] = deque(maxlen=SESSION_SAMPLES)
+        """See `keep`."""
+        self._why_off = ""
+        """Why `measure` does nothing any more."""
 
     def observe(
         self, groups: Sequence[RolloutGroup], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -129,10 +143,64 @@ class MismatchMeter:
         alarm raises.
         """
         chosen = list(self._choose(groups, params))
-        if not chosen:
+        return self._observe(chosen) if chosen else None
+
+    def keep(self, groups: Iterable[RolloutGroup]) -> None:
+        """Keep the chosen samples of groups, except failed ones, for the next `measure`. On the leader."""
+        for one in self._choose([group for group in groups if group.error is None], None):
+            sample = one.sample
+            self._kept.append(
+                {
+                    "group_id": one.group_id,
+                    "number": one.number,
+                    "prompt_ids": list(sample.prompt_ids),
+                    "token_ids": list(sample.token_ids),
+                    "loss_mask": list(sample.loss_mask),
+                    "spans": [list(span) for span in sample.spans],
+                    "raw_logprobs": one.raw,
+                }
+            )
+
+    def discard(self) -> None:
+        """Forget the kept samples: other weights drew them. On the leader."""
+        self._kept.clear()
+
+    def measure(self, *, skip: bool = False) -> MismatchReport | None:
+        """Measure the samples that the leader has kept since the last call, one window, as `observe` does.
+
+        On every rank, within generating(); skip: on any rank, nothing is measured on any. Of a sample the last
+        SESSION_TOKENS tokens are compared. Where the model cannot be scored the log says so once, and later calls do
+        nothing.
+        """
+        kept = list(self._kept)
+        self._kept.clear()
+        if self._why_off:
             return None
+        lockstep = self._session.engine.rank_group.lockstep
+        met = lockstep.meet("the mismatch meter", arguments=kept, flag=skip, compare=False)
+        if met.flag or not met.arguments:
+            return None
+        report, failure, device = None, "", self._session.engine.device.torch
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                report = self._observe([_chosen_of(one) for one in met.arguments], most_tokens=SESSION_TOKENS)
+        except (MismatchAlarm, LockstepError, RankFailure):
+            raise
+        except Exception as error:  # training goes on without a meter
+            failure = f"{type(error).__name__}: {error}"
+        failures = lockstep.gather("the outcome of the mismatch meter", failure)
+        self._why_off = next(filter(None, failures), "")
+        if self._why_off:
+            log.warning(
+                "no mismatch meter for this session from here on: scoring a sample raised %s; meter=None says that "
+                "none is wanted",
+                self._why_off,
+            )
+        return report
+
+    def _observe(self, chosen: Sequence[_ChosenSample], most_tokens: int | None = None) -> MismatchReport | None:
         tally, started = Tally(), time.perf_counter()
-        worst = self._compare(chosen, tally)
+        worst = self._compare(chosen, tally, most_tokens)
         seconds = time.perf_counter() - started
         figures = tally.figures(seconds=seconds, weight_version=self._session.weight_version)
         self.seconds += seconds
@@ -146,7 +214,9 @@ class MismatchMeter:
             return None
         over = {} if self.alarm is None else self.alarm.tripped(figures)
         report = MismatchReport(figures=figures, over=over)
-        if over and self._search is not None:
+        if over and most_tokens is not None and self.last is not None and self.last.is_alarm:
+            report = replace(report, place=self.last.place)  # the mismatch goes on: it is searched for once
+        elif over and self._search is not None:
             of_sampler = set(over) <= {"sampler_excess_mean"}
             suspect = _suspect_of(worst[of_sampler], figures, of_sampler=of_sampler)
             report = replace(report, place=self._search.locate(suspect))
@@ -164,7 +234,13 @@ class MismatchMeter:
                 if sample.num_drawn and self._is_chosen(group.group_id, number):
                     raw = sample.raw_logprobs or []
                     yield _ChosenSample(
-                        group=group, number=number, sample=sample, params=how, comparable=[], raw=list(raw), train={}
+                        group_id=group.group_id,
+                        number=number,
+                        sample=sample,
+                        params=how,
+                        comparable=[],
+                        raw=list(raw),
+                        train={},
                     )
 
     def _is_chosen(self, group_id: str, number: int) -> bool:
@@ -174,7 +250,7 @@ class MismatchMeter:
     # ------------------------------------------------------------------ comparing
 
     def _compare(
-        self, chosen: Sequence[_ChosenSample], tally: Tally
+        self, chosen: Sequence[_ChosenSample], tally: Tally, most_tokens: int | None
     ) -> tuple[_ChosenSample | None, _ChosenSample | None]:
         """-> the samples with the worst token of the raw distribution and of that after sampling parameters."""
         changed = self._session.engine.weights.changed()
@@ -185,14 +261,14 @@ class MismatchMeter:
                 continue
             one.comparable = [] if changed else _comparable(one.sample, self._session.weight_version)
             tally.others["num_stale_tokens"] += one.sample.num_drawn - len(one.comparable)
+            one.comparable = one.comparable if most_tokens is None else one.comparable[-most_tokens:]
             if one.comparable:
                 scored.append(one)
         tally.num_samples = len(scored)
         worst = worst_processed = None
-        scores = self._session.score([one.sample.ids for one in scored]) if scored else []
-        for one, score in zip(scored, scores, strict=True):
-            train, begin = score.tolist(), len(one.sample.prompt_ids)
-            one.train = {begin + index: train[begin + index - 1] for index in one.comparable}
+        for one, train in zip(scored, self._scores(scored), strict=True):
+            begin = len(one.sample.prompt_ids)
+            one.train = {begin + index: train[index] for index in one.comparable}
             for index in one.comparable:
                 if tally.add(one.train[begin + index] - one.raw[index]):
                     worst, tally.worst = one, _worst(one, index)
@@ -200,7 +276,18 @@ class MismatchMeter:
                 worst_processed = one
         return worst, worst_processed
 
-    def _add_processed(self, one: _ChosenSample, train: list[float], tally: Tally) -> bool:
+    def _scores(self, scored: Sequence[_ChosenSample], *, temperature: float = 1.0) -> list[dict[int, float]]:
+        """The trainer's log probabilities of each sample, from its first comparable token on, by index in token_ids."""
+        if not scored:
+            return []
+        sequences, firsts = [one.sample.ids for one in scored], [one.comparable[0] for one in scored]
+        starts = [len(one.sample.prompt_ids) + first for one, first in zip(scored, firsts, strict=True)]
+        scores = self._session.score(
+            sequences, temperature=temperature, micro_batch_tokens=2 * SESSION_TOKENS, start=starts
+        )
+        return [dict(enumerate(score.tolist(), start=first)) for score, first in zip(scores, firsts, strict=True)]
+
+    def _add_processed(self, one: _ChosenSample, train: Mapping[int, float], tally: Tally) -> bool:
         """Compare the distribution that the sampler drew from -> whether the sample has the worst token so far."""
         assert one.params is not None
         temperature, begin = one.params.temperature, len(one.sample.prompt_ids)
@@ -208,10 +295,10 @@ class MismatchMeter:
             self._num_chosen += 1
             if self._num_chosen % PROCESSED_EVERY != 1:
                 return False
-            train = self._session.score([one.sample.ids], temperature=temperature)[0].tolist()
+            [train] = self._scores([one], temperature=temperature)
         is_worst = False
         for index in one.comparable:
-            diff, raw = train[begin + index - 1] - one.sample.logprobs[index], one.train[begin + index] - one.raw[index]
+            diff, raw = train[index] - one.sample.logprobs[index], one.train[begin + index] - one.raw[index]
             is_worst |= tally.add_processed(diff * min(temperature, 1.0), raw)  # dividing by it magnifies rounding, too
         return is_worst
 
@@ -234,6 +321,42 @@ class MismatchMeter:
             raise MismatchAlarm(str(report), report=report)
 
 
+def meter_of(session: MeteredSession, option: Mapping[str, Any] | str | None) -> MismatchMeter | None:
+    """The meter of a session. option: None: none; "auto"; or some arguments of MismatchMeter."""
+    if option is None:
+        return None
+    if isinstance(option, str):
+        if option != AUTO:
+            raise ConfigError(
+                f"meter: {unknown_name('value', option, [AUTO])}; 'auto', None, or arguments of MismatchMeter by name"
+            )
+        option = {}
+    known = [*inspect.signature(MismatchMeter).parameters][1:]
+    for name in option:
+        if name not in known:
+            raise ConfigError(f"meter: {unknown_name('argument', name, known)}; MismatchMeter takes {', '.join(known)}")
+    return MismatchMeter(session, **{"share": SESSION_SHARE, **option})
+
+
+def _chosen_of(kept: Mapping[str, Any]) -> _ChosenSample:
+    """What `MismatchMeter.keep` has kept."""
+    sample = RolloutSample(
+        prompt_ids=kept["prompt_ids"],
+        token_ids=kept["token_ids"],
+        loss_mask=kept["loss_mask"],
+        spans=[VersionSpan(*span) for span in kept["spans"]],
+    )
+    return _ChosenSample(
+        group_id=kept["group_id"],
+        number=kept["number"],
+        sample=sample,
+        params=None,
+        comparable=[],
+        raw=kept["raw_logprobs"],
+        train={},
+    )
+
+
 def _comparable(sample: RolloutSample, version: int) -> list[int]:
     """Indices of tokens that `version` drew from keys and values of its own. Without spans: of all drawn tokens."""
     drawn = [index for index, mask in enumerate(sample.loss_mask) if mask]
@@ -246,7 +369,7 @@ def _comparable(sample: RolloutSample, version: int) -> list[int]:
 def _worst(one: _ChosenSample, index: int) -> WorstToken:
     position = len(one.sample.prompt_ids) + index
     return WorstToken(
-        group_id=one.group.group_id,
+        group_id=one.group_id,
         sample=one.number,
         position=position,
         token_id=one.sample.token_ids[index],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from megatron_infer.engine.command_relay import ROLLOUT
@@ -16,10 +16,12 @@ from megatron_infer.rl.samples import RolloutGroup, group_of
 
 
 class RolloutRanks:
-    """One rank's side of rollouts; in an engine of one rank it does nothing."""
+    """One rank's side of rollouts; in an engine of one rank it only calls on_delivered."""
 
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: DynamicInferenceEngine, *, on_delivered: Callable[[Sequence[RolloutGroup]], None] | None = None
+    ) -> None:
+        self._engine, self._on_delivered = engine, on_delivered
         self._outputs: dict[str, RequestOutput] = {}
         """On ranks other than the leader: finished groups that the leader has not delivered."""
 
@@ -41,6 +43,7 @@ class RolloutRanks:
         aborted: ids of groups that the other ranks have no output of; they are sent whole. end: the call ends.
         keep: with `end`, ids of finished groups that a later call delivers.
         """
+        self.delivered(groups)
         if self._engine.rank_group.size == 1:
             return
         sent = [
@@ -55,6 +58,11 @@ class RolloutRanks:
         ]
         given = {"groups": sent, "end": end, "keep": list(keep), "error": error}
         self._engine.relay.meet(ROLLOUT, given, compare=False)
+
+    def delivered(self, groups: Sequence[RolloutGroup]) -> None:
+        """On the leader: the caller has these groups."""
+        if self._on_delivered is not None:
+            self._on_delivered(groups)
 
     def follow(self) -> Iterator[RolloutGroup]:
         """On the other ranks: take part until the leader ends its call -> the groups it delivers."""

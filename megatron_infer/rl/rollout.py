@@ -48,10 +48,14 @@ class Rollout:
     alone calls, while the others are in `engine.follow()`.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
+    def __init__(
+        self, engine: DynamicInferenceEngine, *, on_delivered: Callable[[Sequence[RolloutGroup]], None] | None = None
+    ) -> None:
+        """on_delivered: called on the leader with groups as they are given to a caller, by any call, queue or
+        conversation."""
         self.engine = engine
         self.tracker = GroupTracker(engine)
-        self.ranks = RolloutRanks(engine)
+        self.ranks = RolloutRanks(engine, on_delivered=on_delivered)
         self.thread = RolloutThread(self.tracker)
         self._budget: Budget | None = None
         self._surplus: list[RolloutGroup] = []

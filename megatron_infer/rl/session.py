@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -26,6 +26,7 @@ from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
 from megatron_infer.models.trainer_state import wrapper_chain
 from megatron_infer.requests.input_processor import TextCodec
+from megatron_infer.rl.mismatch_meter import AUTO, meter_of
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.scoring import Scorer
 from megatron_infer.rl.session_updates import ColocatedUpdate, SourceUpdate
@@ -66,12 +67,15 @@ class RolloutSession:
         suspend_mode: KVCacheManagementMode | str | None = None,
         eos_ids: Sequence[int] | None = None,
         model_name: str = "model",
+        meter: Mapping[str, Any] | str | None = AUTO,
     ) -> None:
         """model: as the trainer has it, within DDP, Float16Module or a list of one pipeline chunk; adopted in place.
 
         suspend_mode: what training() does with the cache; None: the config's kv_cache_management_mode.
         offload_optimizer: while generating, the state of `optimizer` is on the host; the engine is suspended before it
         is reloaded. State that is on the host anyway is not moved.
+        meter: compares a small share of the delivered samples with `score`, before the weights change: see
+        `MismatchMeter`, of which it may have arguments ({"share": 0.1, "sinks": [...]}); None: no meter.
         """
         if offload_optimizer and optimizer is None:
             raise ConfigError("offload_optimizer=True without an optimizer; pass optimizer=")
@@ -94,7 +98,8 @@ class RolloutSession:
         self._scorer = Scorer(
             self.model, shape=engine.shape, groups=engine.rank_group.groups, exact=engine.config.batch_invariant
         )
-        self._rollout = Rollout(self.engine)
+        self.meter = meter_of(self, meter)
+        self._rollout = Rollout(engine, on_delivered=None if self.meter is None else self.meter.keep)
         self._mode = SessionMode.OUTSIDE
         self._report: MemoryReport | None = None
 
@@ -121,7 +126,13 @@ class RolloutSession:
             self._rng.save()
         try:
             with self._in_mode(SessionMode.GENERATING):
-                yield self._rollout
+                try:
+                    yield self._rollout
+                except BaseException as error:
+                    with failures_noted_on(error, "telling the other ranks"):
+                        self._measure(skip=True)
+                    raise
+                self._measure()
         finally:
             if outermost:
                 self._rng.restore()
@@ -133,6 +144,7 @@ class RolloutSession:
         Within generating() the model and torch's generators are as the trainer left them, and the state in which the
         body leaves them is the one that the trainer finds later.
         """
+        self._measure()
         with self._in_mode(SessionMode.TRAINING), self._rng.training_draws():
             assert self._report is not None
             yield self._report
@@ -146,6 +158,10 @@ class RolloutSession:
         `megatron_infer.rl.weights`. running: see `set_weight_version` of the engine. checksum: digest of all weights in
         the report. Allowed in any block and outside.
         """
+        if source is not None:
+            self._measure()
+        elif self.meter is not None:  # the weights have changed already
+            self.meter.discard()
         with self._switch.gathered_parameters():
             return self._update(source, version=version, running=running, checksum=checksum, undo=False).run()
 
@@ -171,6 +187,8 @@ class RolloutSession:
                 state=self.engine.state.value,
             )
         chosen = self._suspend_mode if mode is None else _suspend_mode(mode)
+        if source is not None:
+            self._measure()
         with self._switch.gathered_parameters():
             update = self._update(source, version=version, running=running, undo=undo)
             return WeightTransition(self.engine, update, mode=chosen).run()
@@ -222,6 +240,11 @@ class RolloutSession:
         """The model for forwards of the caller's own, set up as for `score`: stock modules, eval mode, no autograd."""
         with self._switch.scoring(grad=False):
             yield self.model
+
+    def _measure(self, *, skip: bool = False) -> None:
+        """Before the weights of generating() may change: compare what was drawn by them. On every rank."""
+        if self.meter is not None and self._mode is SessionMode.GENERATING:
+            self.meter.measure(skip=skip)
 
     def _update(self, source: Any, *, undo: bool, **how: Any) -> SessionUpdate:
         if source is None:

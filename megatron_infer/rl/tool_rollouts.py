@@ -83,6 +83,7 @@ async def converse(
     try:
         for finished in asyncio.as_completed(tasks):
             found.append(await finished)
+            roll.ranks.delivered(found[-1:])
             if found[-1].error is None or on_error == "return":
                 yield found[-1]
     finally:

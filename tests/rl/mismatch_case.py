@@ -36,7 +36,7 @@ def session_of(kind: str, *, batch_invariant: bool = False, overlap: bool = Fals
         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
         "prefix_caching_mamba_gb": 0.002 if kind == "hybrid" else None,
     }
-    return make_session(MAKERS[kind](**how), settings=settings)
+    return make_session(MAKERS[kind](**how), settings=settings, meter=None)
 
 
 def prompts() -> list[list[int]]:
