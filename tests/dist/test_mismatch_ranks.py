@@ -12,9 +12,11 @@ import torch
 from gloo_ranks import new_groups, run_on_ranks
 from session_case import make_session
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.models.adopt import adopt
 from megatron_infer.rl.mismatch_layers import MismatchCause
 from megatron_infer.rl.mismatch_meter import MismatchMeter
+from megatron_infer.rl.tool_rollouts import run_conversations
 from megatron_infer.rl.weights import apply
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
@@ -40,7 +42,8 @@ def on_layouts(rank: int, size: int, folder: Path, names: list[str]) -> None:
             share_what_is_not_expert(model)
         else:
             apply(model, weights)
-        session = make_session(model, settings={"collective_timeout_s": 60, "check_invariants": False})
+        settings = {"collective_timeout_s": 60, "check_invariants": False}
+        session = make_session(model, settings=settings, meter={"share": 0.5})
         # megatron-core spreads tokens over ranks with torch.cuda, whose place a CPU has to take
         with cpu_shim(1) if name in SHIMMED else contextlib.nullcontext():
             check(name, rank, session, want)
@@ -57,6 +60,7 @@ def share_what_is_not_expert(model: torch.nn.Module) -> None:
 def check(name: str, rank: int, session: Any, want: int) -> None:
     quiet = case.rollout(session, MismatchMeter(session, share=0.5))
     assert not quiet.is_alarm and quiet.figures.num_tokens == want, (name, str(quiet))
+    check_session_meter(session, rank, want)
     meter = MismatchMeter(session, share=1.0)
     if name == "PP2":
         if rank == 1:
@@ -82,6 +86,23 @@ def check(name: str, rank: int, session: Any, want: int) -> None:
         attend.spec = case.dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
     place = case.rollout(session, meter).place
     assert (place.cause, place.kind, place.layer) == (MismatchCause.LAYER, "attention", 1), (name, str(place))
+
+
+def check_session_meter(session: Any, rank: int, want: int) -> None:
+    """The session's own meter: the leader's groups count, also where the leader alone has any; no rank waits."""
+    assert session.meter.last.figures.num_tokens == want and not session.meter.last.is_alarm
+    one = SamplingParams(n=2, max_tokens=3, seed=1, ignore_eos=True)
+    with session.generating() as roll:
+        if rank == 0:
+            groups = run_conversations(roll, case.prompts(), one, lambda conversation, turn: [9])
+            session.engine.dismiss()
+        else:
+            session.engine.follow()
+    assert session.meter.num_windows == 2 and not session.meter.last.is_alarm
+    assert session.meter.last.figures.num_tokens > 0 and (rank or len(groups) == 3)
+    with pytest.raises(ZeroDivisionError) if rank == 1 else contextlib.nullcontext(), session.generating():
+        1 / (1 - rank)  # on one rank alone
+    assert session.meter.num_windows == 2
 
 
 @pytest.mark.timeout(200)
