@@ -143,6 +143,19 @@ class Tally:
         self.excess_max = max(self.excess_max, excess)
         return is_worst
 
+    def joined(self, other: Tally) -> Tally:
+        """The tally of both windows."""
+        both = Tally()
+        for name in ("num_tokens", "num_samples", "num_outside", "num_processed", "processed_sum", "excess_sum"):
+            setattr(both, name, getattr(self, name) + getattr(other, name))
+        for name in ("processed_max", "excess_max"):
+            setattr(both, name, max(getattr(self, name), getattr(other, name)))
+        both.sums = {name: value + other.sums[name] for name, value in self.sums.items()}
+        both.others = {name: value + other.others[name] for name, value in self.others.items()}
+        worse = max(self, other, key=lambda tally: tally.worst_diff)
+        both.worst, both.worst_diff = worse.worst, worse.worst_diff
+        return both
+
     def figures(self, *, seconds: float, weight_version: int) -> MismatchFigures:
         count = max(self.num_tokens, 1)
         sums = self.sums if self.num_tokens else self.sums | {"mult": 1.0, "ratio": 1.0}

@@ -36,6 +36,8 @@ SESSION_TOKENS = 1024
 """Such a meter compares no more of a sample, the last ones: it is not to need more memory than a step."""
 SESSION_SAMPLES = 64
 """And no more of a window, the last ones."""
+SESSION_WINDOW = 8
+"""Its windows go on until they have so many times the tokens that its alarm wants: it is not to trip by chance."""
 PROCESSED_EVERY = 4
 """One chosen sample in so many is also scored at its temperature (at temperature 1 that costs nothing)."""
 log = logging.getLogger("megatron_infer")
@@ -129,6 +131,8 @@ class MismatchMeter:
         self._num_chosen = 0
         self._kept: deque[dict[str, Any]] = deque(maxlen=SESSION_SAMPLES)
         """See `keep`."""
+        self._window = Tally()
+        """Of the calls of `measure` since its last report."""
         self._why_off = ""
         """Why `measure` does nothing any more."""
 
@@ -166,11 +170,11 @@ class MismatchMeter:
         self._kept.clear()
 
     def measure(self, *, skip: bool = False) -> MismatchReport | None:
-        """Measure the samples that the leader has kept since the last call, one window, as `observe` does.
+        """Measure the samples that the leader has kept since the last call, as `observe` does.
 
-        On every rank, within generating(); skip: on any rank, nothing is measured on any. Of a sample the last
-        SESSION_TOKENS tokens are compared. Where the model cannot be scored the log says so once, and later calls do
-        nothing.
+        None until the calls since the last report have enough tokens for one. On every rank, within generating(); skip:
+        on any rank, nothing is measured on any. Of a sample the last SESSION_TOKENS tokens are compared. Where the
+        model cannot be scored the log says so once, and later calls do nothing.
         """
         kept = list(self._kept)
         self._kept.clear()
@@ -202,23 +206,29 @@ class MismatchMeter:
         tally, started = Tally(), time.perf_counter()
         worst = self._compare(chosen, tally, most_tokens)
         seconds = time.perf_counter() - started
-        figures = tally.figures(seconds=seconds, weight_version=self._session.weight_version)
         self.seconds += seconds
-        if not figures.num_tokens:
+        if not tally.num_tokens:
             log.info(
                 "mismatch meter: %d tokens were drawn by other weights, %d samples have no log probabilities, "
                 "none compared",
-                figures.num_stale_tokens,
-                figures.num_unscored,
+                tally.others["num_stale_tokens"],
+                tally.others["num_unscored"],
             )
             return None
+        window = tally
+        if most_tokens is not None:
+            window = self._window = self._window.joined(tally)
+            if window.num_tokens < SESSION_WINDOW * (1 if self.alarm is None else self.alarm.min_tokens):
+                return None
+            self._window = Tally()
+        figures = window.figures(seconds=seconds, weight_version=self._session.weight_version)
         over = {} if self.alarm is None else self.alarm.tripped(figures)
         report = MismatchReport(figures=figures, over=over)
         if over and most_tokens is not None and self.last is not None and self.last.is_alarm:
             report = replace(report, place=self.last.place)  # the mismatch goes on: it is searched for once
         elif over and self._search is not None:
             of_sampler = set(over) <= {"sampler_excess_mean"}
-            suspect = _suspect_of(worst[of_sampler], figures, of_sampler=of_sampler)
+            suspect = _suspect_of(worst[of_sampler], tally.worst, of_sampler=of_sampler)
             report = replace(report, place=self._search.locate(suspect))
         self._export(report)
         return report
@@ -379,10 +389,10 @@ def _worst(one: _ChosenSample, index: int) -> WorstToken:
     )
 
 
-def _suspect_of(one: _ChosenSample | None, figures: MismatchFigures, *, of_sampler: bool) -> SuspectSequence:
+def _suspect_of(one: _ChosenSample | None, worst: WorstToken | None, *, of_sampler: bool) -> SuspectSequence:
     assert one is not None, "an alarm without a token"
     begin = len(one.sample.prompt_ids)
-    at = begin + one.comparable[0] if of_sampler or figures.worst is None else figures.worst.position
+    at = begin + one.comparable[0] if of_sampler or worst is None else worst.position
     return SuspectSequence(
         ids=one.sample.ids,
         prompt_len=begin,

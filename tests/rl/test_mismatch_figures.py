@@ -110,6 +110,20 @@ def test_given_tokens_are_not_compared_and_samples_without_logprobs_are_counted(
     assert report.figures.num_tokens == 20 and report.figures.num_unscored == 1 and not report.is_alarm
 
 
+def test_joined_tallies_are_the_tally_of_all_tokens():
+    numbers = torch.randn(60, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64).tolist()
+    whole, parts = Tally(), [Tally(), Tally()]
+    for index, (diff, raw) in enumerate(numbers):
+        for tally in (whole, parts[index % 2]):
+            tally.add(diff)
+            tally.add_processed(raw, diff)
+            tally.others["num_stale_tokens"] += 1
+            tally.num_samples += 1
+    joined, figures = (one.figures(seconds=0.0, weight_version=3) for one in (parts[0].joined(parts[1]), whole))
+    for name in joined.__dataclass_fields__:
+        assert getattr(joined, name) == pytest.approx(getattr(figures, name)), name
+
+
 def test_figures_go_to_wandb_and_to_a_registry_with_helps_and_units():
     rows: list[dict[str, float]] = []
     axes: list[tuple[str, str | None]] = []

@@ -78,6 +78,23 @@ def test_an_alarm_is_a_warning_that_names_the_layer_and_figures_that_are_exporte
     assert raising.model.training
 
 
+def test_small_rollouts_share_a_window_until_it_has_tokens_enough(monkeypatch):
+    """An alarm by one unlikely token would be no verdict; the place is searched with samples of the present weights."""
+    session = session_of(meter={"share": 1.0, "alarm": Alarm(min_tokens=7)})  # a window of 56
+    generate(session)
+    assert session.meter.last is None
+    case.retrain(session)
+    session.update_weights()
+    generate(session)
+    assert session.meter.last.figures.num_tokens == 72 and session.meter.last.figures.num_samples == 12
+    generate(session)
+    case.wrong_scale(monkeypatch, session)
+    session.engine.reset_prefix_cache()
+    generate(session)
+    assert session.meter.num_windows == 2 and session.meter.last.is_alarm
+    assert session.meter.last.place.name == "decoder.layers.1.self_attention"
+
+
 def train(meter, *, nested):
     """Rollouts and training steps with dropout and momentum -> tokens, losses, weights and the generator's state."""
     torch.manual_seed(7)
@@ -183,7 +200,7 @@ def test_failed_groups_and_blocks_that_end_with_an_error_are_not_measured():
     session = make_session(tiny_gpt(init_method_std=0.2), meter=ALL)
     with torch.no_grad():
         session.model.embedding.word_embeddings.weight[77] = float("nan")
-    params = SamplingParams(max_tokens=4, ignore_eos=True, bad_token_ids=[77])
+    params = SamplingParams(max_tokens=9, ignore_eos=True, bad_token_ids=[77])
     with session.generating() as roll:
         groups = roll.generate([[5, 6], [77, 6]], params, on_error="return")
     assert session.meter.last.figures.num_tokens == groups[0].num_tokens
