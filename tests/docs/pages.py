@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -82,3 +83,10 @@ def undefined_names(text: str, known: Iterable[str] = ()) -> list[str]:
         elif isinstance(node, ast.ExceptHandler) and node.name:
             bound.add(node.name)
     return sorted(read - bound)
+
+
+def missing_imports(text: str) -> list[str]:
+    """What Python imports from this package and is not there."""
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    ours = [(node.module, one.name) for node in found for one in node.names if node.module.startswith("megatron_infer")]
+    return [f"{module}.{name}" for module, name in ours if not hasattr(importlib.import_module(module), name)]

@@ -7,6 +7,7 @@ are free ones. The folder has the files that command lines name (`fill`).
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import safetensors.torch
 import small_model
@@ -70,7 +72,7 @@ def _llama_8b(path: Path, package: Path) -> None:
 
 def _hybrid(path: Path, package: Path) -> None:
     tokenizer = open_source("smollm2").tokenizer()
-    save_checkpoint(tiny_hybrid("M*-M", vocab_size=49152, max_sequence_length=512), path, tokenizer=tokenizer)
+    save_checkpoint(tiny_hybrid("M*-M", vocab_size=small_model.VOCAB, max_sequence_length=512), path, tokenizer=tokenizer)
 
 
 def _weights(path: Path, package: Path) -> None:
@@ -142,29 +144,30 @@ class Reader:
         elif words[1] in READY:
             self._started.append(Started(command, self.folder, self._environment))
             self._started[-1].wait(READY[words[1]])
-        elif block.language == "console" or words[1] in TYPED:
-            printed = self._shell(command, typed=TYPED.get(words[1], ""))
-            if block.language == "console":
-                shown = [line for line in block.text.splitlines() if not line.startswith("$ ")]
-                missing = [line for line in shown if _spaced(line) not in map(_spaced, printed.splitlines())]
-                assert not missing, f"{block.page}:{block.line}: not printed: {missing}\n{printed}"
         else:
-            code = main(words[1:])
+            printed = io.StringIO()
+            typed = mock.patch("sys.stdin", io.StringIO(TYPED.get(words[1], "")))
+            with typed, contextlib.redirect_stdout(printed):
+                code = main(words[1:])
             assert code == 0, f"{block.page}:{block.line}: {command}: exit code {code}"
+            if block.language == "console":
+                lines = {_spaced(line) for line in printed.getvalue().splitlines()}
+                shown = [line for line in block.text.splitlines() if not line.startswith("$ ")]
+                missing = [line for line in shown if _spaced(line) not in lines]
+                assert not missing, f"{block.page}:{block.line}: not printed: {missing}\n{printed.getvalue()}"
 
-    def _shell(self, command: str, *, typed: str = "") -> str:
+    def _shell(self, command: str) -> None:
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=self.folder,
             env=self._environment,
-            input=typed,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=280,
         )
         assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout[-4000:]}"
-        return done.stdout
 
 
 class Started:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from pages import PAGES, Block, all_blocks, blocks_of, undefined_names
+from pages import PAGES, Block, all_blocks, blocks_of, missing_imports, undefined_names
 from reader import Reader, fill
 
 NOT_RUN = {
@@ -92,7 +92,14 @@ def test_page_runs_as_printed_with_the_commands_that_take_long(page, reader):
 
 def test_python_that_is_not_run_here_defines_what_it_reads():
     blocks = [block for block in all_blocks() if block.language == "python" and (reason(block) or block.launcher)]
-    assert not [(block.page, block.line, names) for block in blocks if (names := undefined_names(block.text))]
+    missing = [(block, undefined_names(block.text) + missing_imports(block.text)) for block in blocks]
+    assert not [(block.page, block.line, names) for block, names in missing if names]
+
+
+def test_a_name_that_is_not_there_is_found():
+    text = "import torch\nfrom megatron_infer import LLM, Nothing\n\n\ndef f(a):\n    return a + b\n\n\nLLM(torch, c, len)\n"
+    assert undefined_names(text) == ["b", "c"] and undefined_names(text, ["c"]) == ["b"]
+    assert missing_imports(text) == ["megatron_infer.Nothing"]
 
 
 def test_what_a_page_takes_as_given_is_not_defined_by_it():
