@@ -58,9 +58,7 @@ class Block:
 
 def blocks_of(page: str) -> list[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
-    return [
-        Block(page, text.count("\n", 0, match.start(2)) + 1, match[1], match[2]) for match in FENCE.finditer(text)
-    ]
+    return [Block(page, text.count("\n", 0, match.start(2)) + 1, match[1], match[2]) for match in FENCE.finditer(text)]
 
 
 def all_blocks() -> Iterator[Block]:

@@ -72,7 +72,9 @@ def _llama_8b(path: Path, package: Path) -> None:
 
 def _hybrid(path: Path, package: Path) -> None:
     tokenizer = open_source("smollm2").tokenizer()
-    save_checkpoint(tiny_hybrid("M*-M", vocab_size=small_model.VOCAB, max_sequence_length=512), path, tokenizer=tokenizer)
+    save_checkpoint(
+        tiny_hybrid("M*-M", vocab_size=small_model.VOCAB, max_sequence_length=512), path, tokenizer=tokenizer
+    )
 
 
 def _weights(path: Path, package: Path) -> None:
@@ -165,7 +167,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=280,
+            timeout=1200,
         )
         assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout[-4000:]}"
 

@@ -14,7 +14,7 @@ def test_every_block_has_a_language_and_text_is_no_code():
         place = f"{block.page}:{block.line}"
         assert block.language in LANGUAGES, f"{place}: {block.language or 'no language'}"
         if block.language == "text":
-            found = re.search(r"^(\$ |megatron-infer |torchrun |python |curl |from \w+ import|import )", block.text, re.M)
+            found = re.search(r"^(\$ |(megatron-infer|torchrun|python|curl|import|from) \w)", block.text, re.M)
             assert not found, f"{place}: {found[0]}"
 
 

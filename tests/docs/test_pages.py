@@ -1,8 +1,9 @@
-"""Every block of README and docs runs as printed, in the order of its page, but for those listed here with the reason."""
+"""Every block of README and docs runs as printed, in the order of its page; what does not is listed with the reason."""
 
 from __future__ import annotations
 
 import re
+from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -42,6 +43,20 @@ GIVEN: dict[str, dict[str, Any]] = {
 """Names that a page says in words it takes as given, and what they are here, from the names that its blocks define."""
 LONG = re.compile(r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|DIR)")
 """Commands that take many seconds."""
+SLOW = re.compile(r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py")
+"""Measurements and runs that take minutes."""
+
+
+class Level(IntEnum):
+    """Commands of this level and below it run."""
+
+    QUICK = 0
+    LONG = 1
+    SLOW = 2
+
+    @classmethod
+    def of(cls, command: str) -> Level:
+        return cls.SLOW if SLOW.search(command) else cls.LONG if LONG.search(command) else cls.QUICK
 
 
 def _sum(scores, groups):
@@ -54,18 +69,23 @@ def reason(block: Block, command: str | None = None) -> str | None:
     return next((why for line in lines for start, why in NOT_RUN.items() if line.startswith(start)), None)
 
 
-def is_long(block: Block) -> bool:
-    return block.launcher is not None or any(LONG.search(one) and not reason(block, one) for one in block.commands)
+def has(page: str, level: Level) -> bool:
+    """Whether the page prints something of that level that is run."""
+    return any(
+        Level.of(one) is level and not reason(block, one)
+        for block in blocks_of(page)
+        for one in (block.commands if block.launcher is None else [block.text])
+    )
 
 
-def read(page: str, reader: Reader, *, long: bool) -> None:
+def read(page: str, reader: Reader, level: Level) -> None:
     for block in blocks_of(page):
-        if block.language == "python" and (reason(block) or (block.launcher and not long)):
+        if block.language == "python" and (reason(block) or (block.launcher and level < Level.LONG)):
             continue
         given = GIVEN.get(page, {}) if block.language == "python" else {}
         for name in undefined_names(block.text, reader.names) if given else ():
             reader.names[name] = given[name](reader.names)
-        reader.run(block, takes=lambda one, of=block: not reason(of, one) and (long or not LONG.search(one)))
+        reader.run(block, takes=lambda one, of=block: not reason(of, one) and Level.of(one) <= level)
 
 
 @pytest.fixture
@@ -80,14 +100,20 @@ def reader(page, package, server, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.language != "text" for b in blocks_of(page))])
 def test_page_runs_as_printed(page, reader):
-    read(page, reader, long=False)
+    read(page, reader, Level.QUICK)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [page for page in PAGES if any(is_long(block) for block in blocks_of(page))])
-def test_page_runs_as_printed_with_the_commands_that_take_long(page, reader):
-    read(page, reader, long=True)
+@pytest.mark.parametrize("page", [page for page in PAGES if has(page, Level.LONG)])
+def test_page_runs_with_commands_that_take_long(page, reader):
+    read(page, reader, Level.LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", [page for page in PAGES if has(page, Level.SLOW)])
+def test_page_runs_with_commands_that_take_minutes(page, reader):
+    read(page, reader, Level.SLOW)
 
 
 def test_python_that_is_not_run_here_defines_what_it_reads():
@@ -97,7 +123,7 @@ def test_python_that_is_not_run_here_defines_what_it_reads():
 
 
 def test_a_name_that_is_not_there_is_found():
-    text = "import torch\nfrom megatron_infer import LLM, Nothing\n\n\ndef f(a):\n    return a + b\n\n\nLLM(torch, c, len)\n"
+    text = "import torch\nfrom megatron_infer import LLM, Nothing\ndef f(a):\n    return a + b\nLLM(torch, c, len)\n"
     assert undefined_names(text) == ["b", "c"] and undefined_names(text, ["c"]) == ["b"]
     assert missing_imports(text) == ["megatron_infer.Nothing"]
 
