@@ -1,0 +1,68 @@
+"""Command lines of pages, held against what would parse them: flags, paths, targets and extras that are there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+
+from pages import ROOT
+from torch.distributed.run import get_args_parser
+
+from megatron_infer.cli.config_flags import add_config_options
+from megatron_infer.cli.main import Parser, build_parser
+
+
+def wrong(command: str) -> str | None:
+    """What would refuse the line before it does anything; None: nothing."""
+    words = shlex.split(command)
+    check = {"megatron-infer": _package, "torchrun": _torchrun, "python": _script, "make": _make, "pip": _pip}
+    if words[0] == "curl":
+        return None if any("/" in word for word in words[1:]) else "no URL"
+    return check[words[0]](words[1:]) if words[0] in check else f"{words[0]}: not a command that is known here"
+
+
+def _package(words: list[str]) -> str | None:
+    parser, parsers = build_parser(words[0])
+    if words[0] not in parsers:
+        return f"no command {words[0]}"
+    try:
+        _, unknown = parser.parse_known_args(words)
+    except SystemExit:
+        return "refused"
+    return f"unknown: {' '.join(unknown)}" if unknown else None
+
+
+def _torchrun(words: list[str]) -> str | None:
+    try:
+        args = get_args_parser().parse_args(words)
+    except SystemExit:
+        return "refused by torchrun"
+    if args.module:
+        return _package(args.training_script_args) if args.training_script == "megatron_infer" else "unknown module"
+    return _script([args.training_script, *args.training_script_args])
+
+
+def _script(words: list[str]) -> str | None:
+    path = ROOT / words[0]
+    if not path.is_file():
+        return f"no file {words[0]}"
+    text = "".join(one.read_text(encoding="utf-8") for one in path.parent.glob("*.py"))
+    engine = Parser(add_help=False)
+    add_config_options(engine)
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    missing = [flag for flag in flags if f'"{flag}"' not in text and flag not in engine._option_string_actions]
+    return f"unknown: {' '.join(missing)}" if missing else None
+
+
+def _make(words: list[str]) -> str | None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = [word for word in words if "=" not in word]
+    missing = [target for target in targets if not re.search(rf"^{target}:", text, re.MULTILINE)]
+    return f"no target {' '.join(missing)}" if missing else None
+
+
+def _pip(words: list[str]) -> str | None:
+    dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["dynamic"]
+    missing = set(re.findall(r"\[(\w+)\]", " ".join(words))) - set(dynamic["optional-dependencies"])
+    return f"no extra {' '.join(missing)}" if missing else None

@@ -1,0 +1,139 @@
+"""Every block of README and docs runs as printed, in the order of its page; what does not is listed with the reason."""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+from typing import Any
+
+import pytest
+from pages import PAGES, Block, all_blocks, blocks_of, missing_imports, undefined_names
+from reader import Reader, fill
+
+NOT_RUN = {
+    "make demo": "makes an environment",
+    "make test": "runs this test",
+    "make rl-demo": "makes an environment",
+    "pip install -e .[gpu]": "changes the environment",
+    "pip install 'megatron-infer[ray]'": "changes the environment",
+    "pip install 'megatron-infer[server]'": "changes the environment",
+    "pip install 'megatron-infer[structured]'": "changes the environment",
+    "megatron-infer generate MODEL --device cuda": "a GPU",
+    "python tools/gpu_check.py --out docs/results/gpu_NAME.json": "a GPU",
+    "python tools/gpu_check.py --quick --out report.json": "a GPU",
+    "python tools/bench/speed_of_light.py --peer --json out.json": "a GPU",
+    "megatron-infer serve smollm2 --coordinator tcp://127.0.0.1:5757": "the coordinator of another page",
+    "torchrun --nnodes 2": "two hosts; tests/dist/test_agents.py has them",
+    "from trl import GRPOTrainer": "TRL and a data set; tests/rl/test_adapter_trl.py runs it with TRL",
+    "from trl.experimental.async_grpo import AsyncGRPOTrainer": "TRL, a data set and flash-attn",
+    "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; tests/dist/test_ray.py runs it with Ray",
+    "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; tests/dist/test_ray.py likewise",
+    "curl localhost:8000/generate": "Ray Serve",
+}
+"""How a command or a line of a block begins -> what it needs that is not here."""
+GIVEN: dict[str, dict[str, Any]] = {
+    "README.md": {"ddp_model": lambda names: names["model"], "loss_of": lambda names: _sum},
+    "docs/rl.md": {
+        "ddp": lambda names: names["model"],
+        "steps": lambda names: 2,
+        "sequences": lambda names: [[1, 2, 3], [4, 5, 6]],
+        "objective": lambda names: _sum,
+    },
+}
+"""Names that a page says in words it takes as given, and what they are here, from the names that its blocks define."""
+LONG = re.compile(r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|DIR)")
+"""Commands that take many seconds."""
+SLOW = re.compile(r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py")
+"""Measurements and runs that take minutes."""
+
+
+class Level(IntEnum):
+    """Commands of this level and below it run."""
+
+    QUICK = 0
+    LONG = 1
+    SLOW = 2
+
+    @classmethod
+    def of(cls, command: str) -> Level:
+        return cls.SLOW if SLOW.search(command) else cls.LONG if LONG.search(command) else cls.QUICK
+
+
+def _sum(scores, groups):
+    return sum(score.sum() for score in scores)
+
+
+def reason(block: Block, command: str | None = None) -> str | None:
+    """Why it is not run; None: it is."""
+    lines = block.text.splitlines() if command is None else [command]
+    return next((why for line in lines for start, why in NOT_RUN.items() if line.startswith(start)), None)
+
+
+def has(page: str, level: Level) -> bool:
+    """Whether the page prints something of that level that is run."""
+    return any(
+        Level.of(one) is level and not reason(block, one)
+        for block in blocks_of(page)
+        for one in (block.commands if block.launcher is None else [block.text])
+    )
+
+
+def read(page: str, reader: Reader, level: Level) -> None:
+    for block in blocks_of(page):
+        if block.language == "python" and (reason(block) or (block.launcher and level < Level.LONG)):
+            continue
+        given = GIVEN.get(page, {}) if block.language == "python" else {}
+        for name in undefined_names(block.text, reader.names) if given else ():
+            reader.names[name] = given[name](reader.names)
+        reader.run(block, takes=lambda one, of=block: not reason(of, one) and Level.of(one) <= level)
+
+
+@pytest.fixture
+def reader(page, package, server, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path, package, page)
+    one = Reader(tmp_path, package, server)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language != "text" for b in blocks_of(page))])
+def test_page_runs_as_printed(page, reader):
+    read(page, reader, Level.QUICK)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", [page for page in PAGES if has(page, Level.LONG)])
+def test_page_runs_with_commands_that_take_long(page, reader):
+    read(page, reader, Level.LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", [page for page in PAGES if has(page, Level.SLOW)])
+def test_page_runs_with_commands_that_take_minutes(page, reader):
+    read(page, reader, Level.SLOW)
+
+
+def test_python_that_is_not_run_here_defines_what_it_reads():
+    blocks = [block for block in all_blocks() if block.language == "python" and (reason(block) or block.launcher)]
+    missing = [(block, undefined_names(block.text) + missing_imports(block.text)) for block in blocks]
+    assert not [(block.page, block.line, names) for block, names in missing if names]
+
+
+def test_a_name_that_is_not_there_is_found():
+    text = "import torch\nfrom megatron_infer import LLM, Nothing\ndef f(a):\n    return a + b\nLLM(torch, c, len)\n"
+    assert undefined_names(text) == ["b", "c"] and undefined_names(text, ["c"]) == ["b"]
+    assert missing_imports(text) == ["megatron_infer.Nothing"]
+
+
+def test_what_a_page_takes_as_given_is_not_defined_by_it():
+    for page, given in GIVEN.items():
+        text = "".join(block.text for block in blocks_of(page) if block.language == "python" and not block.launcher)
+        assert set(undefined_names(text)) == set(given), page
+
+
+def test_what_is_listed_as_not_run_is_printed():
+    lines = [line for block in all_blocks() for line in (*block.commands, *block.text.splitlines())]
+    assert not [start for start in NOT_RUN if not any(line.startswith(start) for line in lines)]
