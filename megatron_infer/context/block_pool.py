@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_infer.context.prefix_events import PrefixEvents
+
+
+@lru_cache(maxsize=4)
+def _all_blocks(count: int) -> frozenset[int]:
+    """The ids of a pool, for `check`, which compares with them in every step of a test."""
+    return frozenset(range(count))
 
 
 class BlockPool:
@@ -181,13 +188,12 @@ class BlockPool:
         refs, count = self._refs, self.num_blocks
         agrees = refs.count(0) == count - len(held) and all(refs[block] == n for block, n in held.items())
         assert agrees, f"references held {dict(held)} != counted {refs}"
-        free = {*self._blank, *self._cached}
-        agrees = len(free) == self.num_free == count - len(held) and free.isdisjoint(held)
-        agrees = agrees and min(free, default=0) >= 0 and max(free, default=0) < count
+        # as many names as blocks, and together all of them: each block is in one of the three, once
+        agrees = self.num_free + len(held) == count and {*self._blank, *self._cached, *held} == _all_blocks(count)
         assert agrees, f"free list {sorted([*self._blank, *self._cached])} != blocks not in {sorted(held)}"
         assert {b: d for d, b in self._block_of.items()} == self._digest_of, "digest index and its inverse differ"
         assert self._preimage_of.keys() == self._digest_of.keys(), "a digest without its preimage, or the reverse"
-        blank = free.intersection(self._digest_of).difference(self._cached)
+        blank = [block for block in self._digest_of if not refs[block] and block not in self._cached]
         assert not blank, f"blank blocks {sorted(blank)} have a digest"
         assert all(block in self._digest_of for block in self._cached), "a cached block has no digest"
         assert self.keep_cached or not self._cached, f"{len(self._cached)} blocks cached under REF_ZERO"

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+FOLDER = Path(__file__).parent / "native"
 SOURCES = ("elementwise.cpp", "linear.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp", "ssm.cpp")
 HEADERS = ("common.h", "attention.h", "checksum.h")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
@@ -98,12 +99,12 @@ def _exclusive(path: Path, timeout_s: float) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, tune: str, folder: Path, work: Path) -> Path:
+def _compile(compiler: str, tune: str, work: Path) -> Path:
     """Compile the sources side by side and link them -> a library in `work`."""
 
     def compile_one(name: str) -> str:
         target = str(work / f"{name}.o")
-        _run([compiler, *FLAGS, tune, "-c", str(folder / name), "-o", target], BUILD_TIMEOUT_S)
+        _run([compiler, *FLAGS, tune, "-c", str(FOLDER / name), "-o", target], BUILD_TIMEOUT_S)
         return target
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -120,14 +121,13 @@ def build() -> Path:
     """
     if os.name != "posix":
         raise NativeUnavailable(f"needs a POSIX system, this is {os.name}")
-    folder = Path(__file__).parent / "native"
     compiler = find_compiler()
     tune = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
     digest = hashlib.sha256()
     for part in (compiler, _run([compiler, "--version"], 20.0), tune, *FLAGS, _cpu_identity(), platform.machine()):
         digest.update(part.encode() + b"\0")
     for name in (*HEADERS, *SOURCES):
-        digest.update((folder / name).read_bytes() + b"\0")
+        digest.update((FOLDER / name).read_bytes() + b"\0")
     cache = cache_directory()
     library = cache / f"kernels-{digest.hexdigest()[:20]}.so"
     if library.exists():
@@ -135,7 +135,7 @@ def build() -> Path:
     with _exclusive(library.with_suffix(".lock"), BUILD_TIMEOUT_S):
         if not library.exists():  # the previous holder of the lock may have built it
             with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as work:
-                os.replace(_compile(compiler, tune, folder, Path(work)), library)
+                os.replace(_compile(compiler, tune, Path(work)), library)
     return library
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -25,9 +26,17 @@ layout = _load()
 
 
 @pytest.fixture(scope="module")
-def own():
+def tree():
+    """The modules of the package, and the other files."""
+    gc.disable()  # no collection while trees grow that stay
+    yield layout.read_modules(ROOT)
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def own(tree):
     """The modules of the package."""
-    return layout.read_modules(ROOT)[0]
+    return tree[0]
 
 
 def _rules(tmp_path: Path, name: str, text: str) -> set[str]:
@@ -37,9 +46,17 @@ def _rules(tmp_path: Path, name: str, text: str) -> set[str]:
     return {violation.rule for violation in layout.check_tree(*layout.read_modules(tmp_path))}
 
 
-def test_the_tree_keeps_its_rules():
-    run = subprocess.run([sys.executable, str(TOOL), str(ROOT)], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stdout
+def test_the_tree_keeps_its_rules(tree):
+    assert list(map(str, layout.check_tree(*tree))) == []
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_command_prints_what_it_found_and_its_status_says_whether_there_was_any(planted, tmp_path):
+    path = tmp_path / "megatron_infer" / "scheduler" / "step_plan.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("import torch\n" if planted else "")
+    run = subprocess.run([sys.executable, str(TOOL), str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == planted and f"check_layout: {int(planted)} violation" in run.stdout, run.stdout
 
 
 def test_the_page_has_the_folders_and_the_picture_of_the_imports(own):

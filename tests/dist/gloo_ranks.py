@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,19 @@ def run_on_ranks(function: Callable[..., None], size: int, folder: Path, *argume
     start_ranks(_enter, (function, size, folder, f"{store}/store", arguments), size)
 
 
-def start_ranks(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
-    """function(rank, *arguments) in `size` processes, to the end.
+def fork_server() -> ForkServerContext:
+    """What starts processes as forks of a server that has done the imports, most of what a small test costs.
 
-    They are forked from a server that has done the imports, most of what a small test costs; it keeps the environment
-    of the first call.
+    The server keeps the environment of the first start.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def start_ranks(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
+    """function(rank, *arguments) in `size` processes, to the end."""
+    fork_server()
     torch.multiprocessing.start_processes(function, args=arguments, nprocs=size, start_method="forkserver")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import subprocess
 import sys
 
+import pytest
 from coordinator_case import replica
+from gloo_ranks import start_ranks
 
 from megatron_infer.cli.main import main
 from megatron_infer.config.sampling_params import SamplingParams
@@ -45,25 +48,26 @@ def test_short_or_missing_key_file_is_misuse(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def import_without_the_extra(_: int) -> None:
+    for name in list(sys.modules):  # torch and megatron-core stay: they know nothing of the extra
+        if name.partition(".")[0] in ("megatron_infer", "zmq", "msgspec"):
+            del sys.modules[name]
+    real, absent = importlib.util.find_spec, {"zmq", "msgspec"}
+    sys.modules |= dict.fromkeys(absent)
+    importlib.util.find_spec = lambda name, *rest: None if name in absent else real(name, *rest)
+    for part in ("config.inference", "coordinator.router", "engine.engine", "entrypoints.llm", "entrypoints.async_llm"):
+        importlib.import_module(f"megatron_infer.{part}")
+    for other, missing in (("zmq", "msgspec"), ("msgspec", "zmq")):
+        del sys.modules[other]
+        absent.discard(other)
+        absent.add(missing)
+        sys.modules[missing] = None
+        with pytest.raises(ModuleNotFoundError, match=f"need {missing}: pip install 'megatron-infer.coordinator.'"):
+            importlib.import_module("megatron_infer.coordinator.client")
+
+
 def test_package_imports_without_the_extra_and_names_it_when_missing():
-    code = (
-        "import sys, importlib.util as u\n"
-        "real, absent = u.find_spec, {'zmq', 'msgspec'}\n"
-        "sys.modules |= dict.fromkeys(absent)\n"
-        "u.find_spec = lambda name, *a: None if name in absent else real(name, *a)\n"
-        "import megatron_infer, megatron_infer.config.inference, megatron_infer.coordinator.router\n"
-        "import megatron_infer.engine.engine, megatron_infer.entrypoints.llm, megatron_infer.entrypoints.async_llm\n"
-        "for other, missing in (('zmq', 'msgspec'), ('msgspec', 'zmq')):\n"
-        "    del sys.modules[other]\n"
-        "    absent.discard(other), absent.add(missing)\n"
-        "    sys.modules[missing] = None\n"
-        "    try:\n        import megatron_infer.coordinator.client\n"
-        "    except ModuleNotFoundError as error:\n        print(error)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    for missing in ("zmq", "msgspec"):
-        assert f"need {missing}: pip install 'megatron-infer[coordinator]'" in run.stdout
+    start_ranks(import_without_the_extra, (), 1)
 
 
 def test_coordinator_client_and_replica_need_no_torch_and_no_numpy():

@@ -1,4 +1,4 @@
-"""Processes that are killed: one that forks engines and reaps them, driven by JSON lines (see test_durable_kill.py).
+"""Processes that are killed: one that forks engines and reaps them, driven by messages (see test_durable_kill.py).
 
     in   {"path": ..., "log": ..., "kind": ..., "kill_at": null | n, "after_s": null | seconds, "save_after": null | n}
     out  {"code": exit code}
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from multiprocessing.connection import Connection
 
 import torch
 from durable_case import PROMPT, make_engine
@@ -99,11 +100,15 @@ def run_child(model, order: dict) -> None:
     note("calls", str(killer.calls))
 
 
-def main() -> None:
+def main(orders: Connection) -> None:
+    """Until the other end of `orders` is closed."""
     torch.set_num_threads(1)  # no thread of ours is lost in a fork
     models: dict[str, torch.nn.Module] = {}
-    for line in sys.stdin:
-        order = json.loads(line)
+    while True:
+        try:
+            order = orders.recv()
+        except EOFError:
+            return
         kind = order["kind"]
         model = models[kind] = models.get(kind) or make_model(kind)
         pid = os.fork()
@@ -121,9 +126,4 @@ def main() -> None:
             time.sleep(order["after_s"])
             os.kill(pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
         _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        print(json.dumps({"code": code}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        orders.send({"code": os.waitstatus_to_exitcode(status)})

@@ -19,8 +19,7 @@ from megatron_infer.errors import SnapshotError
 def victims():
     made = Victims()
     yield made
-    made.process.stdin.close()
-    made.process.wait(20)
+    made.close()
 
 
 @pytest.fixture(scope="module", params=RECURRENT)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import durable_child
 import pytest
 from durable_case import PROMPT, Collector, make_engine, make_model
+from gloo_ranks import fork_server
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.durable.journal import journal_path
@@ -37,18 +37,18 @@ def uninterrupted(model) -> Collector:
 
 
 class Victims:
-    """The process that forks engines to be killed."""
+    """The process that forks engines to be killed, itself a fork of the server that has done the imports."""
 
     def __init__(self) -> None:
-        here = Path(__file__).parent
-        path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, str(here / "durable_child.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
+        self.orders, theirs = multiprocessing.Pipe()
+        self.process = fork_server().Process(target=durable_child.main, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def close(self) -> None:
+        self.orders.close()
+        self.process.join(20)
+        assert self.process.exitcode == 0
 
     def run(
         self,
@@ -60,22 +60,17 @@ class Victims:
         save_after: int | None = None,
     ) -> int:
         """One engine from begin to end -> its exit code, negative for a signal. Its notes are in `path`.log."""
-        assert self.process.stdin is not None
         order = {"path": str(path), "log": f"{path}.log", "kind": kind}
         order |= {"kill_at": kill_at, "after_s": after_s, "save_after": save_after}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, "the process that forks engines has died"
-        return json.loads(line)["code"]
+        self.orders.send(order)
+        return self.orders.recv()["code"]  # EOFError: the process that forks engines has died
 
 
 @pytest.fixture(scope="module")
 def victims():
     made = Victims()
     yield made
-    made.process.stdin.close()
-    made.process.wait(20)
+    made.close()
 
 
 def notes(path: Path) -> list[list[str]]:
