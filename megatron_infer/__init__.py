@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from megatron_infer.entrypoints.llm import LLM as LLM
     from megatron_infer.models.specs import with_inference as with_inference
     from megatron_infer.outputs.request_output import CompletionOutput as CompletionOutput
+    from megatron_infer.outputs.request_output import GenerationError as GenerationError
     from megatron_infer.outputs.request_output import RequestOutput as RequestOutput
     from megatron_infer.outputs.token_support import TokenSupport as TokenSupport
+    from megatron_infer.rl.samples import RolloutError as RolloutError
     from megatron_infer.rl.session import RolloutSession as RolloutSession
     from megatron_infer.rl.update_report import UpdateReport as UpdateReport
     from megatron_infer.scheduler.request import VersionSpan as VersionSpan
@@ -42,6 +44,7 @@ _HOMES = {
     "CompletionOutput": "outputs.request_output",
     "DynamicInferenceEngine": "engine.engine",
     "EngineState": "engine.states",
+    "GenerationError": "outputs.request_output",
     "InferenceConfig": "config.inference",
     "KVCacheDtype": "config.inference",
     "KVCacheManagementMode": "config.inference",
@@ -56,6 +59,7 @@ _HOMES = {
     "PreemptionMode": "config.inference",
     "PrefixCachingEvictionPolicy": "config.inference",
     "RequestOutput": "outputs.request_output",
+    "RolloutError": "rl.samples",
     "RolloutSession": "rl.session",
     "SamplingParams": "config.sampling_params",
     "StructuredOutput": "config.structured_output",
