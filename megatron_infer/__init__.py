@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from megatron_infer.model_loader.sources import open_source as open_source
     from megatron_infer.models.specs import with_inference as with_inference
     from megatron_infer.outputs.request_output import CompletionOutput as CompletionOutput
+    from megatron_infer.outputs.request_output import GenerationError as GenerationError
     from megatron_infer.outputs.request_output import RequestOutput as RequestOutput
     from megatron_infer.outputs.token_support import TokenSupport as TokenSupport
+    from megatron_infer.rl.samples import RolloutError as RolloutError
     from megatron_infer.rl.session import RolloutSession as RolloutSession
     from megatron_infer.rl.update_report import UpdateReport as UpdateReport
     from megatron_infer.scheduler.request import VersionSpan as VersionSpan
@@ -44,6 +46,7 @@ _HOMES = {
     "CompletionOutput": "outputs.request_output",
     "DynamicInferenceEngine": "engine.engine",
     "EngineState": "engine.states",
+    "GenerationError": "outputs.request_output",
     "InferenceConfig": "config.inference",
     "KVCacheDtype": "config.inference",
     "KVCacheManagementMode": "config.inference",
@@ -58,6 +61,7 @@ _HOMES = {
     "PreemptionMode": "config.inference",
     "PrefixCachingEvictionPolicy": "config.inference",
     "RequestOutput": "outputs.request_output",
+    "RolloutError": "rl.samples",
     "RolloutSession": "rl.session",
     "SamplingParams": "config.sampling_params",
     "StructuredOutput": "config.structured_output",

@@ -17,6 +17,7 @@ from megatron_infer.rl.group_tracker import Budget
 from megatron_infer.rl.oversampling import RolloutShortage
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.rollout_queue import RolloutQueue
+from megatron_infer.rl.samples import RolloutError
 from megatron_infer.rl.tool_rollouts import run_conversations
 from megatron_infer.testing.inspect import inspect
 
@@ -81,6 +82,42 @@ def check_choices(roll: Rollout, rank: int) -> dict[str, Any]:
     return seen
 
 
+def check_errors(roll: Rollout, rank: int) -> dict[str, Any]:
+    """A failed request raises the same on every rank, and the next call goes on."""
+    leader, runner = rank == 0, inspect(roll.engine).runner
+    run_layers = runner.run_layers
+
+    def broken(step: Any, received_TD: Any = None) -> Any:
+        if any(chunk.request.tokens[0] == 66 for chunk in step.plan.prefill):
+            raise ValueError("a kernel broke")
+        return run_layers(step, received_TD)
+
+    bad, how = [66, 5, 6], SamplingParams(n=2, max_tokens=4, **GREEDY)
+    prompts = [PROMPTS[0], bad, PROMPTS[1]] if leader else []
+    queue = RolloutQueue(roll, iter(prompts), how, groups_per_step=1)
+    calls = {
+        "generate": lambda: roll.generate([bad] if leader else [], how),
+        "iterate": lambda: list(roll.iterate([bad] if leader else [], how)),
+        "collect": lambda: roll.collect(3, iter(prompts), how, max_in_flight=1),
+        "queue 0": queue.next_batch,
+        "queue 1": queue.next_batch,
+        "queue 2": queue.next_batch,
+    }
+    seen: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run_layers", broken)
+        for name, call in calls.items():
+            try:
+                seen[f"error {name}"] = told(call())
+            except RolloutError as error:
+                assert "ValueError: a kernel broke" in str(error)
+                seen[f"error {name}"] = [str(error), [group.index for group in error.failed], told(error.groups)]
+        queue.close()
+    assert [seen[f"error {name}"][1] for name in ("generate", "collect", "queue 1")] == [[0], [1], [1]]
+    assert len(seen["error collect"][2]) == 2 and len(seen["error queue 2"][0]) == 5
+    return seen
+
+
 def check_followed(roll: Rollout, rank: int) -> None:
     """The leader alone rolls out; the other rank follows."""
     if rank:
@@ -94,7 +131,7 @@ def check_followed(roll: Rollout, rank: int) -> None:
 def two_ranks(rank: int, size: int, folder: str) -> None:
     engine = ranks.make_engine(ranks.part_of_model("attention", folder, rank, size))
     roll = Rollout(engine)
-    seen = check_calls(roll, rank) | check_choices(roll, rank)
+    seen = check_calls(roll, rank) | check_choices(roll, rank) | check_errors(roll, rank)
     check_followed(roll, rank)
     assert not engine.has_unfinished() and not engine.loop.backlog
     inspect(engine).context.check()
@@ -118,5 +155,5 @@ def test_every_rank_has_the_groups_and_they_are_those_of_one_process(tmp_path):
     assert [len(first[f"batch {step}"]) for step in range(3)] == [2, 2, 2]
     assert any(group[3] == 10 for group in first["batch 2"]), "nothing was generated ahead"
     assert len(first["cut"][1][-1][0]) < PARAMS[1].max_tokens
-    names = [group[0] for groups in first.values() for group in groups]
+    names = [group[0] for call, groups in first.items() if not call.startswith("error") for group in groups]
     assert len(names) == len(set(names))
