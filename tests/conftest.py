@@ -23,6 +23,7 @@ HEAVY = (
     "engine/test_smollm2_parity",
     "server/test_command",
     "dist/test_serve_ranks",
+    "docs/test_pages",
     "kernels/test_bit_identical",
     "engine/test_staleness",
 )

@@ -37,7 +37,8 @@ def test_readme_lists_what_was_never_run_on_a_gpu(listed):
         assert HEADING not in text, "every check has been run on a GPU: README's section goes"
         return
     section = text.split(HEADING)[1].split("\n## ")[0]
-    assert section.split("```")[1].strip() == listed, "copy what `python tools/gpu_check.py --list` prints"
+    printed = section.split("```text\n")[1].split("```")[0]
+    assert printed.strip() == listed, "copy what `python tools/gpu_check.py --list` prints"
 
 
 def test_a_report_takes_what_it_tells_of_off_the_list_and_a_rehearsal_takes_nothing(monkeypatch, tmp_path):

@@ -26,7 +26,7 @@ from unittest import mock
 import safetensors.torch
 import small_model
 import yaml
-from pages import ROOT, Block
+from pages import ROOT, Block, blocks_of
 
 from megatron_infer.cli.main import main
 from megatron_infer.model_loader.checkpoint import save_checkpoint
@@ -48,12 +48,12 @@ LLAMA_8B = {
 
 def fill(folder: Path, package: Path, page: str) -> None:
     """The files that a page's command lines name, in a reader's folder. package: of the small model."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+    words = {word for block in blocks_of(page) for command in block.commands for word in shlex.split(command)}
     (folder / ".curlrc").write_text("silent\nshow-error\nfail-with-body\n")
     for name in ("examples", "tools", "docs"):
         (folder / name).symlink_to(ROOT / name)
     for name, make in FILES.items():
-        if re.search(rf"\b{re.escape(name)}\b", text):
+        if name in words:
             make(folder / name, package)
 
 

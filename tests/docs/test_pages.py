@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,16 +33,17 @@ NOT_RUN = {
     "curl localhost:8000/generate": "Ray Serve",
 }
 """How a command or a line of a block begins -> what it needs that is not here."""
+
+
+def _sum(scores, groups):
+    return sum(score.sum() for score in scores)
+
+
 GIVEN: dict[str, dict[str, Any]] = {
-    "README.md": {"ddp_model": lambda names: names["model"], "loss_of": lambda names: _sum},
-    "docs/rl.md": {
-        "ddp": lambda names: names["model"],
-        "steps": lambda names: 2,
-        "sequences": lambda names: [[1, 2, 3], [4, 5, 6]],
-        "objective": lambda names: _sum,
-    },
+    "README.md": {"loss_of": _sum},
+    "docs/rl.md": {"sequences": [[1, 2, 3], [4, 5, 6]], "objective": _sum},
 }
-"""Names that a page says in words it takes as given, and what they are here, from the names that its blocks define."""
+"""Names that a page takes as given, and what they are here."""
 LONG = re.compile(r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|DIR)")
 """Commands that take many seconds."""
 SLOW = re.compile(r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py")
@@ -57,10 +60,6 @@ class Level(IntEnum):
     @classmethod
     def of(cls, command: str) -> Level:
         return cls.SLOW if SLOW.search(command) else cls.LONG if LONG.search(command) else cls.QUICK
-
-
-def _sum(scores, groups):
-    return sum(score.sum() for score in scores)
 
 
 def reason(block: Block, command: str | None = None) -> str | None:
@@ -83,13 +82,14 @@ def read(page: str, reader: Reader, level: Level) -> None:
         if block.language == "python" and (reason(block) or (block.launcher and level < Level.LONG)):
             continue
         given = GIVEN.get(page, {}) if block.language == "python" else {}
-        for name in undefined_names(block.text, reader.names) if given else ():
-            reader.names[name] = given[name](reader.names)
+        reader.names |= given
         reader.run(block, takes=lambda one, of=block: not reason(of, one) and Level.of(one) <= level)
 
 
 @pytest.fixture
 def reader(page, package, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.chdir(tmp_path)
     fill(tmp_path, package, page)
