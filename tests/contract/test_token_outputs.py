@@ -88,6 +88,18 @@ EDITS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 
+ON_THE_COPY = """
+import multiprocessing, sys
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["megatron_infer.engine.engine", "megatron_infer.testing.tiny", "pytest"])
+main = "import pathlib, sys, token_output_case; token_output_case.main(pathlib.Path(sys.argv[1]))"
+case = context.Process(target=exec, args=(main, {}))
+case.start()
+case.join()
+sys.exit(case.exitcode)
+"""
+"""The case and its ranks are forks of one server: the copy is imported once."""
+
 
 def test_two_outputs_added_in_six_files_arrive_everywhere(tmp_path):
     shutil.copytree(ROOT / "megatron_infer", tmp_path / "megatron_infer", ignore=shutil.ignore_patterns("__pycache__"))
@@ -103,7 +115,7 @@ def test_two_outputs_added_in_six_files_arrive_everywhere(tmp_path):
     assert set(re.findall(r"(?<!/)\b[a-z]+/[a-z_]+\.py", docstring)) - {"contract/test_token_outputs.py"} == set(EDITS)
     paths = [tmp_path, ROOT / "tests/contract", ROOT / "tests/dist", ROOT / "tests/engine"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, str(ROOT / "tests/contract/token_output_case.py"), str(tmp_path)]
+    command = [sys.executable, "-c", ON_THE_COPY, str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +129,3 @@ def main(folder: Path) -> None:
     save_checkpoint(model, folder / "model")
     torch.save(want, folder / "want.pt")
     ranks.run_on_ranks(on_rank, 2, folder)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["megatron_infer.engine.engine", "megatron_infer.testing.tiny"]
+PRELOAD = ["megatron_infer.engine.engine", "megatron_infer.rl.weights", "megatron_infer.testing.tiny", "pytest"]
 
 
 def run_on_ranks(function: Callable[..., None], size: int, folder: Path, *arguments: Any) -> None:
@@ -33,7 +34,14 @@ def fork_server() -> ForkServerContext:
 def start_ranks(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:
     """function(rank, *arguments) in `size` processes, to the end."""
     fork_server()
-    torch.multiprocessing.start_processes(function, args=arguments, nprocs=size, start_method="forkserver")
+    torch.multiprocessing.start_processes(
+        _with_imports_frozen, args=(function, arguments), nprocs=size, start_method="forkserver"
+    )
+
+
+def _with_imports_frozen(rank: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()  # a collection that walked what the server has imported would copy all of it into this process
+    function(rank, *arguments)
 
 
 def _enter(

@@ -37,7 +37,7 @@ def work_of(count):
 def test_two_hundred_streaming_clients_are_each_answered_right():
     with serving(EchoEngine(step_s=0.005), EchoEngine(step_s=0.005)) as case:
         before = free_blocks(case)
-        done = asyncio.run(serve_load.load(case.url, work_of(97), clients=200, seconds=4, spread_s=0.5))
+        done = asyncio.run(serve_load.load(case.url, work_of(97), clients=200, seconds=2, spread_s=0.5))
         done.check()
         assert len(done.heard) >= 200 and done.num_tokens == sum(len(one.text.split()) for one in done.heard)
         serve_load.wait_idle(partial(status, case))
@@ -60,7 +60,7 @@ def test_slow_readers_do_not_slow_others():
         slow = {"prompt": [1, 2, 3], "max_tokens": 3000, "temperature": 0, "return_token_ids": True}
 
         def quick():
-            return serve_load.load(case.url, work_of(31), clients=4, seconds=2, spread_s=0.1)
+            return serve_load.load(case.url, work_of(31), clients=4, seconds=1, spread_s=0.1)
 
         alone = asyncio.run(quick())
         beside = asyncio.run(serve_load.dawdle(case.url, slow, readers=20, during=quick))
