@@ -21,6 +21,8 @@ GRAPHS = {"cuda_graph_impl": "none", "flash_decode": False}
 """megatron-core's own graphs and decoding, which would capture the decoder."""
 PADDING = ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "drop_and_pad")
 """megatron-core's own inference sets them while it decodes; here they are only restored."""
+DROPOUT = ("hidden_dropout", "attention_dropout")
+"""Probabilities that layers, attentions and their configs hold, beside torch's dropout modules."""
 
 
 def wrapper_chain(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Any]:
@@ -61,6 +63,56 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
         for module, training in found:
             if module.training is not training:
                 module.training = training
+
+
+@contextmanager
+def train_mode(model: torch.nn.Module, *, dropout: bool, auxiliary_losses: bool = True) -> Iterator[None]:
+    """Train mode, and afterwards every module's own; a model that is in train mode keeps modules that are not.
+
+    dropout False: every dropout of modules and configs is 0. auxiliary_losses False: routers compute none.
+    """
+    found = [(module, module.training) for module in model.modules()]
+    changes: list[tuple[Any, str, Any]] = []
+    try:
+        if not model.training:
+            model.train()
+        for holder in _holders(model):
+            wanted: dict[str, Any] = {} if dropout else _no_dropout(holder)
+            if not auxiliary_losses:
+                wanted |= _no_auxiliary_losses(holder)
+            for name, value in wanted.items():
+                changes.append((holder, name, getattr(holder, name)))
+                setattr(holder, name, value)
+        yield
+    finally:
+        for holder, name, value in changes:
+            setattr(holder, name, value)
+        if not found[0][1]:
+            model.eval()
+        for module, training in found:
+            if module.training is not training:
+                module.training = training
+
+
+def dropout_of(model: torch.nn.Module) -> float:
+    """The largest probability with which any module of the model drops."""
+    return max((getattr(holder, name) for holder in _holders(model) for name in _no_dropout(holder)), default=0.0)
+
+
+def _no_dropout(holder: Any) -> dict[str, float]:
+    names = ["p"] if isinstance(holder, torch.nn.modules.dropout._DropoutNd) else DROPOUT
+    return {name: 0.0 for name in names if isinstance(found := vars(holder).get(name), int | float) and found > 0}
+
+
+def _no_auxiliary_losses(holder: Any) -> dict[str, Any]:
+    own = vars(holder)
+    found: dict[str, Any] = {}
+    if own.get("moe_aux_loss_coeff"):
+        several = isinstance(own["moe_aux_loss_coeff"], list)
+        found["moe_aux_loss_coeff"] = [0.0] * len(own["moe_aux_loss_coeff"]) if several else 0.0
+    if own.get("moe_z_loss_coeff"):
+        found["moe_z_loss_coeff"] = None
+    return found
 
 
 @contextmanager
