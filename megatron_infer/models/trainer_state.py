@@ -21,8 +21,6 @@ GRAPHS = {"cuda_graph_impl": "none", "flash_decode": False}
 """megatron-core's own graphs and decoding, which would capture the decoder."""
 PADDING = ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "drop_and_pad")
 """megatron-core's own inference sets them while it decodes; here they are only restored."""
-DROPOUT = ("hidden_dropout", "attention_dropout")
-"""Probabilities that layers, attentions and their configs hold, beside torch's dropout modules."""
 
 
 def wrapper_chain(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[Any]:
@@ -100,8 +98,13 @@ def dropout_of(model: torch.nn.Module) -> float:
 
 
 def _no_dropout(holder: Any) -> dict[str, float]:
-    names = ["p"] if isinstance(holder, torch.nn.modules.dropout._DropoutNd) else DROPOUT
-    return {name: 0.0 for name in names if isinstance(found := vars(holder).get(name), int | float) and found > 0}
+    """Probabilities that a torch dropout module, a layer, an attention or a config holds."""
+    is_dropout = isinstance(holder, torch.nn.modules.dropout._DropoutNd)
+    return {
+        name: 0.0
+        for name, value in vars(holder).items()
+        if ("dropout" in name or (is_dropout and name == "p")) and type(value) in (int, float) and value > 0
+    }
 
 
 def _no_auxiliary_losses(holder: Any) -> dict[str, Any]:
