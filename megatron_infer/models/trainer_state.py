@@ -64,17 +64,19 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def train_mode(model: torch.nn.Module, *, dropout: bool, auxiliary_losses: bool = True) -> Iterator[None]:
+def train_mode(chain: Sequence[Any], *, dropout: bool, auxiliary_losses: bool = True) -> Iterator[None]:
     """Train mode, and afterwards every module's own; a model that is in train mode keeps modules that are not.
 
-    dropout False: every dropout of modules and configs is 0. auxiliary_losses False: routers compute none.
+    chain: see `wrapper_chain`; a wrapper's own mode says nothing, a new one is in train mode. dropout False: every
+    dropout of modules and configs is 0. auxiliary_losses False: routers compute none.
     """
-    found = [(module, module.training) for module in model.modules()]
+    root = chain[0]
+    found = [(module, module.training) for module in root.modules()]
     changes: list[tuple[Any, str, Any]] = []
     try:
-        if not model.training:
-            model.train()
-        for holder in _holders(model):
+        if not chain[-1].training:
+            root.train()
+        for holder in _holders(root):
             wanted: dict[str, Any] = {} if dropout else _no_dropout(holder)
             if not auxiliary_losses:
                 wanted |= _no_auxiliary_losses(holder)
@@ -85,8 +87,6 @@ def train_mode(model: torch.nn.Module, *, dropout: bool, auxiliary_losses: bool 
     finally:
         for holder, name, value in changes:
             setattr(holder, name, value)
-        if not found[0][1]:
-            model.eval()
         for module, training in found:
             if module.training is not training:
                 module.training = training

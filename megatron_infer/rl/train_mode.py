@@ -82,7 +82,7 @@ class TrainModeSwitch:
     @contextmanager
     def scoring_with_gradients(self, *, dropout: bool, auxiliary_losses: bool = True) -> Iterator[None]:
         """The trainer's forward in train mode, during training or inference; see `models.trainer_state.train_mode`."""
-        mode = train_mode(self._chain[0], dropout=dropout, auxiliary_losses=auxiliary_losses)
+        mode = train_mode(self._chain, dropout=dropout, auxiliary_losses=auxiliary_losses)
         with self._stock(), mode, torch.set_grad_enabled(True):
             yield
 

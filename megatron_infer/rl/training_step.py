@@ -142,7 +142,7 @@ class TrainerSide:
         reason = None
         if is_generating:
             reason = "within generating() the model is in eval mode by then"
-        elif not self._chain[0].training:
+        elif not model.training:
             reason = "the model is in eval mode by then; call model.train()"
         elif not dropout and dropout_of(self._chain[0]):
             reason = f"dropout of {dropout_of(self._chain[0]):g} is on again by then"

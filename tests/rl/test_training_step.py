@@ -347,6 +347,16 @@ def test_a_late_backward_that_would_recompute_another_forward_is_refused():
         session.score(SEQUENCES, grad=True)
 
 
+def test_a_model_in_eval_mode_within_a_new_wrapper_is_put_into_train_mode():
+    trainer = MegatronTrainer(tiny_gpt(**EXPERTS), distributed=False)
+    assert trainer.model.training and not trainer.model.module.training
+    session = make_session(trainer.model)
+    with cpu_shim(4), session.training():
+        report = session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+    assert "z_loss" in report.auxiliary_losses
+    assert trainer.model.training and not trainer.model.module.training
+
+
 def test_a_module_that_is_in_eval_mode_by_the_trainers_wish_stays_so():
     model = tiny_gpt(**EXPERTS).train()
     model.decoder.layers[0].mlp.router.eval()
