@@ -108,7 +108,10 @@ class Scorer:
     def micro_batches(
         self, sequences: Sequence[Sequence[int]], starts: Sequence[int], limit: int
     ) -> Iterator[MicroBatch]:
-        """The sequences in padded batches of at most `limit` tokens, or of one sequence; longest first."""
+        """The sequences in padded batches of at most `limit` tokens, or of one sequence; longest first.
+
+        With the model set up for the forward: sequence parallelism pads.
+        """
         device = next(self._model.parameters()).device
         for indices in micro_batches([len(sequence) for sequence in sequences], limit):
             ids_BS, padding_BS = self._padded([sequences[index] for index in indices], device)

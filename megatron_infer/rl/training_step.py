@@ -102,8 +102,8 @@ class TrainerSide:
         # torch's DDP reduces gradients only after a forward of its own
         forward = self._chain[0] if grad else self._chain[-1]
         how = self._switch.scoring_with_gradients(dropout=dropout) if grad else self._switch.scoring()
-        batches = list(self._scorer.micro_batches(given, starts, micro_batch_tokens))
         with self._checked_modules(), how:
+            batches = list(self._scorer.micro_batches(given, starts, micro_batch_tokens))
             if grad:
                 scale_auxiliary_losses(self._chain[-1].config, max(len(batches), 1), self._device)
             starts_new_weights(self._chain[-1])
@@ -190,12 +190,12 @@ class TrainerSide:
             call, sequences, start, temperature, micro_batch_tokens, dropout, auxiliary_losses
         )
         self._check_backward(given, dropout=dropout)
-        batches = list(self._scorer.micro_batches(given, starts, micro_batch_tokens))
         with (
             self._checked_modules(),
             self._switch.scoring_with_gradients(dropout=dropout, auxiliary_losses=auxiliary_losses),
             self._scorer.forward(self._chain[0], temperature=temperature, single_backward=True) as run,
         ):
+            batches = list(self._scorer.micro_batches(given, starts, micro_batch_tokens))
             starts_new_weights(self._chain[-1])
             recorded = AuxiliaryLosses()
             losses = LossCalls(loss, run, batches)
