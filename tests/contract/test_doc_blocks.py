@@ -43,8 +43,6 @@ def names_of_a_reader() -> dict[str, Any]:
         "loss": _Loss(),
         "train": lambda model: None,
         "push": lambda model: None,
-        "loss_of": lambda scores, groups: sum(score.sum() for score in scores),
-        "objective": lambda scores, groups: sum(score.sum() for score in scores),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from trainers import MegatronTrainer, TorchTrainer
 from training_case import assert_equal, gradients, loss_over, megatron_backward, sequences_of
 
 from megatron_infer.errors import ConfigError, ModelError, WrongState
+from megatron_infer.models.router_replay import replay_routing
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import stock_spec, tiny_gpt, tiny_hybrid
 
@@ -165,6 +167,23 @@ def test_routers_count_tokens_for_their_bias_and_step_updates_it():
     torch.testing.assert_close(router.expert_bias, twin.decoder.layers[0].mlp.router.expert_bias)
 
 
+def test_gradients_follow_replayed_experts():
+    model, twin = tiny_gpt(**EXPERTS), tiny_gpt(**EXPERTS)
+    experts = torch.randint(0, 2, (13, 2, 1), generator=torch.Generator().manual_seed(5))
+    record = torch.cat([experts, experts + 2], -1).to(torch.uint8).numpy()
+    found = {}
+    for name, one in (("replayed", model), ("free", twin)):
+        session = make_session(one)
+        replay = replay_routing(one, [record], SEQUENCES[:1]) if name == "replayed" else nullcontext()
+        with session.training(), replay:
+            found[name] = session.score_and_backward(SEQUENCES[:1], loss_over(SEQUENCES))
+    assert found["replayed"].scores[0].tolist() != found["free"].scores[0].tolist()
+    twin.zero_grad()
+    with replay_routing(twin, [record], SEQUENCES[:1]):
+        megatron_backward(twin.train(), SEQUENCES, [[0]])
+    assert_equal(gradients(model), gradients(twin))
+
+
 # ------------------------------------------------------------------ exact mode
 
 
@@ -230,14 +249,14 @@ def test_five_rounds_of_the_loop_train_as_a_plain_megatron_loop(name):
         with cpu_shim(4), session.training():
             report = session.score_and_backward(sequences, loss_over(sequences), micro_batch_tokens=LIMIT)
             done = session.step(ours.optimizer)
-        assert report.loss == pytest.approx(want, rel=1e-6)
+        assert report.loss == pytest.approx(want, rel=1e-3 if "bf16" in name else 1e-6)
         assert done.update_successful and done.weight_version == session.weight_version == step + 1
-        assert done.grad_norm == pytest.approx(float(norm), rel=1e-5)
+        assert done.grad_norm == pytest.approx(float(norm), rel=1e-3 if "bf16" in name else 1e-5)
         assert not any(grad.any() for grad in gradients(session.model).values())
     with session.generating():
         session.engine.verify_weights()
     got, wanted = (dict(trainer.model.named_parameters()) for trainer in (ours, plain))
-    assert_equal(got, wanted, tolerance=1e-5)
+    assert_equal(got, wanted, tolerance=1e-2 if "bf16" in name else 1e-5)
 
 
 def test_a_step_that_the_optimizer_skips_leaves_the_version():
