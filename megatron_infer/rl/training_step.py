@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, WrongState
-from megatron_infer.models.trainer_state import dropout_of
+from megatron_infer.models.trainer_state import dropout_of, train_mode
 from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
     reduce_gradients,
@@ -318,7 +318,8 @@ class TrainerSide:
         self._check_complete("step()")
         num_ranks = self._rank_group.size
         with self._rank_group.together("the optimizer's step"):
-            reduce_gradients(self._chain, num_ranks=num_ranks)
+            with train_mode(self._chain, dropout=True):  # megatron-core 0.19 updates biases of routers that train
+                reduce_gradients(self._chain, num_ranks=num_ranks)
             is_torch = isinstance(optimizer, torch.optim.Optimizer)
             norm = _norm(optimizer) if is_torch and num_ranks == 1 else None
             result = optimizer.step()

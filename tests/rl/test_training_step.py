@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from session_case import PARAMS, make_session, prompts
 from trainers import MegatronTrainer, TorchTrainer
 from training_case import assert_equal, gradients, loss_over, megatron_backward, sequences_of
 
 from megatron_infer.errors import ConfigError, ModelError, WrongState
+from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.router_replay import replay_routing
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import stock_spec, tiny_gpt, tiny_hybrid
@@ -48,7 +48,14 @@ LIMIT = 28
 @pytest.fixture(autouse=True)
 def _no_record_of_another_models_layers():
     """megatron-core keeps its record of auxiliary losses for one number of layers."""
-    get_moe_layer_wise_logging_tracker().clear()
+    if mcore.version() >= (0, 18):
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        get_moe_metrics_tracker()._metrics.clear()
+    else:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()
 
 
 @pytest.mark.parametrize("name", MODELS)
