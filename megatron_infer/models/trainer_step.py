@@ -61,7 +61,7 @@ def routes_around_padding(config: Any) -> bool:
 def scale_auxiliary_losses(config: Any, num_micro_batches: int, device: torch.device) -> None:
     """Backward passes add the mean of the micro-batches' auxiliary losses, as in megatron-core's schedules.
 
-    The scale is one for the process, and is read in the backward pass.
+    The scale is one for the process, read in the backward pass, and stays (see `auxiliary_scale_kept`).
     """
     if getattr(config, "num_moe_experts", None) is None:
         return
@@ -69,6 +69,18 @@ def scale_auxiliary_losses(config: Any, num_micro_batches: int, device: torch.de
     if config.grad_scale_func is not None:
         scale = config.grad_scale_func(scale)
     mcore.MoEAuxLossAutoScaler.set_loss_scale(scale / num_micro_batches)
+
+
+@contextmanager
+def auxiliary_scale_kept() -> Iterator[None]:
+    """Afterwards backward passes scale auxiliary losses as before."""
+    scaler = mcore.MoEAuxLossAutoScaler
+    found = scaler.main_loss_backward_scale
+    scaler.main_loss_backward_scale = None
+    try:
+        yield
+    finally:
+        scaler.main_loss_backward_scale = found
 
 
 class AuxiliaryLosses:

@@ -27,7 +27,7 @@ from megatron_infer.requests.input_processor import TextCodec
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.session_updates import ColocatedUpdate, SourceUpdate
 from megatron_infer.rl.train_mode import GlobalRngState, OptimizerOffload, TrainModeSwitch, failures_noted_on
-from megatron_infer.rl.training_step import BackwardReport, Loss, StepReport, TrainerSide
+from megatron_infer.rl.training_step import BackwardReport, Loss, ScoreOptions, StepReport, TrainerStep
 from megatron_infer.rl.transition import SessionUpdate, TransitionReport, WeightTransition
 from megatron_infer.rl.update_report import UpdateReport
 
@@ -89,7 +89,7 @@ class RolloutSession:
         finally:
             self._switch.to_training()
         engine = self.engine
-        self._trainer = TrainerSide(self._chain, self._switch, engine)
+        self._trainer = TrainerStep(self._chain, self._switch, engine)
         self._rollout = Rollout(self.engine)
         self._mode = SessionMode.OUTSIDE
         self._report: MemoryReport | None = None
@@ -193,15 +193,9 @@ class RolloutSession:
         would be noise in every importance ratio; True keeps the model's own. Allowed in any block and outside.
         Raises AdoptionError for modules that changed so that the engine cannot run them; hooks and patches run.
         """
-        return self._trainer.score(
-            sequences,
-            temperature=temperature,
-            grad=grad,
-            dropout=dropout,
-            micro_batch_tokens=micro_batch_tokens,
-            start=start,
-            is_generating=self._mode is SessionMode.GENERATING,
-        )
+        how = ScoreOptions(temperature=temperature, micro_batch_tokens=micro_batch_tokens, start=start, dropout=dropout)
+        is_generating = self._mode is SessionMode.GENERATING
+        return self._trainer.score(sequences, how, grad=grad, is_generating=is_generating)
 
     def score_and_backward(
         self,
@@ -225,22 +219,16 @@ class RolloutSession:
         until `zero_grad`.
         """
         self._require_training("score_and_backward()")
-        return self._trainer.score_and_backward(
-            sequences,
-            loss,
-            temperature=temperature,
-            micro_batch_tokens=micro_batch_tokens,
-            start=start,
-            dropout=dropout,
-            auxiliary_losses=auxiliary_losses,
-        )
+        how = ScoreOptions(temperature=temperature, micro_batch_tokens=micro_batch_tokens, start=start, dropout=dropout)
+        return self._trainer.score_and_backward(sequences, loss, how, auxiliary_losses=auxiliary_losses)
 
     def step(self, optimizer: Any, *, version: int | None = None, running: str = "keep") -> StepReport:
         """What follows a backward pass: reduce gradients, optimizer.step(), zero gradients, `update_weights`.
 
         For plain models, torch's DDP, megatron-core's DDP, and torch's or megatron-core's optimizers. The backward pass
-        may be `score_and_backward` or the caller's own. Learning-rate schedulers stay the caller's. version, running:
-        as for `update_weights`. Within training() only.
+        may be `score_and_backward` or the caller's own, unless that has reduced gradients already (a schedule with
+        config.finalize_model_grads_func: call the optimizer and `update_weights` after it). Learning-rate schedulers
+        stay the caller's. version, running: as for `update_weights`. Within training() only.
         """
         self._require_training("step()")
         updated, norm = self._trainer.step(optimizer)

@@ -24,6 +24,7 @@ from megatron_infer.errors import ConfigError, WrongState
 from megatron_infer.models.trainer_state import dropout_of, train_mode
 from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
+    auxiliary_scale_kept,
     reduce_gradients,
     reduces_while_backward,
     run_1f1b,
@@ -42,11 +43,21 @@ Loss = Callable[[list[Tensor], list[int]], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOptions:
+    """How sequences are scored; see `RolloutSession.score`."""
+
+    temperature: float
+    micro_batch_tokens: int
+    start: int | Sequence[int]
+    dropout: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardReport:
     """What `score_and_backward` has computed; the gradients are in the model."""
 
     loss: float
-    """Sum of what `loss` returned, without auxiliary losses."""
+    """Sum of what `loss` returned on this data-parallel rank, without auxiliary losses."""
     scores: list[Tensor]
     """fp32 [len - start] for each sequence, without gradients."""
     auxiliary_losses: dict[str, Tensor]
@@ -59,13 +70,13 @@ class StepReport:
     """What `step` has done."""
 
     grad_norm: float | None
-    """Before clipping; None if the optimizer computes none, or a torch optimizer has a part of the parameters only."""
+    """Before clipping; None where megatron-core's optimizer computes none, or another one has a part of the model."""
     update_successful: bool
     """False: the optimizer left the weights as they were (an overflow of fp16), and their version with them."""
     weight_version: int
 
 
-class TrainerSide:
+class TrainerStep:
     """Runs the model of a session as its trainer does. Every rank of the model makes the same calls."""
 
     def __init__(self, chain: Sequence[Any], switch: TrainModeSwitch, engine: DynamicInferenceEngine) -> None:
@@ -85,16 +96,14 @@ class TrainerSide:
     def score(
         self,
         sequences: Sequence[Sequence[int]],
+        options: ScoreOptions,
         *,
-        temperature: float,
         grad: bool,
-        dropout: bool,
-        micro_batch_tokens: int,
-        start: int | Sequence[int],
         is_generating: bool,
     ) -> list[Tensor]:
         """See `RolloutSession.score`. is_generating: the model is not in the trainer's state when backward runs."""
-        given, starts = self._arguments("score()", sequences, start, temperature, micro_batch_tokens, grad, dropout)
+        given, starts = self._arguments("score()", sequences, options, grad)
+        dropout = options.dropout
         if not grad and dropout:
             raise ConfigError("dropout=True without grad=True; scores without gradients are those of the eval mode")
         if grad:
@@ -103,29 +112,24 @@ class TrainerSide:
         forward = self._chain[0] if grad else self._chain[-1]
         how = self._switch.scoring_with_gradients(dropout=dropout) if grad else self._switch.scoring()
         with self._checked_modules(), how:
-            batches = list(self._scorer.micro_batches(given, starts, micro_batch_tokens))
+            batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
             if grad:
                 scale_auxiliary_losses(self._chain[-1].config, max(len(batches), 1), self._device)
             starts_new_weights(self._chain[-1])
-            return self._scorer.score(forward, batches, temperature=temperature)
+            return self._scorer.score(forward, batches, temperature=options.temperature)
 
     def _arguments(
-        self,
-        call: str,
-        sequences: Sequence[Sequence[int]],
-        start: int | Sequence[int],
-        temperature: float,
-        micro_batch_tokens: int,
-        *others: bool,
+        self, call: str, sequences: Sequence[Sequence[int]], options: ScoreOptions, *others: bool
     ) -> tuple[list[list[int]], list[int]]:
         """Sequences and starts, which are valid and equal on all ranks."""
         given_ids = [list(sequence) for sequence in sequences]
+        start, limit = options.start, options.micro_batch_tokens
         starts = [start] * len(given_ids) if isinstance(start, int) else list(start)
         if self._rank_group.size > 1:
-            given = json.dumps([given_ids, temperature, starts, micro_batch_tokens, others])
+            given = json.dumps([given_ids, starts, options.temperature, limit, options.dropout, others])
             digest = hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
             self._rank_group.lockstep.meet(call, arguments=digest)
-        self._scorer.check(given_ids, temperature, micro_batch_tokens, starts)
+        self._scorer.check(given_ids, options.temperature, limit, starts)
         return given_ids, starts
 
     def _check_late_backward(self, *, dropout: bool, is_generating: bool) -> None:
@@ -177,25 +181,22 @@ class TrainerSide:
         self,
         sequences: Sequence[Sequence[int]],
         loss: Loss,
+        options: ScoreOptions,
         *,
-        temperature: float,
-        micro_batch_tokens: int,
-        start: int | Sequence[int],
-        dropout: bool,
         auxiliary_losses: bool,
     ) -> BackwardReport:
         """See `RolloutSession.score_and_backward`."""
         call = "score_and_backward()"
-        given, starts = self._arguments(
-            call, sequences, start, temperature, micro_batch_tokens, dropout, auxiliary_losses
-        )
+        given, starts = self._arguments(call, sequences, options, auxiliary_losses)
+        dropout = options.dropout
         self._check_backward(given, dropout=dropout)
         with (
             self._checked_modules(),
             self._switch.scoring_with_gradients(dropout=dropout, auxiliary_losses=auxiliary_losses),
-            self._scorer.forward(self._chain[0], temperature=temperature, single_backward=True) as run,
+            self._scorer.forward(self._chain[0], temperature=options.temperature, single_backward=True) as run,
+            auxiliary_scale_kept(),
         ):
-            batches = list(self._scorer.micro_batches(given, starts, micro_batch_tokens))
+            batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
             starts_new_weights(self._chain[-1])
             recorded = AuxiliaryLosses()
             losses = LossCalls(loss, run, batches)
@@ -320,11 +321,10 @@ class TrainerSide:
         with self._rank_group.together("the optimizer's step"):
             with train_mode(self._chain, dropout=True):  # megatron-core 0.19 updates biases of routers that train
                 reduce_gradients(self._chain, num_ranks=num_ranks)
-            is_torch = isinstance(optimizer, torch.optim.Optimizer)
-            norm = _norm(optimizer) if is_torch and num_ranks == 1 else None
+            norm = _norm(self._chain[-1]) if num_ranks == 1 else None
             result = optimizer.step()
         updated = True
-        if not is_torch:  # megatron-core's
+        if isinstance(result, tuple):  # megatron-core's optimizers
             updated, norm, _ = result
         self.zero_grad(optimizer)
         return bool(updated), None if norm is None else float(norm)
@@ -362,6 +362,6 @@ class LossCalls:
         return value
 
 
-def _norm(optimizer: Any) -> float:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+def _norm(model: torch.nn.Module) -> float | None:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else None

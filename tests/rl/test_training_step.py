@@ -111,6 +111,20 @@ def test_auxiliary_losses_are_those_that_megatron_logs():
     assert without.auxiliary_losses == {} and model.config.moe_aux_loss_coeff == 0.3
 
 
+def test_a_forward_of_the_callers_own_has_the_scale_of_auxiliary_losses_that_it_had():
+    model, twin = (tiny_gpt(**EXPERTS).train() for _ in range(2))
+    mcore.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    ids = torch.tensor(SEQUENCES[:2])
+    session = make_session(model)
+    with session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
+        session.zero_grad(torch.optim.SGD(model.parameters(), lr=0.1))
+        for one in (model, twin):
+            one(ids, torch.arange(14)[None].expand(2, -1), None, labels=ids).mean().backward()
+    assert_equal(gradients(model), gradients(twin))
+    mcore.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
 def test_without_auxiliary_losses_gradients_are_those_of_the_loss_alone():
     model, twin = tiny_gpt(**EXPERTS), tiny_gpt(**EXPERTS | {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})
     session = make_session(model)
@@ -264,6 +278,25 @@ def test_five_rounds_of_the_loop_train_as_a_plain_megatron_loop(name):
         session.engine.verify_weights()
     got, wanted = (dict(trainer.model.named_parameters()) for trainer in (ours, plain))
     assert_equal(got, wanted, tolerance=1e-2 if "bf16" in name else 1e-5)
+
+
+def test_data_parallel_ranks_reduce_once_however_many_micro_batches():
+    ddp = torch.nn.parallel.DistributedDataParallel(tiny_gpt())
+    reduced: list[int] = []
+
+    def count(_, bucket):  # torch reads annotations, and takes none that are text
+        reduced.append(bucket.index())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp.register_comm_hook(None, count)
+    session = make_session(ddp)
+    with session.training():
+        for limit in (LIMIT, LIMIT, 8192):  # torch's DDP settles its buckets in the first
+            reduced.clear()
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=limit)
+            assert sorted(reduced) == list(range(len(reduced))) and reduced
 
 
 def test_a_step_that_the_optimizer_skips_leaves_the_version():
