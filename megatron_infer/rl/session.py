@@ -19,11 +19,11 @@ from torch import Tensor
 
 from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
 from megatron_infer.models.trainer_state import wrapper_chain
 from megatron_infer.requests.input_processor import TextCodec
+from megatron_infer.rl.mode_changes import ModeChanges
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.session_updates import ColocatedUpdate, SourceUpdate
 from megatron_infer.rl.train_mode import GlobalRngState, OptimizerOffload, TrainModeSwitch, failures_noted_on
@@ -89,6 +89,9 @@ class RolloutSession:
         finally:
             self._switch.to_training()
         engine = self.engine
+        self._changes = ModeChanges(
+            engine, self._switch, suspend_mode=self._suspend_mode, offloads=self._optimizer is not None
+        )
         self._trainer = TrainerStep(self._chain, self._switch, engine)
         self._rollout = Rollout(self.engine)
         self._mode = SessionMode.OUTSIDE
@@ -284,52 +287,12 @@ class RolloutSession:
         if mode is self._mode:
             return
         if mode is SessionMode.GENERATING:
-            self._start_generating()
+            self._changes.start_generating(from_training=self._mode is SessionMode.TRAINING)
         elif mode is SessionMode.TRAINING:
-            self._start_training()
+            self._report = self._changes.start_training(from_generating=self._mode is SessionMode.GENERATING)
         elif self._mode is SessionMode.GENERATING:
-            self._stop_generating()
+            self._changes.stop_generating()
         self._mode = mode
-
-    def _start_generating(self) -> None:
-        rank_group, engine = self.engine.rank_group, self.engine
-        try:
-            with rank_group.together("switching the model to generation"):
-                self._switch.to_inference()
-                engine.weights.check_modules()
-            if engine.state is EngineState.SUSPENDED:
-                engine.resume()
-            if engine.state is EngineState.PAUSED:
-                engine.unpause()
-        except BaseException as error:
-            with failures_noted_on(error, "putting the model back as the trainer left it"):
-                self._switch.to_training()
-            if self._mode is SessionMode.TRAINING and engine.state is not EngineState.SUSPENDED:
-                with failures_noted_on(error, "suspending the engine again"):
-                    engine.suspend(self._suspend_mode)
-            raise
-
-    def _start_training(self) -> None:
-        self._report = self.engine.suspend(self._suspend_mode)
-        try:
-            with self.engine.rank_group.together("switching the model to training"):
-                self._switch.to_training()
-                self._switch.reload_optimizer()
-        except BaseException as error:
-            if self._mode is SessionMode.GENERATING:
-                with failures_noted_on(error, "continuing generating()"):
-                    self._start_generating()
-            raise
-
-    def _stop_generating(self) -> None:
-        """Pause unfinished requests; no step is in flight afterwards."""
-        try:
-            if self._optimizer is not None:
-                self.engine.suspend(self._suspend_mode)
-            elif self.engine.has_unfinished() and self.engine.state is EngineState.RUNNING:
-                self.engine.pause()
-        finally:
-            self._switch.to_training()
 
 
 def _suspend_mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode | None:
