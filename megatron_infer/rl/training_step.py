@@ -189,7 +189,7 @@ class TrainerStep:
         call = "score_and_backward()"
         given, starts = self._arguments(call, sequences, options, auxiliary_losses)
         dropout = options.dropout
-        self._check_backward(given, dropout=dropout)
+        self._check_backward(given, loss, dropout=dropout)
         with (
             self._checked_modules(),
             self._switch.scoring_with_gradients(dropout=dropout, auxiliary_losses=auxiliary_losses),
@@ -199,14 +199,15 @@ class TrainerStep:
             batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
             starts_new_weights(self._chain[-1])
             recorded = AuxiliaryLosses()
-            losses = LossCalls(loss, run, batches)
+            losses = LossCalls(loss, run, batches, is_last_stage=self._groups.is_last_stage)
             try:
                 if self._groups.pp is None:
                     self._backward_by_turns(run, losses)
                 else:
                     self._backward_in_stages(run, losses)
             except BaseException as error:
-                self._incomplete = f"{call} failed in micro-batch {losses.num_done + 1} of {len(batches)}"
+                where = f" in micro-batch {losses.num_done + 1} of {len(batches)}" if losses.is_counted else ""
+                self._incomplete = f"{call} failed{where}"
                 error.add_note(
                     f"{self._incomplete}: the gradients may hold a part; session.zero_grad(optimizer) drops them"
                 )
@@ -219,7 +220,12 @@ class TrainerStep:
                 num_micro_batches=len(batches),
             )
 
-    def _check_backward(self, sequences: Sequence[Sequence[int]], *, dropout: bool) -> None:
+    def _check_backward(self, sequences: Sequence[Sequence[int]], loss: Any, *, dropout: bool) -> None:
+        if not callable(loss):
+            raise ConfigError(
+                f"score_and_backward(sequences, loss): loss is a {type(loss).__name__}; it has to be a function of "
+                "(scores, indices), called once for each micro-batch"
+            )
         if not sequences:
             raise ConfigError(
                 "score_and_backward() without sequences; every data-parallel rank needs one, and one whose loss is "
@@ -337,12 +343,17 @@ class TrainerStep:
 class LossCalls:
     """The micro-batches of one `score_and_backward`, the caller's loss, and what came of them."""
 
-    def __init__(self, loss: Loss, run: ScoringForward, batches: list[MicroBatch]) -> None:
-        self._loss, self._run, self.batches = loss, run, batches
+    def __init__(self, loss: Loss, run: ScoringForward, batches: list[MicroBatch], *, is_last_stage: bool) -> None:
+        self._loss, self._run, self.batches, self._is_last_stage = loss, run, batches, is_last_stage
         self.num_done = 0
-        """Micro-batches that are behind us."""
+        """Micro-batches that this rank is done with."""
         self.scores: dict[int, Tensor] = {}
         self.total = torch.zeros(())
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank knows how far the call came: only the last pipeline stage computes losses."""
+        return self._is_last_stage and self.num_done < len(self.batches)
 
     def of(self, batch: MicroBatch, logits_1PV: Tensor) -> Tensor:
         """The micro-batch's loss, with gradients. Raises what the caller's function raises, and ConfigError."""

@@ -61,6 +61,7 @@ def is_split(settings: dict[str, Any]) -> bool:
 def on_ranks(rank: int, size: int, folder: Path) -> None:
     from megatron.core.distributed import finalize_model_grads
 
+    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
     for name, (settings, make) in CASES.items():
         new_groups(**{key: value for key, value in settings.items() if key.endswith("parallel_size")})
         with cpu_shim(1):
@@ -138,7 +139,8 @@ def on_faults(rank: int, size: int, folder: Path) -> None:
             with pytest.raises(KeyError if rank == 1 else OtherRankFailed, match="reward"):
                 session.score_and_backward(sequences, breaks, micro_batch_tokens=10)
             with pytest.raises(
-                WrongState, match=r"incomplete gradients.*micro-batch 2 of 3" if rank or not in_stages else "incomplete"
+                WrongState,
+                match="in micro-batch 2 of 3" if rank or not in_stages else r"score_and_backward\(\) failed;",
             ):
                 session.step(optimizer)
             session.zero_grad(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,6 +44,13 @@ MODELS: dict[str, Any] = {
 SEQUENCES = sequences_of([14, 14, 9, 9, 9, 5])
 GROUPS = [[0, 1], [2, 3, 4], [5]]
 LIMIT = 28
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """megatron-core compiles a function of its routers."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +180,7 @@ def test_dropout_is_the_models_own_on_request():
 
 def test_routers_count_tokens_for_their_bias_and_step_updates_it():
     how = EXPERTS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    with cpu_shim(4), torch.compiler.set_stance("force_eager"):
+    with cpu_shim(4):
         model, twin = (tiny_gpt(**how) for _ in range(2))
         session, router = make_session(model), model.decoder.layers[0].mlp.router
         from megatron.core.distributed import finalize_model_grads
@@ -380,6 +388,8 @@ def test_what_is_no_loss_is_refused(loss, message):
 def test_calls_that_cannot_give_the_trainers_gradients_are_refused():
     session = make_session(tiny_gpt())
     with session.training():
+        with pytest.raises(ConfigError, match=r"loss is a Tensor; .* function of \(scores, indices\)"):
+            session.score_and_backward(SEQUENCES, torch.zeros(()))
         with pytest.raises(ConfigError, match="without sequences"):
             session.score_and_backward([], loss_over([]))
         session.model.config.calculate_per_token_loss = True
