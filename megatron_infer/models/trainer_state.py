@@ -97,6 +97,14 @@ def dropout_of(model: torch.nn.Module) -> float:
     return max((getattr(holder, name) for holder in _holders(model) for name in _no_dropout(holder)), default=0.0)
 
 
+def auxiliary_losses_of(config: Any) -> list[str]:
+    """The coefficients of a TransformerConfig with which routers add auxiliary losses."""
+    if getattr(config, "num_moe_experts", None) is None:
+        return []
+    unused = ["moe_aux_loss_coeff"] if config.moe_router_load_balancing_type == "none" else []
+    return [name for name in _no_auxiliary_losses(config) if name not in unused and getattr(config, name) != [0.0]]
+
+
 def _no_dropout(holder: Any) -> dict[str, float]:
     """Probabilities that a torch dropout module, a layer, an attention or a config holds."""
     is_dropout = isinstance(holder, torch.nn.modules.dropout._DropoutNd)

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, WrongState
-from megatron_infer.models.trainer_state import dropout_of, train_mode
+from megatron_infer.models.trainer_state import auxiliary_losses_of, dropout_of, train_mode
 from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
     auxiliary_scale_kept,
@@ -156,11 +156,19 @@ class TrainerStep:
                 f"runs a second forward, and {reason}; take score_and_backward(sequences, loss) in training()"
             )
 
-    def _check_exact(self, *, dropout: bool) -> None:
-        if self._exact and dropout and dropout_of(self._chain[0]):
+    def _check_exact(self, *, dropout: bool, auxiliary_losses: bool = True) -> None:
+        if not self._exact:
+            return
+        if dropout and (probability := dropout_of(self._chain[0])):
             raise ConfigError(
-                f"dropout=True with batch_invariant=True: the model drops with probability "
-                f"{dropout_of(self._chain[0]):g}, and no log probability of the engine does; take dropout=False"
+                f"dropout=True with batch_invariant=True: the model drops with probability {probability:g}, and no log "
+                "probability of the engine does; take dropout=False"
+            )
+        if auxiliary_losses and (names := auxiliary_losses_of(self._chain[-1].config)):
+            raise ConfigError(
+                f"gradients with batch_invariant=True and config.{names[0]}="
+                f"{getattr(self._chain[-1].config, names[0])}: the exact forward has no auxiliary losses of routers; "
+                "take score_and_backward(auxiliary_losses=False)"
             )
 
     @contextmanager
@@ -189,7 +197,8 @@ class TrainerStep:
         call = "score_and_backward()"
         given, starts = self._arguments(call, sequences, options, auxiliary_losses)
         dropout = options.dropout
-        self._check_backward(given, loss, dropout=dropout)
+        self._check_backward(given, loss)
+        self._check_exact(dropout=dropout, auxiliary_losses=auxiliary_losses)
         with (
             self._checked_modules(),
             self._switch.scoring_with_gradients(dropout=dropout, auxiliary_losses=auxiliary_losses),
@@ -220,7 +229,7 @@ class TrainerStep:
                 num_micro_batches=len(batches),
             )
 
-    def _check_backward(self, sequences: Sequence[Sequence[int]], loss: Any, *, dropout: bool) -> None:
+    def _check_backward(self, sequences: Sequence[Sequence[int]], loss: Any) -> None:
         if not callable(loss):
             raise ConfigError(
                 f"score_and_backward(sequences, loss): loss is a {type(loss).__name__}; it has to be a function of "
@@ -240,7 +249,6 @@ class TrainerStep:
                 state="gradients reduced",
             )
         self._check_complete("score_and_backward()")
-        self._check_exact(dropout=dropout)
 
     def _check_complete(self, call: str) -> None:
         if self._incomplete:

@@ -236,10 +236,15 @@ def test_exact_scores_with_gradients_are_the_engines_log_probabilities():
 def test_exact_gradients_refuse_what_is_not_exact_by_name():
     session = make_session(tiny_gpt(**EXPERTS), settings={"batch_invariant": True})
     with session.training():
-        with pytest.raises(ModelError, match=r"moe_z_loss_coeff=0\.1"):
+        with pytest.raises(ConfigError, match=r"moe_aux_loss_coeff=0\.3.*auxiliary_losses=False"):
             session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
-        optimizer = torch.optim.SGD(session.model.parameters(), lr=0.1)
-        session.zero_grad(optimizer)
+        with pytest.raises(ConfigError, match=r"moe_aux_loss_coeff=0\.3"):
+            session.score(SEQUENCES, grad=True)
+        session.model.config.moe_router_enable_expert_bias = True
+        with pytest.raises(ModelError, match="tokens are not counted for the bias"):
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), auxiliary_losses=False)
+        session.model.config.moe_router_enable_expert_bias = False
+        session.zero_grad(torch.optim.SGD(session.model.parameters(), lr=0.1))
         session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), auxiliary_losses=False)
 
 
