@@ -51,6 +51,7 @@ with warnings.catch_warnings(), no_collection():
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -153,6 +154,18 @@ def topk_routing() -> Callable[..., Any]:
     return topk_routing_with_score_function
 
 
+def auxiliary_losses() -> dict[str, tuple[torch.Tensor, Any]]:
+    """megatron-core's record of auxiliary losses, by name: (live sums by layer, group to add them up over or None)."""
+    if version() >= (0, 18):
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        return {name: (entry.values, entry.reduce_group) for name, entry in get_moe_metrics_tracker().metrics.items()}
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    found = get_moe_layer_wise_logging_tracker()
+    return {name: (entry["values"], entry.get("reduce_group")) for name, entry in found.items()}
+
+
 def conv_parameters(mixer: Any) -> tuple[dict[str, Any], str, str]:
     """(live mapping, name of the weight, name of the bias) of a Mamba mixer's convolution.
 
@@ -221,6 +234,7 @@ __all__ = [
     "MambaLayerSubmodules",
     "MambaModel",
     "MegatronModule",
+    "MoEAuxLossAutoScaler",
     "MoELayer",
     "ModuleSpec",
     "RotaryEmbedding",

@@ -64,6 +64,69 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def train_mode(chain: Sequence[Any], *, dropout: bool, auxiliary_losses: bool = True) -> Iterator[None]:
+    """Train mode, and afterwards every module's own; a model that is in train mode keeps modules that are not.
+
+    chain: see `wrapper_chain`; a wrapper's own mode says nothing, a new one is in train mode. dropout False: every
+    dropout of modules and configs is 0. auxiliary_losses False: routers compute none.
+    """
+    root = chain[0]
+    found = [(module, module.training) for module in root.modules()]
+    changes: list[tuple[Any, str, Any]] = []
+    try:
+        if not chain[-1].training:
+            root.train()
+        for holder in _holders(root):
+            wanted: dict[str, Any] = {} if dropout else _no_dropout(holder)
+            if not auxiliary_losses:
+                wanted |= _no_auxiliary_losses(holder)
+            for name, value in wanted.items():
+                changes.append((holder, name, getattr(holder, name)))
+                setattr(holder, name, value)
+        yield
+    finally:
+        for holder, name, value in changes:
+            setattr(holder, name, value)
+        for module, training in found:
+            if module.training is not training:
+                module.training = training
+
+
+def dropout_of(model: torch.nn.Module) -> float:
+    """The largest probability with which any module of the model drops."""
+    return max((getattr(holder, name) for holder in _holders(model) for name in _no_dropout(holder)), default=0.0)
+
+
+def auxiliary_losses_of(config: Any) -> list[str]:
+    """The coefficients of a TransformerConfig with which routers add auxiliary losses."""
+    if getattr(config, "num_moe_experts", None) is None:
+        return []
+    unused = ["moe_aux_loss_coeff"] if config.moe_router_load_balancing_type == "none" else []
+    return [name for name in _no_auxiliary_losses(config) if name not in unused and getattr(config, name) != [0.0]]
+
+
+def _no_dropout(holder: Any) -> dict[str, float]:
+    """Probabilities that a torch dropout module, a layer, an attention or a config holds."""
+    is_dropout = isinstance(holder, torch.nn.modules.dropout._DropoutNd)
+    return {
+        name: 0.0
+        for name, value in vars(holder).items()
+        if ("dropout" in name or (is_dropout and name == "p")) and type(value) in (int, float) and value > 0
+    }
+
+
+def _no_auxiliary_losses(holder: Any) -> dict[str, Any]:
+    own = vars(holder)
+    found: dict[str, Any] = {}
+    if own.get("moe_aux_loss_coeff"):
+        several = isinstance(own["moe_aux_loss_coeff"], list)
+        found["moe_aux_loss_coeff"] = [0.0] * len(own["moe_aux_loss_coeff"]) if several else 0.0
+    if own.get("moe_z_loss_coeff"):
+        found["moe_z_loss_coeff"] = None
+    return found
+
+
+@contextmanager
 def inference_flag(active: bool) -> Iterator[None]:
     """Set megatron-core's process-wide flag that an engine uses the model; a no-op before 0.19."""
     flag = mcore.inference_mode()

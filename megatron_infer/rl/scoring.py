@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,52 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError, InvalidPrompt
 from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.models.selected_logits import logits_at
+from megatron_infer.models.trainer_step import cuda_error_explained, routes_around_padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Sequences that one forward runs together."""
+
+    indices: list[int]
+    """Which sequences, one for each row."""
+    ids_BS: Tensor
+    padding_BS: Tensor | None
+    """True where a row is padding; None: nowhere."""
+    rows_P: Tensor
+    targets_P: Tensor
+    """Row and place of each token that is scored, row by row."""
+    lengths: list[int]
+    """Scored tokens of each row."""
+
+
+class ScoringForward:
+    """A model's forward in two parts, between which a pipeline stage may hand on: output, then scores."""
+
+    def __init__(
+        self,
+        model: Any,
+        forward: Callable[..., Tensor],
+        logprobs_of: Callable[[Tensor, Tensor], Tensor],
+        logits_at: Callable[[Tensor, Tensor], AbstractContextManager[None]],
+    ) -> None:
+        """logprobs_of(logits, targets) -> the targets' log probabilities. logits_at: as `models.selected_logits`."""
+        self._model, self._forward, self._logprobs_of, self._logits_at = model, forward, logprobs_of, logits_at
+
+    def __call__(self, batch: MicroBatch) -> Tensor:
+        """Logits [1, P, V] of the positions before the targets; hidden states of a stage that is not the last."""
+        ids_BS = batch.ids_BS
+        positions_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device).expand(len(ids_BS), -1)
+        padding: dict[str, Tensor] = {}
+        if self._model.training and batch.padding_BS is not None and routes_around_padding(self._model.config):
+            padding = {"padding_mask": batch.padding_BS}
+        with self._logits_at(batch.rows_P, batch.targets_P - 1), cuda_error_explained(ids_BS.device):
+            return self._forward(ids_BS, positions_BS, None, **padding)
+
+    def scores(self, batch: MicroBatch, logits_1PV: Tensor) -> Tensor:
+        """Log probabilities of the targets, fp32 [P]."""
+        targets_P = batch.ids_BS[batch.rows_P, batch.targets_P]
+        return self._logprobs_of(logits_1PV, targets_P.unsqueeze(0)).squeeze(0)
 
 
 class Scorer:
@@ -58,96 +105,107 @@ class Scorer:
                     f"{len(sequence) - 1}: it is the first token scored, and a sequence's first token has no score"
                 )
 
-    def score(
-        self,
-        forward: Callable[..., Tensor],
-        sequences: Sequence[Sequence[int]],
-        *,
-        temperature: float,
-        micro_batch_tokens: int,
-        starts: Sequence[int],
-    ) -> list[Tensor]:
-        """forward(ids_BS, positions_BS, None): the model's or a wrapper's -> fp32 [len - start] for each sequence."""
-        if self._exact:
-            with exact_math(self._model) as math:
-                logprobs_of = functools.partial(math.token_logprobs, temperature=temperature)
-                return self._score(forward, sequences, starts, logprobs_of, math.logits_at, micro_batch_tokens)
-        logprobs_of = functools.partial(self._token_logprobs, temperature=temperature)
-        positions_only = functools.partial(logits_at, self._model)
-        return self._score(forward, sequences, starts, logprobs_of, positions_only, micro_batch_tokens)
+    def micro_batches(
+        self, sequences: Sequence[Sequence[int]], starts: Sequence[int], limit: int
+    ) -> Iterator[MicroBatch]:
+        """The sequences in padded batches of at most `limit` tokens, or of one sequence; longest first.
 
-    def _score(
-        self,
-        forward: Callable[..., Tensor],
-        sequences: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        logprobs_of: Callable[[Tensor, Tensor], Tensor],
-        positions_only: Callable[[Tensor, Tensor], AbstractContextManager[None]],
-        micro_batch_tokens: int,
-    ) -> list[Tensor]:
-        """logprobs_of(logits, targets) -> the targets' log probabilities. positions_only: as `logits_at`."""
+        With the model set up for the forward: sequence parallelism pads.
+        """
         device = next(self._model.parameters()).device
-        scores: dict[int, Tensor] = {}
-        for indices in micro_batches([len(sequence) for sequence in sequences], micro_batch_tokens):
-            ids_BS = self._padded([sequences[index] for index in indices], device)
+        for indices in micro_batches([len(sequence) for sequence in sequences], limit):
+            ids_BS, padding_BS = self._padded([sequences[index] for index in indices], device)
             spans = [(starts[index], len(sequences[index])) for index in indices]
-            rows_P = torch.tensor([row for row, span in enumerate(spans) for _ in range(*span)], device=device)
-            targets_P = torch.tensor([at for span in spans for at in range(*span)], device=device)
-            with positions_only(rows_P, targets_P - 1):
-                scores_P = self._micro_batch(forward, ids_BS, ids_BS[rows_P, targets_P], logprobs_of)
-            scores |= zip(indices, scores_P.split([end - start for start, end in spans]), strict=True)
-        return [scores[index] for index in range(len(sequences))]
+            yield MicroBatch(
+                indices=indices,
+                ids_BS=ids_BS,
+                padding_BS=padding_BS,
+                rows_P=torch.tensor([row for row, span in enumerate(spans) for _ in range(*span)], device=device),
+                targets_P=torch.tensor([at for span in spans for at in range(*span)], device=device),
+                lengths=[end - start for start, end in spans],
+            )
 
-    def _padded(self, sequences: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-        """Padded with zeros at the end, which no position before it attends to."""
+    @contextmanager
+    def forward(
+        self, forward: Callable[..., Tensor], *, temperature: float, single_backward: bool = False
+    ) -> Iterator[ScoringForward]:
+        """forward(ids_BS, positions_BS, None): the model's or a wrapper's, which scores within the block.
+
+        single_backward: gradients are taken once at most, so that logits are overwritten by their gradient.
+        """
+        with ExitStack() as stack:
+            if self._exact:
+                math = stack.enter_context(exact_math(self._model))
+                logprobs_of = functools.partial(math.token_logprobs, temperature=temperature)
+                yield ScoringForward(self._model, forward, logprobs_of, math.logits_at)
+                return
+            logprobs_of = functools.partial(
+                self._token_logprobs, temperature=temperature, single_backward=single_backward
+            )
+            yield ScoringForward(self._model, forward, logprobs_of, functools.partial(logits_at, self._model))
+
+    def score(
+        self, forward: Callable[..., Tensor], batches: Sequence[MicroBatch], *, temperature: float
+    ) -> list[Tensor]:
+        """forward: see `forward` -> fp32 [len - start] for each sequence of all batches, in order."""
+        scores: dict[int, Tensor] = {}
+        with self.forward(forward, temperature=temperature) as run:
+            for batch in batches:
+                scores |= zip(batch.indices, self._through_stages(run, batch).split(batch.lengths), strict=True)
+        return [scores[index] for index in range(len(scores))]
+
+    def _padded(self, sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Padded with zeros at the end, which no position before it attends to; and where, None: nowhere."""
         length = max(map(len, sequences))
         if self._model.config.sequence_parallel:  # positions are split over the ranks in equal parts
             length += -length % self._groups.tp_size
         ids_BS = torch.zeros(len(sequences), length, dtype=torch.int64)
+        padding_BS = torch.zeros(len(sequences), length, dtype=torch.bool)
         for row, sequence in enumerate(sequences):
             ids_BS[row, : len(sequence)] = torch.tensor(sequence)
-        return ids_BS.to(device)
+            padding_BS[row, len(sequence) :] = True
+        return ids_BS.to(device), padding_BS.to(device) if bool(padding_BS.any()) else None
 
-    def _micro_batch(
-        self,
-        forward: Callable[..., Tensor],
-        ids_BS: Tensor,
-        targets_P: Tensor,
-        logprobs_of: Callable[[Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """One forward, which gives logits [1, P, V] -> the targets' log probabilities, fp32 [P]."""
+    def _through_stages(self, run: ScoringForward, batch: MicroBatch) -> Tensor:
+        """One forward without a backward -> the targets' log probabilities, fp32 [P], on every pipeline stage."""
         groups, model = self._groups, self._model
-        batch, length = ids_BS.shape
-        positions_BS = torch.arange(length, device=ids_BS.device).expand(batch, -1)
+        size, length = batch.ids_BS.shape
+        device = batch.ids_BS.device
         stages = [] if groups.pp is None else dist.get_process_group_ranks(groups.pp)
         if not groups.is_first_stage:
             split = groups.tp_size if model.config.sequence_parallel else 1
             dtype = model.config.pipeline_dtype or model.config.params_dtype
-            received = torch.empty(length // split, batch, model.config.hidden_size, dtype=dtype, device=ids_BS.device)
+            received = torch.empty(length // split, size, model.config.hidden_size, dtype=dtype, device=device)
             dist.recv(received, src=stages[groups.pp_rank - 1], group=groups.pp)
             model.set_input_tensor(received)
-        out = forward(ids_BS, positions_BS, None)
+        out = run(batch)
         if groups.is_last_stage:
-            scores_P = logprobs_of(out, targets_P.unsqueeze(0)).squeeze(0)
+            scores_P = run.scores(batch, out)
         else:
             dtype = model.config.pipeline_dtype or model.config.params_dtype
             dist.send(out.to(dtype).contiguous(), dst=stages[groups.pp_rank + 1], group=groups.pp)
-            scores_P = torch.empty(len(targets_P), dtype=torch.float32, device=ids_BS.device)
+            scores_P = torch.empty(len(batch.targets_P), dtype=torch.float32, device=device)
         if groups.pp is not None:
             dist.broadcast(scores_P, src=stages[-1], group=groups.pp)
         return scores_P
 
-    def _token_logprobs(self, logits_BSV: Tensor, targets_BS: Tensor, temperature: float) -> Tensor:
-        logits_BSV = logits_BSV.float()
-        if temperature != 1.0:
-            logits_BSV = logits_BSV / temperature
+    def _token_logprobs(
+        self, logits_BSV: Tensor, targets_BS: Tensor, temperature: float, single_backward: bool
+    ) -> Tensor:
         size = self._shape.vocab_size
-        if logits_BSV.shape[-1] == self._shape.padded_vocab_size:
+        whole = logits_BSV.shape[-1] == self._shape.padded_vocab_size
+        if whole and not single_backward:
+            logits_BSV = logits_BSV.float()
+            if temperature != 1.0:
+                logits_BSV = logits_BSV / temperature
             logprobs_BSV = torch.log_softmax(logits_BSV[..., :size], -1)
             return logprobs_BSV.gather(-1, targets_BS.unsqueeze(-1)).squeeze(-1)
-        first = self._groups.tp_rank * logits_BSV.shape[-1]
+        first = 0 if whole else self._groups.tp_rank * logits_BSV.shape[-1]
         num_columns = min(max(size - first, 0), logits_BSV.shape[-1])
-        out: Tensor = VocabParallelLogprob.apply(logits_BSV, targets_BS - first, num_columns, self._groups.tp)
+        group = None if whole else self._groups.tp
+        out: Tensor = VocabParallelLogprob.apply(
+            logits_BSV, targets_BS - first, num_columns, group, temperature, single_backward
+        )
         return out
 
 
@@ -164,35 +222,55 @@ def micro_batches(lengths: Sequence[int], limit: int) -> Iterator[list[int]]:
 
 
 class VocabParallelLogprob(torch.autograd.Function):
-    """log softmax at one token, of logits whose columns are split over ranks and never gathered.
+    """log softmax(logits / temperature) at one token, of logits whose columns may be split over ranks: never gathered.
 
     Three numbers per position are reduced: the largest logit, the sum of exponentials, the token's own logit.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_BSV: Tensor, local_BS: Tensor, num_columns: int, group: Any) -> Tensor:
-        """local_BS: tokens counted from this rank's first column. num_columns: columns that are not padding."""
-        padded = logits_BSV.shape[-1] - num_columns
-        x_BSV = logits_BSV if not padded else logits_BSV.clone()
-        if padded:
-            x_BSV[..., num_columns:] = -torch.inf
+    def forward(
+        ctx: Any,
+        logits_BSV: Tensor,
+        local_BS: Tensor,
+        num_columns: int,
+        group: Any,
+        temperature: float = 1.0,
+        single_backward: bool = False,
+    ) -> Tensor:
+        """local_BS: tokens counted from this rank's first column. num_columns: columns that are not padding.
+
+        group: None: all columns are here. single_backward: the logits are overwritten (as megatron-core's cross entropy
+        does), and backward runs once.
+        """
+        x_BSV = logits_BSV.float()
+        if x_BSV is logits_BSV and not single_backward:
+            x_BSV = x_BSV.clone()
+        if temperature != 1.0:
+            x_BSV.div_(temperature)
+        x_BSV[..., num_columns:] = -torch.inf
         max_BS = x_BSV.amax(-1)
-        dist.all_reduce(max_BS, dist.ReduceOp.MAX, group=group)
-        shifted_BSV = x_BSV - max_BS.unsqueeze(-1)
+        _reduce(max_BS, dist.ReduceOp.MAX, group)
+        shifted_BSV = x_BSV.sub_(max_BS.unsqueeze(-1))
         is_local_BS = (local_BS >= 0) & (local_BS < num_columns)
         column_BS1 = local_BS.clamp(0, logits_BSV.shape[-1] - 1).unsqueeze(-1)
         token_BS = shifted_BSV.gather(-1, column_BS1).squeeze(-1).masked_fill_(~is_local_BS, 0.0)
         exp_BSV = shifted_BSV.exp_()
         both = torch.stack([exp_BSV.sum(-1), token_BS])
-        dist.all_reduce(both, group=group)
+        _reduce(both, dist.ReduceOp.SUM, group)
         total_BS, token_BS = both
         ctx.save_for_backward(exp_BSV.div_(total_BS.unsqueeze(-1)), column_BS1, is_local_BS)
+        ctx.temperature, ctx.single_backward, ctx.dtype = temperature, single_backward, logits_BSV.dtype
         return token_BS - total_BS.log()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         softmax_BSV, column_BS1, is_local_BS = ctx.saved_tensors
-        grad_BS1 = grads[0].unsqueeze(-1)
-        out_BSV = softmax_BSV * -grad_BS1
+        grad_BS1 = grads[0].unsqueeze(-1) / ctx.temperature
+        out_BSV = softmax_BSV.mul_(-grad_BS1) if ctx.single_backward else softmax_BSV * -grad_BS1
         out_BSV.scatter_add_(-1, column_BS1, grad_BS1 * is_local_BS.unsqueeze(-1))
-        return out_BSV, None, None, None
+        return out_BSV.to(ctx.dtype), None, None, None, None, None
+
+
+def _reduce(tensor: Tensor, op: Any, group: Any) -> None:
+    if group is not None:
+        dist.all_reduce(tensor, op, group=group)

@@ -1,7 +1,7 @@
 """One object for a training loop: the model that trains also generates, and is left as the trainer had it.
 
 generating()      TrainModeSwitch.to_inference -> engine.resume -> Rollout      ─▶ groups of samples
-training()        engine.suspend -> TrainModeSwitch.to_training -> loss.backward, optimizer.step
+training()        engine.suspend -> TrainModeSwitch.to_training -> score_and_backward, step
 score()           the trainer's forward on the samples                          ─▶ log probabilities
 update_weights()  ColocatedUpdate (written in place) or SourceUpdate (copied)   ─▶ a new weight version
 transition()      suspend, update and resume on all ranks, or undone on all
@@ -9,8 +9,6 @@ transition()      suspend, update and resume on all ranks, or undone on all
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -21,16 +19,16 @@ from torch import Tensor
 
 from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
 from megatron_infer.models.trainer_state import wrapper_chain
 from megatron_infer.requests.input_processor import TextCodec
 from megatron_infer.rl.mismatch_meter import AUTO, meter_of
+from megatron_infer.rl.mode_changes import ModeChanges
 from megatron_infer.rl.rollout import Rollout
-from megatron_infer.rl.scoring import Scorer
 from megatron_infer.rl.session_updates import ColocatedUpdate, SourceUpdate
 from megatron_infer.rl.train_mode import GlobalRngState, OptimizerOffload, TrainModeSwitch, failures_noted_on
+from megatron_infer.rl.training_step import BackwardReport, Loss, ScoreOptions, StepReport, TrainerStep
 from megatron_infer.rl.transition import SessionUpdate, TransitionReport, WeightTransition
 from megatron_infer.rl.update_report import UpdateReport
 
@@ -95,9 +93,10 @@ class RolloutSession:
         finally:
             self._switch.to_training()
         engine = self.engine
-        self._scorer = Scorer(
-            self.model, shape=engine.shape, groups=engine.rank_group.groups, exact=engine.config.batch_invariant
+        self._changes = ModeChanges(
+            engine, self._switch, suspend_mode=self._suspend_mode, offloads=self._optimizer is not None
         )
+        self._trainer = TrainerStep(self._chain, self._switch, engine)
         self.meter = meter_of(self, meter)
         self._rollout = Rollout(engine, on_delivered=None if self.meter is None else self.meter.keep)
         self._mode = SessionMode.OUTSIDE
@@ -199,46 +198,80 @@ class RolloutSession:
         *,
         temperature: float = 1.0,
         grad: bool = False,
+        dropout: bool = False,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         start: int | Sequence[int] = 1,
     ) -> list[Tensor]:
         """Log probabilities of each sequence's tokens from `start` on, given those before -> fp32 [len - start] each.
 
-        Computed by the forward that trains, in eval mode, from logits / temperature. start: one for all sequences, or
-        one for each; positions before it (a prompt's) cost no output layer and no softmax. grad: the scores can be
-        differentiated (not over pipeline stages). micro_batch_tokens: most padded tokens of a forward; a longer
-        sequence runs alone. With batch_invariant=True the scores are bitwise equal to the engine's log probabilities
-        (to its raw ones at temperature 1). Every rank of the model has all scores. Allowed in any block and outside.
+        Computed by the forward that trains, from logits / temperature. start: one for all sequences, or one for each;
+        positions before it (a prompt's) cost no output layer and no softmax. micro_batch_tokens: most padded tokens of
+        a forward; a longer sequence runs alone. With batch_invariant=True the scores are bitwise equal to the engine's
+        log probabilities (to its raw ones at temperature 1). Every rank of the model has all scores.
+        grad False: in eval mode. grad True: in train mode, as the trainer's own step: activations are recomputed,
+        routers add their auxiliary losses to the backward pass; the scores can be differentiated, and all graphs live
+        until then (`score_and_backward` holds one). dropout: the rollouts' tokens were drawn without dropout, so it
+        would be noise in every importance ratio; True keeps the model's own. Allowed in any block and outside.
         Raises AdoptionError for modules that changed so that the engine cannot run them; hooks and patches run.
         """
-        sequences = [list(sequence) for sequence in sequences]
-        starts = [start] * len(sequences) if isinstance(start, int) else list(start)
-        rank_group = self.engine.rank_group
-        if rank_group.size > 1:
-            digest = hashlib.blake2b(
-                json.dumps([sequences, temperature, grad, starts]).encode(), digest_size=8
-            ).hexdigest()
-            rank_group.lockstep.meet("score()", arguments=digest)
-        self._scorer.check(sequences, temperature, micro_batch_tokens, starts)
-        if grad and rank_group.groups.pp is not None:
-            raise NotImplementedError(
-                "score(grad=True) over pipeline stages: megatron-core's schedule has to run the backward pass; "
-                "take grad=False, or train with a forward step of your own"
+        how = ScoreOptions(temperature=temperature, micro_batch_tokens=micro_batch_tokens, start=start, dropout=dropout)
+        is_generating = self._mode is SessionMode.GENERATING
+        return self._trainer.score(sequences, how, grad=grad, is_generating=is_generating)
+
+    def score_and_backward(
+        self,
+        sequences: Sequence[Sequence[int]],
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        start: int | Sequence[int] = 1,
+        dropout: bool = False,
+        auxiliary_losses: bool = True,
+    ) -> BackwardReport:
+        """Gradients of a loss over scores, in micro-batches of which one graph lives at a time.
+
+        loss(scores, indices) is called once for each micro-batch, with the scores of sequences[i] for i in indices
+        (as `score(grad=True)` gives them), and returns its part of the loss, one number; the parts are added up, so a
+        mean divides by the whole batch. Over pipeline stages megatron-core's 1F1B schedule runs the micro-batches, and
+        `loss` is called on the last stage. Gradients are added to those there are, where the trainer's step puts them;
+        `step` follows. auxiliary_losses: routers add their balancing and z losses, averaged over micro-batches, as in
+        the trainer's step. Within training() only. If `loss` raises on any rank, all ranks raise, and `step` is refused
+        until `zero_grad`.
+        """
+        self._require_training("score_and_backward()")
+        how = ScoreOptions(temperature=temperature, micro_batch_tokens=micro_batch_tokens, start=start, dropout=dropout)
+        return self._trainer.score_and_backward(sequences, loss, how, auxiliary_losses=auxiliary_losses)
+
+    def step(self, optimizer: Any, *, version: int | None = None, running: str = "keep") -> StepReport:
+        """What follows a backward pass: reduce gradients, optimizer.step(), zero gradients, `update_weights`.
+
+        For plain models, torch's DDP, megatron-core's DDP, and torch's or megatron-core's optimizers. The backward pass
+        may be `score_and_backward` or the caller's own, unless that has reduced gradients already (a schedule with
+        config.finalize_model_grads_func: call the optimizer and `update_weights` after it). Learning-rate schedulers
+        stay the caller's. version, running: as for `update_weights`. Within training() only.
+        """
+        self._require_training("step()")
+        updated, norm = self._trainer.step(optimizer)
+        if updated:
+            self.update_weights(version=version, running=running)
+        return StepReport(grad_norm=norm, update_successful=updated, weight_version=self.weight_version)
+
+    def zero_grad(self, optimizer: Any) -> None:
+        """Drop all gradients: `.grad`, and the buffers of megatron-core's DDP."""
+        self._trainer.zero_grad(optimizer)
+
+    def _require_training(self, call: str) -> None:
+        if self._mode is not SessionMode.TRAINING:
+            raise WrongState(
+                f"{call} in {self._mode.value}, but the model is the trainer's within training() only",
+                state=self.engine.state.value,
             )
-        # torch's DDP reduces gradients only after a forward of its own
-        forward = self._chain[0] if grad else self.model
-        with self._switch.gathered_parameters():
-            with rank_group.together("comparing the model's modules"):
-                self.engine.weights.check_modules(calls=False)
-            with self._switch.scoring(grad=grad):
-                return self._scorer.score(
-                    forward, sequences, temperature=temperature, micro_batch_tokens=micro_batch_tokens, starts=starts
-                )
 
     @contextmanager
     def scoring(self) -> Iterator[torch.nn.Module]:
         """The model for forwards of the caller's own, set up as for `score`: stock modules, eval mode, no autograd."""
-        with self._switch.scoring(grad=False):
+        with self._switch.scoring():
             yield self.model
 
     def _measure(self, *, skip: bool = False) -> None:
@@ -277,52 +310,12 @@ class RolloutSession:
         if mode is self._mode:
             return
         if mode is SessionMode.GENERATING:
-            self._start_generating()
+            self._changes.start_generating(from_training=self._mode is SessionMode.TRAINING)
         elif mode is SessionMode.TRAINING:
-            self._start_training()
+            self._report = self._changes.start_training(from_generating=self._mode is SessionMode.GENERATING)
         elif self._mode is SessionMode.GENERATING:
-            self._stop_generating()
+            self._changes.stop_generating()
         self._mode = mode
-
-    def _start_generating(self) -> None:
-        rank_group, engine = self.engine.rank_group, self.engine
-        try:
-            with rank_group.together("switching the model to generation"):
-                self._switch.to_inference()
-                engine.weights.check_modules()
-            if engine.state is EngineState.SUSPENDED:
-                engine.resume()
-            if engine.state is EngineState.PAUSED:
-                engine.unpause()
-        except BaseException as error:
-            with failures_noted_on(error, "putting the model back as the trainer left it"):
-                self._switch.to_training()
-            if self._mode is SessionMode.TRAINING and engine.state is not EngineState.SUSPENDED:
-                with failures_noted_on(error, "suspending the engine again"):
-                    engine.suspend(self._suspend_mode)
-            raise
-
-    def _start_training(self) -> None:
-        self._report = self.engine.suspend(self._suspend_mode)
-        try:
-            with self.engine.rank_group.together("switching the model to training"):
-                self._switch.to_training()
-                self._switch.reload_optimizer()
-        except BaseException as error:
-            if self._mode is SessionMode.GENERATING:
-                with failures_noted_on(error, "continuing generating()"):
-                    self._start_generating()
-            raise
-
-    def _stop_generating(self) -> None:
-        """Pause unfinished requests; no step is in flight afterwards."""
-        try:
-            if self._optimizer is not None:
-                self.engine.suspend(self._suspend_mode)
-            elif self.engine.has_unfinished() and self.engine.state is EngineState.RUNNING:
-                self.engine.pause()
-        finally:
-            self._switch.to_training()
 
 
 def _suspend_mode(mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode | None:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_infer.engine.states import HeldInterrupt
-from megatron_infer.models.trainer_state import evaluation, inference_attributes, inference_flag, whole_parameters
+from megatron_infer.models.trainer_state import (
+    evaluation,
+    inference_attributes,
+    inference_flag,
+    train_mode,
+    whole_parameters,
+)
 from megatron_infer.weights.change_guard import OffloadedWeights
 
 log = logging.getLogger("megatron_infer")
@@ -68,17 +74,28 @@ class TrainModeSwitch:
                 self._memory.close()
 
     @contextmanager
-    def scoring(self, *, grad: bool) -> Iterator[None]:
-        """The trainer's forward in eval mode with gathered parameters, during training or inference."""
+    def scoring(self) -> Iterator[None]:
+        """The trainer's forward in eval mode, without autograd, during training or inference."""
+        with self._stock(), evaluation(self._chain[0]), torch.set_grad_enabled(False):
+            yield
+
+    @contextmanager
+    def scoring_with_gradients(self, *, dropout: bool, auxiliary_losses: bool = True) -> Iterator[None]:
+        """The trainer's forward in train mode, during training or inference; see `models.trainer_state.train_mode`."""
+        mode = train_mode(self._chain, dropout=dropout, auxiliary_losses=auxiliary_losses)
+        with self._stock(), mode, torch.set_grad_enabled(True):
+            yield
+
+    @contextmanager
+    def _stock(self) -> Iterator[None]:
+        """Modules and flags as the trainer left them, with gathered parameters."""
         with ExitStack() as stack:
             if self._in_inference:
                 self._flags.close()
                 stack.callback(self._set_flags)
             else:
                 stack.enter_context(whole_parameters(self._chain))
-            stack.enter_context(evaluation(self._chain[0]))
             stack.enter_context(inference_flag(False))
-            stack.enter_context(torch.set_grad_enabled(grad))
             yield
 
     @contextmanager

@@ -15,9 +15,12 @@ from megatron_infer.testing.cpu_shim import cpu_shim
 class TorchTrainer:
     """AdamW, on a plain model or torch's DDP."""
 
-    def __init__(self, model: Any, *, ddp: bool = False) -> None:
+    def __init__(self, model: Any, *, ddp: bool = False, smooth: bool = False) -> None:
+        """smooth: see `MegatronTrainer`."""
         self.model = torch.nn.parallel.DistributedDataParallel(model) if ddp else model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.1 if smooth else 0.02, eps=0.1 if smooth else 1e-8
+        )
 
     def step(self, step: int) -> float:
         self.model.train()

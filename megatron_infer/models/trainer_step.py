@@ -1,0 +1,207 @@
+"""What megatron-core's training step does around a forward: auxiliary losses, 1F1B over pipeline stages, gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_infer.errors import ModelError
+from megatron_infer.models import mcore_compat as mcore
+
+NOT_COVERED = {
+    "calculate_per_token_loss": "gradients are then divided by a count of tokens that only the loss knows",
+    "overlap_moe_expert_parallel_comm": "only megatron-core's combined schedule computes its weight gradients",
+    "delay_wgrad_compute": "only megatron-core's combined schedule computes its weight gradients",
+    "fine_grained_activation_offloading": "only megatron-core's schedules reset its buffers",
+    "enable_autocast": "only megatron-core's schedules enter the autocast",
+}
+"""Fields of TransformerConfig that must be off where micro-batches do not run in megatron-core's own schedule."""
+
+
+def uncovered_option(config: Any) -> str | None:
+    """Which of NOT_COVERED is on, and why that is refused; None: none is."""
+    return next(
+        (f"config.{name}=True: {why}" for name, why in NOT_COVERED.items() if getattr(config, name, False)), None
+    )
+
+
+@contextmanager
+def cuda_error_explained(device: torch.device) -> Iterator[None]:
+    """On a CPU, an error of the block that asks for CUDA becomes a ModelError that names the remedy."""
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        if device.type != "cpu" or not ("CUDA" in str(error) or "NVIDIA" in str(error)):
+            raise
+        raise ModelError(
+            f"megatron-core's stock modules need a CUDA device in this forward ({error}); on a CPU build the model "
+            "with megatron_infer.models.specs.with_inference(spec), or score with batch_invariant=True in the "
+            "InferenceConfig, which runs kernels of its own"
+        ) from error
+
+
+def routes_around_padding(config: Any) -> bool:
+    """Whether the model takes a padding_mask, so that its routers count real tokens only.
+
+    With sequence parallelism megatron-core divides the mask on one pipeline stage only: padding counts there.
+    """
+    return getattr(config, "num_moe_experts", None) is not None and not config.sequence_parallel
+
+
+# ------------------------------------------------------------------ auxiliary losses
+
+
+def scale_auxiliary_losses(config: Any, num_micro_batches: int, device: torch.device) -> None:
+    """Backward passes add the mean of the micro-batches' auxiliary losses, as in megatron-core's schedules.
+
+    The scale is one for the process, read in the backward pass, and stays (see `auxiliary_scale_kept`).
+    """
+    if getattr(config, "num_moe_experts", None) is None:
+        return
+    scale = torch.ones(1, device=device)
+    if config.grad_scale_func is not None:
+        scale = config.grad_scale_func(scale)
+    mcore.MoEAuxLossAutoScaler.set_loss_scale(scale / num_micro_batches)
+
+
+@contextmanager
+def auxiliary_scale_kept() -> Iterator[None]:
+    """Afterwards backward passes scale auxiliary losses as before."""
+    scaler = mcore.MoEAuxLossAutoScaler
+    found = scaler.main_loss_backward_scale
+    scaler.main_loss_backward_scale = None
+    try:
+        yield
+    finally:
+        scaler.main_loss_backward_scale = found
+
+
+class AuxiliaryLosses:
+    """What routers add to megatron-core's record of auxiliary losses from now on; the record itself stays."""
+
+    def __init__(self) -> None:
+        self._before = {name: values.clone() for name, (values, _) in mcore.auxiliary_losses().items()}
+
+    def since(self, num_micro_batches: int) -> dict[str, Tensor]:
+        """The mean over micro-batches of each loss, without its coefficient, by layer: fp32 [layers] on the CPU.
+
+        Layers of other pipeline stages are zero.
+        """
+        found = {}
+        for name, (values, group) in mcore.auxiliary_losses().items():
+            added = values - self._before[name] if name in self._before else values.clone()
+            if group is not None and group.size() > 1:
+                dist.all_reduce(added, group=group)
+            if bool(added.any()):
+                found[name] = (added / num_micro_batches).float().cpu()
+        return found
+
+
+# ------------------------------------------------------------------ forward and backward
+
+
+def without_gradient_sync(chain: Sequence[Any]) -> AbstractContextManager[None]:
+    """Inside, a backward pass adds to the gradients of this rank only. chain: a model's wrappers, outermost first."""
+    for part in chain:
+        if hasattr(part, "no_sync"):
+            context: AbstractContextManager[None] = part.no_sync()
+            return context
+    return nullcontext()
+
+
+def starts_new_weights(model: Any) -> None:
+    """Transformer Engine's linears cast their weights anew in the next forward, as at a step's first micro-batch."""
+    if hasattr(model, "set_is_first_microbatch"):
+        model.set_is_first_microbatch()
+
+
+def scaled_loss(config: Any, loss: Tensor) -> Tensor:
+    """Multiplied by the optimizer's loss scale, as in megatron-core's backward pass."""
+    return loss if config.grad_scale_func is None else config.grad_scale_func(loss)
+
+
+def run_1f1b(
+    chain: Sequence[Any],
+    forward_step: Callable[..., Any],
+    micro_batches: Sequence[Any],
+    *,
+    shapes: Sequence[tuple[int, int]],
+) -> None:
+    """megatron-core's schedule over pipeline stages: forwards and backwards of all micro-batches.
+
+    forward_step(iterator of micro_batches, model): as megatron-core takes it. shapes: (rows, positions) of each
+    micro-batch; where they differ, stages exchange them. Gradients are reduced by `reduce_gradients`, not here.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    config = chain[-1].config
+    changes: dict[str, Any] = {"finalize_model_grads_func": _keep_gradients}
+    if len(set(shapes)) > 1:
+        changes["variable_seq_lengths"] = True
+    if config.no_sync_func is None:
+        changes["no_sync_func"] = functools.partial(without_gradient_sync, chain)
+    found = {name: getattr(config, name) for name in changes}
+    rows, positions = shapes[0]
+    try:
+        for name, value in changes.items():
+            setattr(config, name, value)
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=[chain[0]],
+            num_microbatches=len(micro_batches),
+            seq_length=positions,
+            micro_batch_size=rows,
+            forward_only=False,
+        )
+    finally:
+        for name, value in found.items():
+            setattr(config, name, value)
+
+
+def _keep_gradients(*_: Any, **__: Any) -> None:
+    """The schedule computes deferred weight gradients only where it has a function to finalize gradients."""
+
+
+# ------------------------------------------------------------------ after the backward
+
+
+def reduces_while_backward(chain: Sequence[Any]) -> bool:
+    """Whether megatron-core's DDP reduces a bucket as soon as its gradients are there, once a step."""
+    return any(getattr(getattr(part, "ddp_config", None), "overlap_grad_reduce", False) for part in chain)
+
+
+def reduce_gradients(chain: Sequence[Any], *, num_ranks: int) -> None:
+    """What megatron-core does between backward and optimizer: gradients are complete, and equal on all ranks.
+
+    Over data-parallel ranks by megatron-core's DDP (torch's has done it in the backward pass); norms of sequence
+    parallelism, tied embeddings of pipeline stages, biases of routers. num_ranks: of one replica.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    config = chain[-1].config
+    ddp = next((part for part in chain if hasattr(part, "finish_grad_sync")), None)
+    if ddp is None:
+        if num_ranks == 1 and getattr(config, "num_moe_experts", None) is None:
+            return
+        ddp = SimpleNamespace(
+            module=chain[0],
+            ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+            finish_grad_sync=lambda force_all_reduce=False: None,
+        )
+    (config.finalize_model_grads_func or finalize_model_grads)([ddp], None)
+
+
+def zero_gradients(chain: Sequence[Any], optimizer: Any) -> None:
+    """Drop all gradients, those in the buffers of megatron-core's DDP too."""
+    for part in chain:
+        if hasattr(part, "zero_grad_buffer"):
+            part.zero_grad_buffer()
+    optimizer.zero_grad()

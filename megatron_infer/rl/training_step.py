@@ -1,0 +1,386 @@
+"""The trainer's side of a session: scores of its forward, gradients in micro-batches, and the optimizer's step.
+
+score_and_backward   micro-batch ─▶ forward ─▶ scores ─▶ loss(scores, indices) ─▶ backward      one graph at a time
+                     pipeline stages: the same within megatron-core's 1F1B schedule
+step                 reduce gradients ─▶ optimizer.step() ─▶ zero gradients
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, WrongState
+from megatron_infer.models.trainer_state import auxiliary_losses_of, dropout_of, train_mode
+from megatron_infer.models.trainer_step import (
+    AuxiliaryLosses,
+    auxiliary_scale_kept,
+    reduce_gradients,
+    reduces_while_backward,
+    run_1f1b,
+    scale_auxiliary_losses,
+    scaled_loss,
+    starts_new_weights,
+    uncovered_option,
+    without_gradient_sync,
+    zero_gradients,
+)
+from megatron_infer.rl.scoring import MicroBatch, Scorer, ScoringForward
+from megatron_infer.rl.train_mode import TrainModeSwitch
+
+Loss = Callable[[list[Tensor], list[int]], Tensor]
+"""loss(scores, indices): the scores of a micro-batch's sequences, with gradients -> its part of the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOptions:
+    """How sequences are scored; see `RolloutSession.score`."""
+
+    temperature: float
+    micro_batch_tokens: int
+    start: int | Sequence[int]
+    dropout: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardReport:
+    """What `score_and_backward` has computed; the gradients are in the model."""
+
+    loss: float
+    """Sum of what `loss` returned on this data-parallel rank, without auxiliary losses."""
+    scores: list[Tensor]
+    """fp32 [len - start] for each sequence, without gradients."""
+    auxiliary_losses: dict[str, Tensor]
+    """megatron-core's auxiliary losses by its names, fp32 [layers]: mean over micro-batches, without coefficients."""
+    num_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What `step` has done."""
+
+    grad_norm: float | None
+    """Before clipping; None where megatron-core's optimizer computes none, or another one has a part of the model."""
+    update_successful: bool
+    """False: the optimizer left the weights as they were (an overflow of fp16), and their version with them."""
+    weight_version: int
+
+
+class TrainerStep:
+    """Runs the model of a session as its trainer does. Every rank of the model makes the same calls."""
+
+    def __init__(self, chain: Sequence[Any], switch: TrainModeSwitch, engine: DynamicInferenceEngine) -> None:
+        """chain: `models.trainer_state.wrapper_chain`."""
+        self._chain, self._switch, self._weights = chain, switch, engine.weights
+        self._rank_group: RankGroup = engine.rank_group
+        self._groups = engine.rank_group.groups
+        self._exact = engine.config.batch_invariant
+        self._scorer = Scorer(chain[-1], shape=engine.shape, groups=self._groups, exact=self._exact)
+        self._incomplete = ""
+        """Why the gradients are not those of whole calls; "": they are."""
+        self._is_reduced = False
+        """megatron-core's DDP reduces the gradients: it takes no more until the step."""
+
+    # ------------------------------------------------------------------ scores
+
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        options: ScoreOptions,
+        *,
+        grad: bool,
+        is_generating: bool,
+    ) -> list[Tensor]:
+        """See `RolloutSession.score`. is_generating: the model is not in the trainer's state when backward runs."""
+        given, starts = self._arguments("score()", sequences, options, grad)
+        dropout = options.dropout
+        if not grad and dropout:
+            raise ConfigError("dropout=True without grad=True; scores without gradients are those of the eval mode")
+        if grad:
+            self._check_late_backward(dropout=dropout, is_generating=is_generating)
+        # torch's DDP reduces gradients only after a forward of its own
+        forward = self._chain[0] if grad else self._chain[-1]
+        how = self._switch.scoring_with_gradients(dropout=dropout) if grad else self._switch.scoring()
+        with self._checked_modules(), how:
+            batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
+            if grad:
+                scale_auxiliary_losses(self._chain[-1].config, max(len(batches), 1), self._device)
+            starts_new_weights(self._chain[-1])
+            return self._scorer.score(forward, batches, temperature=options.temperature)
+
+    def _arguments(
+        self, call: str, sequences: Sequence[Sequence[int]], options: ScoreOptions, *others: bool
+    ) -> tuple[list[list[int]], list[int]]:
+        """Sequences and starts, which are valid and equal on all ranks."""
+        given_ids = [list(sequence) for sequence in sequences]
+        start, limit = options.start, options.micro_batch_tokens
+        starts = [start] * len(given_ids) if isinstance(start, int) else list(start)
+        if self._rank_group.size > 1:
+            given = json.dumps([given_ids, starts, options.temperature, limit, options.dropout, others])
+            digest = hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
+            self._rank_group.lockstep.meet(call, arguments=digest)
+        self._scorer.check(given_ids, options.temperature, limit, starts)
+        return given_ids, starts
+
+    def _check_late_backward(self, *, dropout: bool, is_generating: bool) -> None:
+        """Raise for what a backward pass after the return of `score` would compute wrongly or cannot run."""
+        if self._groups.pp is not None:
+            raise NotImplementedError(
+                "score(grad=True) over pipeline stages: megatron-core's schedule has to run the backward pass; take "
+                "score_and_backward(sequences, loss), which runs it, or grad=False"
+            )
+        self._check_exact(dropout=dropout)
+        model = self._chain[-1]
+        if self._exact or model.config.recompute_granularity is None:
+            return
+        reason = None
+        if is_generating:
+            reason = "within generating() the model is in eval mode by then"
+        elif not model.training:
+            reason = "the model is in eval mode by then; call model.train()"
+        elif not dropout and dropout_of(self._chain[0]):
+            reason = f"dropout of {dropout_of(self._chain[0]):g} is on again by then"
+        if reason is not None:
+            raise ConfigError(
+                f"score(grad=True) with config.recompute_granularity={model.config.recompute_granularity!r}: backward "
+                f"runs a second forward, and {reason}; take score_and_backward(sequences, loss) in training()"
+            )
+
+    def _check_exact(self, *, dropout: bool, auxiliary_losses: bool = True) -> None:
+        if not self._exact:
+            return
+        if dropout and (probability := dropout_of(self._chain[0])):
+            raise ConfigError(
+                f"dropout=True with batch_invariant=True: the model drops with probability {probability:g}, and no log "
+                "probability of the engine does; take dropout=False"
+            )
+        if auxiliary_losses and (names := auxiliary_losses_of(self._chain[-1].config)):
+            raise ConfigError(
+                f"gradients with batch_invariant=True and config.{names[0]}="
+                f"{getattr(self._chain[-1].config, names[0])}: the exact forward has no auxiliary losses of routers; "
+                "take score_and_backward(auxiliary_losses=False)"
+            )
+
+    @contextmanager
+    def _checked_modules(self) -> Iterator[None]:
+        with self._switch.gathered_parameters():
+            with self._rank_group.together("comparing the model's modules"):
+                self._weights.check_modules(calls=False)
+            yield
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._chain[-1].parameters()).device
+        return device
+
+    # ------------------------------------------------------------------ gradients
+
+    def score_and_backward(
+        self,
+        sequences: Sequence[Sequence[int]],
+        loss: Loss,
+        options: ScoreOptions,
+        *,
+        auxiliary_losses: bool,
+    ) -> BackwardReport:
+        """See `RolloutSession.score_and_backward`."""
+        call = "score_and_backward()"
+        given, starts = self._arguments(call, sequences, options, auxiliary_losses)
+        dropout = options.dropout
+        self._check_backward(given, loss)
+        self._check_exact(dropout=dropout, auxiliary_losses=auxiliary_losses)
+        with (
+            self._checked_modules(),
+            self._switch.scoring_with_gradients(dropout=dropout, auxiliary_losses=auxiliary_losses),
+            self._scorer.forward(self._chain[0], temperature=options.temperature, single_backward=True) as run,
+            auxiliary_scale_kept(),
+        ):
+            batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
+            starts_new_weights(self._chain[-1])
+            recorded = AuxiliaryLosses()
+            losses = LossCalls(loss, run, batches, is_last_stage=self._groups.is_last_stage)
+            try:
+                if self._groups.pp is None:
+                    self._backward_by_turns(run, losses)
+                else:
+                    self._backward_in_stages(run, losses)
+            except BaseException as error:
+                where = f" in micro-batch {losses.num_done + 1} of {len(batches)}" if losses.is_counted else ""
+                self._incomplete = f"{call} failed{where}"
+                error.add_note(
+                    f"{self._incomplete}: the gradients may hold a part; session.zero_grad(optimizer) drops them"
+                )
+                raise
+            self._incomplete, self._is_reduced = "", reduces_while_backward(self._chain)
+            return BackwardReport(
+                loss=float(losses.total),
+                scores=[losses.scores[index] for index in range(len(given))],
+                auxiliary_losses=self._over_ranks(recorded.since(len(batches))),
+                num_micro_batches=len(batches),
+            )
+
+    def _check_backward(self, sequences: Sequence[Sequence[int]], loss: Any) -> None:
+        if not callable(loss):
+            raise ConfigError(
+                f"score_and_backward(sequences, loss): loss is a {type(loss).__name__}; it has to be a function of "
+                "(scores, indices), called once for each micro-batch"
+            )
+        if not sequences:
+            raise ConfigError(
+                "score_and_backward() without sequences; every data-parallel rank needs one, and one whose loss is "
+                "0 * scores[0].sum() adds no gradient"
+            )
+        if (reason := uncovered_option(self._chain[-1].config)) is not None:
+            raise ConfigError(f"score_and_backward() with {reason}; set it to False")
+        if self._is_reduced:
+            raise WrongState(
+                "score_and_backward() twice before step(), with overlap_grad_reduce=True: DDP has begun to reduce the "
+                "first call's gradients; pass all sequences in one call",
+                state="gradients reduced",
+            )
+        self._check_complete("score_and_backward()")
+
+    def _check_complete(self, call: str) -> None:
+        if self._incomplete:
+            raise WrongState(
+                f"{call} with incomplete gradients: {self._incomplete}; call session.zero_grad(optimizer) first",
+                state="incomplete gradients",
+            )
+
+    def _backward_by_turns(self, run: ScoringForward, losses: LossCalls) -> None:
+        """Forward and backward of each micro-batch in turn; only the last one's backward reduces gradients."""
+        config, last = self._chain[-1].config, losses.batches[-1]
+        for batch in losses.batches:
+            with nullcontext() if batch is last else without_gradient_sync(self._chain):
+                logits_1PV = run(batch)
+                with self._rank_group.together("the loss of score_and_backward()"):
+                    value = losses.of(batch, logits_1PV)
+                del logits_1PV
+                scale_auxiliary_losses(config, len(losses.batches), self._device)
+                scaled_loss(config, value).backward()
+                del value
+            losses.num_done += 1
+
+    def _backward_in_stages(self, run: ScoringForward, losses: LossCalls) -> None:
+        """The last stage calls `loss`. Where that raises, the stages finish the schedule, and all of them raise."""
+        failures: list[BaseException] = []
+
+        def loss_of(batch: MicroBatch, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            try:
+                if failures:
+                    return out.sum() * 0.0, {}
+                value = losses.of(batch, out)
+                losses.num_done += 1
+                return value * len(losses.batches), {}  # the schedule divides
+            except BaseException as error:  # raised below: the other stages wait in the schedule for this one
+                failures.append(error)
+                return out.sum() * 0.0, {}
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any, *_: Any) -> tuple[Tensor, Any]:
+            batch = next(batches)
+            return run(batch), lambda out: loss_of(batch, out)
+
+        run_1f1b(
+            self._chain, forward_step, losses.batches, shapes=[tuple(batch.ids_BS.shape) for batch in losses.batches]
+        )
+        with self._rank_group.together("the loss of score_and_backward()"):
+            if failures:
+                raise failures[0]
+        self._share_scores(losses)
+
+    def _share_scores(self, losses: LossCalls) -> None:
+        """Every stage has the last one's scores and loss."""
+        sizes = [batch.lengths for batch in losses.batches]
+        if self._groups.is_last_stage:
+            scores = [losses.scores[index] for batch in losses.batches for index in batch.indices]
+            shared = torch.cat([*scores, losses.total.view(1)])
+        else:
+            shared = torch.empty(sum(map(sum, sizes)) + 1, dtype=torch.float32, device=self._device)
+        dist.broadcast(shared, src=dist.get_process_group_ranks(self._groups.pp)[-1], group=self._groups.pp)
+        found = shared[:-1].split([length for lengths in sizes for length in lengths])
+        losses.scores = dict(zip((i for batch in losses.batches for i in batch.indices), found, strict=True))
+        losses.total = shared[-1]
+
+    def _over_ranks(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over pipeline stages of the means over a stage's ranks."""
+        if self._rank_group.size == 1:
+            return found
+        own = json.dumps({name: values.tolist() for name, values in found.items()})
+        parts = [json.loads(text) for text in self._rank_group.lockstep.gather("the auxiliary losses", own)]
+        ranks_of_stage = self._rank_group.size // self._groups.pp_size
+        names = sorted({name for part in parts for name in part})
+        return {
+            name: sum(torch.tensor(part[name]) for part in parts if name in part) / ranks_of_stage for name in names
+        }
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def step(self, optimizer: Any) -> tuple[bool, float | None]:
+        """Reduce, step and zero gradients -> whether the weights were updated, and the gradients' norm.
+
+        If the optimizer raises, the gradients stay.
+        """
+        self._check_complete("step()")
+        num_ranks = self._rank_group.size
+        with self._rank_group.together("the optimizer's step"):
+            with train_mode(self._chain, dropout=True):  # megatron-core 0.19 updates biases of routers that train
+                reduce_gradients(self._chain, num_ranks=num_ranks)
+            norm = _norm(self._chain[-1]) if num_ranks == 1 else None
+            result = optimizer.step()
+        updated = True
+        if isinstance(result, tuple):  # megatron-core's optimizers
+            updated, norm, _ = result
+        self.zero_grad(optimizer)
+        return bool(updated), None if norm is None else float(norm)
+
+    def zero_grad(self, optimizer: Any) -> None:
+        zero_gradients(self._chain, optimizer)
+        self._incomplete, self._is_reduced = "", False
+
+
+class LossCalls:
+    """The micro-batches of one `score_and_backward`, the caller's loss, and what came of them."""
+
+    def __init__(self, loss: Loss, run: ScoringForward, batches: list[MicroBatch], *, is_last_stage: bool) -> None:
+        self._loss, self._run, self.batches, self._is_last_stage = loss, run, batches, is_last_stage
+        self.num_done = 0
+        """Micro-batches that this rank is done with."""
+        self.scores: dict[int, Tensor] = {}
+        self.total = torch.zeros(())
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank knows how far the call came: only the last pipeline stage computes losses."""
+        return self._is_last_stage and self.num_done < len(self.batches)
+
+    def of(self, batch: MicroBatch, logits_1PV: Tensor) -> Tensor:
+        """The micro-batch's loss, with gradients. Raises what the caller's function raises, and ConfigError."""
+        scores = list(self._run.scores(batch, logits_1PV).split(batch.lengths))
+        self.scores |= {index: score.detach() for index, score in zip(batch.indices, scores, strict=True)}
+        value = self._loss(scores, list(batch.indices))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ConfigError(f"loss() returned {what} for sequences {batch.indices}; it has to return one number")
+        if not value.requires_grad:
+            raise ConfigError(
+                f"loss() returned a number that does not depend on the scores of sequences {batch.indices}; where "
+                "nothing counts, return 0 * scores[0].sum()"
+            )
+        value = value.reshape(()).float()
+        self.total = self.total.to(value.device) + value.detach()
+        return value
+
+
+def _norm(model: torch.nn.Module) -> float | None:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else None

@@ -1,0 +1,451 @@
+"""A session's gradients and steps are those of Megatron's own training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from session_case import PARAMS, make_session, prompts
+from trainers import MegatronTrainer, TorchTrainer
+from training_case import assert_equal, gradients, loss_over, megatron_backward, sequences_of
+
+from megatron_infer.errors import ConfigError, ModelError, WrongState
+from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models.router_replay import replay_routing
+from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.tiny import stock_spec, tiny_gpt, tiny_hybrid
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*leaf Tensor:UserWarning", "ignore:.*deprecated:FutureWarning")
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.3,
+    "moe_z_loss_coeff": 0.1,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+MODELS: dict[str, Any] = {
+    "dense": lambda **how: tiny_gpt(**how),
+    "dense, full recompute": lambda **how: tiny_gpt(**FULL, **how),
+    "experts": lambda **how: tiny_gpt(**EXPERTS, **how),
+    "experts, full recompute": lambda **how: tiny_gpt(**EXPERTS, **FULL, **how),
+    "experts, selective recompute": lambda **how: tiny_gpt(**EXPERTS, **SELECTIVE, recompute_modules=["moe"], **how),
+    "balanced by sequence": lambda **how: tiny_gpt(
+        **EXPERTS | {"moe_router_load_balancing_type": "seq_aux_loss"}, **how
+    ),
+    "hybrid": lambda **how: tiny_hybrid("M*-ME", **EXPERTS, **how),
+}
+SEQUENCES = sequences_of([14, 14, 9, 9, 9, 5])
+GROUPS = [[0, 1], [2, 3, 4], [5]]
+LIMIT = 28
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """megatron-core compiles a function of its routers."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_record_of_another_models_layers():
+    """megatron-core keeps its record of auxiliary losses for one number of layers."""
+    if mcore.version() >= (0, 18):
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        get_moe_metrics_tracker()._metrics.clear()
+    else:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_megatrons_own_step(name):
+    model, twin = MODELS[name](**DROPOUT), MODELS[name]().train()
+    want_loss = megatron_backward(twin, SEQUENCES, GROUPS)
+    session = make_session(model)
+    with cpu_shim(4), session.training():
+        report = session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
+    assert report.num_micro_batches == 3 and report.loss == pytest.approx(want_loss, abs=1e-6)
+    assert_equal(gradients(model), gradients(twin))
+    assert not model.training and model.decoder.layers[0].training is False
+    assert model.config.hidden_dropout == model.embedding.embedding_dropout.p == 0.3
+
+
+def test_scores_and_gradients_follow_temperature_start_and_padding():
+    sequences = sequences_of([14, 11, 3, 12, 5, 13])
+    model, twin = (tiny_gpt(**EXPERTS) for _ in range(2))
+    session = make_session(model)
+    with session.training():
+        want = session.score(sequences, temperature=0.7)
+        report = session.score_and_backward(sequences, loss_over(sequences), temperature=0.7, micro_batch_tokens=LIMIT)
+    groups = [[0, 5], [3, 1], [4, 2]]
+    assert report.num_micro_batches == len(groups)
+    megatron_backward(twin.train(), sequences, groups, temperature=0.7)
+    assert_equal(gradients(model), gradients(twin))
+    for got, expected in zip(report.scores, want, strict=True):
+        assert got.dtype == torch.float32 and not got.requires_grad
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
+    with session.training():
+        ends = session.score_and_backward(sequences, lambda scores, _: torch.cat(scores).sum(), start=2).scores
+    for got, expected in zip(ends, session.score(sequences), strict=True):
+        torch.testing.assert_close(got, expected[1:], atol=2e-6, rtol=0)
+
+
+def test_auxiliary_losses_are_those_that_megatron_logs():
+    from megatron.core.transformer.moe import moe_utils
+
+    model, twin = (tiny_gpt(**EXPERTS) for _ in range(2))
+    session = make_session(model)
+    megatron_backward(twin.train(), SEQUENCES, GROUPS)
+    logged: dict[str, torch.Tensor] = {}
+    with cpu_shim(4):
+        moe_utils.track_moe_metrics(1 / len(GROUPS), 0, total_loss_dict=logged, num_layers=2)
+    with session.training():
+        report = session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
+    assert set(report.auxiliary_losses) == set(logged) == {"load_balancing_loss", "z_loss"}
+    for name, values in report.auxiliary_losses.items():
+        assert values.shape == (2,)
+        torch.testing.assert_close(values.mean(), logged[name])
+    with session.training():
+        without = session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), auxiliary_losses=False)
+    assert without.auxiliary_losses == {} and model.config.moe_aux_loss_coeff == 0.3
+
+
+def test_a_forward_of_the_callers_own_has_the_scale_of_auxiliary_losses_that_it_had():
+    model, twin = (tiny_gpt(**EXPERTS).train() for _ in range(2))
+    mcore.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    ids = torch.tensor(SEQUENCES[:2])
+    session = make_session(model)
+    with session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
+        session.zero_grad(torch.optim.SGD(model.parameters(), lr=0.1))
+        for one in (model, twin):
+            one(ids, torch.arange(14)[None].expand(2, -1), None, labels=ids).mean().backward()
+    assert_equal(gradients(model), gradients(twin))
+    mcore.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+def test_without_auxiliary_losses_gradients_are_those_of_the_loss_alone():
+    model, twin = tiny_gpt(**EXPERTS), tiny_gpt(**EXPERTS | {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None})
+    session = make_session(model)
+    with session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT, auxiliary_losses=False)
+    megatron_backward(twin.train(), SEQUENCES, GROUPS)
+    assert_equal(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("name", ["experts", "experts, full recompute"])
+def test_gradients_of_scores_with_a_backward_of_the_callers_own_are_the_same(name):
+    model, twin = (MODELS[name]().train() for _ in range(2))
+    session = make_session(model)
+    with cpu_shim(4), session.training():
+        scores = session.score(SEQUENCES, grad=True, micro_batch_tokens=LIMIT)
+        loss_over(SEQUENCES)(scores, list(range(len(SEQUENCES)))).backward()
+    megatron_backward(twin, SEQUENCES, GROUPS)
+    assert_equal(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize(("recompute", "times"), [({}, 1), (FULL, 2)], ids=["none", "full"])
+def test_activations_are_recomputed_as_configured(recompute, times):
+    model = tiny_gpt(**recompute)
+    seen: list[int] = []
+    session = make_session(model)
+    hook = model.decoder.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    with cpu_shim(4), session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
+        assert len(seen) == times * len(GROUPS)
+    hook.remove()
+
+
+def test_dropout_is_the_models_own_on_request():
+    model, twin = (tiny_gpt(**DROPOUT) for _ in range(2))
+    session = make_session(model)
+    torch.manual_seed(3)
+    with session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT, dropout=True)
+    torch.manual_seed(3)
+    megatron_backward(twin.train(), SEQUENCES, GROUPS)
+    assert_equal(gradients(model), gradients(twin))
+    with pytest.raises(ConfigError, match="dropout=True without grad=True"):
+        session.score(SEQUENCES, dropout=True)
+
+
+def test_routers_count_tokens_for_their_bias_and_step_updates_it():
+    how = EXPERTS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    with cpu_shim(4):
+        model, twin = (tiny_gpt(**how) for _ in range(2))
+        session, router = make_session(model), model.decoder.layers[0].mlp.router
+        from megatron.core.distributed import finalize_model_grads
+
+        trainer = MegatronTrainer(twin, distributed=False)
+        trainer.model.train()
+        megatron_backward(trainer.model, SEQUENCES, GROUPS, finalize=finalize_model_grads)
+        with session.training():
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
+            assert router.local_tokens_per_expert.sum() == 2 * sum(map(len, SEQUENCES))
+            session.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    assert router.expert_bias.abs().max() > 0 and router.local_tokens_per_expert.sum() == 0
+    torch.testing.assert_close(router.expert_bias, twin.decoder.layers[0].mlp.router.expert_bias)
+
+
+def test_gradients_follow_replayed_experts():
+    model, twin = tiny_gpt(**EXPERTS), tiny_gpt(**EXPERTS)
+    experts = torch.randint(0, 2, (13, 2, 1), generator=torch.Generator().manual_seed(5))
+    record = torch.cat([experts, experts + 2], -1).to(torch.uint8).numpy()
+    found = {}
+    for name, one in (("replayed", model), ("free", twin)):
+        session = make_session(one)
+        replay = replay_routing(one, [record], SEQUENCES[:1]) if name == "replayed" else nullcontext()
+        with session.training(), replay:
+            found[name] = session.score_and_backward(SEQUENCES[:1], loss_over(SEQUENCES))
+    assert found["replayed"].scores[0].tolist() != found["free"].scores[0].tolist()
+    twin.zero_grad()
+    with replay_routing(twin, [record], SEQUENCES[:1]):
+        megatron_backward(twin.train(), SEQUENCES, [[0]])
+    assert_equal(gradients(model), gradients(twin))
+
+
+# ------------------------------------------------------------------ exact mode
+
+
+def test_exact_scores_with_gradients_are_the_engines_log_probabilities():
+    model = tiny_gpt(init_method_std=0.2, **DROPOUT)
+    session = make_session(model, settings={"batch_invariant": True})
+    with session.generating() as roll:
+        samples = [(group.prompt_ids, group.samples[0]) for group in roll.generate(prompts(), PARAMS)]
+    ids = [prompt + sample.token_ids for prompt, sample in samples]
+    with session.training():
+        report = session.score_and_backward(ids, lambda scores, _: torch.cat(scores).sum(), micro_batch_tokens=40)
+    for (_, sample), scores in zip(samples, report.scores, strict=True):
+        assert scores[-len(sample.token_ids) :].tolist() == sample.raw_logprobs
+    twin = tiny_gpt(init_method_std=0.2).train()
+    torch.cat(make_session(twin).score(ids, grad=True)).sum().backward()
+    assert_equal(gradients(model), gradients(twin), tolerance=1e-3)
+    with session.training(), pytest.raises(ConfigError, match=r"dropout=True with batch_invariant=True.* 0\.3"):
+        session.score_and_backward(ids, lambda scores, _: scores[0].sum(), dropout=True)
+
+
+def test_exact_gradients_refuse_what_is_not_exact_by_name():
+    session = make_session(tiny_gpt(**EXPERTS), settings={"batch_invariant": True})
+    with session.training():
+        with pytest.raises(ConfigError, match=r"moe_aux_loss_coeff=0\.3.*auxiliary_losses=False"):
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+        with pytest.raises(ConfigError, match=r"moe_aux_loss_coeff=0\.3"):
+            session.score(SEQUENCES, grad=True)
+        session.model.config.moe_router_enable_expert_bias = True
+        with pytest.raises(ModelError, match="tokens are not counted for the bias"):
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), auxiliary_losses=False)
+        session.model.config.moe_router_enable_expert_bias = False
+        session.zero_grad(torch.optim.SGD(session.model.parameters(), lr=0.1))
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), auxiliary_losses=False)
+
+
+# ------------------------------------------------------------------ steps
+
+TRAINERS = {
+    "plain": lambda: TorchTrainer(tiny_gpt(), smooth=True),
+    "torch DDP": lambda: TorchTrainer(tiny_gpt(), ddp=True, smooth=True),
+    "Megatron DDP": lambda: MegatronTrainer(tiny_gpt(), distributed=False, smooth=True),
+    "distributed optimizer": lambda: MegatronTrainer(tiny_gpt(), distributed=True, smooth=True),
+    "reduced and gathered in overlap": lambda: MegatronTrainer(tiny_gpt(), distributed=True, overlap=True, smooth=True),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_five_rounds_of_the_loop_train_as_a_plain_megatron_loop(name):
+    from megatron.core.distributed import finalize_model_grads
+
+    ours, plain = TRAINERS[name](), TRAINERS[name]()
+    is_megatron = isinstance(plain, MegatronTrainer)
+    session = make_session([ours.model])
+    for step in range(5):
+        sequences = sequences_of([14, 14, 9, 9, 9, 5], seed=step)
+        plain.model.train()
+        with cpu_shim(4):
+            want = megatron_backward(
+                plain.model, sequences, GROUPS, finalize=finalize_model_grads if is_megatron else None
+            )
+            norm = torch.cat([grad.flatten() for grad in gradients(plain.model).values()]).norm()
+            plain.optimizer.step()
+            plain.optimizer.zero_grad()
+            if is_megatron:
+                plain.model.zero_grad_buffer()
+        with session.generating() as roll:
+            roll.generate(prompts(), PARAMS)
+        with cpu_shim(4), session.training():
+            report = session.score_and_backward(sequences, loss_over(sequences), micro_batch_tokens=LIMIT)
+            done = session.step(ours.optimizer)
+        assert report.loss == pytest.approx(want, rel=1e-3 if "bf16" in name else 1e-6)
+        assert done.update_successful and done.weight_version == session.weight_version == step + 1
+        assert done.grad_norm == pytest.approx(float(norm), rel=1e-3 if "bf16" in name else 1e-5)
+        assert not any(grad.any() for grad in gradients(session.model).values())
+    with session.generating():
+        session.engine.verify_weights()
+    got, wanted = (dict(trainer.model.named_parameters()) for trainer in (ours, plain))
+    assert_equal(got, wanted, tolerance=1e-2 if "bf16" in name else 1e-5)
+
+
+def test_data_parallel_ranks_reduce_once_however_many_micro_batches():
+    ddp = torch.nn.parallel.DistributedDataParallel(tiny_gpt())
+    reduced: list[int] = []
+
+    def count(_, bucket):  # torch reads annotations, and takes none that are text
+        reduced.append(bucket.index())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp.register_comm_hook(None, count)
+    session = make_session(ddp)
+    with session.training():
+        for limit in (LIMIT, LIMIT, 8192):  # torch's DDP settles its buckets in the first
+            reduced.clear()
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=limit)
+            assert sorted(reduced) == list(range(len(reduced))) and reduced
+
+
+def test_a_step_that_the_optimizer_skips_leaves_the_version():
+    trainer = TRAINERS["Megatron DDP"]()
+    session = make_session(trainer.model)
+    trainer.optimizer.step = lambda: (False, None, None)
+    with cpu_shim(4), session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+        report = session.step(trainer.optimizer)
+    assert not report.update_successful and report.grad_norm is None and report.weight_version == 0
+    assert not any(grad.any() for grad in gradients(session.model).values())
+
+
+def test_the_optimizers_loss_scale_multiplies_all_gradients():
+    model, twin = (tiny_gpt(**EXPERTS) for _ in range(2))
+    for one in (model, twin):
+        one.config.grad_scale_func = lambda loss: loss * 64.0
+    session = make_session(model)
+    with session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
+    megatron_backward(twin.train(), SEQUENCES, GROUPS)
+    assert_equal(gradients(model), gradients(twin), tolerance=1e-4)
+
+
+# ------------------------------------------------------------------ errors
+
+
+def test_training_calls_belong_into_training():
+    session = make_session(tiny_gpt())
+    optimizer = torch.optim.SGD(session.model.parameters(), lr=0.1)
+    for block in (session.generating, session.scoring):
+        with block(), pytest.raises(WrongState, match="within training"):
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+    with pytest.raises(WrongState, match=r"step\(\) in no block"):
+        session.step(optimizer)
+    assert session.weight_version == 0
+
+
+def test_an_error_in_the_loss_leaves_the_session_usable():
+    model = tiny_gpt(**DROPOUT).train()
+    session, optimizer = make_session(model), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def breaks(scores: list[torch.Tensor], indices: list[int]) -> torch.Tensor:
+        if 5 in indices:
+            raise KeyError("reward")
+        return torch.cat(scores).sum()
+
+    with session.training():
+        with pytest.raises(KeyError, match="reward") as caught:
+            session.score_and_backward(SEQUENCES, breaks, micro_batch_tokens=LIMIT)
+        assert "failed in micro-batch 3 of 3" in caught.value.__notes__[0]
+        assert model.training and model.config.hidden_dropout == 0.3
+        with pytest.raises(WrongState, match=r"incomplete gradients.*micro-batch 3 of 3.*zero_grad"):
+            session.step(optimizer)
+        with pytest.raises(WrongState, match="incomplete gradients"):
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+        session.zero_grad(optimizer)
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
+        twin = tiny_gpt().train()
+        megatron_backward(twin, SEQUENCES, GROUPS)
+        assert_equal(gradients(model), gradients(twin))
+        assert session.step(optimizer).weight_version == 1
+    with session.generating() as roll:
+        assert len(roll.generate(prompts(), PARAMS)) == 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda scores, _: scores[0], r"shape \[13\] for sequences \[0, 1\]"),
+        (lambda scores, _: 1.0, "returned 1.0"),
+        (lambda scores, _: scores[0].detach().sum(), r"does not depend on the scores.*0 \* scores"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, message):
+    session = make_session(tiny_gpt())
+    with session.training(), pytest.raises(ConfigError, match=message):
+        session.score_and_backward(SEQUENCES, loss, micro_batch_tokens=LIMIT)
+
+
+def test_calls_that_cannot_give_the_trainers_gradients_are_refused():
+    session = make_session(tiny_gpt())
+    with session.training():
+        with pytest.raises(ConfigError, match=r"loss is a Tensor; .* function of \(scores, indices\)"):
+            session.score_and_backward(SEQUENCES, torch.zeros(()))
+        with pytest.raises(ConfigError, match="without sequences"):
+            session.score_and_backward([], loss_over([]))
+        session.model.config.calculate_per_token_loss = True
+        with pytest.raises(ConfigError, match="calculate_per_token_loss=True: gradients are"):
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+    overlapped = TRAINERS["reduced and gathered in overlap"]()
+    session = make_session(overlapped.model)
+    with cpu_shim(4), session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+        with pytest.raises(WrongState, match=r"twice before step.*all sequences in one call"):
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+        session.step(overlapped.optimizer)
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+
+
+def test_a_late_backward_that_would_recompute_another_forward_is_refused():
+    session = make_session(tiny_gpt(**FULL, **DROPOUT).train())
+    with session.training(), pytest.raises(ConfigError, match=r"dropout of 0.3 is on again.*score_and_backward"):
+        session.score(SEQUENCES, grad=True)
+    session = make_session(tiny_gpt(**FULL))
+    with pytest.raises(ConfigError, match=r"eval mode by then; call model\.train"):
+        session.score(SEQUENCES, grad=True)
+    with session.generating(), pytest.raises(ConfigError, match=r"within generating\(\)"):
+        session.score(SEQUENCES, grad=True)
+
+
+def test_a_model_in_eval_mode_within_a_new_wrapper_is_put_into_train_mode():
+    trainer = MegatronTrainer(tiny_gpt(**EXPERTS), distributed=False)
+    assert trainer.model.training and not trainer.model.module.training
+    session = make_session(trainer.model)
+    with cpu_shim(4), session.training():
+        report = session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+    assert "z_loss" in report.auxiliary_losses
+    assert trainer.model.training and not trainer.model.module.training
+
+
+def test_a_module_that_is_in_eval_mode_by_the_trainers_wish_stays_so():
+    model = tiny_gpt(**EXPERTS).train()
+    model.decoder.layers[0].mlp.router.eval()
+    session = make_session(model)
+    with session.training():
+        report = session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+    assert report.auxiliary_losses["z_loss"][0] == 0 < report.auxiliary_losses["z_loss"][1]
+    assert not model.decoder.layers[0].mlp.router.training
+
+
+def test_stock_modules_on_a_cpu_name_the_remedy():
+    session = make_session(tiny_gpt(spec=stock_spec))
+    with pytest.raises(ModelError, match=r"with_inference\(spec\).*batch_invariant=True"):
+        session.score(SEQUENCES)
+    exact = make_session(tiny_gpt(spec=stock_spec), settings={"batch_invariant": True})
+    twin = make_session(tiny_gpt(), settings={"batch_invariant": True})
+    for got, want in zip(exact.score(SEQUENCES), twin.score(SEQUENCES), strict=True):
+        assert torch.equal(got, want)

@@ -1,0 +1,111 @@
+"""Megatron's own training step with the loss of a test, to compare a session's with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from session_case import VOCAB
+
+from megatron_infer.testing.cpu_shim import cpu_shim
+
+Batch = list[list[int]]
+
+
+def sequences_of(lengths: Sequence[int], seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def weights_of(sequences: Batch) -> list[torch.Tensor]:
+    """An advantage for each token that is scored."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(len(sequence) - 1, generator=generator) for sequence in sequences]
+
+
+def loss_over(sequences: Batch) -> Any:
+    """loss(scores, indices): the mean over all sequences of their weighted log probabilities."""
+    weights = weights_of(sequences)
+
+    def loss(scores: list[torch.Tensor], indices: list[int]) -> torch.Tensor:
+        return -sum((weights[i] * s).sum() for i, s in zip(indices, scores, strict=True)) / len(sequences)
+
+    return loss
+
+
+def megatron_backward(
+    chain: Any, sequences: Batch, groups: Sequence[Sequence[int]], *, finalize: Any = None, temperature: float = 1.0
+) -> float:
+    """megatron-core's schedule over micro-batches (groups of indices) of the model's whole logits -> sum of the losses.
+
+    chain: the model in its wrappers, in train mode. finalize: as config.finalize_model_grads_func.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    loss, found = loss_over(sequences), []
+    config = chain.config if hasattr(chain, "config") else chain.module.config
+
+    def forward_step(batches: Iterator[Sequence[int]], model: Any) -> Any:
+        indices = list(next(batches))
+        length = max(len(sequences[i]) for i in indices)
+        ids = torch.zeros(len(indices), length, dtype=torch.int64)
+        padding = torch.zeros(len(indices), length, dtype=torch.bool)
+        for row, index in enumerate(indices):
+            ids[row, : len(sequences[index])] = torch.tensor(sequences[index])
+            padding[row, len(sequences[index]) :] = True
+        mask = {"padding_mask": padding} if padding.any() and config.num_moe_experts else {}
+        out = model(ids, torch.arange(length)[None].expand(len(indices), -1), None, **mask)
+
+        def loss_of(logits: torch.Tensor) -> Any:
+            if config.tensor_model_parallel_size > 1:
+                from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+                logits = gather_from_tensor_model_parallel_region(logits)
+            logprobs = torch.log_softmax(logits.float() / temperature, -1)
+            scores = [
+                logprobs[row, : len(sequences[i]) - 1].gather(-1, ids[row, 1 : len(sequences[i]), None]).squeeze(-1)
+                for row, i in enumerate(indices)
+            ]
+            value = loss(scores, indices)
+            found.append(value.item())
+            return value * len(groups), {}
+
+        return out, loss_of
+
+    config.finalize_model_grads_func = finalize
+    config.no_sync_func = getattr(chain, "no_sync", None)
+    lengths = {(len(group), max(len(sequences[i]) for i in group)) for group in groups}
+    config.variable_seq_lengths = len(lengths) > 1
+    try:
+        with cpu_shim(4):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(groups),
+                model=[chain],
+                num_microbatches=len(groups),
+                seq_length=max(length for _, length in lengths),
+                micro_batch_size=max(rows for rows, _ in lengths),
+                forward_only=False,
+            )
+    finally:
+        config.finalize_model_grads_func = config.no_sync_func = None
+        config.variable_seq_lengths = False
+    return sum(found)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of .grad or main_grad; zero where there is none."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+        found[name] = torch.zeros_like(parameter) if grad is None else grad.detach().clone()
+    return found
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, tolerance: float = 1e-6) -> None:
+    """tolerance: of each tensor's largest entry, which counts as 1 at least."""
+    assert list(got) == list(want)
+    for name in got:
+        atol = tolerance * max(1.0, float(want[name].abs().max()))
+        torch.testing.assert_close(got[name], want[name], atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
