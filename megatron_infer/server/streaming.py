@@ -33,7 +33,7 @@ class EventSender:
     async def send_all(self, items: AsyncGenerator[Any], *, deadline: float, call_id: str) -> None:
         """Send every item as an event, None as a comment; then [DONE].
 
-        An error of the generator is the last event, without [DONE]: nobody takes the stream for whole.
+        An error of the generator is the last event, without [DONE], which marks a whole stream.
 
         deadline: on the event loop's clock. The generator is closed in every case.
         """

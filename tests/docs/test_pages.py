@@ -82,6 +82,7 @@ def read(page: str, reader: Reader, level: Level) -> None:
 def reader(page, package, server, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")  # width of printed tables
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.chdir(tmp_path)
     fill(tmp_path, package, page)
