@@ -150,6 +150,7 @@ class ReplicaState:
             "running": len(self.running),
             "waiting": sum(not request.ended for request in self.backlog),
             "capacity": 0 if self.register is None else self.register.capacity,
+            "limit": 0 if self.register is None else self.limit,
             "free_rows": self.free_rows,
             "cached_blocks": 0 if self.view is None else len(self.view.table),
             "model": "" if self.register is None else self.register.model,

@@ -58,6 +58,7 @@ class ChatCompletions:
             prompt_ids,
             client.require_tokenizer(),
             body.messages,
+            limits=client.limits,
             tools=parsed.tools,
             call_format=parsed.call_format,
             variables=parsed.template,
@@ -65,12 +66,11 @@ class ChatCompletions:
             continue_final=bool(body.continue_final_message),
             keep_tokens=body.prevent_retokenization is not False,
         )
-        request = EngineRequest(prompt_ids=ids, params=params, cache_salt=body.cache_salt or "")
-        client.check_request(request)
+        requests = client.checked([EngineRequest(prompt_ids=ids, params=params, cache_salt=body.cache_salt or "")])
         parsed.prompt_end = await client.decode(ids[-NUM_PROMPT_END:], skip_special=False)
         splitters = [parsed.make_splitter() for _ in range(params.n)]
         reply = ChatReply(body, client.model_names[0], splitters, self._token_texts)
-        return await generate(client, [request], reply, stream=body.stream, abort_ids=(reply.id, call.id))
+        return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))
 
     def _apply_limits(self, body: ChatBody, values: dict[str, Any]) -> None:
         """Set max_tokens and logprobs in `values`. Raises ApiError 400."""

@@ -63,9 +63,7 @@ class Completions:
             body.prompt, field="prompt", add_special=body.add_special_tokens is not False
         )
         salt = body.cache_salt or ""
-        requests = [EngineRequest(prompt_ids=ids, params=params, cache_salt=salt) for ids in prompts]
-        for request in requests:
-            client.check_request(request)
+        requests = client.checked([EngineRequest(prompt_ids=ids, params=params, cache_salt=salt) for ids in prompts])
         echoed = await self._echoed(body, prompts) if body.echo else []
         reply = CompletionReply(body, client.model_names[0], requests, echoed, self._token_texts)
         return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))

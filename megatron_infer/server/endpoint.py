@@ -103,6 +103,7 @@ class Endpoint:
         if not data and self._optional_body:
             return self._decoder.decode(b"{}")
         request_body.check_content_type(headers.get(b"content-type"))
+        request_body.check_structure(data)
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

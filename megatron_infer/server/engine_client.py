@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -26,8 +25,10 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.server_meter import ServerMeter
+from megatron_infer.server import call_limits
+from megatron_infer.server.call_limits import EngineLimits
 from megatron_infer.server.detokenize import OutputDetokenizer
-from megatron_infer.server.http_errors import ApiError, bad_request, context_overflow, unavailable
+from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest, InFlightCall
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
@@ -46,15 +47,6 @@ class EngineProcesses(Protocol):
 
     def status(self) -> list[dict[str, Any]]:
         """Each engine's process: name, state, restarts, last exit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """Limits on requests: the smallest of all replicas'."""
-
-    max_length: int
-    """Tokens of prompt and output together."""
-    vocab_size: int
 
 
 class EngineClient:
@@ -153,6 +145,7 @@ class EngineClient:
             self._limits = EngineLimits(
                 max_length=min(one["max_sequence_length"] for one in limits),
                 vocab_size=min(one["vocab_size"] for one in limits),
+                num_at_once=sum(replica["limit"] for replica in self.stats["replicas"]),
             )
 
     async def _poll(self) -> None:
@@ -207,18 +200,17 @@ class EngineClient:
             message = f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check_request(self, request: EngineRequest, *, field: str = "prompt") -> None:
-        """Raises ApiError for a request that the engines would refuse. field: the body's field with the prompt."""
-        limits, num_prompt = self.limits, len(request.prompt_ids)
-        if num_prompt == 0:
-            raise bad_request("the prompt is empty (0 tokens); give at least one", field, "empty_prompt")
-        max_tokens = request.params.max_tokens
-        if num_prompt + (max_tokens or 1) > limits.max_length:
-            raise context_overflow(limits.max_length, num_prompt, max_tokens or 1, field=field)
-        wrong = next((i for i in request.prompt_ids if not 0 <= i < limits.vocab_size), None)
-        if wrong is not None:
-            message = f"token id {wrong} is outside the vocabulary (0 to {limits.vocab_size - 1})"
-            raise bad_request(message, field, "invalid_token_id")
+    def checked(self, requests: Sequence[EngineRequest], *, field: str = "prompt") -> Sequence[EngineRequest]:
+        """The requests of a call, bounded by `max_reply_bytes`. field: the body's field with the prompts.
+
+        Raises ApiError 400 for requests that the engines would refuse, or could never take.
+        """
+        limits, settings = self.limits, self.settings
+        call_limits.check_num_requests(len(requests), limits, settings.max_queue, field=field)
+        for request in requests:
+            call_limits.check_prompt(request.prompt_ids, request.params.max_tokens, limits, field=field)
+            call_limits.check_num_ids(request.params, limits)
+        return call_limits.within_reply(requests, limits, settings.max_reply_bytes)
 
     @asynccontextmanager
     async def submit(
@@ -266,25 +258,33 @@ class EngineClient:
             raise bad_request("this model has no tokenizer: give prompts as token ids", "prompt", "no_tokenizer")
         return self.tokenizer
 
-    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        tokenizer = self.require_tokenizer()
-        return await self.run_in_thread(tokenizer.encode, text, add_special=add_special)
+    async def encode(self, text: str, *, field: str = "prompt", add_special: bool = True) -> list[int]:
+        """Raises ApiError 400 for a text far beyond the context length."""
+        encode = call_limits.encode_within
+        tokenizer, limits = self.require_tokenizer(), self.limits
+        return await self.run_in_thread(encode, tokenizer, text, limits, field=field, add_special=add_special)
 
     async def encode_prompts(self, given: Any, *, field: str, add_special: bool = True) -> list[list[int]]:
         """A body's text, token ids, or list of either -> the token ids of each prompt. Raises ApiError 400."""
         if isinstance(given, str):
             given = [given]
+        limit = self.settings.max_prompts
+        if isinstance(given[0], int):
+            call_limits.check_num_tokens(len(given), self.limits, field=field)
+        elif len(given) > limit:
+            raise bad_request(f"{field} holds {len(given):,} prompts, the limit is {limit:,} (max_prompts)", field)
         kinds = {type(item) for item in given}
         if len(kinds) > 1:
             raise bad_request(f"{field} mixes texts and token ids or lists of them; give one, not a mixture", field)
         if kinds == {int}:
             return [list(given)]
-        limit = self.settings.max_prompts
-        if len(given) > limit:
-            raise bad_request(f"{field} holds {len(given):,} prompts, the limit is {limit:,} (max_prompts)", field)
-        if kinds == {str}:
-            return [await self.encode(text, add_special=add_special) for text in given]
-        return [list(ids) for ids in given]
+        if kinds == {list}:
+            call_limits.check_num_tokens(max(map(len, given)), self.limits, field=field)
+            return [list(ids) for ids in given]
+        tokenizer = self.require_tokenizer()
+        for text in given:
+            call_limits.check_num_chars(len(text), self.limits, tokenizer, field=field)
+        return [await self.encode(text, field=field, add_special=add_special) for text in given]
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         tokenizer = self.require_tokenizer()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-for _needed in ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"):
+for _needed in ("starlette", "uvicorn", "httptools", "msgspec", "zmq", "prometheus_client"):
     if find_spec(_needed) is None:
         raise ModuleNotFoundError(f"the server needs {_needed}: pip install 'megatron-infer[server]'", name=_needed)
 
@@ -28,6 +28,7 @@ from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.server.app import Module, create_app
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import unavailable
+from megatron_infer.server.http_protocol import IDLE_TIMEOUT_S, Connections, protocol_of, raise_descriptor_limit
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import Supervisor
 from megatron_infer.text.tokenizer import Tokenizer
@@ -127,7 +128,10 @@ class HttpServer:
         ):
             exporter = _metrics_exporter(client, self._settings)
             self.metrics_url = getattr(exporter, "url", None)
-            server = _UvicornServer(_uvicorn_config(create_app(client, self._settings, modules=self._modules)))
+            limit = raise_descriptor_limit()
+            log.info("at most %d connections at once (the hard limit of open files)", limit)
+            app = create_app(client, self._settings, modules=self._modules)
+            server = _UvicornServer(_uvicorn_config(app, Connections(limit)))
             loop = asyncio.get_running_loop()
             self._running = (loop, server, client)
             if threading.current_thread() is threading.main_thread():
@@ -193,14 +197,15 @@ def _metrics_exporter(client: EngineClient, settings: ServerConfig) -> contextli
     return exporter
 
 
-def _uvicorn_config(app: Any) -> uvicorn.Config:
+def _uvicorn_config(app: Any, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=protocol_of(connections),
         log_config=None,
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=int(IDLE_TIMEOUT_S),
         timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
     )

@@ -43,6 +43,9 @@ class ServerConfig:
     """Most requests that wait for an engine; further ones are answered 429."""
     max_body_bytes: int = 8 << 20
     """Most bytes in a call's body."""
+    max_reply_bytes: int = 128 << 20
+    """Most bytes of a reply, or of all events of a stream, as estimated from prompts, n, max_tokens and log
+    probabilities; a call that may have more is answered 400."""
     max_prompts: int = 1024
     """Most prompts in one call."""
     max_n: int = 128
@@ -86,7 +89,15 @@ class ServerConfig:
         if self.prometheus_metrics_mode not in METRICS_MODES:
             message = unknown_name("prometheus_metrics_mode", self.prometheus_metrics_mode, METRICS_MODES)
             raise ConfigError(f"{message}; one of {', '.join(METRICS_MODES)}")
-        sizes = ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars")
+        sizes = (
+            "max_queue",
+            "max_body_bytes",
+            "max_reply_bytes",
+            "max_prompts",
+            "max_n",
+            "token_threads",
+            "max_stop_chars",
+        )
         for name in (*sizes, "max_schema_bytes", "max_schema_depth", "max_weight_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
