@@ -26,6 +26,8 @@ IDLE_TIMEOUT_S = 30.0
 """Most seconds without a byte between a reply and the next request."""
 MAX_PIPELINED = 16
 """Most requests of a connection that wait for the reply to the one before."""
+MAX_DESCRIPTORS = 1 << 20
+"""Of the process, where the system sets no limit."""
 SPARE_DESCRIPTORS = 64
 """Kept for everything that is no connection of a client: files, the coordinator, threads."""
 LOG_EVERY_S = 60.0
@@ -35,9 +37,12 @@ LOG_EVERY_S = 60.0
 def raise_descriptor_limit() -> int:
     """Raise the soft limit of open descriptors to the hard one -> how many connections there may be at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(1, hard - SPARE_DESCRIPTORS)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    most = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    return max(1, most - SPARE_DESCRIPTORS)
 
 
 class Connections:
@@ -93,13 +98,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None or self.transport.is_closing():
             return
-        if not self._in_head and (self.cycle is None or self.cycle.response_complete):
-            self._expect_head()
+        was_in_head = self._in_head
         super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and self._refusal is None:
-                self._end(_too_large(f"more than {MAX_HEAD_BYTES:,} bytes"))
+        if not self._in_head:
+            return
+        self._expect_head()
+        self._head_bytes += len(data) if was_in_head else 0  # else it may be the end of a body for the most part
+        if self._head_bytes > MAX_HEAD_BYTES and self._refusal is None:
+            self._end(_too_large(f"more than {MAX_HEAD_BYTES:,} bytes"))
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's reply to what is no HTTP, or to what a callback below has refused."""
@@ -126,7 +132,6 @@ class BoundedProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------------ refusals
 
     def _expect_head(self) -> None:
-        self._in_head, self._head_bytes = True, 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
 
@@ -138,7 +143,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        if not self.transport.is_closing():
+        if self._head_bytes == 0:  # a browser connects before it has a request
+            self.transport.close()
+        elif not self.transport.is_closing():
             self._end(ApiError(408, f"no request came within {HEAD_TIMEOUT_S:g} s", code="head_timeout"))
 
     def _refuse(self, error: ApiError) -> None:

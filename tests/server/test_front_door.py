@@ -1,0 +1,278 @@
+"""What strangers send: too much, too long, too slowly, under a false name. It is refused, and others go on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from contextlib import closing, suppress
+
+import pytest
+from server_case import post, serving, tokenizer, wait_for
+
+from megatron_infer.server import http_protocol
+from megatron_infer.testing.echo import EchoEngine
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+LENGTH = 2048
+"""Tokens of prompt and output that the engine of `case` holds."""
+
+
+@pytest.fixture(scope="module")
+def case():
+    with serving(EchoEngine(num_blocks=128, max_requests=4), max_queue=8, max_reply_bytes=1 << 20) as one:
+        yield one
+
+
+@pytest.fixture
+def counted(case, monkeypatch):
+    """Characters that the server has tokenized since the test began."""
+    seen, backend = [], tokenizer()
+    real = type(backend).encode
+    monkeypatch.setattr(
+        type(backend), "encode", lambda self, text, **how: (seen.append(len(text)), real(self, text, **how))[1]
+    )
+    return seen
+
+
+def connect(case):
+    connection = socket.create_connection(("127.0.0.1", case.port))
+    connection.settimeout(20)
+    return connection
+
+
+def reply_on(connection):
+    """The bytes until the server closes the connection."""
+    data = b""
+    with suppress(ConnectionResetError):  # it was closed while more was on its way
+        while piece := connection.recv(1 << 16):
+            data += piece
+    return data
+
+
+def refusal(case, path, body, *, status=400):
+    reply = post(case, path, **body)
+    assert reply.status_code == status, (reply.status_code, reply.text[:300])
+    return reply.json()["error"]
+
+
+# ---------------------------------------------------------------------- before anything is computed
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": "a" * 5_000_000, "max_tokens": 1}),
+        (COMPLETION, {"prompt": ["a", "b" * 5_000_000], "max_tokens": 1}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 5_000_000}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 2_500_000}] * 2}]}),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * (LENGTH + 1)}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": "a" * 5_000_000}}),
+        ("/v1/embeddings", {"input": "a" * 5_000_000}),
+        ("/tokenize", {"prompt": "a" * 5_000_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 5_000_000}]}),
+    ],
+)
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(case, counted, path, body):
+    error = refusal(case, path, body)
+    assert error["code"] == "context_length_exceeded" and not counted
+    assert f"{LENGTH:,} tokens" in error["message"]
+
+
+def test_text_far_beyond_the_context_costs_a_piece_of_it(case, counted):
+    text = "a" * (12 * LENGTH)  # the longest token has 12 characters, so that it might fit; it has a token for each
+    error = refusal(case, COMPLETION, {"prompt": text, "max_tokens": 1})
+    assert (
+        f"the first {8 * LENGTH:,} of your prompt's {len(text):,} characters are {8 * LENGTH:,} tokens"
+        in error["message"]
+    )
+    assert counted == [8 * LENGTH]
+    error = refusal(case, COMPLETION, {"prompt": "a" * LENGTH, "max_tokens": 1})
+    assert "your prompt has 2,048 tokens, and one more must fit" in error["message"]
+    assert post(case, COMPLETION, prompt="a" * (LENGTH - 1), max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETION, {"prompt": [1] * LENGTH, "max_tokens": 1}, "your prompt has 2,048 tokens"),
+        ("/detokenize", {"tokens": [1] * LENGTH}, "your prompt has 2,048 tokens"),
+        (COMPLETION, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(5000)}}, "the limit is 4,096"),
+        (COMPLETION, {"prompt": "a", "bad_token_ids": [1] * 5000}, "5,000 ids, the vocabulary has 1,000"),
+        (COMPLETION, {"prompt": "a", "allowed_token_ids": [1] * 300_000}, "300,000 entries, the limit is 262,144"),
+        (COMPLETION, {"prompt": [[1]] * 14, "max_tokens": 1}, "14 prompts, and at most 13 can be under way (5 at"),
+        (COMPLETION, {"prompt": "a", "max_tokens": 1000, "n": 100}, "3,200,000 bytes"),
+        (COMPLETION, {"prompt": "a", "max_tokens": 600, "logprobs": 20}, "the limit is 1,048,576 (max_reply_bytes)"),
+        (COMPLETION, {"prompt": [1] * 1500, "echo": True, "logprobs": 20, "max_tokens": 1}, "3,152,132 bytes"),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 4, "max_tokens": 500, "logprobs": True,
+                "top_logprobs": 10}, "the reply may have 2,264,000 bytes"),
+        (COMPLETION, {"prompt": "a", "guided_json": {"const": "a" * 70_000}}, "the limit is 65,536"),
+        (COMPLETION, {"prompt": "a", "guided_choice": ["a" * 70_000]}, "the limit is 65,536"),
+    ],
+)  # fmt: skip
+def test_lists_schemas_and_replies_are_bounded_by_their_figures(case, path, body, message):
+    assert message in refusal(case, path, body)["message"]
+
+
+def nested(depth):
+    schema = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("parameters", [nested(40), nested(450), {"const": "a" * 70_000}])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_schemas_of_tools_are_bounded_whether_calls_are_forced_or_not(case, parameters, choice):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    messages = [{"role": "user", "content": "a"}]
+    error = refusal(case, CHAT, {"messages": messages, "tools": [tool], "tool_choice": choice})
+    assert error["param"] == "tools"
+
+
+def test_reply_of_a_call_without_max_tokens_ends_at_the_limit(case):
+    asked = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "n": 4}
+    choices = post(case, CHAT, **asked).json()["choices"]
+    assert {len(one["logprobs"]["content"]) for one in choices} == {(1 << 20) // (4 * (32 + 21 * 100))}
+    assert {one["finish_reason"] for one in choices} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b'{"prompt": [' + b"1," * 1_200_000 + b"1]}", "about 1,200,000 JSON values, the limit is 1,048,576"),
+        (b'{"messages": [' + b'{"role":"user"},' * 200_000 + b"{}]}", "JSON fields, the limit is 131,072"),
+    ],
+)
+def test_body_that_takes_long_to_decode_is_refused_undecoded(case, body, what):
+    began = time.perf_counter()
+    reply = case.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 413 and what in reply.json()["error"]["message"]
+    assert time.perf_counter() - began < 1
+
+
+def test_recorded_traffic_is_readable_by_its_owner_alone_also_in_a_file_that_was_there(tmp_path):
+    path = tmp_path / "traffic.jsonl"
+    path.touch(mode=0o644)
+    with serving(record=str(path)) as case:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert post(case, COMPLETION, prompt=[1], max_tokens=1).status_code == 200
+        wait_for(lambda: path.read_text().count("\n") == 1)
+
+
+# ---------------------------------------------------------------------- before the key is looked at
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_protocol, "LOG_EVERY_S", 60.0)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70_000,
+        b"GET /" + b"a" * 70_000,
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"X%d: a\r\n" % i for i in range(300)),
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 60_000 + b"\r\n",
+    ],
+)
+def test_endless_head_is_answered_431_and_closed(case, head):
+    with closing(connect(case)) as connection:
+        with suppress(ConnectionError):  # closed before it was all sent
+            connection.sendall(head)
+        data = reply_on(connection)
+    assert not data or data.startswith(b"HTTP/1.1 431 "), data[:100]
+    if len(head) < 100_000:
+        assert json.loads(data.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+    assert case.http.get("/version").status_code == 200
+
+
+def test_large_head_and_many_headers_within_the_limits_are_served(case):
+    headers = {f"X-{i}": "a" for i in range(200)} | {"Cookie": "a" * 40_000}
+    assert case.http.get("/version", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /ver", b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_connection_without_a_whole_head_is_closed(case, quick, sent):
+    with closing(connect(case)) as connection:
+        connection.sendall(sent)
+        began = time.monotonic()
+        stop = threading.Event()
+
+        def drip():
+            while sent and not stop.wait(0.05):
+                try:
+                    connection.sendall(b"a")  # bytes that come one by one do not prolong it
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        data = reply_on(connection)
+        stop.set()
+        thread.join()
+        assert 0.1 < time.monotonic() - began < 5
+    assert data.startswith(b"HTTP/1.1 408 ") if sent else data == b""
+
+
+def test_half_a_head_behind_a_reply_is_closed(case, quick):
+    with closing(connect(case)) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /ver")
+        data = reply_on(connection)
+    assert data.startswith(b"HTTP/1.1 200 ") and b"HTTP/1.1 408 " in data
+
+
+def test_slow_reply_is_not_taken_for_a_slow_head(quick):
+    with serving(EchoEngine(step_s=0.05)) as case:
+        reply = post(case, COMPLETION, prompt=[1, 2], max_tokens=20)
+        assert reply.status_code == 200 and len(reply.json()["choices"][0]["text"].split()) == 20
+
+
+def test_pipelined_requests_are_answered_in_order_and_bounded(case):
+    one = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with closing(connect(case)) as connection:
+        connection.sendall(one * 10 + one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        assert reply_on(connection).count(b"HTTP/1.1 200 ") == 11
+    with closing(connect(case)) as connection:
+        connection.sendall(one * 500)
+        assert reply_on(connection).count(b"HTTP/1.1 200 ") <= 20
+
+
+def test_connections_beyond_the_limit_get_503_old_ones_go_on_and_one_line_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(http_protocol, "raise_descriptor_limit", lambda: 6)
+    from megatron_infer.server import http_server
+
+    monkeypatch.setattr(http_server, "raise_descriptor_limit", lambda: 6)
+    with serving() as case, caplog.at_level(logging.WARNING, "megatron_infer.server"):
+        assert case.http.get("/version").status_code == 200  # its connection stays open
+        idle = [connect(case) for _ in range(5)]
+        wait_for(lambda: len(case.server._running[1].server_state.connections) == 6)
+        for _ in range(3):
+            with closing(connect(case)) as refused:
+                refused.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert reply_on(refused).startswith(b"HTTP/1.1 503 ")
+        assert case.http.get("/version").status_code == 200
+        for one in idle:
+            one.close()
+        wait_for(lambda: len(case.server._running[1].server_state.connections) == 1)
+        with closing(connect(case)) as again:
+            again.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert reply_on(again).startswith(b"HTTP/1.1 200 ")
+    assert len([one for one in caplog.records if "connections are open" in one.getMessage()]) == 1
+
+
+def test_descriptors_are_raised_to_the_hard_limit(monkeypatch):
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        allowed = http_protocol.raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(limits[1], 1 << 20)
+        assert allowed == min(limits[1], 1 << 20) - 64
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
