@@ -2,7 +2,7 @@
 
 create_app                          each module of MODULES registers its operations and fields in Routes
     |
-Middleware                          request id, API key, log line, metrics
+Middleware                          request id, Host, API key, log line, metrics
     |  TrafficLog                   only with `record`
 Starlette, Endpoint                 path and method; body read and checked; client's disconnect watched
     |  Call

@@ -276,3 +276,96 @@ def test_descriptors_are_raised_to_the_hard_limit(monkeypatch):
         assert allowed == min(limits[1], 1 << 20) - 64
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+# ---------------------------------------------------------------------- under a false name
+
+
+NAMES = [
+    # (Host, whether a server without options and key answers)
+    ("127.0.0.1:80", True),
+    ("127.0.0.1", True),
+    ("127.5.5.5", True),
+    ("192.0.2.7:8000", True),
+    ("[::1]:8000", True),
+    ("localhost:8000", True),
+    ("LOCALHOST.", True),
+    (socket.gethostname(), True),
+    ("127.evil.example", False),
+    ("127.0.0.1.evil.example", False),
+    ("localhost.evil.example", False),
+    ("evil.example", False),
+    ("evil.example:8000", False),
+    ("evil.example@127.0.0.1", False),
+    ("127.1", False),
+    ("2130706433", False),
+    ("::1", False),
+    ("", False),
+]
+ROUTES = [("GET", "/health"), ("GET", "/v1/status"), ("GET", "/metrics"), ("GET", "/"), ("POST", COMPLETION)]
+
+
+@pytest.mark.parametrize(("host", "is_served"), NAMES)
+def test_host_is_checked_by_address_on_every_route(case, host, is_served):
+    for method, path in ROUTES:
+        body = {"prompt": [1], "max_tokens": 1} if method == "POST" else None
+        reply = case.http.request(method, path, json=body, headers={"Host": host})
+        assert reply.status_code == (200 if is_served else 403), (host, path, reply.text[:200])
+        if not is_served:
+            assert reply.json()["error"]["code"] == "host_not_allowed" and "--allowed-host" in reply.text
+
+
+def test_call_without_host_is_a_programs(case):
+    with closing(connect(case)) as connection:
+        connection.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+        assert b" 200 " in reply_on(connection)
+
+
+def test_allowed_hosts_are_options_and_a_key_takes_the_place_of_names():
+    with serving(allowed_host=("Infer.example", "b.example")) as case:
+        for host, status in (("infer.example:80", 200), ("B.example", 200), ("evil.example", 403)):
+            assert case.http.get("/version", headers={"Host": host}).status_code == status
+    with serving(api_key="k") as case:
+        assert case.http.get("/version", headers={"Host": "infer.example"}).status_code == 200
+        assert case.http.get("/v1/status", headers={"Host": "infer.example"}).status_code == 401
+    with serving(api_key="k", allowed_host=("infer.example",)) as case:
+        assert case.http.get("/version", headers={"Host": "evil.example"}).status_code == 403
+    with serving(allowed_host=("*",)) as case:
+        assert case.http.get("/version", headers={"Host": "evil.example"}).status_code == 200
+
+
+def test_control_without_key_answers_to_loopback_alone():
+    with serving(control=True) as case:
+        for host in [name for name, is_served in NAMES if not is_served] + ["192.0.2.7", socket.gethostname()]:
+            assert case.http.post("/pause?mode=keep", headers={"Host": host}).status_code == 403
+        assert case.http.get("/is_paused").json()["is_paused"] is False
+
+
+PAGE = "https://app.example"
+ASK = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-a"}
+
+
+def test_cors_is_off_by_default_and_open_to_the_origins_given(case):
+    for path in ("/version", COMPLETION):
+        replies = [case.http.options(path, headers=ASK), case.http.get("/version", headers={"Origin": PAGE})]
+        assert not any(name.startswith("access-control") for one in replies for name in one.headers)
+    with serving(api_key="k", allow_origin=(PAGE,)) as shared:
+        asked = shared.http.options(COMPLETION, headers=ASK)
+        assert asked.status_code == 204 and asked.headers["access-control-allow-origin"] == PAGE
+        assert asked.headers["access-control-allow-headers"] == "authorization, x-a"
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        for key, status in (("k", 200), ("wrong", 401)):  # the page can read errors, too
+            headers = {"Origin": PAGE, "Authorization": f"Bearer {key}"}
+            reply = shared.http.post(COMPLETION, json={"prompt": [1], "max_tokens": 1}, headers=headers)
+            assert reply.status_code == status and reply.headers["access-control-allow-origin"] == PAGE
+            assert reply.headers["vary"] == "origin"
+        other = shared.http.options(COMPLETION, headers=ASK | {"Origin": "https://evil.example"})
+        assert other.status_code == 401 and "access-control-allow-origin" not in other.headers
+    with serving(allow_origin=("*",), control=True) as shared:
+        assert shared.http.get("/version", headers={"Origin": PAGE}).headers["access-control-allow-origin"] == PAGE
+        reply = shared.http.post("/pause?mode=keep", headers={"Origin": PAGE})
+        assert reply.status_code == 403, "control is for origins that are named"
+    with serving(allow_origin=(PAGE,), control=True) as shared:
+        headers = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
+        assert shared.http.post("/pause?mode=keep", headers=headers).status_code == 200
+        assert shared.http.post("/resume", headers=headers).status_code == 200
