@@ -126,6 +126,9 @@ class CoordinatorConnection:
         while True:
             now = time.monotonic()
             if now >= next_beat:
+                late = now - next_beat - self._heartbeat_s
+                if next_beat and late > 0:  # this process did not run: what came meanwhile has not been read yet
+                    self._last_heard += late
                 self._beat(dealer, now)
                 next_beat = now + self._heartbeat_s
             stopping = self._stopping  # read before the flush, so that messages queued before the stop are sent

@@ -99,8 +99,9 @@ class CoordinatorCore:
                 state.last_heard += stalled
         for state in states:
             silent = now - state.last_heard
-            if silent > options.timeout_s:
-                self.unreachable(state.peer, f"it was silent for {silent:.1f} s (limit {options.timeout_s:g} s)")
+            limit = options.timeout_s if state.peer in self._replicas else options.client_timeout_s
+            if silent > limit:
+                self.unreachable(state.peer, f"it was silent for {silent:.1f} s (limit {limit:g} s)")
             elif silent > 1.5 * options.heartbeat_s:
                 self._send(state.peer, protocol.Ping())  # fails at once if the connection is gone
         self.broadcasts.tick(now)

@@ -28,7 +28,10 @@ class CoordinatorOptions:
     """Most replicas that a request is sent to: it may be what makes them fail."""
     heartbeat_s: float = 0.5
     timeout_s: float = 5.0
-    """Seconds of silence after which a replica or client counts as dead."""
+    """Seconds of silence after which a replica counts as dead; its requests go to others."""
+    client_timeout_s: float = 60.0
+    """Seconds of silence after which a client counts as dead, and its requests are aborted. A client that is gone shows
+    at once by its broken connection; one that is only busy finds its outputs when it reads again."""
     step_timeout_s: float | None = 600.0
     """Seconds in one step after which an engine counts as dead, despite its heartbeat. None: never."""
     max_message: int = MAX_MESSAGE
@@ -51,6 +54,8 @@ class CoordinatorOptions:
             raise ConfigError(
                 f"heartbeat_s is {self.heartbeat_s} and timeout_s {self.timeout_s}: two heartbeats must fit a timeout"
             )
+        if self.client_timeout_s < self.timeout_s:
+            raise ConfigError(f"client_timeout_s is {self.client_timeout_s}, less than timeout_s, {self.timeout_s}")
         if self.key is not None and not self.key:
             raise ConfigError("the key is empty; None means no key")
 

@@ -32,11 +32,14 @@ from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest, InFlightCall
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.process_memory import give_back
 
 T = TypeVar("T")
 
 POLL_S = 0.5
 """Seconds between two reports of the coordinator."""
+CLEAN_S, CLEAN_BUSY_S = 2.0, 300.0
+"""Seconds between two times that memory is given back, while no call is running and while some are."""
 
 
 class EngineProcesses(Protocol):
@@ -67,7 +70,7 @@ class EngineClient:
         """Names that requests may use; replies have the first one."""
         self.started = int(time.time())
         self.stats: dict[str, Any] = {}
-        """The coordinator's report, at most POLL_S old while `is_connected`."""
+        """The coordinator's last report; POLL_S old, or older while the coordinator or this process is busy."""
         self.is_connected = False
         self.meter = ServerMeter()
         self.admission_hooks: list[Callable[[], Awaitable[None]]] = []
@@ -80,6 +83,8 @@ class EngineClient:
         self._idle.set()
         self._threads = ThreadPoolExecutor(settings.token_threads, thread_name_prefix="megatron-infer-text")
         self._detokenizer = None if tokenizer is None else OutputDetokenizer(tokenizer, self.run_in_thread)
+        self._was_busy = False
+        """Whether calls have run since memory was given back."""
         self._polling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> EngineClient:
@@ -110,12 +115,16 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """ "ok", "loading" (no replica serves now), "draining" or "failed"."""
+        """ "ok", "loading" (the first replica, or one that was started again), "unavailable" (none serves now),
+        "draining" or "failed"."""
         if self._is_draining:
             return "draining"
         if self.failure is not None:
             return "failed"
-        return "ok" if self.replicas else "loading"
+        if self.replicas:
+            return "ok"
+        is_loading = self._limits is None or any(worker["state"] == "starting" for worker in self.workers)
+        return "loading" if is_loading else "unavailable"
 
     @property
     def limits(self) -> EngineLimits:
@@ -130,12 +139,15 @@ class EngineClient:
         return None if self._limits is None else self._limits.max_length
 
     async def refresh(self) -> None:
-        """Ask the coordinator for its report; afterwards `stats` is current or `is_connected` is False."""
+        """Ask the coordinator for its report. One that is late leaves `stats` as they are: the connection finds out
+        whether the coordinator is gone."""
         try:
             async with asyncio.timeout(2.0):
                 self.stats = await self.coordinator.stats()
             self.is_connected = True
-        except (InferenceError, TimeoutError):
+        except TimeoutError:
+            return
+        except InferenceError:
             self.is_connected = False
             self.meter.update(None, self.workers)
             return
@@ -149,8 +161,13 @@ class EngineClient:
             )
 
     async def _poll(self) -> None:
+        cleaned = time.monotonic()
         while True:
             await self.refresh()
+            is_due = time.monotonic() - cleaned > CLEAN_S
+            if self._was_busy and ((is_due and not self._calls) or time.monotonic() - cleaned > CLEAN_BUSY_S):
+                give_back()
+                self._was_busy, cleaned = bool(self._calls), time.monotonic()
             if (failure := self.failure) is not None:
                 self.fail_all(protocol.ReplicaLost(failure))
             await asyncio.sleep(POLL_S if self._limits is not None else POLL_S / 5)
@@ -237,6 +254,7 @@ class EngineClient:
             detokenizer=self._detokenizer,
         )
         self._calls.add(call)
+        self._was_busy = True
         self._idle.clear()
         try:
             async with call:

@@ -32,6 +32,7 @@ from megatron_infer.server.http_protocol import IDLE_TIMEOUT_S, Connections, pro
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import Supervisor
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.process_memory import full_collections_by_hand
 
 log = logging.getLogger("megatron_infer.server")
 
@@ -111,7 +112,7 @@ class HttpServer:
 
     def run(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
         """`serve` on an event loop of its own: uvloop's where it is installed, which sends small events faster."""
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with full_collections_by_hand(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(self.serve(listening, on_ready=on_ready))
 
     async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
@@ -150,7 +151,7 @@ class HttpServer:
             self._running[0].call_soon_threadsafe(self._shut_down)
 
     async def _wait_ready(self, server: _UvicornServer, client: EngineClient, on_ready: Callable[[], None]) -> None:
-        while client.state == "loading":
+        while client.state in ("loading", "unavailable"):
             await asyncio.sleep(0.05)
         if client.state == "ok":
             on_ready()

@@ -186,12 +186,18 @@ def test_coordinator_that_was_stopped_itself_removes_no_peer():
     assert world.core.knows(b"one") and world.core.knows(b"client")
 
 
-def test_silent_client_is_removed_and_its_requests_are_cancelled():
-    world = World()
+def test_silent_client_keeps_its_requests_for_long_and_then_they_are_cancelled():
+    world = World(client_timeout_s=30.0)
     world.client()
     incarnation = world.replica(b"one")
     world.submit(1)
-    world.pass_time(3.0, beats=[(b"one", incarnation)])
+    world.pass_time(29.0, beats=[(b"one", incarnation)])  # over ten times a replica's timeout
+    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([1, 2]), "")
+    world.take(b"client")
+    world.core.receive(b"one", protocol.Output(run.number, incarnation, [piece], False))
+    assert [m.pieces for m in world.take(b"client")] == [[piece]], "what it reads when it is back"
+    world.pass_time(2.0, beats=[(b"one", incarnation)])
     assert not world.core.knows(b"client")
     assert [m.silent for m in world.take(b"one") if isinstance(m, protocol.Cancel)] == [True]
     world.core.check()
@@ -326,6 +332,7 @@ def test_idle_replica_takes_requests_that_wait_for_a_full_one():
         ({"alpha": 2.0}, "alpha is 2"),
         ({"max_queue": 0}, "max_queue is 0"),
         ({"heartbeat_s": 3.0}, "two heartbeats"),
+        ({"client_timeout_s": 1.0}, "client_timeout_s is 1.0, less than timeout_s, 2.0"),
         ({"key": b""}, "key is empty"),
     ],
 )
