@@ -19,7 +19,7 @@ from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts
-from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Text, TokenId, TokenIds
+from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Penalty, Text, TokenId, TokenIds
 from megatron_infer.server.reply_fields import version_spans_of
 from megatron_infer.server.sampling_fields import check_limit, check_lists, params_from
 from megatron_infer.server.structured_outputs import StructuredOutputFields
@@ -44,7 +44,7 @@ class Sampling(Body):
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    repetition_penalty: Penalty | None = None
     logit_bias: dict[IdKey, Logit] | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[TokenId] | None = None
