@@ -50,14 +50,19 @@ class CoordinatorCore:
     def knows(self, peer: bytes) -> bool:
         return peer in self._clients or peer in self._replicas
 
-    def enter(self, peer: bytes, role: str, name: str) -> int:
+    def has_entered(self, peer: bytes, nonce: bytes) -> bool:
+        """Whether the hello with this nonce was accepted, and the peer is still here."""
+        state = self._clients.get(peer) or self._replicas.get(peer)
+        return state is not None and state.nonce == nonce
+
+    def enter(self, peer: bytes, role: str, name: str, nonce: bytes = b"") -> int:
         """Add a peer whose hello was accepted -> its incarnation. Its earlier incarnation is lost first."""
         self.unreachable(peer, "it said hello again")
         self._num_entered += 1
         if role == "client":
-            self._clients[peer] = ClientState(peer, name, self._clock())
+            self._clients[peer] = ClientState(peer, name, self._clock(), nonce)
         else:
-            self._replicas[peer] = ReplicaState(peer, name, self._num_entered, self._clock())
+            self._replicas[peer] = ReplicaState(peer, name, self._num_entered, self._clock(), nonce)
         return self._num_entered
 
     def unreachable(self, peer: bytes, why: str = "its connection is gone") -> None:

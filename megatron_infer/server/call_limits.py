@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.peers import caller_share
 from megatron_infer.server.http_errors import bad_request, context_overflow
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.text.tokenizer import Tokenizer
@@ -93,11 +94,12 @@ def check_prompt(ids: Sequence[int], max_tokens: int | None, limits: EngineLimit
 
 def check_num_requests(count: int, limits: EngineLimits, max_queue: int, *, field: str) -> None:
     """Raises ApiError 400 for a call whose requests cannot all be taken, however idle the engines are."""
-    most = limits.num_at_once + max_queue
+    share = caller_share(max_queue)
+    most = limits.num_at_once + share
     if count > most:
         message = (
             f"{field} holds {count:,} prompts, and at most {most:,} can be under way ({limits.num_at_once:,} at the "
-            f"engines, {max_queue:,} waiting: max_queue); send them in several calls"
+            f"engines, {share:,} waiting, which is a caller's share of max_queue, {max_queue:,}); send several calls"
         )
         raise bad_request(message, field, "too_many_prompts")
 

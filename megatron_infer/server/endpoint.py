@@ -33,6 +33,12 @@ class Call:
     id: str
     """X-Request-Id, sent by the client or made here."""
 
+    @property
+    def caller(self) -> str:
+        """The address it comes from."""
+        client = self.request.client
+        return "" if client is None else str(client.host)
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:

@@ -14,10 +14,12 @@ All methods run on one event loop; tokenization, chat templates and the detokeni
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +30,7 @@ from megatron_infer.metrics.server_meter import ServerMeter
 from megatron_infer.server import call_limits
 from megatron_infer.server.call_limits import EngineLimits
 from megatron_infer.server.detokenize import OutputDetokenizer
+from megatron_infer.server.endpoint import Call
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest, InFlightCall
 from megatron_infer.server.server_config import ServerConfig
@@ -50,6 +53,11 @@ class EngineProcesses(Protocol):
 
     def status(self) -> list[dict[str, Any]]:
         """Each engine's process: name, state, restarts, last exit."""
+
+
+def _salt(caller: str, salt: str, *, isolated: bool) -> str:
+    """The cache salt of a request: with its caller in it, where callers share no prefixes."""
+    return hashlib.blake2b(f"{caller}\n{salt}".encode(), digest_size=16).hexdigest() if isolated else salt
 
 
 class EngineClient:
@@ -217,8 +225,10 @@ class EngineClient:
             message = f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def checked(self, requests: Sequence[EngineRequest], *, field: str = "prompt") -> Sequence[EngineRequest]:
-        """The requests of a call, bounded by `max_reply_bytes`. field: the body's field with the prompts.
+    def checked(self, requests: Sequence[EngineRequest], call: Call, *, field: str = "prompt") -> list[EngineRequest]:
+        """The requests of a call, in its caller's name and bounded by `max_reply_bytes`.
+
+        field: the body's field with the prompts.
 
         Raises ApiError 400 for requests that the engines would refuse, or could never take.
         """
@@ -227,7 +237,12 @@ class EngineClient:
         for request in requests:
             call_limits.check_prompt(request.prompt_ids, request.params.max_tokens, limits, field=field)
             call_limits.check_num_ids(request.params, limits)
-        return call_limits.within_reply(requests, limits, settings.max_reply_bytes)
+        bounded = call_limits.within_reply(requests, limits, settings.max_reply_bytes)
+        caller, isolated = call.caller, settings.isolate_prefix_cache
+        return [
+            replace(one, caller=caller, call_id=call.id, cache_salt=_salt(caller, one.cache_salt, isolated=isolated))
+            for one in bounded
+        ]
 
     @asynccontextmanager
     async def submit(

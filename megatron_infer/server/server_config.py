@@ -48,6 +48,10 @@ class ServerConfig:
     """Most bytes in one body of new weights; send a larger update in several."""
     max_queue: int = 1024
     """Most requests that wait for an engine; further ones are answered 429."""
+    isolate_prefix_cache: bool = False
+    """Share cached prefixes among the requests of a caller (an address) only."""
+    show_cached_tokens: bool = False
+    """Say in `usage` how many prompt tokens came from the prefix cache, which tells a caller what others have sent."""
     max_body_bytes: int = 8 << 20
     """Most bytes in a call's body."""
     max_reply_bytes: int = 128 << 20

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import closing, suppress
 
+import httpx
 import pytest
 from server_case import post, serving, tokenizer, wait_for
 
@@ -369,3 +370,63 @@ def test_cors_is_off_by_default_and_open_to_the_origins_given(case):
         headers = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
         assert shared.http.post("/pause?mode=keep", headers=headers).status_code == 200
         assert shared.http.post("/resume", headers=headers).status_code == 200
+
+
+# ---------------------------------------------------------------------- beside others
+
+
+def asking_from(case, address):
+    """A client whose calls come from another address of this machine."""
+    return httpx.Client(base_url=case.url, transport=httpx.HTTPTransport(local_address=address), timeout=60)
+
+
+def test_a_call_of_many_prompts_does_not_stand_before_another_caller():
+    engine = EchoEngine(step_s=0.005, max_requests=4)
+    with serving(engine, max_queue=512) as case, asking_from(case, "127.0.0.2") as other:
+        done = []
+        prompts = [[i + 1] for i in range(400)]
+        batch = threading.Thread(
+            target=lambda: done.append(post(case, COMPLETION, prompt=prompts, max_tokens=8, temperature=0))
+        )
+        batch.start()
+        wait_for(lambda: case.coordinator.core.dispatch.num_waiting > 300)
+        began = time.monotonic()
+        assert other.post(COMPLETION, json={"prompt": [7], "max_tokens": 2}).status_code == 200
+        alone = time.monotonic() - began
+        assert case.coordinator.core.dispatch.num_waiting > 300, "it did not wait for the batch"
+        began = time.monotonic()
+        assert post(case, COMPLETION, prompt=[8], max_tokens=2).status_code == 200, "nor does another call of the same"
+        assert time.monotonic() - began < 20 * alone + 1
+        batch.join()
+        assert done[0].status_code == 200 and len(done[0].json()["choices"]) == 400
+
+
+def cached_tokens(client, **body):
+    prompt = list(range(1, 65))
+    reply = client.post(COMPLETION, json={"prompt": prompt, "max_tokens": 1, **body})
+    assert reply.status_code == 200, reply.text
+    return reply.json()["usage"]["prompt_tokens_details"]
+
+
+def test_what_others_have_sent_does_not_show_unless_asked_and_is_not_shared_if_isolated():
+    with serving() as case:
+        assert [cached_tokens(case.http) for _ in range(2)] == [None, None]
+    for isolated, shared in ((False, 48), (True, 0)):
+        options = {"show_cached_tokens": True, "isolate_prefix_cache": isolated}
+        with serving(**options) as case, asking_from(case, "127.0.0.2") as other:
+            assert [cached_tokens(case.http)["cached_tokens"] for _ in range(2)] == [0, 48]
+            assert cached_tokens(other)["cached_tokens"] == shared
+            assert cached_tokens(other)["cached_tokens"] == 48
+            assert cached_tokens(other, cache_salt="s")["cached_tokens"] == 0
+
+
+def test_health_says_what_the_process_knows_while_the_coordinator_is_busy():
+    with serving() as case:
+        assert case.http.get("/health").json()["status"] == "ok"
+        core = case.coordinator.core
+        real, core.stats = core.stats, lambda: time.sleep(3) or real()  # every report takes the coordinator 3 s
+        time.sleep(1.0)
+        began = time.monotonic()
+        replies = [case.http.get("/health") for _ in range(20)]
+        assert time.monotonic() - began < 2 and {one.json()["status"] for one in replies} == {"ok"}
+        core.stats = real

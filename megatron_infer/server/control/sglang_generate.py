@@ -125,6 +125,7 @@ class SglangGenerate:
                 EngineRequest(prompt_ids=prompt, params=params_from(await self._values(body, one)))
                 for prompt, one in zip(prompts, samplings, strict=True)
             ],
+            call,
             field=field,
         )
         if body.stream and (len(requests) > 1 or requests[0].params.n > 1):

@@ -83,7 +83,7 @@ class VllmGenerate:
         if body.stream and params.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs comes with whole replies only; give no stream: true", "prompt_logprobs")
         salt = body.cache_salt or ""
-        requests = client.checked([EngineRequest(prompt_ids=body.token_ids, params=params, cache_salt=salt)])
+        requests = client.checked([EngineRequest(prompt_ids=body.token_ids, params=params, cache_salt=salt)], call)
         reply = VllmReply(body, body.request_id or call.id, requests[0], self._machine)
         return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))
 
