@@ -255,6 +255,7 @@ class CoordinatorCore:
             **asdict(self.counts),
             "started": self._started,
             "waiting": self.dispatch.num_waiting,
+            "max_queue": self.options.max_queue,
             "clients": len(self._clients),
             "policy": None if router is None else router.policy.value,
             "alpha": None if router is None else router.alpha,

@@ -30,6 +30,8 @@ class EngineLimits:
     vocab_size: int
     num_at_once: int
     """Requests that the replicas take together, computed or next in line there."""
+    max_queue: int
+    """Requests that may wait at the coordinator."""
 
 
 def check_num_chars(num_chars: int, limits: EngineLimits, tokenizer: Tokenizer, *, field: str) -> None:
@@ -92,14 +94,14 @@ def check_prompt(ids: Sequence[int], max_tokens: int | None, limits: EngineLimit
         raise bad_request(message, field, "invalid_token_id")
 
 
-def check_num_requests(count: int, limits: EngineLimits, max_queue: int, *, field: str) -> None:
+def check_num_requests(count: int, limits: EngineLimits, *, field: str) -> None:
     """Raises ApiError 400 for a call whose requests cannot all be taken, however idle the engines are."""
-    share = caller_share(max_queue)
+    share = caller_share(limits.max_queue)
     most = limits.num_at_once + share
     if count > most:
         message = (
             f"{field} holds {count:,} prompts, and at most {most:,} can be under way ({limits.num_at_once:,} at the "
-            f"engines, {share:,} waiting, which is a caller's share of max_queue, {max_queue:,}); send several calls"
+            f"engines, {share:,} waiting: a caller's share of max_queue, {limits.max_queue:,}); send several calls"
         )
         raise bad_request(message, field, "too_many_prompts")
 

@@ -166,6 +166,7 @@ class EngineClient:
                 max_length=min(one["max_sequence_length"] for one in limits),
                 vocab_size=min(one["vocab_size"] for one in limits),
                 num_at_once=sum(replica["limit"] for replica in self.stats["replicas"]),
+                max_queue=self.stats["max_queue"],
             )
 
     async def _poll(self) -> None:
@@ -233,7 +234,7 @@ class EngineClient:
         Raises ApiError 400 for requests that the engines would refuse, or could never take.
         """
         limits, settings = self.limits, self.settings
-        call_limits.check_num_requests(len(requests), limits, settings.max_queue, field=field)
+        call_limits.check_num_requests(len(requests), limits, field=field)
         for request in requests:
             call_limits.check_prompt(request.prompt_ids, request.params.max_tokens, limits, field=field)
             call_limits.check_num_ids(request.params, limits)

@@ -203,6 +203,7 @@ def _uvicorn_config(app: Any, connections: Connections) -> uvicorn.Config:
         app,
         http=protocol_of(connections),
         log_config=None,
+        log_level="error",  # else a line for every piece of bad HTTP that a stranger sends
         access_log=False,
         lifespan="off",
         ws="none",

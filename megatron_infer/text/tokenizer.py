@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,11 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(id for id, token in added.items() if token.special)
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-        self.longest_token: int = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
+    def longest_token(self) -> int:
         """Characters of the longest token: no text of more than n times as many fits into n tokens."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def has_chat_template(self) -> bool:

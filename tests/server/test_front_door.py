@@ -103,7 +103,7 @@ def test_text_far_beyond_the_context_costs_a_piece_of_it(case, counted):
         (COMPLETION, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(5000)}}, "the limit is 4,096"),
         (COMPLETION, {"prompt": "a", "bad_token_ids": [1] * 5000}, "5,000 ids, the vocabulary has 1,000"),
         (COMPLETION, {"prompt": "a", "allowed_token_ids": [1] * 300_000}, "300,000 entries, the limit is 262,144"),
-        (COMPLETION, {"prompt": [[1]] * 14, "max_tokens": 1}, "14 prompts, and at most 13 can be under way (5 at"),
+        (COMPLETION, {"prompt": [[1]] * 14, "max_tokens": 1}, "14 prompts, and at most 12 can be under way (5 at"),
         (COMPLETION, {"prompt": "a", "max_tokens": 1000, "n": 100}, "3,200,000 bytes"),
         (COMPLETION, {"prompt": "a", "max_tokens": 600, "logprobs": 20}, "the limit is 1,048,576 (max_reply_bytes)"),
         (COMPLETION, {"prompt": [1] * 1500, "echo": True, "logprobs": 20, "max_tokens": 1}, "3,152,132 bytes"),
