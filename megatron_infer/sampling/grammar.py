@@ -90,7 +90,7 @@ class Grammars:
         if match.matcher.is_error():
             return _failed(match)
         params, vocabulary = request.params, self.cache.vocabulary
-        mask = np.zeros(-(-int(vocabulary.vocab_size) // 32), dtype=np.int32)
+        mask: np.ndarray = np.zeros(-(-int(vocabulary.vocab_size) // 32), dtype=np.int32)
         match.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if match.matcher.is_error():
             return _failed(match)

@@ -89,11 +89,13 @@ class GrammarCache:
             template = LLMatcher(self.vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
         except BaseException as error:  # a panic in the library is no Exception
             raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
-        probe = template if template.is_error() else template.deep_copy()
-        if not probe.is_error():
-            probe.compute_bitmask()  # its first step: references that go in a circle are found here
-        if probe.is_error():
-            raise RequestError(f"{wanted.kind}: {one_line(probe.get_error())}")
+        if template.is_error():
+            raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")
+        first = template.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            reason = one_line(first.get_error())
+            raise RequestError(f"{wanted.kind}: nothing can begin with it, as with references in a circle ({reason})")
         return template
 
 

@@ -164,7 +164,7 @@ AMBIGUOUS = "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(
 
 def test_schema_whose_references_go_in_a_circle_is_refused_before_it_is_queued():
     engine = make_engine()
-    with pytest.raises(RequestError, match="json_schema"):
+    with pytest.raises(RequestError, match="json_schema: nothing can begin with it, as with references in a circle"):
         engine.add_request([7], structured(json_schema=LOOP))
     assert not engine.has_unfinished()
 
