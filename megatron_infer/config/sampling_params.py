@@ -14,6 +14,9 @@ from megatron_infer.errors import RequestError, unknown_name
 
 MAX_N = 1024
 MAX_LOGPROBS = 100
+PENALTIES = (1e-3, 1e3)
+"""Bounds of repetition_penalty: what it makes of a logit stays far from the end of fp32."""
+MAX_BIAS = 1e6
 POOLINGS = ("last", "mean")
 _SWITCHES = (
     "ignore_eos",
@@ -49,13 +52,13 @@ class SamplingParams:
     min_p: float = 0.0
     """Draw among tokens at least min_p times as likely as the most likely one; 0: all."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output; 1: off."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output; 0.001 to 1000, 1: off."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the output; -2 to 2."""
     frequency_penalty: float = 0.0
     """Subtracted from the logits of tokens in the output, once per occurrence; -2 to 2."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id -> number added to its logit."""
+    """Token id -> number added to its logit, -1e6 to 1e6."""
     allowed_token_ids: Sequence[int] | None = None
     """Draw only these ids; None: all."""
     bad_token_ids: Sequence[int] | None = None
@@ -183,7 +186,7 @@ class SamplingParams:
         _int(self, "top_k", -1, None, "0 or -1 turns it off")
         _float(self, "top_p", 0.0, 1.0, "1 turns it off", low_open=True)
         _float(self, "min_p", 0.0, 1.0, "0 turns it off")
-        _float(self, "repetition_penalty", 0.0, None, "1 turns it off, more than 1 discourages", low_open=True)
+        _float(self, "repetition_penalty", *PENALTIES, "1 turns it off, more than 1 discourages")
         _float(self, "presence_penalty", -2.0, 2.0, "0 turns it off")
         _float(self, "frequency_penalty", -2.0, 2.0, "0 turns it off")
         if self.seed is not None:
@@ -277,6 +280,9 @@ def _bias(name: str, values: object) -> dict[int, float]:
             raise RequestError(
                 f"{name}[{token}] is a finite number, got {_show(value)}; to forbid a token use bad_token_ids"
             )
+        if abs(_as_float(value)) > MAX_BIAS:
+            text = f"{name}[{token}] is between -{MAX_BIAS:g} and {MAX_BIAS:g}, got {_show(value)}"
+            raise RequestError(f"{text}; 100 decides as much")
         bias[token] = float(value)
     return bias
 

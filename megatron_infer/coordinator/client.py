@@ -206,7 +206,16 @@ class _Session:
         if self._failure is not None:
             raise self._failure
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None, stream: bool, sink: Sink) -> int:
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        stream: bool,
+        sink: Sink,
+        *,
+        caller: str = "",
+        call: str = "",
+    ) -> int:
         text, ids, salt = self._parsed(prompt)
         values = {name: value for name, value in (params or SamplingParams()).to_dict().items() if value is not None}
         if params is not None and params.max_tokens is None:
@@ -216,7 +225,8 @@ class _Session:
         with self._lock:
             self._num_ids += 1
             data = None if ids is None else protocol.ids_to_bytes(ids)
-            submit = protocol.Submit(self._num_ids, data, text if ids is None else None, salt, values, seed, stream)
+            text_sent = text if ids is None else None
+            submit = protocol.Submit(self._num_ids, data, text_sent, salt, values, seed, stream, caller, call)
             self._receivers[submit.id] = _Receiver(submit, text, sink)
         try:
             self.connection.send(submit)
@@ -464,13 +474,15 @@ class AsyncInferenceClient:
         sink: Sink,
         *,
         stream: bool,
+        caller: str = "",
+        call: str = "",
     ) -> int:
-        """Submit one request -> its number, for `end`.
+        """Submit one request -> its number, for `end`. caller, call: see `protocol.Submit`.
 
         Its cumulative outputs (only the last one unless `stream`), or its error, are passed to `sink` on a thread of
         the client, which it must not block. Raises as `ready` does.
         """
-        return self._session.submit(prompt, params, stream, sink)
+        return self._session.submit(prompt, params, stream, sink, caller=caller, call=call)
 
     def end(self, number: int) -> None:
         """Abort a request of `begin`; does nothing if it has ended."""

@@ -126,6 +126,9 @@ class CoordinatorConnection:
         while True:
             now = time.monotonic()
             if now >= next_beat:
+                late = now - next_beat - self._heartbeat_s
+                if next_beat and late > 0:  # this process did not run: what came meanwhile has not been read yet
+                    self._last_heard += late
                 self._beat(dealer, now)
                 next_beat = now + self._heartbeat_s
             stopping = self._stopping  # read before the flush, so that messages queued before the stop are sent
@@ -148,7 +151,7 @@ class CoordinatorConnection:
     def _beat(self, dealer: zmq.Socket[bytes], now: float) -> None:
         if not self.welcomed.is_set():
             if now - self._last_hello >= HELLO_INTERVAL_S:
-                self._hello(dealer)
+                self._hello(dealer, is_repeated=bool(self._nonce))
         elif now - self._last_heard > self._timeout_s:
             silent = now - self._last_heard
             self._lose(protocol.ConnectionLost(f"the coordinator at {self.address} was silent for {silent:.1f} s"))
@@ -163,9 +166,11 @@ class CoordinatorConnection:
             frames = [self._outbox.popleft() for _ in range(min(len(self._outbox), 256))]
             dealer.send_multipart(frames)
 
-    def _hello(self, dealer: zmq.Socket[bytes]) -> None:
+    def _hello(self, dealer: zmq.Socket[bytes], *, is_repeated: bool = False) -> None:
+        """is_repeated: the last one has not been answered with a welcome; the answers to both are the same."""
         self._last_hello = self._last_heard = time.monotonic()
-        self._nonce, self._challenge = protocol.new_nonce(), b""
+        if not is_repeated:
+            self._nonce, self._challenge = protocol.new_nonce(), b""
         dealer.send(protocol.encode(protocol.Hello(protocol.SCHEMA, self.role, self.name, self._nonce)))
 
     def _lose(self, error: protocol.CoordinatorError, *, final: bool = False) -> None:
@@ -182,6 +187,8 @@ class CoordinatorConnection:
                     protocol.AccessRefused("the coordinator asks for a key; give it (key=, --key-file)"), final=True
                 )
                 return
+            if message.nonce == self._challenge:
+                return  # answered before
             self._challenge = message.nonce
             dealer.send(
                 protocol.encode(protocol.Proof(protocol.proof(self._key, self.role, self._nonce, message.nonce)))

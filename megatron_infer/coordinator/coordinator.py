@@ -54,10 +54,14 @@ class HandshakeListener:
             self._send(
                 peer, protocol.Refused("role", f"role {hello.role[:40]!r} is unknown; one of {', '.join(ROLES)}")
             )
+        elif self._core.has_entered(peer, hello.nonce):
+            return  # sent before the welcome came
         elif self._options.key is None:
             self._welcome(peer, hello, b"")
         else:
-            nonce = protocol.new_nonce()
+            before, nonce = self._unproven.get(peer, (None, b""))
+            if before is None or before.nonce != hello.nonce:
+                nonce = protocol.new_nonce()
             self._unproven[peer] = (hello, nonce)
             if len(self._unproven) > MAX_UNPROVEN:
                 self._unproven.popitem(last=False)
@@ -81,7 +85,7 @@ class HandshakeListener:
         self._send(peer, protocol.Refused("schema", text))
 
     def _welcome(self, peer: bytes, hello: protocol.Hello, mac: bytes) -> None:
-        options, incarnation = self._options, self._core.enter(peer, hello.role, hello.name[:200])
+        options, incarnation = self._options, self._core.enter(peer, hello.role, hello.name[:200], hello.nonce)
         self._send(
             peer, protocol.Welcome(incarnation, mac, options.heartbeat_s, options.timeout_s, options.max_message)
         )

@@ -50,14 +50,19 @@ class CoordinatorCore:
     def knows(self, peer: bytes) -> bool:
         return peer in self._clients or peer in self._replicas
 
-    def enter(self, peer: bytes, role: str, name: str) -> int:
+    def has_entered(self, peer: bytes, nonce: bytes) -> bool:
+        """Whether the hello with this nonce was accepted, and the peer is still here."""
+        state = self._clients.get(peer) or self._replicas.get(peer)
+        return state is not None and state.nonce == nonce
+
+    def enter(self, peer: bytes, role: str, name: str, nonce: bytes = b"") -> int:
         """Add a peer whose hello was accepted -> its incarnation. Its earlier incarnation is lost first."""
         self.unreachable(peer, "it said hello again")
         self._num_entered += 1
         if role == "client":
-            self._clients[peer] = ClientState(peer, name, self._clock())
+            self._clients[peer] = ClientState(peer, name, self._clock(), nonce)
         else:
-            self._replicas[peer] = ReplicaState(peer, name, self._num_entered, self._clock())
+            self._replicas[peer] = ReplicaState(peer, name, self._num_entered, self._clock(), nonce)
         return self._num_entered
 
     def unreachable(self, peer: bytes, why: str = "its connection is gone") -> None:
@@ -99,8 +104,9 @@ class CoordinatorCore:
                 state.last_heard += stalled
         for state in states:
             silent = now - state.last_heard
-            if silent > options.timeout_s:
-                self.unreachable(state.peer, f"it was silent for {silent:.1f} s (limit {options.timeout_s:g} s)")
+            limit = options.timeout_s if state.peer in self._replicas else options.client_timeout_s
+            if silent > limit:
+                self.unreachable(state.peer, f"it was silent for {silent:.1f} s (limit {limit:g} s)")
             elif silent > 1.5 * options.heartbeat_s:
                 self._send(state.peer, protocol.Ping())  # fails at once if the connection is gone
         self.broadcasts.tick(now)
@@ -249,6 +255,7 @@ class CoordinatorCore:
             **asdict(self.counts),
             "started": self._started,
             "waiting": self.dispatch.num_waiting,
+            "max_queue": self.options.max_queue,
             "clients": len(self._clients),
             "policy": None if router is None else router.policy.value,
             "alpha": None if router is None else router.alpha,

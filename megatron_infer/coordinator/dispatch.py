@@ -4,20 +4,20 @@ submit --> unassigned --route--> replica.backlog --room--> replica.running --las
                ^                      |                         |
                +------ the replica is lost (the tokens so far are kept) ------+
 
-Waiting requests are ordered by priority, then by arrival.
+The order of waiting requests is that of `FairQueue`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 
 import msgspec
 
 from megatron_infer.config.sampling_params import MAX_N
 from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.fair_queue import FairQueue
 from megatron_infer.coordinator.peers import (
     ClientState,
     CoordinatorOptions,
@@ -25,6 +25,7 @@ from megatron_infer.coordinator.peers import (
     PendingRequest,
     Progress,
     ReplicaState,
+    caller_share,
 )
 from megatron_infer.coordinator.router import Availability, Route, Router
 
@@ -45,7 +46,9 @@ class Dispatcher:
             self.router = Router(options.policy, 0.5 if options.alpha is None else options.alpha)
         self.counts = Counts()
         self.num_waiting = 0
-        self._unassigned: deque[PendingRequest] = deque()
+        self._waiting_of: Counter[tuple[bytes, str]] = Counter()
+        """Waiting requests by caller."""
+        self._unassigned = FairQueue()
         self._num_sent = self._num_seeds = 0
 
     # ------------------------------------------------------------------ clients
@@ -61,13 +64,9 @@ class Dispatcher:
             refusal = protocol.Failure("RequestError", f"n is {num_sequences!r}, it must be 1 to {MAX_N}")
         elif not isinstance(priority, int):
             refusal = protocol.Failure("RequestError", f"priority is {priority!r}, it must be an integer")
-        elif self.num_waiting >= self._options.max_queue:
+        elif (full := self._full_for((client.peer, submit.caller))) is not None:
             self.counts.refused += 1
-            message = (
-                f"{self.num_waiting:,} requests wait here, the limit is {self._options.max_queue:,} (max_queue); "
-                "wait and submit it again"
-            )
-            refusal = protocol.Failure("Overloaded", message)
+            refusal = protocol.Failure("Overloaded", f"{full}; wait and submit it again")
         if refusal is not None:
             self._send(client.peer, protocol.Output(submit.id, 0, [], True, refused=refusal))
             return
@@ -77,6 +76,22 @@ class Dispatcher:
         client.requests[submit.id] = request
         self.counts.submitted += 1
         self._assign(request)
+
+    def _full_for(self, caller: tuple[bytes, str]) -> str | None:
+        """Why a caller's next request cannot wait here; None: it can."""
+        limit = self._options.max_queue
+        if self.num_waiting >= limit:
+            return f"{self.num_waiting:,} requests wait here, the limit is {limit:,} (max_queue)"
+        own, share = self._waiting_of[caller], caller_share(limit)
+        if own >= share:
+            return f"{own:,} requests of this caller wait here, the limit is {share:,} of max_queue, {limit:,}"
+        return None
+
+    def _count_waiting(self, request: PendingRequest, change: int) -> None:
+        self.num_waiting += change
+        self._waiting_of[request.caller] += change
+        if not self._waiting_of[request.caller]:
+            del self._waiting_of[request.caller]
 
     def _next_seed(self) -> int:
         self._num_seeds += 1
@@ -104,14 +119,14 @@ class Dispatcher:
 
     def reopen(self, replica: ReplicaState | None = None) -> None:
         """Assign the unassigned requests, as a replica takes requests again; fill `replica`, which has just joined."""
-        unassigned, self._unassigned = self._unassigned, deque()
-        self._reassign(unassigned)
+        unassigned, self._unassigned = self._unassigned, FairQueue()
+        self._reassign(_drained(unassigned))
         if replica is not None:
             self._fill(replica)
 
     def clear_backlog(self, replica: ReplicaState) -> None:
         """Reassign what has not been sent to a replica that takes no more requests."""
-        backlog, replica.backlog = replica.backlog, deque()
+        backlog, replica.backlog = _drained(replica.backlog), FairQueue()
         for request in backlog:
             if not request.ended and request.route is not None and self.router is not None:
                 self.router.release(request.route)
@@ -121,7 +136,7 @@ class Dispatcher:
         """Reassign all requests of a replica that is gone from `replicas`, with the tokens that it sent."""
         if self.router is not None:
             self.router.leave(replica.peer)
-        self._reassign(list(chain(replica.running.values(), replica.backlog)))
+        self._reassign([*replica.running.values(), *_drained(replica.backlog)])
 
     # ------------------------------------------------------------------ outputs
 
@@ -168,7 +183,7 @@ class Dispatcher:
         if request.route is not None and self.router is not None:
             self.router.release(request.route)
         if not request.number:
-            self.num_waiting -= 1
+            self._count_waiting(request, -1)
             return
         replica = self._replica_of(request)
         del replica.running[request.number]
@@ -178,17 +193,17 @@ class Dispatcher:
 
     def _assign(self, request: PendingRequest) -> None:
         """Choose a replica; if none takes requests, the request waits unassigned."""
-        self.num_waiting += 1
+        self._count_waiting(request, +1)
         request.number, request.route = 0, None
         if self.router is not None:
             request.route = self.router.choose(request.prompt or b"", salt=request.submit.salt)
         if request.route is None:
-            request.insert_into(self._unassigned)
+            self._unassigned.push(request)
             return
         assert self.router is not None
         self.router.assign(request.route)
         replica = self._replica_of(request)
-        request.insert_into(replica.backlog)
+        replica.backlog.push(request)
         self._fill(replica)
 
     def _fill(self, replica: ReplicaState) -> None:
@@ -199,7 +214,7 @@ class Dispatcher:
             request = self._next_for(replica)
             if request is None:
                 return
-            self.num_waiting -= 1
+            self._count_waiting(request, -1)
             self._num_sent += 1
             request.number = self._num_sent
             request.attempts += 1
@@ -224,7 +239,7 @@ class Dispatcher:
     def _next_for(self, replica: ReplicaState) -> PendingRequest | None:
         """The next of its backlog; a replica that is at most half full takes over from the longest backlog."""
         while replica.backlog:
-            request = replica.backlog.popleft()
+            request = replica.backlog.pop()
             if not request.ended:
                 return request
         assert replica.register is not None and replica.view is not None
@@ -233,7 +248,7 @@ class Dispatcher:
             return None
         longest = max(self._replicas.values(), key=lambda other: len(other.backlog))
         while longest.backlog:
-            request = longest.backlog.pop()  # the last: those before it start soon, where their prefix is cached
+            request = longest.backlog.pop_last()  # the last: those before it start soon, where their prefix is cached
             if not request.ended:
                 self._move(request, replica)
                 return request
@@ -251,7 +266,7 @@ class Dispatcher:
             if request.ended:
                 continue
             if request.number:
-                self.num_waiting += 1
+                self._count_waiting(request, +1)
                 self.counts.resent += 1
             request.number, request.route = 0, None
             if request.aborted:
@@ -260,7 +275,7 @@ class Dispatcher:
                 text = f"{request.attempts} replicas were lost while they served it (limit: max_attempts)"
                 self._finish(request, protocol.Failure("ReplicaLost", text))
             else:
-                self.num_waiting -= 1
+                self._count_waiting(request, -1)
                 self._assign(request)
 
     def _replica_of(self, request: PendingRequest) -> ReplicaState:
@@ -274,6 +289,7 @@ class Dispatcher:
         waiting = [request for request in waiting if not request.ended]
         running = [request for replica in replicas for request in replica.running.values()]
         held = [request for client in clients for request in client.requests.values()]
+        assert self._waiting_of == Counter(request.caller for request in waiting), "callers are counted wrong"
         assert len(waiting) == self.num_waiting, f"{len(waiting)} requests wait, {self.num_waiting} are counted"
         assert {id(one) for one in held} == {id(one) for one in waiting + running}, "a request is lost"
         assert len(held) == len(waiting) + len(running), "a request is in two places"
@@ -281,6 +297,11 @@ class Dispatcher:
             backlog = sum(not request.ended for request in replica.backlog)
             is_counted = replica.view is None or replica.view.load == len(replica.running) + backlog
             assert is_counted, f"load of {replica.name}"
+
+
+def _drained(queue: FairQueue) -> list[PendingRequest]:
+    """Its requests in the order in which they would be served."""
+    return [queue.pop() for _ in range(len(queue))]
 
 
 def _continues(piece: protocol.Piece, request: PendingRequest) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
+from megatron_infer.coordinator.fair_queue import FairQueue
 from megatron_infer.coordinator.protocol import MAX_MESSAGE, Kept, Piece, Register, Submit
 from megatron_infer.coordinator.router import ReplicaView, Route
 from megatron_infer.errors import ConfigError
@@ -23,12 +23,15 @@ class CoordinatorOptions:
     key: bytes | None = None
     """Shared secret that every peer must prove. None: every peer that reaches the port is served."""
     max_queue: int = 4096
-    """Most requests that wait for a replica; further ones are refused."""
+    """Most requests that wait for a replica, and of one caller `caller_share` of them; further ones are refused."""
     max_attempts: int = 4
     """Most replicas that a request is sent to: it may be what makes them fail."""
     heartbeat_s: float = 0.5
     timeout_s: float = 5.0
-    """Seconds of silence after which a replica or client counts as dead."""
+    """Seconds of silence after which a replica counts as dead; its requests go to others."""
+    client_timeout_s: float = 60.0
+    """Seconds of silence after which a client counts as dead, and its requests are aborted. A client that is gone shows
+    at once by its broken connection; one that is only busy finds its outputs when it reads again."""
     step_timeout_s: float | None = 600.0
     """Seconds in one step after which an engine counts as dead, despite its heartbeat. None: never."""
     max_message: int = MAX_MESSAGE
@@ -51,8 +54,15 @@ class CoordinatorOptions:
             raise ConfigError(
                 f"heartbeat_s is {self.heartbeat_s} and timeout_s {self.timeout_s}: two heartbeats must fit a timeout"
             )
+        if self.client_timeout_s < self.timeout_s:
+            raise ConfigError(f"client_timeout_s is {self.client_timeout_s}, less than timeout_s, {self.timeout_s}")
         if self.key is not None and not self.key:
             raise ConfigError("the key is empty; None means no key")
+
+
+def caller_share(max_queue: int) -> int:
+    """Most waiting requests of one caller: an eighth of the queue is left to others."""
+    return max_queue - max_queue // 8
 
 
 @dataclass(slots=True)
@@ -99,12 +109,10 @@ class PendingRequest:
         number: int = self.submit.params.get("priority", 0)
         return number
 
-    def insert_into(self, queue: deque[PendingRequest]) -> None:
-        """Behind all requests of its priority, before those of larger values."""
-        index = len(queue)
-        while index and queue[index - 1].priority > self.priority:
-            index -= 1
-        queue.insert(index, self)
+    @property
+    def caller(self) -> tuple[bytes, str]:
+        """Whose turn it takes: its client, and the caller that the client names."""
+        return self.client.peer, self.submit.caller
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +120,8 @@ class ClientState:
     peer: bytes
     name: str
     last_heard: float
+    nonce: bytes = b""
+    """Of its hello."""
     requests: dict[int, PendingRequest] = field(default_factory=dict)
 
 
@@ -123,11 +133,12 @@ class ReplicaState:
     name: str
     incarnation: int
     last_heard: float
+    nonce: bytes = b""
     register: Register | None = None
     view: ReplicaView | None = None
     running: dict[int, PendingRequest] = field(default_factory=dict)
     """Requests sent to it and not ended, by number."""
-    backlog: deque[PendingRequest] = field(default_factory=deque)
+    backlog: FairQueue = field(default_factory=FairQueue)
     """Requests assigned to it and not sent yet, as it is full."""
     free_rows: int = 0
     weight_version: int = 0
@@ -150,6 +161,7 @@ class ReplicaState:
             "running": len(self.running),
             "waiting": sum(not request.ended for request in self.backlog),
             "capacity": 0 if self.register is None else self.register.capacity,
+            "limit": 0 if self.register is None else self.limit,
             "free_rows": self.free_rows,
             "cached_blocks": 0 if self.view is None else len(self.view.table),
             "model": "" if self.register is None else self.register.model,

@@ -167,7 +167,10 @@ class Kept(_Message):
 
 
 class Submit(_Message):
-    """A client's request, with either prompt (token ids) or text. id: the client's own number."""
+    """A client's request, with either prompt (token ids) or text. id: the client's own number.
+
+    caller: of the client's callers the one that it comes from; call: of the caller's calls. See `FairQueue`.
+    """
 
     id: int
     prompt: bytes | None
@@ -176,6 +179,8 @@ class Submit(_Message):
     params: dict[str, Any]
     seed: int | None
     stream: bool
+    caller: str = ""
+    call: str = ""
 
 
 class Run(_Message):

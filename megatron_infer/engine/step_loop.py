@@ -248,12 +248,20 @@ class StepLoop:
             del self._in_flight[0]
             broken = [plan.sampled[index] for index in output.bad]
             for request in broken:
-                processor.set_error(request, nothing_to_draw(request))
+                processor.set_error(request, self._why_nothing(request))
                 scheduler.finish(request, FinishReason.ERROR)
             taken, ended = scheduler.commit(plan, output.result)
             if processor.num_structured:
                 ended = [*ended, *self._advance_grammars([plan.sampled[index] for index in taken])]
             outputs.extend(processor.process(plan, output, taken, (*ended, *broken), scheduler.finish_by_text))
+
+    def _why_nothing(self, request: Request) -> InferenceError:
+        """Why a request drew no token."""
+        try:
+            refusal = None if request.params.structured is None else self._grammars.refusal(request)
+        except InferenceError as error:  # its grammar was dropped from the cache and no longer compiles
+            return error
+        return refusal or FailedStep("the model's logits are not finite; check its weights and dtype")
 
     def _advance_grammars(self, requests: Sequence[Request]) -> list[Request]:
         """End structured output that its last token completed or that failed -> requests that it ended."""
@@ -315,13 +323,3 @@ def needs_host_tokens(plan: StepPlan) -> bool:
         if request.params.structured is not None and len(request.tokens) <= start:
             return True
     return False
-
-
-def nothing_to_draw(request: Request) -> FailedStep:
-    """Why a request drew no token."""
-    if request.params.structured is None:
-        return FailedStep("the model's logits are not finite; check its weights and dtype")
-    return FailedStep(
-        "structured output has no token to draw: bad_token_ids, allowed_token_ids, stop_token_ids or min_tokens leave "
-        "none, its grammar went beyond the limits of a step, or the model's logits are not finite"
-    )

@@ -138,14 +138,30 @@ class InputProcessor:
                 raise RequestError(
                     f"{name}: token id {wrong[0]} is outside the vocabulary (0 to {self.limits.vocab_size - 1})"
                 )
-        if params.allowed_token_ids is not None:
-            usable = set(params.allowed_token_ids) - set(params.bad_token_ids or ())
-            if not usable:
-                raise RequestError("allowed_token_ids less bad_token_ids leaves no token to draw; allow at least one")
-        elif params.bad_token_ids is not None and len(set(params.bad_token_ids)) >= self.limits.vocab_size:
-            raise RequestError("bad_token_ids names the whole vocabulary; leave at least one token")
+        self._check_choice(params)
         if params.structured is not None:
             self.grammars.cache.check(params.structured)
+
+    def _check_choice(self, params: SamplingParams) -> None:
+        """Raises RequestError for ids that leave no token to draw, at all or before min_tokens."""
+        bad = set(params.bad_token_ids or ())
+        early = bad | self._stop_ids(params) if params.min_tokens else bad
+        if params.allowed_token_ids is not None:
+            allowed = set(params.allowed_token_ids)
+            if not allowed - bad:
+                raise RequestError("allowed_token_ids less bad_token_ids leaves no token to draw; allow at least one")
+            if not allowed - early:
+                raise RequestError(
+                    f"min_tokens is {params.min_tokens:,}, and all allowed_token_ids end the sequence; allow others, "
+                    "or give min_tokens 0"
+                )
+        elif len(bad) >= self.limits.vocab_size:
+            raise RequestError("bad_token_ids names the whole vocabulary; leave at least one token")
+        elif len(early) >= self.limits.vocab_size:
+            raise RequestError("bad_token_ids leaves only tokens that end the sequence, which min_tokens forbids")
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
 
     def build(self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str = "") -> list[Request]:
         """The n sequences of a request; the first has the others as its siblings. salt: see `salt_of`."""
@@ -154,7 +170,7 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             seed, self.num_seeds = derive_seed(self._seed, self.num_seeds + 1), self.num_seeds + 1
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        stop_ids = self._stop_ids(params)
         sequences = [
             Request(
                 id=request_id if params.n == 1 else f"{request_id}#{index}",

@@ -15,17 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import Request
 from megatron_infer.text.grammar import GrammarCache, one_line
 
 NUM_TIMED, PARALLEL_S = 4, 0.005
 """The first NUM_TIMED masks are made in turn; threads share the others if they would take longer than PARALLEL_S."""
-
-
-class GrammarFailed(InferenceError):
-    """A request's tokens left its grammar, or matching them went beyond its limits."""
 
 
 @dataclass(slots=True)
@@ -77,7 +73,7 @@ class Grammars:
     def advance(self, request: Request) -> bool:
         """Match the request's new tokens -> whether its text is complete: no token can follow.
 
-        Raises GrammarFailed.
+        Raises RequestError where matching them went beyond the grammar's limits.
         """
         if request.tokens[-1] in request.stop_ids:
             self._matches.pop(request.id, None)
@@ -85,8 +81,30 @@ class Grammars:
         match = self._match(request)
         self._consume(match)
         if match.matcher.is_error():
-            raise GrammarFailed(f"structured output: {one_line(match.matcher.get_error())}")
+            raise _failed(match)
         return bool(match.matcher.is_stopped())
+
+    def refusal(self, request: Request) -> RequestError | None:
+        """Why a request's own parameters leave no token to draw next; None: they leave one."""
+        match = self._match(request)
+        if match.matcher.is_error():
+            return _failed(match)
+        params, vocabulary = request.params, self.cache.vocabulary
+        mask: np.ndarray = np.zeros(-(-int(vocabulary.vocab_size) // 32), dtype=np.int32)
+        match.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if match.matcher.is_error():
+            return _failed(match)
+        self._allow_ends(match, mask)
+        left = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+        left -= set(params.bad_token_ids or ())
+        if params.allowed_token_ids is not None:
+            left &= set(params.allowed_token_ids)
+        if len(request.tokens) - request.prompt_len < params.min_tokens:
+            left -= request.stop_ids
+        if left:
+            return None
+        text = "bad_token_ids, allowed_token_ids, stop_token_ids or min_tokens leave none of what it allows next"
+        return RequestError(f"structured output has no token to draw: {text}")
 
     def _match(self, request: Request) -> _Match:
         found = self._matches.get(request.id)
@@ -136,6 +154,10 @@ class Grammars:
         ended = [key for key, match in self._matches.items() if match.request.finish_reason is not None]
         for key in ended:
             del self._matches[key]
+
+
+def _failed(match: _Match) -> RequestError:
+    return RequestError(f"structured output: {one_line(match.matcher.get_error())}")
 
 
 def _put(mask_W: np.ndarray, token: int, allowed: bool) -> None:

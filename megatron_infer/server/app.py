@@ -2,7 +2,7 @@
 
 create_app                          each module of MODULES registers its operations and fields in Routes
     |
-Middleware                          request id, API key, log line, metrics
+Middleware                          request id, Host, API key, log line, metrics
     |  TrafficLog                   only with `record`
 Starlette, Endpoint                 path and method; body read and checked; client's disconnect watched
     |  Call
@@ -14,7 +14,7 @@ EngineClient                        see engine_client.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -79,7 +79,9 @@ def create_app(client: EngineClient, settings: ServerConfig, *, modules: Sequenc
 
     starlette = Starlette(routes=routes.starlette_routes(), exception_handlers={HTTPException: refuse})
     starlette.router.redirect_slashes = False
-    inner = starlette if settings.record is None else TrafficLog(starlette, settings.record)
+    inner: Any = starlette
+    if settings.record is not None:
+        inner = TrafficLog(starlette, settings.record, max_body_bytes=settings.max_body_bytes)
     open_paths = {operation.path for operation in routes.operations.values() if operation.open}
     return Middleware(inner, client, settings, open_paths=frozenset(open_paths))
 

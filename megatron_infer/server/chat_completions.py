@@ -58,6 +58,7 @@ class ChatCompletions:
             prompt_ids,
             client.require_tokenizer(),
             body.messages,
+            limits=client.limits,
             tools=parsed.tools,
             call_format=parsed.call_format,
             variables=parsed.template,
@@ -65,12 +66,14 @@ class ChatCompletions:
             continue_final=bool(body.continue_final_message),
             keep_tokens=body.prevent_retokenization is not False,
         )
-        request = EngineRequest(prompt_ids=ids, params=params, cache_salt=body.cache_salt or "")
-        client.check_request(request)
+        requests = client.checked(
+            [EngineRequest(prompt_ids=ids, params=params, cache_salt=body.cache_salt or "")], call
+        )
         parsed.prompt_end = await client.decode(ids[-NUM_PROMPT_END:], skip_special=False)
         splitters = [parsed.make_splitter() for _ in range(params.n)]
-        reply = ChatReply(body, client.model_names[0], splitters, self._token_texts)
-        return await generate(client, [request], reply, stream=body.stream, abort_ids=(reply.id, call.id))
+        shows_cached = self._settings.show_cached_tokens
+        reply = ChatReply(body, client.model_names[0], splitters, self._token_texts, shows_cached=shows_cached)
+        return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))
 
     def _apply_limits(self, body: ChatBody, values: dict[str, Any]) -> None:
         """Set max_tokens and logprobs in `values`. Raises ApiError 400."""
@@ -90,8 +93,17 @@ class ChatCompletions:
 class ChatReply:
     """The ReplyFormat of one call. In a stream, each sequence begins with its role and ends with its finish_reason."""
 
-    def __init__(self, body: ChatBody, model: str, splitters: Sequence[Splitter], token_texts: TokenTexts) -> None:
-        """splitters: one for each sequence."""
+    def __init__(
+        self,
+        body: ChatBody,
+        model: str,
+        splitters: Sequence[Splitter],
+        token_texts: TokenTexts,
+        *,
+        shows_cached: bool,
+    ) -> None:
+        """splitters: one for each sequence. shows_cached: see `usage_of`."""
+        self._shows_cached = shows_cached
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._body, self._model, self._splitters, self._token_texts = body, model, splitters, token_texts
@@ -103,12 +115,15 @@ class ChatReply:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
+    def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return usage_of(outputs, shows_cached=self._shows_cached)
+
     # ------------------------------------------------------------------ whole reply
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         reply = self._head("chat.completion")
-        reply |= {"choices": [self._choice(output, one) for one in output.outputs], "usage": usage_of(outputs)}
+        reply |= {"choices": [self._choice(output, one) for one in output.outputs], "usage": self._usage(outputs)}
         if self._body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = by_id(output.prompt_logprobs)
         if self._has_tokens:
@@ -156,7 +171,7 @@ class ChatReply:
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         if self._has_usage and self._latest is not None:
-            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of([self._latest])}
+            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage([self._latest])}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         usage = {"usage": None} if self._has_usage else {}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from megatron_infer.server.call_limits import EngineLimits, check_num_chars, encode_within
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.openai_protocol import Message
 from megatron_infer.text import tool_prompt
@@ -23,6 +24,7 @@ def prompt_ids(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
+    limits: EngineLimits | None = None,
     tools: list[dict[str, Any]] | None = None,
     call_format: CallFormat = HERMES,
     variables: Mapping[str, Any] | None = None,
@@ -32,11 +34,14 @@ def prompt_ids(
 ) -> list[int]:
     """The conversation as token ids.
 
-    call_format: of tool calls, where the chat template has no tools. variables: further ones of the template.
+    limits: of the engines; a conversation far beyond them is refused before it is tokenized. call_format: of tool
+    calls, where the chat template has no tools. variables: further ones of the template.
     add_generation_prompt: None is True unless continue_final. keep_tokens: an assistant message with
     generation_token_ids becomes these tokens. Its text, tokenized again, may give other tokens than were sampled, and
     a trainer needs the sampled ones. Raises ApiError 400, or InvalidPrompt from the template.
     """
+    if limits is not None:
+        _check_size(tokenizer, messages, tools, variables, limits)
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final
     if continue_final and add_generation_prompt:
@@ -62,9 +67,37 @@ def prompt_ids(
     )
     if end:
         text = _cut_behind(text, end, keep_marker=end in markers)
+
+    def encode(part: str) -> list[int]:
+        if limits is None:
+            return tokenizer.encode(part, add_special=False)
+        return encode_within(tokenizer, part, limits, field="messages", add_special=False)
+
     if not markers:
-        return tokenizer.encode(text, add_special=False)
-    return _encode_with_kept_tokens(tokenizer, text, markers, messages)
+        return encode(text)
+    return _encode_with_kept_tokens(tokenizer, encode, text, markers, messages)
+
+
+def _check_size(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: list[dict[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+    limits: EngineLimits,
+) -> None:
+    """Raises ApiError 400 for what cannot fit, before the chat template is rendered."""
+    if len(messages) > limits.max_length:  # each is a token at least
+        text = f"messages has {len(messages):,} entries, more than the context length of {limits.max_length:,} tokens"
+        raise bad_request(f"{text}; shorten the conversation", "messages", "context_length_exceeded")
+    num_chars = 0
+    for message in messages:
+        content = message.content or ""
+        num_chars += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+        if message.tool_calls or message.reasoning_content:
+            num_chars += len(message.reasoning_content or "") + len(msgspec.json.encode(message.tool_calls))
+    for shown in (tools, variables):
+        num_chars += 0 if not shown else len(msgspec.json.encode(shown))
+    check_num_chars(num_chars, limits, tokenizer, field="messages")
 
 
 def _plain_message(message: Message, index: int) -> dict[str, Any]:
@@ -130,7 +163,11 @@ def _cut_behind(text: str, marker: str, *, keep_marker: bool) -> str:
 
 
 def _encode_with_kept_tokens(
-    tokenizer: Tokenizer, text: str, markers: Mapping[str, int], messages: Sequence[Message]
+    tokenizer: Tokenizer,
+    encode: Callable[[str], list[int]],
+    text: str,
+    markers: Mapping[str, int],
+    messages: Sequence[Message],
 ) -> list[int]:
     """Token ids of the text, with the sampled tokens of messages in place of their markers.
 
@@ -148,8 +185,8 @@ def _encode_with_kept_tokens(
         if message.prompt_token_ids is not None:
             ids = list(message.prompt_token_ids)
         else:
-            ids += tokenizer.encode(before, add_special=False)
+            ids += encode(before)
         ids += message.generation_token_ids
         if message.generation_token_ids and message.generation_token_ids[-1] in tokenizer.eos_ids:
             text = text.removeprefix(tokenizer.token_str(message.generation_token_ids[-1]))
-    return ids + tokenizer.encode(text, add_special=False)
+    return ids + encode(text)

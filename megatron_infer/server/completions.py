@@ -63,11 +63,13 @@ class Completions:
             body.prompt, field="prompt", add_special=body.add_special_tokens is not False
         )
         salt = body.cache_salt or ""
-        requests = [EngineRequest(prompt_ids=ids, params=params, cache_salt=salt) for ids in prompts]
-        for request in requests:
-            client.check_request(request)
+        requests = client.checked(
+            [EngineRequest(prompt_ids=ids, params=params, cache_salt=salt) for ids in prompts], call
+        )
         echoed = await self._echoed(body, prompts) if body.echo else []
-        reply = CompletionReply(body, client.model_names[0], requests, echoed, self._token_texts)
+        shows_cached = self._settings.show_cached_tokens
+        names = client.model_names
+        reply = CompletionReply(body, names[0], requests, echoed, self._token_texts, shows_cached=shows_cached)
         return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))
 
     def _apply_limits(self, body: CompletionBody, values: dict[str, Any]) -> None:
@@ -117,8 +119,11 @@ class CompletionReply:
         requests: Sequence[EngineRequest],
         echoed: list[str],
         token_texts: TokenTexts,
+        *,
+        shows_cached: bool,
     ) -> None:
-        """echoed: each prompt as text, with `echo`."""
+        """echoed: each prompt as text, with `echo`. shows_cached: see `usage_of`."""
+        self._shows_cached = shows_cached
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._body, self._model, self._echoed, self._token_texts = body, model, echoed, token_texts
@@ -132,7 +137,8 @@ class CompletionReply:
         return {"id": self.id, "object": "text_completion", "created": self._created, "model": self._model}
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return usage_of(outputs, num_hidden=num_output_tokens(outputs) if self._hides_output else 0)
+        num_hidden = num_output_tokens(outputs) if self._hides_output else 0
+        return usage_of(outputs, num_hidden=num_hidden, shows_cached=self._shows_cached)
 
     # ------------------------------------------------------------------ whole reply
 

@@ -45,9 +45,9 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
             and not isinstance(body.input[0], str)
         ):
             raise bad_request("add_special_tokens goes with texts; token ids are taken as given", "add_special_tokens")
-        requests = [EngineRequest(prompt_ids=ids, params=params) for ids in prompts]
-        for request in requests:
-            client.check_request(request, field="input")
+        requests = client.checked(
+            [EngineRequest(prompt_ids=ids, params=params) for ids in prompts], call, field="input"
+        )
         async with client.submit(requests) as inflight:
             outputs = await inflight.results()
         data = []

@@ -33,6 +33,12 @@ class Call:
     id: str
     """X-Request-Id, sent by the client or made here."""
 
+    @property
+    def caller(self) -> str:
+        """The address it comes from."""
+        client = self.request.client
+        return "" if client is None else str(client.host)
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -103,6 +109,7 @@ class Endpoint:
         if not data and self._optional_body:
             return self._decoder.decode(b"{}")
         request_body.check_content_type(headers.get(b"content-type"))
+        request_body.check_structure(data)
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -14,11 +14,12 @@ All methods run on one event loop; tokenization, chat templates and the detokeni
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -26,16 +27,22 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.server_meter import ServerMeter
+from megatron_infer.server import call_limits
+from megatron_infer.server.call_limits import EngineLimits
 from megatron_infer.server.detokenize import OutputDetokenizer
-from megatron_infer.server.http_errors import ApiError, bad_request, context_overflow, unavailable
+from megatron_infer.server.endpoint import Call
+from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest, InFlightCall
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.process_memory import give_back
 
 T = TypeVar("T")
 
 POLL_S = 0.5
 """Seconds between two reports of the coordinator."""
+CLEAN_S, CLEAN_BUSY_S = 2.0, 300.0
+"""Seconds between two times that memory is given back, while no call is running and while some are."""
 
 
 class EngineProcesses(Protocol):
@@ -48,13 +55,9 @@ class EngineProcesses(Protocol):
         """Each engine's process: name, state, restarts, last exit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """Limits on requests: the smallest of all replicas'."""
-
-    max_length: int
-    """Tokens of prompt and output together."""
-    vocab_size: int
+def _salt(caller: str, salt: str, *, isolated: bool) -> str:
+    """The cache salt of a request: with its caller in it, where callers share no prefixes."""
+    return hashlib.blake2b(f"{caller}\n{salt}".encode(), digest_size=16).hexdigest() if isolated else salt
 
 
 class EngineClient:
@@ -75,7 +78,7 @@ class EngineClient:
         """Names that requests may use; replies have the first one."""
         self.started = int(time.time())
         self.stats: dict[str, Any] = {}
-        """The coordinator's report, at most POLL_S old while `is_connected`."""
+        """The coordinator's last report; POLL_S old, or older while the coordinator or this process is busy."""
         self.is_connected = False
         self.meter = ServerMeter()
         self.admission_hooks: list[Callable[[], Awaitable[None]]] = []
@@ -88,6 +91,8 @@ class EngineClient:
         self._idle.set()
         self._threads = ThreadPoolExecutor(settings.token_threads, thread_name_prefix="megatron-infer-text")
         self._detokenizer = None if tokenizer is None else OutputDetokenizer(tokenizer, self.run_in_thread)
+        self._was_busy = False
+        """Whether calls have run since memory was given back."""
         self._polling: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> EngineClient:
@@ -118,12 +123,16 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """ "ok", "loading" (no replica serves now), "draining" or "failed"."""
+        """ "ok", "loading" (the first replica, or one that was started again), "unavailable" (none serves now),
+        "draining" or "failed"."""
         if self._is_draining:
             return "draining"
         if self.failure is not None:
             return "failed"
-        return "ok" if self.replicas else "loading"
+        if self.replicas:
+            return "ok"
+        is_loading = self._limits is None or any(worker["state"] == "starting" for worker in self.workers)
+        return "loading" if is_loading else "unavailable"
 
     @property
     def limits(self) -> EngineLimits:
@@ -138,12 +147,15 @@ class EngineClient:
         return None if self._limits is None else self._limits.max_length
 
     async def refresh(self) -> None:
-        """Ask the coordinator for its report; afterwards `stats` is current or `is_connected` is False."""
+        """Ask the coordinator for its report. One that is late leaves `stats` as they are: the connection finds out
+        whether the coordinator is gone."""
         try:
             async with asyncio.timeout(2.0):
                 self.stats = await self.coordinator.stats()
             self.is_connected = True
-        except (InferenceError, TimeoutError):
+        except TimeoutError:
+            return
+        except InferenceError:
             self.is_connected = False
             self.meter.update(None, self.workers)
             return
@@ -153,11 +165,18 @@ class EngineClient:
             self._limits = EngineLimits(
                 max_length=min(one["max_sequence_length"] for one in limits),
                 vocab_size=min(one["vocab_size"] for one in limits),
+                num_at_once=sum(replica["limit"] for replica in self.stats["replicas"]),
+                max_queue=self.stats["max_queue"],
             )
 
     async def _poll(self) -> None:
+        cleaned = time.monotonic()
         while True:
             await self.refresh()
+            is_due = time.monotonic() - cleaned > CLEAN_S
+            if self._was_busy and ((is_due and not self._calls) or time.monotonic() - cleaned > CLEAN_BUSY_S):
+                give_back()
+                self._was_busy, cleaned = bool(self._calls), time.monotonic()
             if (failure := self.failure) is not None:
                 self.fail_all(protocol.ReplicaLost(failure))
             await asyncio.sleep(POLL_S if self._limits is not None else POLL_S / 5)
@@ -207,18 +226,24 @@ class EngineClient:
             message = f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check_request(self, request: EngineRequest, *, field: str = "prompt") -> None:
-        """Raises ApiError for a request that the engines would refuse. field: the body's field with the prompt."""
-        limits, num_prompt = self.limits, len(request.prompt_ids)
-        if num_prompt == 0:
-            raise bad_request("the prompt is empty (0 tokens); give at least one", field, "empty_prompt")
-        max_tokens = request.params.max_tokens
-        if num_prompt + (max_tokens or 1) > limits.max_length:
-            raise context_overflow(limits.max_length, num_prompt, max_tokens or 1, field=field)
-        wrong = next((i for i in request.prompt_ids if not 0 <= i < limits.vocab_size), None)
-        if wrong is not None:
-            message = f"token id {wrong} is outside the vocabulary (0 to {limits.vocab_size - 1})"
-            raise bad_request(message, field, "invalid_token_id")
+    def checked(self, requests: Sequence[EngineRequest], call: Call, *, field: str = "prompt") -> list[EngineRequest]:
+        """The requests of a call, in its caller's name and bounded by `max_reply_bytes`.
+
+        field: the body's field with the prompts.
+
+        Raises ApiError 400 for requests that the engines would refuse, or could never take.
+        """
+        limits, settings = self.limits, self.settings
+        call_limits.check_num_requests(len(requests), limits, field=field)
+        for request in requests:
+            call_limits.check_prompt(request.prompt_ids, request.params.max_tokens, limits, field=field)
+            call_limits.check_num_ids(request.params, limits)
+        bounded = call_limits.within_reply(requests, limits, settings.max_reply_bytes)
+        caller, isolated = call.caller, settings.isolate_prefix_cache
+        return [
+            replace(one, caller=caller, call_id=call.id, cache_salt=_salt(caller, one.cache_salt, isolated=isolated))
+            for one in bounded
+        ]
 
     @asynccontextmanager
     async def submit(
@@ -245,6 +270,7 @@ class EngineClient:
             detokenizer=self._detokenizer,
         )
         self._calls.add(call)
+        self._was_busy = True
         self._idle.clear()
         try:
             async with call:
@@ -266,25 +292,33 @@ class EngineClient:
             raise bad_request("this model has no tokenizer: give prompts as token ids", "prompt", "no_tokenizer")
         return self.tokenizer
 
-    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        tokenizer = self.require_tokenizer()
-        return await self.run_in_thread(tokenizer.encode, text, add_special=add_special)
+    async def encode(self, text: str, *, field: str = "prompt", add_special: bool = True) -> list[int]:
+        """Raises ApiError 400 for a text far beyond the context length."""
+        encode = call_limits.encode_within
+        tokenizer, limits = self.require_tokenizer(), self.limits
+        return await self.run_in_thread(encode, tokenizer, text, limits, field=field, add_special=add_special)
 
     async def encode_prompts(self, given: Any, *, field: str, add_special: bool = True) -> list[list[int]]:
         """A body's text, token ids, or list of either -> the token ids of each prompt. Raises ApiError 400."""
         if isinstance(given, str):
             given = [given]
+        limit = self.settings.max_prompts
+        if isinstance(given[0], int):
+            call_limits.check_num_tokens(len(given), self.limits, field=field)
+        elif len(given) > limit:
+            raise bad_request(f"{field} holds {len(given):,} prompts, the limit is {limit:,} (max_prompts)", field)
         kinds = {type(item) for item in given}
         if len(kinds) > 1:
             raise bad_request(f"{field} mixes texts and token ids or lists of them; give one, not a mixture", field)
         if kinds == {int}:
             return [list(given)]
-        limit = self.settings.max_prompts
-        if len(given) > limit:
-            raise bad_request(f"{field} holds {len(given):,} prompts, the limit is {limit:,} (max_prompts)", field)
-        if kinds == {str}:
-            return [await self.encode(text, add_special=add_special) for text in given]
-        return [list(ids) for ids in given]
+        if kinds == {list}:
+            call_limits.check_num_tokens(max(map(len, given)), self.limits, field=field)
+            return [list(ids) for ids in given]
+        tokenizer = self.require_tokenizer()
+        for text in given:
+            call_limits.check_num_chars(len(text), self.limits, tokenizer, field=field)
+        return [await self.encode(text, field=field, add_special=add_special) for text in given]
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         tokenizer = self.require_tokenizer()

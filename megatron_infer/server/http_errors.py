@@ -105,7 +105,10 @@ def of_validation(error: Exception, body: Any, hints: dict[str, str]) -> ApiErro
         return bad_request(f"the body is not valid JSON: {error}", None, "invalid_json")
     text, _, place = str(error).partition(" - at `")
     text = text.replace(" | null`", "`")
-    path = place.rstrip("`").removeprefix("$").lstrip(".") or None
+    _, of_key, where = place.rstrip("`").rpartition("key in ")
+    path = where.removeprefix("$").lstrip(".") or None
+    if of_key:
+        text = f"a key of it is wrong: {text}"
     unknown = re.match(r"Object contains unknown field `(.*)`", text)
     if unknown and path is None:
         name = unknown[1]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-for _needed in ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client"):
+for _needed in ("starlette", "uvicorn", "httptools", "msgspec", "zmq", "prometheus_client"):
     if find_spec(_needed) is None:
         raise ModuleNotFoundError(f"the server needs {_needed}: pip install 'megatron-infer[server]'", name=_needed)
 
@@ -28,9 +28,11 @@ from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.server.app import Module, create_app
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import unavailable
+from megatron_infer.server.http_protocol import IDLE_TIMEOUT_S, Connections, protocol_of, raise_descriptor_limit
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import Supervisor
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.process_memory import full_collections_by_hand
 
 log = logging.getLogger("megatron_infer.server")
 
@@ -110,7 +112,7 @@ class HttpServer:
 
     def run(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
         """`serve` on an event loop of its own: uvloop's where it is installed, which sends small events faster."""
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with full_collections_by_hand(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(self.serve(listening, on_ready=on_ready))
 
     async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
@@ -127,7 +129,10 @@ class HttpServer:
         ):
             exporter = _metrics_exporter(client, self._settings)
             self.metrics_url = getattr(exporter, "url", None)
-            server = _UvicornServer(_uvicorn_config(create_app(client, self._settings, modules=self._modules)))
+            limit = raise_descriptor_limit()
+            log.info("at most %d connections at once (the hard limit of open files)", limit)
+            app = create_app(client, self._settings, modules=self._modules)
+            server = _UvicornServer(_uvicorn_config(app, Connections(limit)))
             loop = asyncio.get_running_loop()
             self._running = (loop, server, client)
             if threading.current_thread() is threading.main_thread():
@@ -146,7 +151,7 @@ class HttpServer:
             self._running[0].call_soon_threadsafe(self._shut_down)
 
     async def _wait_ready(self, server: _UvicornServer, client: EngineClient, on_ready: Callable[[], None]) -> None:
-        while client.state == "loading":
+        while client.state in ("loading", "unavailable"):
             await asyncio.sleep(0.05)
         if client.state == "ok":
             on_ready()
@@ -193,14 +198,16 @@ def _metrics_exporter(client: EngineClient, settings: ServerConfig) -> contextli
     return exporter
 
 
-def _uvicorn_config(app: Any) -> uvicorn.Config:
+def _uvicorn_config(app: Any, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=protocol_of(connections),
         log_config=None,
+        log_level="error",  # else a line for every piece of bad HTTP that a stranger sends
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=int(IDLE_TIMEOUT_S),
         timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
     )

@@ -26,6 +26,10 @@ class EngineRequest:
     prompt_ids: list[int]
     params: SamplingParams
     cache_salt: str = ""
+    caller: str = ""
+    """Whom it is served for: requests of several callers are served in turn."""
+    call_id: str = ""
+    """Of the HTTP call it belongs to."""
 
 
 class LatestOutputs:
@@ -117,7 +121,9 @@ class InFlightCall:
             _record(meter, item)
             latest.put(index, item)
 
-        self._numbers[index] = self._client.begin(prompt, params, sink, stream=self._stream)
+        self._numbers[index] = self._client.begin(
+            prompt, params, sink, stream=self._stream, caller=request.caller, call=request.call_id
+        )
 
     @property
     def num_unfinished(self) -> int:

@@ -1,4 +1,4 @@
-"""The outermost ASGI application: request ids, the API key, unexpected errors, a log line per call, call metrics."""
+"""The outermost ASGI application: request ids, names and sites, the API key, unexpected errors, log lines, metrics."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.request_body import discard
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.sites import Sites
 
 log = logging.getLogger("megatron_infer.server")
 
@@ -45,7 +46,7 @@ class Middleware:
     ) -> None:
         """open_paths: served without the API key."""
         self._inner, self._client, self._open_paths = inner, client, open_paths
-        self._key = ApiKey(settings.api_key)
+        self._key, self._sites = ApiKey(settings.api_key), Sites(settings)
         self._log_requests = settings.log_requests
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -55,11 +56,19 @@ class Middleware:
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
-        call = _WrappedCall(scope, send, self._log_requests, self._client.meter)
+        preflight = self._sites.preflight(scope)
+        if preflight is not None:
+            await send({"type": "http.response.start", "status": 204, "headers": preflight})
+            await send({"type": "http.response.body"})
+            return
+        cors = self._sites.cors(scope["headers"])
+        call = _WrappedCall(scope, send, self._log_requests, self._client.meter, headers=cors)
         await call.run(self._inner, receive, self._refusal(scope))
 
     def _refusal(self, scope: Any) -> ApiError | None:
         """The error that the call is refused with before its body is read; None: it is accepted."""
+        if (refusal := self._sites.refusal(scope["headers"])) is not None:
+            return refusal
         if scope["path"] not in self._open_paths and not self._key.allows(_header(scope, b"authorization")):
             message = "this server asks for an API key: send Authorization: Bearer KEY with the right one"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -69,12 +78,16 @@ class Middleware:
 
 
 class _WrappedCall:
-    def __init__(self, scope: Any, send: Any, is_logged: bool, meter: ServerMeter) -> None:
+    def __init__(
+        self, scope: Any, send: Any, is_logged: bool, meter: ServerMeter, *, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        """headers: of the reply, besides its own."""
         self._scope, self._send, self._is_logged, self._meter = scope, send, is_logged, meter
         meter.call_began()
         self._status = 0
         self._began = time.perf_counter()
         given = (_header(scope, b"x-request-id") or b"").decode("latin-1")
+        self._headers = headers
         self._id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = self._id
 
@@ -105,7 +118,8 @@ class _WrappedCall:
     async def _send_with_id(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._id.encode())]
+            own = (b"x-request-id", self._id.encode())
+            message["headers"] = [*message.get("headers", ()), own, *self._headers]
         await self._send(message)
 
     def _count(self) -> None:

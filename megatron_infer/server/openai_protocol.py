@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.sampling_params import PENALTIES, SamplingParams
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Logit = Annotated[float, Meta(ge=-100.0, le=100.0)]
 IdKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
+Penalty = Annotated[float, Meta(ge=PENALTIES[0], le=PENALTIES[1])]
 Count = Annotated[int, Meta(ge=1, le=1024)]
 Text = Annotated[str, Meta(min_length=1)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -37,7 +38,7 @@ class SamplingBody(Body):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    repetition_penalty: Penalty | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     logit_bias: dict[IdKey, Logit] | None = None

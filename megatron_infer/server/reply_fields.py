@@ -9,16 +9,21 @@ from typing import Any
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 
 
-def usage_of(outputs: Iterable[RequestOutput], *, num_hidden: int = 0) -> dict[str, Any]:
-    """`usage` of a call. num_hidden: sampled tokens that the reply leaves out, and that do not count."""
+def usage_of(outputs: Iterable[RequestOutput], *, num_hidden: int = 0, shows_cached: bool = True) -> dict[str, Any]:
+    """`usage` of a call.
+
+    num_hidden: sampled tokens that the reply leaves out, and that do not count. shows_cached: with the number of prompt
+    tokens that were cached.
+    """
     outputs = list(outputs)
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
     num_completion = num_output_tokens(outputs) - num_hidden
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
         "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "prompt_tokens_details": {"cached_tokens": num_cached} if shows_cached else None,
     }
 
 

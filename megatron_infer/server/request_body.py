@@ -13,6 +13,10 @@ from megatron_infer.server.http_errors import ApiError
 BODY_TIMEOUT_S = 60.0
 DISCARD_TIMEOUT_S, DISCARD_BYTES = 5.0, 64 << 20
 
+MAX_VALUES, MAX_FIELDS = 1 << 20, 1 << 17
+"""Most values (by their commas) and fields (by their colons) of a JSON body, texts included: what is decoded within
+some 50 ms, for which all other calls wait."""
+
 Receive = Callable[[], Awaitable[Any]]
 
 
@@ -27,6 +31,14 @@ def check_content_type(value: bytes | None) -> None:
         shown = kind.decode("latin-1")[:60] or "none"
         message = f"the body must come as Content-Type: application/json, got {shown!r}"
         raise ApiError(415, message, code="unsupported_media_type")
+
+
+def check_structure(data: bytes) -> None:
+    """Raises ApiError 413 for JSON of so many values that decoding it would keep other calls waiting."""
+    for what, mark, most in (("values", b",", MAX_VALUES), ("fields", b'":', MAX_FIELDS)):
+        if len(data) > most and (count := data.count(mark)) > most:
+            message = f"the body has about {count:,} JSON {what}, the limit is {most:,}; send less at once"
+            raise ApiError(413, message, code="body_too_large")
 
 
 async def read_body(

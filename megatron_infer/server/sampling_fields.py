@@ -11,13 +11,18 @@ from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, SamplingBody
 from megatron_infer.server.server_config import ServerConfig
 
+MAX_BIASES = 4096
+"""Most entries of logit_bias."""
+MAX_IDS = 1 << 18
+"""Most entries of allowed_token_ids and bad_token_ids: as many as the largest vocabularies have."""
+
 
 def sampling_of(body: SamplingBody, settings: ServerConfig) -> dict[str, Any]:
     """The fields of SamplingParams that `body` gives. Raises ApiError 400 for values beyond the server's limits."""
     values = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     check_limit("n", values.get("n", 1), settings.max_n, "max_n")
     check_limit("prompt_logprobs", values.get("prompt_logprobs", 0), settings.max_logprobs, "max_logprobs")
-    check_stops(values, settings)
+    check_lists(values, settings)
     check_stream_options(body)
     if body.stream and body.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs comes with whole replies only; give no stream: true", "prompt_logprobs")
@@ -30,8 +35,12 @@ def check_limit(name: str, value: int, limit: int, option: str) -> None:
         raise bad_request(f"{name} is {value:,}, the limit here is {limit:,} ({option}); ask for less at once", name)
 
 
-def check_stops(values: Mapping[str, Any], settings: ServerConfig) -> None:
-    """Raises ApiError 400 for more or longer stop texts, or more stop ids, than the server allows."""
+def check_lists(values: Mapping[str, Any], settings: ServerConfig) -> None:
+    """Raises ApiError 400 for longer lists than the server allows: stops, biases, ids."""
+    for name, most in (("logit_bias", MAX_BIASES), ("allowed_token_ids", MAX_IDS), ("bad_token_ids", MAX_IDS)):
+        given = values.get(name)
+        if isinstance(given, list | tuple | dict) and len(given) > most:
+            raise bad_request(f"{name} has {len(given):,} entries, the limit is {most:,}; give fewer", name)
     stops = [values["stop"]] if isinstance(values.get("stop"), str) else values.get("stop", ())
     for name, items in (("stop", stops), ("stop_token_ids", values.get("stop_token_ids", ()))):
         if not isinstance(items, list | tuple):

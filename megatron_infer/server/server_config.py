@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,11 @@ class ServerConfig:
     """Port to listen at; 0: the system chooses one."""
     api_key: str | None = field(default=None, repr=False)
     """Key that clients must send as "Authorization: Bearer KEY". None: no key is needed."""
+    allowed_host: tuple[str, ...] = ()
+    """Names that the Host header may have besides addresses, localhost and this machine's name; "*": any. Without an
+    API key all others are refused, with one only if names are given here."""
+    allow_origin: tuple[str, ...] = ()
+    """Origins of web pages that may use the API from a browser (CORS), such as https://app.example; "*": any."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in requests; replies have the first one. Empty: the name it was loaded by."""
     tool_call_parser: str = "auto"
@@ -41,8 +48,15 @@ class ServerConfig:
     """Most bytes in one body of new weights; send a larger update in several."""
     max_queue: int = 1024
     """Most requests that wait for an engine; further ones are answered 429."""
+    isolate_prefix_cache: bool = False
+    """Share cached prefixes among the requests of a caller (an address) only."""
+    show_cached_tokens: bool = False
+    """Say in `usage` how many prompt tokens came from the prefix cache, which tells a caller what others have sent."""
     max_body_bytes: int = 8 << 20
     """Most bytes in a call's body."""
+    max_reply_bytes: int = 128 << 20
+    """Most bytes of a reply, or of all events of a stream, as estimated from prompts, n, max_tokens and log
+    probabilities; a call that may have more is answered 400."""
     max_prompts: int = 1024
     """Most prompts in one call."""
     max_n: int = 128
@@ -86,7 +100,15 @@ class ServerConfig:
         if self.prometheus_metrics_mode not in METRICS_MODES:
             message = unknown_name("prometheus_metrics_mode", self.prometheus_metrics_mode, METRICS_MODES)
             raise ConfigError(f"{message}; one of {', '.join(METRICS_MODES)}")
-        sizes = ("max_queue", "max_body_bytes", "max_prompts", "max_n", "token_threads", "max_stop_chars")
+        sizes = (
+            "max_queue",
+            "max_body_bytes",
+            "max_reply_bytes",
+            "max_prompts",
+            "max_n",
+            "token_threads",
+            "max_stop_chars",
+        )
         for name in (*sizes, "max_schema_bytes", "max_schema_depth", "max_weight_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
@@ -106,12 +128,21 @@ class ServerConfig:
             raise ConfigError("api_key is empty; None means no key")
         if self.control and self.api_key is None and not self.is_local:
             raise ConfigError(f"control at {self.host} needs an API key: others could control the engines; set api_key")
+        for origin in self.allow_origin:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
+                raise ConfigError(
+                    f"allow_origin is {origin!r}; an origin is like https://app.example:8443, without a path"
+                )
         if self.weights_root is not None and not Path(self.weights_root).is_dir():
             raise ConfigError(f"weights_root is {self.weights_root!r}, which is no directory")
 
     @property
     def is_local(self) -> bool:
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+        """Whether only this machine reaches the address it listens at."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:

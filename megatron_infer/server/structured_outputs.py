@@ -131,11 +131,15 @@ class StructuredOutputFields:
                 check_size(kind, values[kind], max_bytes=limit)
         if "choice" in values:
             check_size("choice", "".join(values["choice"]), max_bytes=limit)
+        schema = values.get("json_schema")
+        if schema is not None:
+            if not isinstance(schema, str):
+                check_schema(schema, max_depth=self._settings.max_schema_depth)
+                schema = msgspec.json.encode(schema).decode()
+            check_size("json_schema", schema, max_bytes=limit)
         structured = StructuredOutput(**values)
         if structured.json_schema is not None:
-            text = str(structured.json_schema)
-            check_size("json_schema", text, max_bytes=limit)
-            check_schema(json.loads(text), max_depth=self._settings.max_schema_depth)
+            check_schema(json.loads(str(structured.json_schema)), max_depth=self._settings.max_schema_depth)
         return structured
 
     async def _compile(self, structured: StructuredOutput) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_infer.server.call_limits import check_num_tokens
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
@@ -12,6 +13,7 @@ from megatron_infer.server.openai_protocol import DetokenizeBody, TokenizeBody
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tool_calls import call_format_of
+from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_parsers import HERMES, CallFormat
 
 
@@ -24,18 +26,22 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         ids = await _token_ids(body, client, call_format)
         reply: dict[str, Any] = {"count": len(ids), "max_model_len": client.max_length, "tokens": ids}
         if body.return_token_strs:
-            tokenizer = client.require_tokenizer()
-            reply["token_strs"] = [tokenizer.token_str(token) for token in ids]
+            reply["token_strs"] = await client.run_in_thread(_token_strs, client.require_tokenizer(), ids)
         return Reply(reply)
 
     async def detokenize(call: Call) -> Reply:
         body: DetokenizeBody = call.body
         client.check_model(body.model)
+        check_num_tokens(len(body.tokens), client.limits, field="tokens")
         return Reply({"prompt": await client.decode(body.tokens, skip_special=bool(body.skip_special_tokens))})
 
     summary = "Token ids of a text or of a conversation"
     routes.add("POST", "/tokenize", tokenize, summary, body=TokenizeBody, statuses=(404,))
     routes.add("POST", "/detokenize", detokenize, "The text of token ids", body=DetokenizeBody, statuses=(404,))
+
+
+def _token_strs(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.token_str(token) for token in ids]
 
 
 async def _token_ids(body: TokenizeBody, client: EngineClient, call_format: CallFormat) -> list[int]:
@@ -54,6 +60,7 @@ async def _token_ids(body: TokenizeBody, client: EngineClient, call_format: Call
         prompt_ids,
         client.require_tokenizer(),
         body.messages,
+        limits=client.limits,
         call_format=call_format,
         variables=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,

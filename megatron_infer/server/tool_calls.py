@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from megatron_infer.config.structured_output import check_schema
+from megatron_infer.config.structured_output import check_schema, check_size
 from megatron_infer.errors import ModelError, RequestError
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ExtraField, ParsedBody
@@ -91,6 +91,7 @@ class ToolRule:
                     raise bad_request(f"{name} goes with tools; give both or none", name)
             return
         names = _names(body.tools)
+        self._check_schemas(body.tools)
         if choice == "none":
             return
         call_format = self._call_format
@@ -106,6 +107,17 @@ class ToolRule:
             self._force(call_format, choice, body.tools, parsed, only_one=only_one)
         parsed.make_splitter = partial(ToolSplitter, call_format, frozenset(names), only_one=only_one)
 
+    def _check_schemas(self, tools: list[Tool]) -> None:
+        """Raises ApiError 400 for a tool whose parameters are nested deeper, or are larger, than the server allows."""
+        for tool in tools:
+            parameters = tool.function.parameters or {}
+            try:
+                check_schema(parameters, max_depth=self._settings.max_schema_depth)
+                text = msgspec.json.encode(parameters).decode()
+                check_size("parameters", text, max_bytes=self._settings.max_schema_bytes)
+            except RequestError as error:
+                raise bad_request(f"tools: {tool.function.name}: {error}", "tools") from None
+
     def _force(
         self, call_format: CallFormat, choice: Any, tools: list[Tool], parsed: ParsedBody, *, only_one: bool
     ) -> None:
@@ -115,11 +127,6 @@ class ToolRule:
             if not tools:
                 text = f"tool_choice: there is no {choice.function.name!r} among tools"
                 raise bad_request(text, "tool_choice")
-        for tool in tools:
-            try:
-                check_schema(tool.function.parameters or {}, max_depth=self._settings.max_schema_depth)
-            except RequestError as error:
-                raise bad_request(f"tools: {tool.function.name}: {error}", "tools") from None
         described = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
         marks = (call_format.opening, call_format.closing)
         special = {mark: id for mark in marks if (id := _special_id(self._tokenizer, mark)) is not None}

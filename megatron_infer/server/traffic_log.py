@@ -20,11 +20,15 @@ class TrafficLog:
     Headers and refused calls, whose body may be anything, are not written.
     """
 
-    def __init__(self, inner: Any, path: str) -> None:
-        """Appends to the file, which only its owner can read. Raises ConfigError when it cannot be written."""
-        self._inner, self._began = inner, time.monotonic()
+    def __init__(self, inner: Any, path: str, *, max_body_bytes: int) -> None:
+        """Appends to the file, which only its owner can read from now on. Raises ConfigError if it cannot be written.
+
+        max_body_bytes: of a call that is not refused for its size.
+        """
+        self._inner, self._began, self._max_body_bytes = inner, time.monotonic(), max_body_bytes
         try:
             self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab", buffering=0)
+            os.fchmod(self._file.fileno(), 0o600)  # a file that was there before may be open to others
         except OSError as error:
             raise ConfigError(f"record: cannot write {path}: {error.strerror}") from None
 
@@ -32,7 +36,7 @@ class TrafficLog:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
             await self._inner(scope, receive, send)
             return
-        call = _RecordedCall(receive, send)
+        call = _RecordedCall(receive, send, self._max_body_bytes)
         try:
             await self._inner(scope, call.receive, call.send)
         finally:
@@ -52,8 +56,9 @@ class TrafficLog:
 
 
 class _RecordedCall:
-    def __init__(self, receive: Any, send: Any) -> None:
+    def __init__(self, receive: Any, send: Any, max_bytes: int) -> None:
         self._receive, self._send = receive, send
+        self._room = max_bytes
         self.began = time.monotonic()
         self.parts: list[bytes] = []
         self.status = 0
@@ -63,7 +68,10 @@ class _RecordedCall:
     async def receive(self) -> Any:
         message = await self._receive()
         if message["type"] == "http.request":
-            self.parts.append(message.get("body", b""))
+            part = message.get("body", b"")
+            self._room -= len(part)
+            if self._room >= 0:  # what is beyond is dropped with the call, which is refused
+                self.parts.append(part)
         return message
 
     async def send(self, message: Any) -> None:

@@ -105,5 +105,7 @@ def render(
             documents=None,
             add_generation_prompt=add_generation_prompt,
         )
+    except RecursionError:
+        raise InvalidPrompt("the chat template refused the messages: they are nested too deep") from None
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise InvalidPrompt(f"the chat template refused the messages: {error}") from error

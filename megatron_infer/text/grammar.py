@@ -91,6 +91,11 @@ class GrammarCache:
             raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
         if template.is_error():
             raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")
+        first = template.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            reason = one_line(first.get_error())
+            raise RequestError(f"{wanted.kind}: nothing can begin with it, as with references in a circle ({reason})")
         return template
 
 

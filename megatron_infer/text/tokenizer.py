@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from megatron_infer.text import chat_template
 _CONFIG_DECIDES_BOS = frozenset(
     {"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}
 )
+LONG = 4096
+"""From this many characters or ids on, the library's batch functions are used: they let other Python threads run."""
 
 
 class Tokenizer:
@@ -46,6 +49,11 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(id for id, token in added.items() if token.special)
         self.vocab_size: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text of more than n times as many fits into n tokens."""
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
@@ -66,13 +74,19 @@ class Tokenizer:
         if not isinstance(text, str):
             raise InvalidPrompt(f"text to encode must be a str, got {type(text).__name__}")
         try:
-            return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+            if len(text) < LONG:
+                return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+            (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
+            return list(encoding.ids)
         except TypeError as error:  # raised by the library for lone surrogates
             raise InvalidPrompt("text is not valid Unicode: it holds half of a surrogate pair") from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The exact text of the ids, without clean-up of spaces. Ids of the padded vocabulary have no text."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        if len(ids) < LONG:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
+        return text
 
     def token_str(self, id: int) -> str:
         """The vocabulary's own spelling of one token ("" when there is none)."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -143,6 +146,31 @@ def test_stream_moves_soon_after_its_replica_is_killed_and_within_the_timeout_if
     assert moved_midway(signal.SIGKILL, timeout_s=10.0) < 3.0  # a broken connection is seen at once
     gap = moved_midway(signal.SIGSTOP, timeout_s=1.0)
     assert 0.5 < gap < 3.0, gap  # a silent one at the timeout
+
+
+STREAM = """
+import sys
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.client import InferenceClient
+with InferenceClient(sys.argv[1]) as client:
+    for output in client.stream([1, 2, 3], SamplingParams(max_tokens=300, temperature=0.0)):
+        print(*output.outputs[0].token_ids, flush=True)
+"""
+
+
+def test_streams_of_a_client_that_is_stopped_go_on_when_it_returns():
+    with coordinator(timeout_s=0.6) as one, replica(one.address, EchoEngine(step_s=0.005)):
+        child = subprocess.Popen([sys.executable, "-c", STREAM, one.address], stdout=subprocess.PIPE, text=True)
+        try:
+            first = child.stdout.readline()
+            os.kill(child.pid, signal.SIGSTOP)
+            time.sleep(1.5)  # more than twice the timeout of replicas, and its own of the coordinator
+            os.kill(child.pid, signal.SIGCONT)
+            *_, last = child.stdout
+        finally:
+            child.kill()
+            child.communicate()
+        assert len(first.split()) < 200 and [int(token) for token in last.split()] == echo_tokens([1, 2, 3], 300)
 
 
 def test_stopped_replica_returns_with_a_new_incarnation_and_its_late_messages_are_dropped():

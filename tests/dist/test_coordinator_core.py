@@ -43,10 +43,20 @@ class World:
         self.core.receive(peer, about)
         return incarnation
 
-    def submit(self, number, *, count=8, client=b"client", **more):
+    def submit(self, number, *, count=8, client=b"client", caller="", call="", **more):
         prompt = protocol.ids_to_bytes([number, number % 5, 7])
         params = {"max_tokens": count, "temperature": 0.0, **more}
-        self.core.receive(client, protocol.Submit(number, prompt, None, "", params, None, True))
+        self.core.receive(client, protocol.Submit(number, prompt, None, "", params, None, True, caller, call))
+
+    def served(self, peer, incarnation):
+        """The numbers of all requests in the order in which the replica gets them, each ended at once."""
+        order = []
+        while runs := [m for m in self.take(peer) if isinstance(m, protocol.Run)]:
+            for run in runs:
+                order.append(protocol.bytes_to_ids(run.prompt)[0])
+                self.core.check()
+                self.core.receive(peer, protocol.Output(run.number, incarnation, [], True))
+        return order
 
     def beat(self, peer, incarnation, *, state="running", version=0, step_s=0.0):
         self.core.receive(peer, protocol.Beat(incarnation, 1, 0, ROOT, version, state, step_s))
@@ -186,12 +196,18 @@ def test_coordinator_that_was_stopped_itself_removes_no_peer():
     assert world.core.knows(b"one") and world.core.knows(b"client")
 
 
-def test_silent_client_is_removed_and_its_requests_are_cancelled():
-    world = World()
+def test_silent_client_keeps_its_requests_for_long_and_then_they_are_cancelled():
+    world = World(client_timeout_s=30.0)
     world.client()
     incarnation = world.replica(b"one")
     world.submit(1)
-    world.pass_time(3.0, beats=[(b"one", incarnation)])
+    world.pass_time(29.0, beats=[(b"one", incarnation)])  # over ten times a replica's timeout
+    run = next(m for m in world.take(b"one") if isinstance(m, protocol.Run))
+    piece = protocol.Piece(0, 0, protocol.ids_to_bytes([1, 2]), "")
+    world.take(b"client")
+    world.core.receive(b"one", protocol.Output(run.number, incarnation, [piece], False))
+    assert [m.pieces for m in world.take(b"client")] == [[piece]], "what it reads when it is back"
+    world.pass_time(2.0, beats=[(b"one", incarnation)])
     assert not world.core.knows(b"client")
     assert [m.silent for m in world.take(b"one") if isinstance(m, protocol.Cancel)] == [True]
     world.core.check()
@@ -303,6 +319,55 @@ def test_requests_wait_by_priority_and_then_by_arrival():
     assert sent() == [8, 7, 6]
 
 
+def test_callers_take_turns_and_a_callers_calls_do_within_a_priority():
+    world = World()
+    world.client()
+    world.client(b"other")
+    for number in range(100, 120):
+        world.submit(number, caller="a", call="batch")
+    for number in (1, 2):
+        world.submit(number, caller="a", call="single")
+    for number in (11, 12, 13):
+        world.submit(number, caller="b", call=f"{number}")
+    world.submit(21, client=b"other", caller="a", call="batch")  # another client's callers are others
+    world.submit(31, caller="c", priority=1)
+    world.submit(41, caller="a", call="late", priority=-1)
+    order = world.served(b"one", world.replica(b"one"))
+    assert order == [41, 100, 11, 21, 1, 12, 101, 13, 2, *range(102, 120), 31]
+    world.core.check()
+
+
+def test_a_late_callers_request_stands_behind_one_of_each_other():
+    world = World()
+    world.client()
+    incarnation = world.replica(b"one", capacity=2)  # holds three
+    for number in range(100, 200):
+        world.submit(number, caller="a", call="batch")
+    world.submit(1, caller="b")
+    world.submit(2, caller="b")
+    assert world.served(b"one", incarnation)[:7] == [100, 101, 102, 103, 1, 104, 2]
+
+
+def test_one_caller_cannot_fill_the_queue():
+    world = World(max_queue=16)
+    client = world.client()
+    for number in range(100, 120):
+        world.submit(number, caller="a")
+    refused = [m.refused for m in world.take(client)]
+    assert len(refused) == 6 and {one.kind for one in refused} == {"Overloaded"}
+    assert "14 requests of this caller wait here, the limit is 14 of max_queue, 16" in refused[0].message
+    world.submit(1, caller="b")
+    world.submit(2, caller="c")
+    assert not world.take(client)
+    world.submit(3, caller="d")
+    assert "16 requests wait here, the limit is 16 (max_queue)" in world.take(client)[0].refused.message
+    order = world.served(b"one", world.replica(b"one"))
+    assert order[:4] == [100, 1, 2, 101] and len(order) == 16
+    world.take(client)
+    world.submit(200, caller="a")
+    assert not world.take(client)
+
+
 def test_idle_replica_takes_requests_that_wait_for_a_full_one():
     world = World(policy="round_robin")
     world.client()
@@ -326,6 +391,7 @@ def test_idle_replica_takes_requests_that_wait_for_a_full_one():
         ({"alpha": 2.0}, "alpha is 2"),
         ({"max_queue": 0}, "max_queue is 0"),
         ({"heartbeat_s": 3.0}, "two heartbeats"),
+        ({"client_timeout_s": 1.0}, "client_timeout_s is 1.0, less than timeout_s, 2.0"),
         ({"key": b""}, "key is empty"),
     ],
 )

@@ -6,10 +6,12 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from structured_case import LANGUAGES, PERSON, check, make_engine, run, tokenizer, told, workload
+import torch
+from structured_case import LANGUAGES, PERSON, check, make_engine, model, run, tokenizer, told, workload
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.engine.executor import FailedStep
 from megatron_infer.entrypoints.async_llm import AsyncLLM, EngineThread
 from megatron_infer.errors import RequestError
 
@@ -139,7 +141,62 @@ def test_what_leaves_nothing_to_draw_is_that_requests_error_alone():
     params = [structured(regex="[ab]c", bad_token_ids=[*a, *tokenizer().encode("b")]), structured(regex="[ab]c")]
     bad, good = engine.generate([[7], [8]], params, on_error="return")
     assert bad.outputs[0].finish_reason == "error" and "structured output has no token to draw" in str(bad.error)
+    assert type(bad.error) is RequestError, "it is the caller's to mend: 400, as is known by the class's name"
     assert good.outputs[0].text in ("ac", "bc") and good.error is None
+
+
+def test_weights_that_give_no_numbers_are_not_blamed_on_structured_output():
+    engine = make_engine()
+    weight = model().embedding.word_embeddings.weight  # the model is that of all tests here
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+        try:
+            (output,) = engine.generate([[7]], [structured(regex="[ab]c")])
+        finally:
+            weight.copy_(kept)
+    assert isinstance(output.error, FailedStep) and "logits are not finite" in str(output.error)
+
+
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+AMBIGUOUS = "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(200)) + 'a200: "x" | ""\n'
+
+
+def test_schema_whose_references_go_in_a_circle_is_refused_before_it_is_queued():
+    engine = make_engine()
+    with pytest.raises(RequestError, match="json_schema: nothing can begin with it, as with references in a circle"):
+        engine.add_request([7], structured(json_schema=LOOP))
+    assert not engine.has_unfinished()
+
+
+def test_grammar_that_goes_beyond_its_limits_later_is_the_error_of_its_request():
+    ambiguous = structured(grammar=AMBIGUOUS, allowed_token_ids=tokenizer().encode("x"))
+    bad, good = make_engine().generate([[7], [8]], [ambiguous, structured(regex="[ab]c")])
+    assert type(bad.error) is RequestError and "Parser Error" in str(bad.error)
+    assert good.outputs[0].text in ("ac", "bc") and good.error is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"min_tokens": 2, "allowed_token_ids": [9], "stop_token_ids": [9]}, "all allowed_token_ids end the sequence"),
+        (
+            {"min_tokens": 2, "allowed_token_ids": [9, 10], "bad_token_ids": [10], "stop_token_ids": [9]},
+            "min_tokens is 2",
+        ),
+        ({"min_tokens": 1, "bad_token_ids": range(1, 10**6), "stop_token_ids": [0]}, "outside the vocabulary"),
+    ],
+)
+def test_choice_of_tokens_that_min_tokens_empties_is_refused_before_it_is_queued(asked, message):
+    engine = make_engine()
+    with pytest.raises(RequestError, match=message):
+        engine.add_request([7], SamplingParams(max_tokens=4, **asked))
+    vocab_size = engine.input_processor.limits.vocab_size
+    with pytest.raises(RequestError, match="leaves only tokens that end the sequence"):
+        bad = range(1, vocab_size)
+        engine.add_request([7], SamplingParams(max_tokens=4, min_tokens=1, bad_token_ids=bad, stop_token_ids=[0]))
+    (output,) = engine.generate([[7]], SamplingParams(max_tokens=4, allowed_token_ids=[9], stop_token_ids=[9]))
+    assert output.outputs[0].finish_reason == "stop" and output.error is None
 
 
 def test_a_grammar_that_is_lost_ends_its_request_alone(monkeypatch):

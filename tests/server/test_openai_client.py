@@ -46,7 +46,7 @@ def offline(engine):
 
 @pytest.fixture(scope="module")
 def case(offline, engine):
-    with serving(engine, api_key="a key", served_model_name=("tiny", "alias")) as one:
+    with serving(engine, api_key="a key", show_cached_tokens=True, served_model_name=("tiny", "alias")) as one:
         yield one
 
 

@@ -84,9 +84,12 @@ def test_full_queue_is_429_with_retry_after_and_waiting_calls_are_answered():
                 text = "".join(chunk["choices"][0]["text"] for chunk in events(reply.text.splitlines()))
                 assert text.split() == [str(token) for token in echo_tokens([1, 2, 3], 10)]
         engine.pause()  # several prompts are accepted together or not at all
-        reply = post(case, COMPLETION, **ask(prompt=[[i] for i in range(1, 9)]))
+        first = raw_stream(case, COMPLETION, **ask())
+        wait_for(lambda: running(case) == 1)
+        reply = post(case, COMPLETION, **ask(prompt=[[i] for i in range(1, 5)]))
         assert reply.status_code == 429
         go_on(case)
+        first.close()
         wait_for(lambda: running(case) == 0)
 
 
@@ -160,8 +163,8 @@ def test_engine_failure_is_an_error_object_in_the_stream_and_fails_health():
         assert (
             chunks[-1]["error"]["type"] == "overloaded_error" and "replicas were lost" in chunks[-1]["error"]["message"]
         )
-        health = case.http.get("/health")
-        assert health.status_code == 503 and health.json()["status"] == "loading"
+        wait_for(lambda: case.http.get("/health").status_code == 503)
+        assert case.http.get("/health").json()["status"] == "unavailable"
         case.replicas[0].failure = None
 
 

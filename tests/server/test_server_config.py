@@ -33,6 +33,9 @@ def test_command_line_goes_before_environment_before_file(tmp_path):
         ({"control": True, "host": "0.0.0.0"}, "control at 0.0.0.0 needs an API key"),
         ({"weights_root": "/nowhere/at/all"}, "weights_root is '/nowhere/at/all', which is no directory"),
         ({"max_weight_bytes": 0}, "max_weight_bytes is 0"),
+        ({"allow_origin": ["https://a.example/path"]}, "allow_origin is 'https://a.example/path'; an origin is like"),
+        ({"control": True, "host": "127.evil.example"}, "control at 127.evil.example needs an API key"),
+        ({"max_reply_bytes": 0}, "max_reply_bytes is 0"),
         ({"served_model_name": [1]}, "served_model_name is a name or a list of names"),
     ],
 )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatron_infer.errors import unknown_name
 from megatron_infer.server.endpoint import Call, Handler
-from megatron_infer.server.http_errors import ApiError, bad_request
+from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.sites import Sites
 
 SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class QueryParams:
@@ -66,24 +65,13 @@ class ControlRoutes:
 
     def add(self, method: str, path: str, handler: Handler, summary: str, **options: Any) -> None:
         """Like `Routes.add`; by default an empty body counts as {}."""
+        sites = Sites(self.settings)
 
         async def guarded(call: Call) -> Any:
             if self.settings.api_key is None:
-                refuse_foreign_pages({name.lower(): value for name, value in call.request.headers.items()})
+                sites.check_same_site(call.request.scope["headers"])
             return await handler(call)
 
         statuses = (400, 403, 404, 409, 413, 415, 429, 500, 503, 504)
         defaults = {"optional_body": True, "control": True, "statuses": statuses}
         self.routes.add(method, path, guarded, summary, **defaults | options)
-
-
-def refuse_foreign_pages(headers: Mapping[str, str]) -> None:
-    """Raises ApiError 403 for calls that a browser sends for a page of another site, which may target this machine."""
-    host = headers.get("host", "")
-    name = urlsplit(f"//{host}").hostname or ""
-    origin = headers.get("origin")
-    foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-    foreign |= origin is not None and urlsplit(origin).netloc != host
-    if foreign or not (name in LOCAL_NAMES or name.startswith("127.")):
-        message = "a page of another site asks for this; without an API key only programs and the server's own page may"
-        raise ApiError(403, message, code="foreign_page")

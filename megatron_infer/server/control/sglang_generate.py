@@ -19,9 +19,9 @@ from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts
-from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Text, TokenId, TokenIds
+from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Penalty, Text, TokenId, TokenIds
 from megatron_infer.server.reply_fields import version_spans_of
-from megatron_infer.server.sampling_fields import check_limit, check_stops, params_from
+from megatron_infer.server.sampling_fields import check_limit, check_lists, params_from
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -44,7 +44,7 @@ class Sampling(Body):
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    repetition_penalty: Penalty | None = None
     logit_bias: dict[IdKey, Logit] | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -120,12 +120,14 @@ class SglangGenerate:
         if len(samplings) != len(prompts):
             text = f"sampling_params has {len(samplings)} entries for {len(prompts)} prompts; give one, or one for each"
             raise bad_request(text, "sampling_params", "invalid_value")
-        requests = [
-            EngineRequest(prompt_ids=prompt, params=params_from(await self._values(body, one)))
-            for prompt, one in zip(prompts, samplings, strict=True)
-        ]
-        for request in requests:
-            client.check_request(request)
+        requests = client.checked(
+            [
+                EngineRequest(prompt_ids=prompt, params=params_from(await self._values(body, one)))
+                for prompt, one in zip(prompts, samplings, strict=True)
+            ],
+            call,
+            field=field,
+        )
         if body.stream and (len(requests) > 1 or requests[0].params.n > 1):
             raise bad_request("stream: one sample of one prompt at a time; ask for several calls", "stream")
         ids = [call.id] if body.rid is None else [body.rid] if isinstance(body.rid, str) else body.rid
@@ -143,7 +145,7 @@ class SglangGenerate:
         values.setdefault("max_tokens", DEFAULT_MAX_NEW_TOKENS)
         check_limit("n", values.get("n", 1), settings.max_n, "max_n")
         check_limit("top_logprobs_num", body.top_logprobs_num or 0, settings.max_logprobs, "max_logprobs")
-        check_stops(values, settings)
+        check_lists(values, settings)
         if body.return_logprob:
             values["logprobs"] = body.top_logprobs_num or 0
         elif body.top_logprobs_num:

@@ -18,7 +18,7 @@ from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
 from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, Priority, StreamOptions, Text, TokenIds
 from megatron_infer.server.reply_fields import DeltaReader, usage_of, version_spans_of
-from megatron_infer.server.sampling_fields import check_limit, check_stops, check_stream_options, params_from
+from megatron_infer.server.sampling_fields import check_limit, check_lists, check_stream_options, params_from
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 STRUCTURED = "structured_outputs"
@@ -68,7 +68,7 @@ class VllmGenerate:
         client.check_model(body.model)
         check_stream_options(body)
         values = _known_params(body.sampling_params or {})
-        check_stops(values, settings)
+        check_lists(values, settings)
         values["detokenize"] = bool(values.get("stop"))  # the reply has no text, but stop texts are matched in it
         if values.get("stop"):
             client.require_tokenizer()
@@ -82,10 +82,10 @@ class VllmGenerate:
             check_limit(name, getattr(params, name) or 0, settings.max_logprobs, "max_logprobs")
         if body.stream and params.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs comes with whole replies only; give no stream: true", "prompt_logprobs")
-        request = EngineRequest(prompt_ids=list(body.token_ids), params=params, cache_salt=body.cache_salt or "")
-        client.check_request(request)
-        reply = VllmReply(body, body.request_id or call.id, request, self._machine)
-        return await generate(client, [request], reply, stream=body.stream, abort_ids=(reply.id, call.id))
+        salt = body.cache_salt or ""
+        requests = client.checked([EngineRequest(prompt_ids=body.token_ids, params=params, cache_salt=salt)], call)
+        reply = VllmReply(body, body.request_id or call.id, requests[0], self._machine)
+        return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))
 
 
 def _known_params(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""What a call may ask for: limits on its prompts and on its reply, checked before anything is computed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.peers import caller_share
+from megatron_infer.server.http_errors import bad_request, context_overflow
+from megatron_infer.server.inflight import EngineRequest
+from megatron_infer.text.tokenizer import Tokenizer
+
+TOKEN_BYTES = 32
+"""Bytes of a reply for a token: its text, its id."""
+LOGPROB_BYTES = 100
+"""Bytes of a reply for one log probability with its token's text and bytes."""
+ID_BYTES = 16 / 3
+"""Bytes of a reply for one token id as base64 of int32."""
+PIECE_CHARS, PIECE_LIMITS = 8, 2
+"""A text is refused when its first PIECE_CHARS * limit characters give more than PIECE_LIMITS * limit tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of the engines: the smallest of all replicas'."""
+
+    max_length: int
+    """Tokens of prompt and output together."""
+    vocab_size: int
+    num_at_once: int
+    """Requests that the replicas take together, computed or next in line there."""
+    max_queue: int
+    """Requests that may wait at the coordinator."""
+
+
+def check_num_chars(num_chars: int, limits: EngineLimits, tokenizer: Tokenizer, *, field: str) -> None:
+    """Raises ApiError 400 for a text that cannot fit, whatever its tokens are."""
+    longest = limits.max_length * tokenizer.longest_token
+    if num_chars > longest:
+        message = (
+            f"This model's maximum context length is {limits.max_length:,} tokens, which {longest:,} characters can "
+            f"fill at most. However, your prompt has {num_chars:,} characters. Shorten it."
+        )
+        raise bad_request(message, field, "context_length_exceeded")
+
+
+def encode_within(
+    tokenizer: Tokenizer, text: str, limits: EngineLimits, *, field: str = "prompt", add_special: bool = True
+) -> list[int]:
+    """Token ids of a text that may be long.
+
+    Raises ApiError 400, before the whole of it is tokenized, for one far beyond the context length.
+    """
+    check_num_chars(len(text), limits, tokenizer, field=field)
+    end = PIECE_CHARS * limits.max_length
+    if len(text) > end:
+        num_tokens = len(tokenizer.encode(text[:end], add_special=False))
+        if num_tokens > PIECE_LIMITS * limits.max_length:
+            message = (
+                f"This model's maximum context length is {limits.max_length:,} tokens. However, the first {end:,} of "
+                f"your prompt's {len(text):,} characters are {num_tokens:,} tokens. Shorten it."
+            )
+            raise bad_request(message, field, "context_length_exceeded")
+    return tokenizer.encode(text, add_special=add_special)
+
+
+def check_num_tokens(count: int, limits: EngineLimits, *, field: str) -> None:
+    """Raises ApiError 400 for more token ids than a request may hold."""
+    if count >= limits.max_length:
+        raise context_overflow(limits.max_length, count, 1, field=field)
+
+
+def check_num_ids(params: SamplingParams, limits: EngineLimits) -> None:
+    """Raises ApiError 400 for a list of more token ids than there are."""
+    for name in ("allowed_token_ids", "bad_token_ids"):
+        ids = getattr(params, name) or ()
+        if len(ids) > limits.vocab_size:
+            message = f"{name} has {len(ids):,} ids, the vocabulary has {limits.vocab_size:,}; give each once"
+            raise bad_request(message, name)
+
+
+def check_prompt(ids: Sequence[int], max_tokens: int | None, limits: EngineLimits, *, field: str) -> None:
+    """Raises ApiError 400 for token ids that the engines would refuse."""
+    num_prompt = len(ids)
+    if num_prompt == 0:
+        raise bad_request("the prompt is empty (0 tokens); give at least one", field, "empty_prompt")
+    if num_prompt + (max_tokens or 1) > limits.max_length:
+        raise context_overflow(limits.max_length, num_prompt, max_tokens or 1, field=field)
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limits.vocab_size:
+        wrong = low if low < 0 else high
+        message = f"token id {wrong} is outside the vocabulary (0 to {limits.vocab_size - 1})"
+        raise bad_request(message, field, "invalid_token_id")
+
+
+def check_num_requests(count: int, limits: EngineLimits, *, field: str) -> None:
+    """Raises ApiError 400 for a call whose requests cannot all be taken, however idle the engines are."""
+    share = caller_share(limits.max_queue)
+    most = limits.num_at_once + share
+    if count > most:
+        message = (
+            f"{field} holds {count:,} prompts, and at most {most:,} can be under way ({limits.num_at_once:,} at the "
+            f"engines, {share:,} waiting: a caller's share of max_queue, {limits.max_queue:,}); send several calls"
+        )
+        raise bad_request(message, field, "too_many_prompts")
+
+
+def within_reply(
+    requests: Sequence[EngineRequest], limits: EngineLimits, max_reply_bytes: int
+) -> Sequence[EngineRequest]:
+    """The requests, with a max_tokens for those that leave it open where the reply could grow beyond the limit.
+
+    Raises ApiError 400 for a call whose reply is larger if its requests draw the tokens that they ask for.
+    """
+    least = sum(_prompt_bytes(one) + one.params.n * (one.params.max_tokens or 1) * _bytes_a_token(one.params, limits)
+                for one in requests)  # fmt: skip
+    if least > max_reply_bytes:
+        message = (
+            f"the reply may have {least:,.0f} bytes (prompts x n x max_tokens x log probabilities or ids per token), "
+            f"the limit is {max_reply_bytes:,} (max_reply_bytes); ask for less at once"
+        )
+        raise bad_request(message, "max_tokens", "reply_too_large")
+    open_ended = [one for one in requests if one.params.max_tokens is None]
+    if not open_ended:
+        return requests
+    share = (max_reply_bytes - least) / len(open_ended)
+
+    def bounded(request: EngineRequest) -> EngineRequest:
+        params = request.params
+        most = 1 + int(share / (params.n * _bytes_a_token(params, limits)))
+        if params.max_tokens is not None or most >= limits.max_length - len(request.prompt_ids):
+            return request
+        return replace(request, params=replace(params, max_tokens=max(most, params.min_tokens)))
+
+    return [bounded(one) for one in requests]
+
+
+def _prompt_bytes(request: EngineRequest) -> int:
+    asked = request.params.prompt_logprobs
+    return 0 if asked is None else len(request.prompt_ids) * (asked + 1) * LOGPROB_BYTES
+
+
+def _bytes_a_token(params: SamplingParams, limits: EngineLimits) -> float:
+    num_bytes: float = TOKEN_BYTES
+    if params.logprobs is not None:
+        num_bytes += (params.logprobs + 1) * LOGPROB_BYTES
+    if params.return_support and not params.greedy:
+        if params.top_k > 0:
+            num_bytes += params.top_k * ID_BYTES
+        elif params.top_p == 1.0 and params.min_p == 0.0:  # else few of the vocabulary are left, which is not known yet
+            num_bytes += limits.vocab_size * ID_BYTES
+    return num_bytes

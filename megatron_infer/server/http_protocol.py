@@ -1,0 +1,178 @@
+"""HTTP/1.1 of one connection, under uvicorn: limits on its head and its silence that act before the application does.
+
+A head is the request line and the headers. A connection that is beyond a limit is answered in HTTP and closed; all
+other connections go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from megatron_infer.server.http_errors import ApiError, unavailable
+
+log = logging.getLogger("megatron_infer.server")
+
+MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 256
+HEAD_TIMEOUT_S = 10.0
+"""Most seconds from the connection, or from the first byte behind a reply, to the end of the head."""
+IDLE_TIMEOUT_S = 30.0
+"""Most seconds without a byte between a reply and the next request."""
+MAX_PIPELINED = 16
+"""Most requests of a connection that wait for the reply to the one before."""
+MAX_DESCRIPTORS = 1 << 20
+"""Of the process, where the system sets no limit."""
+SPARE_DESCRIPTORS = 64
+"""Kept for everything that is no connection of a client: files, the coordinator, threads."""
+LOG_EVERY_S = 60.0
+"""Between two lines of the log that say that connections are refused."""
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open descriptors to the hard one -> how many connections there may be at once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    most = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    return max(1, most - SPARE_DESCRIPTORS)
+
+
+class Connections:
+    """What the connections of a server share: their number, its limit, and when a refusal was logged last."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_refused = 0
+        self._last_logged = float("-inf")
+
+    def refused(self, count: int) -> None:
+        self.num_refused += 1
+        if time.monotonic() - self._last_logged >= LOG_EVERY_S:
+            self._last_logged = time.monotonic()
+            log.warning("%d connections are open, the limit: further ones get 503 until some close", count)
+
+
+def protocol_of(connections: Connections) -> type[asyncio.Protocol]:
+    """The protocol class of a server's connections."""
+
+    class Bounded(BoundedProtocol):
+        shared = connections
+
+    return Bounded
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits; `shared` is set by `protocol_of`."""
+
+    shared: Connections
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_bytes = 0
+        self._in_head = True
+        self._refusal: ApiError | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------------ the connection
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.shared.limit:
+            self.shared.refused(self.shared.limit)
+            self._end(unavailable("too many connections are open; ask again in a moment", "too_many_connections"))
+            return
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_arrived()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        was_in_head = self._in_head
+        super().data_received(data)
+        if not self._in_head:
+            return
+        self._expect_head()
+        self._head_bytes += len(data) if was_in_head else 0  # else it may be the end of a body for the most part
+        if self._head_bytes > MAX_HEAD_BYTES and self._refusal is None:
+            self._end(_too_large(f"more than {MAX_HEAD_BYTES:,} bytes"))
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's reply to what is no HTTP, or to what a callback below has refused."""
+        if self._refusal is None:
+            super().send_400_response(msg)
+
+    # ------------------------------------------------------------------ the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse(_too_large(f"more than {MAX_HEADERS} lines"))
+
+    def on_headers_complete(self) -> None:
+        self._head_arrived()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refuse(ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection", code="pipeline"))
+        super().on_headers_complete()
+
+    # ------------------------------------------------------------------ refusals
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _head_arrived(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self._head_bytes == 0:  # a browser connects before it has a request
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self._end(ApiError(408, f"no request came within {HEAD_TIMEOUT_S:g} s", code="head_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """From a callback of the parser, which goes no further."""
+        self._end(error)
+        raise ConnectionAbortedError(error.message)
+
+    def _end(self, error: ApiError) -> None:
+        """Answer and close. Calls under way on this connection see that their client is gone."""
+        self._refusal = error
+        body = msgspec.json.encode(error.body())
+        lines = [f"HTTP/1.1 {error.status} {_REASONS[error.status]}", "content-type: application/json"]
+        lines += [f"content-length: {len(body)}", "connection: close"]
+        lines += [f"{name.lower()}: {value}" for name, value in error.headers.items()]
+        if self.cycle is None or self.cycle.response_complete:  # else it would stand within another reply
+            self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
+
+
+_REASONS = {
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
+
+
+def _too_large(got: str) -> ApiError:
+    limits = f"{MAX_HEAD_BYTES:,} bytes in {MAX_HEADERS} lines"
+    return ApiError(431, f"the request line and headers have {got}, the limit is {limits}", code="headers_too_large")

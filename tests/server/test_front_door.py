@@ -1,0 +1,432 @@
+"""What strangers send: too much, too long, too slowly, under a false name. It is refused, and others go on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from contextlib import closing, suppress
+
+import httpx
+import pytest
+from server_case import post, serving, tokenizer, wait_for
+
+from megatron_infer.server import http_protocol
+from megatron_infer.testing.echo import EchoEngine
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+LENGTH = 2048
+"""Tokens of prompt and output that the engine of `case` holds."""
+
+
+@pytest.fixture(scope="module")
+def case():
+    with serving(EchoEngine(num_blocks=128, max_requests=4), max_queue=8, max_reply_bytes=1 << 20) as one:
+        yield one
+
+
+@pytest.fixture
+def counted(case, monkeypatch):
+    """Characters that the server has tokenized since the test began."""
+    seen, backend = [], tokenizer()
+    real = type(backend).encode
+    monkeypatch.setattr(
+        type(backend), "encode", lambda self, text, **how: (seen.append(len(text)), real(self, text, **how))[1]
+    )
+    return seen
+
+
+def connect(case):
+    connection = socket.create_connection(("127.0.0.1", case.port))
+    connection.settimeout(20)
+    return connection
+
+
+def reply_on(connection):
+    """The bytes until the server closes the connection."""
+    data = b""
+    with suppress(ConnectionResetError):  # it was closed while more was on its way
+        while piece := connection.recv(1 << 16):
+            data += piece
+    return data
+
+
+def refusal(case, path, body, *, status=400):
+    reply = post(case, path, **body)
+    assert reply.status_code == status, (reply.status_code, reply.text[:300])
+    return reply.json()["error"]
+
+
+# ---------------------------------------------------------------------- before anything is computed
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": "a" * 5_000_000, "max_tokens": 1}),
+        (COMPLETION, {"prompt": ["a", "b" * 5_000_000], "max_tokens": 1}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 5_000_000}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 2_500_000}] * 2}]}),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * (LENGTH + 1)}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": "a" * 5_000_000}}),
+        ("/v1/embeddings", {"input": "a" * 5_000_000}),
+        ("/tokenize", {"prompt": "a" * 5_000_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 5_000_000}]}),
+    ],
+)
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(case, counted, path, body):
+    error = refusal(case, path, body)
+    assert error["code"] == "context_length_exceeded" and not counted
+    assert f"{LENGTH:,} tokens" in error["message"]
+
+
+def test_text_far_beyond_the_context_costs_a_piece_of_it(case, counted):
+    text = "a" * (12 * LENGTH)  # the longest token has 12 characters, so that it might fit; it has a token for each
+    error = refusal(case, COMPLETION, {"prompt": text, "max_tokens": 1})
+    assert (
+        f"the first {8 * LENGTH:,} of your prompt's {len(text):,} characters are {8 * LENGTH:,} tokens"
+        in error["message"]
+    )
+    assert counted == [8 * LENGTH]
+    error = refusal(case, COMPLETION, {"prompt": "a" * LENGTH, "max_tokens": 1})
+    assert "your prompt has 2,048 tokens, and one more must fit" in error["message"]
+    assert post(case, COMPLETION, prompt="a" * (LENGTH - 1), max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETION, {"prompt": [1] * LENGTH, "max_tokens": 1}, "your prompt has 2,048 tokens"),
+        ("/detokenize", {"tokens": [1] * LENGTH}, "your prompt has 2,048 tokens"),
+        (COMPLETION, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(5000)}}, "the limit is 4,096"),
+        (COMPLETION, {"prompt": "a", "bad_token_ids": [1] * 5000}, "5,000 ids, the vocabulary has 1,000"),
+        (COMPLETION, {"prompt": "a", "allowed_token_ids": [1] * 300_000}, "300,000 entries, the limit is 262,144"),
+        (COMPLETION, {"prompt": [[1]] * 14, "max_tokens": 1}, "14 prompts, and at most 12 can be under way (5 at"),
+        (COMPLETION, {"prompt": "a", "max_tokens": 1000, "n": 100}, "3,200,000 bytes"),
+        (COMPLETION, {"prompt": "a", "max_tokens": 600, "logprobs": 20}, "the limit is 1,048,576 (max_reply_bytes)"),
+        (COMPLETION, {"prompt": [1] * 1500, "echo": True, "logprobs": 20, "max_tokens": 1}, "3,152,132 bytes"),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 4, "max_tokens": 500, "logprobs": True,
+                "top_logprobs": 10}, "the reply may have 2,264,000 bytes"),
+        (COMPLETION, {"prompt": "a", "guided_json": {"const": "a" * 70_000}}, "the limit is 65,536"),
+        (COMPLETION, {"prompt": "a", "guided_choice": ["a" * 70_000]}, "the limit is 65,536"),
+    ],
+)  # fmt: skip
+def test_lists_schemas_and_replies_are_bounded_by_their_figures(case, path, body, message):
+    assert message in refusal(case, path, body)["message"]
+
+
+def nested(depth):
+    schema = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("parameters", [nested(40), nested(450), {"const": "a" * 70_000}])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_schemas_of_tools_are_bounded_whether_calls_are_forced_or_not(case, parameters, choice):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    messages = [{"role": "user", "content": "a"}]
+    error = refusal(case, CHAT, {"messages": messages, "tools": [tool], "tool_choice": choice})
+    assert error["param"] == "tools"
+
+
+def test_reply_of_a_call_without_max_tokens_ends_at_the_limit(case):
+    asked = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "n": 4}
+    choices = post(case, CHAT, **asked).json()["choices"]
+    assert {len(one["logprobs"]["content"]) for one in choices} == {(1 << 20) // (4 * (32 + 21 * 100))}
+    assert {one["finish_reason"] for one in choices} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b'{"prompt": [' + b"1," * 1_200_000 + b"1]}", "about 1,200,000 JSON values, the limit is 1,048,576"),
+        (b'{"messages": [' + b'{"role":"user"},' * 200_000 + b"{}]}", "JSON fields, the limit is 131,072"),
+    ],
+)
+def test_body_that_takes_long_to_decode_is_refused_undecoded(case, body, what):
+    began = time.perf_counter()
+    reply = case.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 413 and what in reply.json()["error"]["message"]
+    assert time.perf_counter() - began < 1
+
+
+def test_recorded_traffic_is_readable_by_its_owner_alone_also_in_a_file_that_was_there(tmp_path):
+    path = tmp_path / "traffic.jsonl"
+    path.touch(mode=0o644)
+    with serving(record=str(path)) as case:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert post(case, COMPLETION, prompt=[1], max_tokens=1).status_code == 200
+        wait_for(lambda: path.read_text().count("\n") == 1)
+
+
+# ---------------------------------------------------------------------- before the key is looked at
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_protocol, "LOG_EVERY_S", 60.0)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 70_000,
+        b"GET /" + b"a" * 70_000,
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"X%d: a\r\n" % i for i in range(300)),
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 60_000 + b"\r\n",
+    ],
+)
+def test_endless_head_is_answered_431_and_closed(case, head):
+    with closing(connect(case)) as connection:
+        with suppress(ConnectionError):  # closed before it was all sent
+            connection.sendall(head)
+        data = reply_on(connection)
+    assert not data or data.startswith(b"HTTP/1.1 431 "), data[:100]
+    if len(head) < 100_000:
+        assert json.loads(data.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+    assert case.http.get("/version").status_code == 200
+
+
+def test_large_head_and_many_headers_within_the_limits_are_served(case):
+    headers = {f"X-{i}": "a" for i in range(200)} | {"Cookie": "a" * 40_000}
+    assert case.http.get("/version", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /ver", b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: "])
+def test_connection_without_a_whole_head_is_closed(case, quick, sent):
+    with closing(connect(case)) as connection:
+        connection.sendall(sent)
+        began = time.monotonic()
+        stop = threading.Event()
+
+        def drip():
+            while sent and not stop.wait(0.05):
+                try:
+                    connection.sendall(b"a")  # bytes that come one by one do not prolong it
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        data = reply_on(connection)
+        stop.set()
+        thread.join()
+        assert 0.1 < time.monotonic() - began < 5
+    assert data.startswith(b"HTTP/1.1 408 ") if sent else data == b""
+
+
+def test_half_a_head_behind_a_reply_is_closed(case, quick):
+    with closing(connect(case)) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /ver")
+        data = reply_on(connection)
+    assert data.startswith(b"HTTP/1.1 200 ") and b"HTTP/1.1 408 " in data
+
+
+def test_slow_reply_is_not_taken_for_a_slow_head(quick):
+    with serving(EchoEngine(step_s=0.05)) as case:
+        reply = post(case, COMPLETION, prompt=[1, 2], max_tokens=20)
+        assert reply.status_code == 200 and len(reply.json()["choices"][0]["text"].split()) == 20
+
+
+def test_pipelined_requests_are_answered_in_order_and_bounded(case):
+    one = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with closing(connect(case)) as connection:
+        connection.sendall(one * 10 + one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        assert reply_on(connection).count(b"HTTP/1.1 200 ") == 11
+    with closing(connect(case)) as connection:
+        connection.sendall(one * 500)
+        assert reply_on(connection).count(b"HTTP/1.1 200 ") <= 20
+
+
+def test_connections_beyond_the_limit_get_503_old_ones_go_on_and_one_line_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(http_protocol, "raise_descriptor_limit", lambda: 6)
+    from megatron_infer.server import http_server
+
+    monkeypatch.setattr(http_server, "raise_descriptor_limit", lambda: 6)
+    with serving() as case, caplog.at_level(logging.WARNING, "megatron_infer.server"):
+        assert case.http.get("/version").status_code == 200  # its connection stays open
+        idle = [connect(case) for _ in range(5)]
+        wait_for(lambda: len(case.server._running[1].server_state.connections) == 6)
+        for _ in range(3):
+            with closing(connect(case)) as refused:
+                refused.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert reply_on(refused).startswith(b"HTTP/1.1 503 ")
+        assert case.http.get("/version").status_code == 200
+        for one in idle:
+            one.close()
+        wait_for(lambda: len(case.server._running[1].server_state.connections) == 1)
+        with closing(connect(case)) as again:
+            again.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert reply_on(again).startswith(b"HTTP/1.1 200 ")
+    assert len([one for one in caplog.records if "connections are open" in one.getMessage()]) == 1
+
+
+def test_descriptors_are_raised_to_the_hard_limit(monkeypatch):
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        allowed = http_protocol.raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(limits[1], 1 << 20)
+        assert allowed == min(limits[1], 1 << 20) - 64
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+# ---------------------------------------------------------------------- under a false name
+
+
+NAMES = [
+    # (Host, whether a server without options and key answers)
+    ("127.0.0.1:80", True),
+    ("127.0.0.1", True),
+    ("127.5.5.5", True),
+    ("192.0.2.7:8000", True),
+    ("[::1]:8000", True),
+    ("localhost:8000", True),
+    ("LOCALHOST.", True),
+    (socket.gethostname(), True),
+    ("127.evil.example", False),
+    ("127.0.0.1.evil.example", False),
+    ("localhost.evil.example", False),
+    ("evil.example", False),
+    ("evil.example:8000", False),
+    ("evil.example@127.0.0.1", False),
+    ("127.1", False),
+    ("2130706433", False),
+    ("::1", False),
+    ("", False),
+]
+ROUTES = [("GET", "/health"), ("GET", "/v1/status"), ("GET", "/metrics"), ("GET", "/"), ("POST", COMPLETION)]
+
+
+@pytest.mark.parametrize(("host", "is_served"), NAMES)
+def test_host_is_checked_by_address_on_every_route(case, host, is_served):
+    for method, path in ROUTES:
+        body = {"prompt": [1], "max_tokens": 1} if method == "POST" else None
+        reply = case.http.request(method, path, json=body, headers={"Host": host})
+        assert reply.status_code == (200 if is_served else 403), (host, path, reply.text[:200])
+        if not is_served:
+            assert reply.json()["error"]["code"] == "host_not_allowed" and "--allowed-host" in reply.text
+
+
+def test_call_without_host_is_a_programs(case):
+    with closing(connect(case)) as connection:
+        connection.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+        assert b" 200 " in reply_on(connection)
+
+
+def test_allowed_hosts_are_options_and_a_key_takes_the_place_of_names():
+    with serving(allowed_host=("Infer.example", "b.example")) as case:
+        for host, status in (("infer.example:80", 200), ("B.example", 200), ("evil.example", 403)):
+            assert case.http.get("/version", headers={"Host": host}).status_code == status
+    with serving(api_key="k") as case:
+        assert case.http.get("/version", headers={"Host": "infer.example"}).status_code == 200
+        assert case.http.get("/v1/status", headers={"Host": "infer.example"}).status_code == 401
+    with serving(api_key="k", allowed_host=("infer.example",)) as case:
+        assert case.http.get("/version", headers={"Host": "evil.example"}).status_code == 403
+    with serving(allowed_host=("*",)) as case:
+        assert case.http.get("/version", headers={"Host": "evil.example"}).status_code == 200
+
+
+def test_control_without_key_answers_to_loopback_alone():
+    with serving(control=True) as case:
+        for host in [name for name, is_served in NAMES if not is_served] + ["192.0.2.7", socket.gethostname()]:
+            assert case.http.post("/pause?mode=keep", headers={"Host": host}).status_code == 403
+        assert case.http.get("/is_paused").json()["is_paused"] is False
+
+
+PAGE = "https://app.example"
+ASK = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-a"}
+
+
+def test_cors_is_off_by_default_and_open_to_the_origins_given(case):
+    for path in ("/version", COMPLETION):
+        replies = [case.http.options(path, headers=ASK), case.http.get("/version", headers={"Origin": PAGE})]
+        assert not any(name.startswith("access-control") for one in replies for name in one.headers)
+    with serving(api_key="k", allow_origin=(PAGE,)) as shared:
+        asked = shared.http.options(COMPLETION, headers=ASK)
+        assert asked.status_code == 204 and asked.headers["access-control-allow-origin"] == PAGE
+        assert asked.headers["access-control-allow-headers"] == "authorization, x-a"
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        for key, status in (("k", 200), ("wrong", 401)):  # the page can read errors, too
+            headers = {"Origin": PAGE, "Authorization": f"Bearer {key}"}
+            reply = shared.http.post(COMPLETION, json={"prompt": [1], "max_tokens": 1}, headers=headers)
+            assert reply.status_code == status and reply.headers["access-control-allow-origin"] == PAGE
+            assert reply.headers["vary"] == "origin"
+        other = shared.http.options(COMPLETION, headers=ASK | {"Origin": "https://evil.example"})
+        assert other.status_code == 401 and "access-control-allow-origin" not in other.headers
+    with serving(allow_origin=("*",), control=True) as shared:
+        assert shared.http.get("/version", headers={"Origin": PAGE}).headers["access-control-allow-origin"] == PAGE
+        reply = shared.http.post("/pause?mode=keep", headers={"Origin": PAGE})
+        assert reply.status_code == 403, "control is for origins that are named"
+    with serving(allow_origin=(PAGE,), control=True) as shared:
+        headers = {"Origin": PAGE, "Sec-Fetch-Site": "cross-site"}
+        assert shared.http.post("/pause?mode=keep", headers=headers).status_code == 200
+        assert shared.http.post("/resume", headers=headers).status_code == 200
+
+
+# ---------------------------------------------------------------------- beside others
+
+
+def asking_from(case, address):
+    """A client whose calls come from another address of this machine."""
+    return httpx.Client(base_url=case.url, transport=httpx.HTTPTransport(local_address=address), timeout=60)
+
+
+def test_a_call_of_many_prompts_does_not_stand_before_another_caller():
+    engine = EchoEngine(step_s=0.005, max_requests=4)
+    with serving(engine, max_queue=512) as case, asking_from(case, "127.0.0.2") as other:
+        done = []
+        prompts = [[i + 1] for i in range(400)]
+        batch = threading.Thread(
+            target=lambda: done.append(post(case, COMPLETION, prompt=prompts, max_tokens=8, temperature=0))
+        )
+        batch.start()
+        wait_for(lambda: case.coordinator.core.dispatch.num_waiting > 300)
+        began = time.monotonic()
+        assert other.post(COMPLETION, json={"prompt": [7], "max_tokens": 2}).status_code == 200
+        alone = time.monotonic() - began
+        assert case.coordinator.core.dispatch.num_waiting > 300, "it did not wait for the batch"
+        began = time.monotonic()
+        assert post(case, COMPLETION, prompt=[8], max_tokens=2).status_code == 200, "nor does another call of the same"
+        assert time.monotonic() - began < 20 * alone + 1
+        batch.join()
+        assert done[0].status_code == 200 and len(done[0].json()["choices"]) == 400
+
+
+def cached_tokens(client, **body):
+    prompt = list(range(1, 65))
+    reply = client.post(COMPLETION, json={"prompt": prompt, "max_tokens": 1, **body})
+    assert reply.status_code == 200, reply.text
+    return reply.json()["usage"]["prompt_tokens_details"]
+
+
+def test_what_others_have_sent_does_not_show_unless_asked_and_is_not_shared_if_isolated():
+    with serving() as case:
+        assert [cached_tokens(case.http) for _ in range(2)] == [None, None]
+    for isolated, shared in ((False, 48), (True, 0)):
+        options = {"show_cached_tokens": True, "isolate_prefix_cache": isolated}
+        with serving(**options) as case, asking_from(case, "127.0.0.2") as other:
+            assert [cached_tokens(case.http)["cached_tokens"] for _ in range(2)] == [0, 48]
+            assert cached_tokens(other)["cached_tokens"] == shared
+            assert cached_tokens(other)["cached_tokens"] == 48
+            assert cached_tokens(other, cache_salt="s")["cached_tokens"] == 0
+
+
+def test_health_says_what_the_process_knows_while_the_coordinator_is_busy():
+    with serving() as case:
+        assert case.http.get("/health").json()["status"] == "ok"
+        core = case.coordinator.core
+        real, core.stats = core.stats, lambda: time.sleep(3) or real()  # every report takes the coordinator 3 s
+        time.sleep(1.0)
+        began = time.monotonic()
+        replies = [case.http.get("/health") for _ in range(20)]
+        assert time.monotonic() - began < 2 and {one.json()["status"] for one in replies} == {"ok"}
+        core.stats = real
