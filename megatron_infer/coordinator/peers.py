@@ -21,7 +21,7 @@ class CoordinatorOptions:
     alpha: float | None = None
     """None: that of the first replica's config; 0.5 when the policy is given here."""
     key: bytes | None = None
-    """Shared secret that every peer must prove. None: every peer that reaches the port is served."""
+    """Shared secret that every peer must prove. None: the user's own, or none at a private address (see `access`)."""
     max_queue: int = 4096
     """Most requests that wait for a replica; further ones are refused."""
     max_attempts: int = 4
@@ -52,7 +52,7 @@ class CoordinatorOptions:
                 f"heartbeat_s is {self.heartbeat_s} and timeout_s {self.timeout_s}: two heartbeats must fit a timeout"
             )
         if self.key is not None and not self.key:
-            raise ConfigError("the key is empty; None means no key")
+            raise ConfigError("the key is empty; None means the user's own")
 
 
 @dataclass(slots=True)
@@ -71,6 +71,11 @@ class Progress:
         if piece.cumulative_logprob is not None:
             self.cumulative_logprob = piece.cumulative_logprob
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+    @classmethod
+    def of(cls, kept: Kept) -> Progress:
+        tokens = bytearray(kept.tokens)
+        return cls(tokens, kept.num_chars, kept.cumulative_logprob, kept.finish_reason, kept.stop_reason)
 
     def kept(self) -> Kept:
         return Kept(bytes(self.tokens), self.num_chars, self.cumulative_logprob, self.finish_reason, self.stop_reason)
@@ -111,6 +116,9 @@ class PendingRequest:
 class ClientState:
     peer: bytes
     name: str
+    incarnation: int
+    nonce: bytes
+    """Of its hello."""
     last_heard: float
     requests: dict[int, PendingRequest] = field(default_factory=dict)
 
@@ -122,6 +130,8 @@ class ReplicaState:
     peer: bytes
     name: str
     incarnation: int
+    nonce: bytes
+    """Of its hello."""
     last_heard: float
     register: Register | None = None
     view: ReplicaView | None = None

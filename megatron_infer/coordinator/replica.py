@@ -119,6 +119,7 @@ class Replica:
     # ------------------------------------------------------------------ the connection's thread
 
     def on_welcome(self, welcome: protocol.Welcome) -> Sequence[protocol.Message]:
+        self.connection.drop_unsent()
         self._welcomed_as = welcome.incarnation  # at once: the engine may be in a long step
         self._post(welcome.incarnation)
         return ()
