@@ -30,7 +30,7 @@ from megatron_infer.coordinator.engine_adapter import (
     params_of,
     stats_of,
 )
-from megatron_infer.errors import InferenceError, UnknownRequest
+from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
 
 log = logging.getLogger("megatron_infer.coordinator")
@@ -52,11 +52,17 @@ class Replica:
         name: str = "",
         key: bytes | None = None,
         timeout_s: float = 10.0,
+        control: bool = False,
         commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """commands: further ones than the engine's methods, by name (`protocol.COMMANDS`)."""
+        """control: take commands (pause, suspend, weights, ...) of every client that holds the coordinator's key.
+
+        commands: further ones than the engine's methods, by name (`protocol.COMMANDS`). Raises ConfigError.
+        """
+        if commands and not control:
+            raise ConfigError("commands for a replica that takes none; give control=True")
         self.engine = engine
-        self._commands = dict(commands or {})
+        self._commands = dict(commands or {}) if control else None
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}

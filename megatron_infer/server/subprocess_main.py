@@ -77,8 +77,13 @@ def engine(
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
+    control: bool = False,
+    weights_root: str | None = None,
 ) -> None:
-    """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish."""
+    """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish.
+
+    control, weights_root: as in `ServerConfig`, held to here, too.
+    """
     from megatron_infer.coordinator.replica import Replica
     from megatron_infer.entrypoints.llm import LLM  # imports torch
     from megatron_infer.rl.remote_weights import RemoteWeights
@@ -87,7 +92,8 @@ def engine(
     if config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
     llm = LLM(model, config=config, dtype=dtype, device=device, threads=threads)
-    replica = Replica(llm.engine, coordinator, name=name, commands=RemoteWeights(llm.engine).commands())
+    commands = RemoteWeights(llm.engine, weights_root=weights_root).commands() if control else None
+    replica = Replica(llm.engine, coordinator, name=name, control=control, commands=commands)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = llm.engine.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})

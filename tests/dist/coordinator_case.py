@@ -33,6 +33,7 @@ def coordinator(**options):
 @contextlib.contextmanager
 def replica(address, engine=None, *, name="r", **options):
     """A replica in a thread; what ends its run is in `.failure`."""
+    options = {"control": True, **options}
     one = Replica(EchoEngine() if engine is None else engine, address, name=name, **options)
     one.failure = None
 

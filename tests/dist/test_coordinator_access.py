@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import socket
@@ -14,13 +15,15 @@ import time
 from pathlib import Path
 
 import pytest
-from coordinator_case import cluster, replica
+from coordinator_case import cluster, replica, wait_for
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import access, connection, protocol
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.model_loader.hf_weights import SafetensorsReader
+from megatron_infer.rl.remote_weights import RemoteWeights
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -245,3 +248,49 @@ def test_old_and_foreign_protocols_are_not_served(home):
         one.stop()
         thread.join()
         assert one.core._num_entered == 0
+
+
+# ---------------------------------------------------------------------- commands and weights
+
+
+def test_replica_takes_commands_only_where_it_was_started_with_control():
+    engine = EchoEngine()
+    with cluster(0) as (one, _, client), replica(one.address, engine, name="r0", control=False):
+        wait_for(lambda: client.stats()["replicas"])
+        for command in protocol.COMMANDS:
+            answer = client.control(command, check=False)["r0"]
+            assert (answer.ok, answer.kind) == (False, "AccessRefused") and "start it with --control" in answer.message
+        assert engine.state == "running" and tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/etc", "leads out"), ("..", "leads out"), ("link", "leads out"), ("mixed", "holds a link"),
+        ("run/latest", "several checkpoints"), ("model.bin", "another kind"), ("a\0b", "no path"), ("no", "nothing at"),
+    ],
+)  # fmt: skip
+def test_engine_process_reads_no_weights_outside_its_root_whoever_asks(tmp_path, path, named):
+    """A client of the coordinator asks: no HTTP server is between."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root / "mixed", root / "run" / "latest", outside):
+        folder.mkdir(parents=True)
+    for file in (outside / "x.safetensors", root / "run" / "latest" / "x.safetensors", root / "model.bin"):
+        file.touch()
+    (root / "run" / "latest" / "latest_checkpointed_iteration.txt").touch()
+    (root / "link").symlink_to(outside)
+    (root / "mixed" / "x.safetensors").symlink_to(outside / "x.safetensors")
+    for held, expected in ((root, named), (None, "start it with --weights-root")):
+        commands = RemoteWeights(None, weights_root=held).commands()
+        with cluster(0) as (one, _, client), replica(one.address, name="r0", commands=commands):
+            wait_for(lambda client=client: client.stats()["replicas"])
+            answer = client.control("load_weights", path=path, check=False)["r0"]
+            assert (answer.kind, expected in answer.message) == ("WeightsPathRefused", True), answer
+
+
+def test_index_of_a_directory_names_no_file_elsewhere(tmp_path):
+    (tmp_path / "m").mkdir()
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="no file of this directory"):
+        SafetensorsReader(tmp_path / "m")
