@@ -51,6 +51,7 @@ class Coordinator:
         self.core = CoordinatorCore(self.options, self._put)
         self.key = access.coordinator_key(bind, self.options.key)
         self._stopping = False
+        self._last_pass = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone raises an error
@@ -76,7 +77,7 @@ class Coordinator:
         interval = min(0.1, self.options.heartbeat_s / 4)
         next_tick = time.monotonic()
         while not self._stopping:
-            now = time.monotonic()
+            now = self._last_pass = time.monotonic()
             ready = dict(self._poller.poll(max(0, int((next_tick - now) * 1000))))
             if self._check is not None and self._check.socket in ready:
                 self._check.answer()
@@ -90,6 +91,11 @@ class Coordinator:
     def stop(self) -> None:
         """End `run` within a tick; callable from any thread or a signal handler."""
         self._stopping = True
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds that the present pass of the loop has taken. From any thread."""
+        return time.monotonic() - self._last_pass
 
     def close(self) -> None:
         self._socket.close()

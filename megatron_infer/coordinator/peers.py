@@ -11,6 +11,9 @@ from megatron_infer.coordinator.protocol import MAX_MESSAGE, Kept, Piece, Regist
 from megatron_infer.coordinator.router import ReplicaView, Route
 from megatron_infer.errors import ConfigError
 
+MAX_STEP_S = 600.0
+"""Seconds in one step after which an engine counts as hanging."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions:
@@ -29,7 +32,7 @@ class CoordinatorOptions:
     heartbeat_s: float = 0.5
     timeout_s: float = 5.0
     """Seconds of silence after which a replica or client counts as dead."""
-    step_timeout_s: float | None = 600.0
+    step_timeout_s: float | None = MAX_STEP_S
     """Seconds in one step after which an engine counts as dead, despite its heartbeat. None: never."""
     max_message: int = MAX_MESSAGE
     seed: int = 0

@@ -122,6 +122,12 @@ class Replica:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
+    @property
+    def step_s(self) -> float:
+        """Seconds that the engine has been in its present step; 0 outside a step. From any thread."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
     # ------------------------------------------------------------------ the connection's thread
 
     def on_welcome(self, welcome: protocol.Welcome) -> Sequence[protocol.Message]:
@@ -140,7 +146,7 @@ class Replica:
         self._post(0)
 
     def beat(self) -> protocol.Message:
-        info, began = self._info, self._step_began
+        info = self._info
         return protocol.Beat(
             self._welcomed_as,
             max(0, info.capacity - info.num_requests),
@@ -148,7 +154,7 @@ class Replica:
             info.root,
             info.weight_version,
             info.state,
-            0.0 if began is None else time.monotonic() - began,
+            self.step_s,
             self._stats,
         )
 

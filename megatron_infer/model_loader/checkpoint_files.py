@@ -76,10 +76,10 @@ class MetadataUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"extension {code} of the pickle format is not read")
 
     def load_build(self) -> None:
-        kind = type(self.stack[-2])
+        kind = type(self.stack[-2])  # type: ignore[attr-defined]
         if kind.__name__ not in _VALUES.get(kind.__module__, ()):
             raise pickle.UnpicklingError(f"the state of a {kind.__module__}.{kind.__qualname__} is not set")
-        super().load_build()
+        super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
 

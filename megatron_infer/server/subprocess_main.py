@@ -1,17 +1,21 @@
 """Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE`.
 
 A subprocess reads its options as JSON from standard input, as every user of the machine can see arguments. It reports
-with JSON lines on standard output: {"ready": {...}} once it serves, {"error": "..."} when it cannot. It is killed when
-the thread that started it ends.
+with JSON lines on standard output: {"ready": {...}} once it serves, {"beat": true} every second while it does,
+{"error": "..."} when it cannot. It is killed when the thread that started it ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +25,9 @@ from megatron_infer.utils.stderr_log import log_to_stderr
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
+BEAT_S = 1.0
+MAX_PASS_S = 5.0
+"""Seconds in one pass of its loop after which a coordinator counts as hanging."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -36,6 +43,17 @@ def report(**message: Any) -> None:
     print(json.dumps(message), flush=True)
 
 
+def beat_while(is_alive: Callable[[], bool]) -> None:
+    """Tell the parent process every BEAT_S seconds that this one runs, from a thread, until `is_alive` says no."""
+
+    def beat() -> None:
+        while is_alive():
+            report(beat=True)
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=beat, name="megatron-infer-beat", daemon=True).start()
+
+
 def main() -> int:
     """0: done; 1: failed, and the error was reported."""
     options = json.loads(sys.stdin.readline())
@@ -45,7 +63,18 @@ def main() -> int:
     except (InferenceError, NotImplementedError) as error:
         report(error=str(error))
         return 1
+    if "torch" in sys.modules:
+        _leave()
     return 0
+
+
+def _leave() -> None:
+    """End this process with code 0, without the interpreter's teardown: with torch that takes seconds."""
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
@@ -58,6 +87,7 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: one.stop())
         report(ready={"address": one.address})
+        beat_while(lambda: one.pass_s < MAX_PASS_S)
         one.run()
 
 
@@ -84,6 +114,7 @@ def engine(
 
     control, weights_root: as in `ServerConfig`, held to here, too.
     """
+    from megatron_infer.coordinator.peers import MAX_STEP_S
     from megatron_infer.coordinator.replica import Replica
     from megatron_infer.entrypoints.llm import LLM  # imports torch
     from megatron_infer.rl.remote_weights import RemoteWeights
@@ -97,6 +128,7 @@ def engine(
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = llm.engine.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
+    beat_while(lambda: replica.step_s < MAX_STEP_S)
     with replica:
         replica.run()
 

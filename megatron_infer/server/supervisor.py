@@ -1,4 +1,5 @@
-"""Supervises the server's subprocesses: one that ends is restarted after a growing wait, or given up.
+"""Supervises the server's subprocesses: one that ends is restarted after a growing wait, or given up; one that hangs is
+killed.
 
 One thread starts and watches all of them. Each is killed when that thread ends, so none outlives the server.
 """
@@ -41,6 +42,13 @@ class ProcessSpec:
     """Arguments of the role."""
     is_worker: bool = False
     """Listed by /health; engines are."""
+    hang_timeout_s: float = 30.0
+    """Seconds without a beat after which it is killed, once it serves."""
+
+
+def coordinator_process(options: dict[str, Any]) -> ProcessSpec:
+    """Its time is shorter than an engine's: all streams wait for it, and clients hand their requests in again."""
+    return ProcessSpec(name="coordinator", role="coordinator", options=options, hang_timeout_s=10.0)
 
 
 class Process:
@@ -54,15 +62,19 @@ class Process:
         self.was_ready = False
         self.error: str | None = None
         self.last_exit: str | None = None
+        self.last_beat: float | None = None
+        """When it last said that it runs; None until it serves, and for a role that sends no beats."""
         self.next_start = 0.0
         self.is_given_up = False
         self._popen: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._started = 0.0
+        self._is_hanging = False
 
     def start(self) -> None:
         """The process is killed when the calling thread ends."""
-        self.ready, self.error, self._started = None, None, time.monotonic()
+        self.ready, self.error, self.last_beat, self._started = None, None, None, time.monotonic()
+        self._is_hanging = False
         command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
         self._popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -105,6 +117,11 @@ class Process:
         if self._popen is not None:
             self._popen.send_signal(number)
 
+    def kill_hanging(self, silent_s: float) -> None:
+        log.error("%s hangs: it has said nothing for %.0f s and is killed", self.spec.name, silent_s)
+        self._is_hanging = True
+        self.signal(signal.SIGKILL)
+
     def wait(self, timeout_s: float) -> bool:
         """Whether it ends within the time."""
         if self._popen is None:
@@ -127,7 +144,13 @@ class Process:
         """Record that it has ended -> whether to restart it, at `next_start`."""
         code, now = self.exit_code, time.monotonic()
         self.last_exit = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
-        self.ready = None
+        if self._is_hanging:
+            self.last_exit += " (it hung)"
+        self.ready = self.last_beat = None
+        if code == 0:  # it was told to end (SIGTERM), and has drained
+            self.num_failures, self.next_start = 0, now
+            log.info("%s has ended as it was told: it starts again", self.spec.name)
+            return True
         if now - self._started > STEADY_S:
             self.num_failures = 0
         self.num_failures += 1
@@ -147,8 +170,12 @@ class Process:
             except ValueError:
                 log.info("%s: %s", self.spec.name, line.rstrip())
                 continue
-            if "ready" in message and popen is self._popen:
+            if popen is not self._popen:
+                continue
+            if "ready" in message:
                 self.ready, self.was_ready = message["ready"], True
+            if "beat" in message:
+                self.last_beat = time.monotonic()
             self.error = message.get("error", self.error)
         popen.stdout.close()
 
@@ -210,9 +237,20 @@ class Supervisor:
             process.start()
         self._all_started.set()
         ended: set[int] = set()
+        last_pass = time.monotonic()
         while not self._all_ended.wait(WATCH_S):  # the thread lives as long as its processes: they die with it
+            now = time.monotonic()
+            stalled, last_pass = now - last_pass > 10 * WATCH_S, now
             for index, process in enumerate(self.processes):
-                if self._is_stopping or process.is_running or process.is_given_up:
+                if stalled and process.last_beat is not None:  # this process did not run: beats have not been read yet
+                    process.last_beat = now
+                if self._is_stopping or process.is_given_up:
+                    continue
+                if process.is_running:
+                    silent = 0.0 if process.last_beat is None else now - process.last_beat
+                    if silent > process.spec.hang_timeout_s:
+                        process.last_beat = None
+                        process.kill_hanging(silent)
                     continue
                 if index not in ended:
                     process.finish_reading()

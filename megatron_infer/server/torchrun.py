@@ -50,7 +50,7 @@ from megatron_infer.server.launch import (
     save_tokenizer_in_subprocess,
 )
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.supervisor import ProcessSpec, Supervisor
+from megatron_infer.server.supervisor import ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 ADDRESS_KEY, ENDED_KEY = "megatron_infer/serve", "megatron_infer/serve/ended"
@@ -188,7 +188,7 @@ class FrontendProcesses:
         key = secrets.token_hex(16) if is_multi_node else None
         bind = f"tcp://{_own_address()}:0" if is_multi_node else f"ipc://{self._folder}/coordinator"
         options: dict[str, Any] = {"bind": bind, "max_queue": self._settings.max_queue, "key": key}
-        self._coordinator = Supervisor([ProcessSpec(name="coordinator", role="coordinator", options=options)])
+        self._coordinator = Supervisor([coordinator_process(options)])
         self._coordinator.start()
         address = self._coordinator.process("coordinator").wait_ready(60.0)["address"]
         model = self._options.model

@@ -340,37 +340,6 @@ def test_unreachable_coordinator_is_reported_in_time():
     assert time.monotonic() - began < 5
 
 
-def rebound(address, options, timeout_s=5.0):
-    """libzmq gives an address back a moment after its socket is closed."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return Coordinator(address, options)
-        except ConfigError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
-def test_coordinator_that_ends_fails_its_clients_and_a_new_one_takes_over():
-    with cluster(1) as (one, _, client):
-        address = one.address
-        client.generate([[1]], GREEDY)
-        engineless = client.submit([1, 2], SamplingParams(max_tokens=5000 - 10, temperature=0.0))
-        one.stop()
-        time.sleep(0.3)
-        one.close()
-        second = rebound(address, one.options)
-        thread = threading.Thread(target=second.run)
-        thread.start()
-        with pytest.raises(protocol.ConnectionLost):
-            engineless.result(10)
-        wait_for(lambda: client.stats()["replicas"])
-        assert tokens_of(client.generate([[3]], GREEDY)[0]) == echo_tokens([3], 8)
-        second.stop()
-        thread.join()
-        second.close()
-
-
 @pytest.mark.parametrize("address", ["nonsense", "http://127.0.0.1:5757", "tcp://127.0.0.1"])
 def test_address_that_cannot_be_one_is_refused_with_an_example(address, capsys):
     for make in (Coordinator, InferenceClient):
