@@ -1,7 +1,7 @@
 """Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE`.
 
 A subprocess reads its options as JSON from standard input, as every user of the machine can see arguments. It reports
-with JSON lines on standard output: {"ready": {...}} once it serves, {"beat": true} every second while it does,
+with JSON lines on standard output: {"ready": {...}} once it serves, {"beat": true} every second,
 {"error": "..."} when it cannot. It is killed when the thread that started it ends.
 """
 
@@ -39,19 +39,22 @@ def die_with_parent(parent: int) -> None:
 
 
 def report(**message: Any) -> None:
-    """Write a line for the parent process."""
-    print(json.dumps(message), flush=True)
+    """Write a line for the parent process, from any thread."""
+    sys.stdout.write(json.dumps(message) + "\n")  # in one call, so that lines of two threads do not mix
+    sys.stdout.flush()
 
 
-def beat_while(is_alive: Callable[[], bool]) -> None:
-    """Tell the parent process every BEAT_S seconds that this one runs, from a thread, until `is_alive` says no."""
+class Beat:
+    """Tells the parent process every BEAT_S seconds that this one runs, from a thread, until `is_alive` says no."""
 
-    def beat() -> None:
-        while is_alive():
+    def __init__(self) -> None:
+        self.is_alive: Callable[[], bool] = lambda: True
+        threading.Thread(target=self._run, name="megatron-infer-beat", daemon=True).start()
+
+    def _run(self) -> None:
+        while self.is_alive():
             report(beat=True)
             time.sleep(BEAT_S)
-
-    threading.Thread(target=beat, name="megatron-infer-beat", daemon=True).start()
 
 
 def main() -> int:
@@ -87,7 +90,7 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: one.stop())
         report(ready={"address": one.address})
-        beat_while(lambda: one.pass_s < MAX_PASS_S)
+        Beat().is_alive = lambda: one.pass_s < MAX_PASS_S
         one.run()
 
 
@@ -114,6 +117,7 @@ def engine(
 
     control, weights_root: as in `ServerConfig`, held to here, too.
     """
+    beat = Beat()
     from megatron_infer.coordinator.peers import MAX_STEP_S
     from megatron_infer.coordinator.replica import Replica
     from megatron_infer.entrypoints.llm import LLM  # imports torch
@@ -128,7 +132,7 @@ def engine(
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = llm.engine.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
-    beat_while(lambda: replica.step_s < MAX_STEP_S)
+    beat.is_alive = lambda: replica.step_s < MAX_STEP_S
     with replica:
         replica.run()
 

@@ -29,6 +29,8 @@ STEADY_S = 60.0
 MAX_FAILURES = 5
 """Failures in a row, without a steady run between them, after which a process is given up."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
+LOADING_FACTOR = 10
+"""A process that reads a large tensor may be silent for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class ProcessSpec:
     is_worker: bool = False
     """Listed by /health; engines are."""
     hang_timeout_s: float = 30.0
-    """Seconds without a beat after which it is killed, once it serves."""
+    """Seconds without a beat after which it is killed; LOADING_FACTOR times as many until it serves."""
 
 
 def coordinator_process(options: dict[str, Any]) -> ProcessSpec:
@@ -63,7 +65,7 @@ class Process:
         self.error: str | None = None
         self.last_exit: str | None = None
         self.last_beat: float | None = None
-        """When it last said that it runs; None until it serves, and for a role that sends no beats."""
+        """When it last said that it runs; None at first, and for a role that sends no beats."""
         self.next_start = 0.0
         self.is_given_up = False
         self._popen: subprocess.Popen[str] | None = None
@@ -117,10 +119,13 @@ class Process:
         if self._popen is not None:
             self._popen.send_signal(number)
 
-    def kill_hanging(self, silent_s: float) -> None:
-        log.error("%s hangs: it has said nothing for %.0f s and is killed", self.spec.name, silent_s)
-        self._is_hanging = True
-        self.signal(signal.SIGKILL)
+    def kill_if_hanging(self, now: float) -> None:
+        """Kill it if it has been silent for too long. now: on time.monotonic's clock."""
+        silent = 0.0 if self.last_beat is None else now - self.last_beat
+        if silent > self.spec.hang_timeout_s * (1 if self.ready is not None else LOADING_FACTOR):
+            log.error("%s hangs: it has said nothing for %.0f s and is killed", self.spec.name, silent)
+            self._is_hanging, self.last_beat = True, None
+            self.signal(signal.SIGKILL)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it ends within the time."""
@@ -247,10 +252,7 @@ class Supervisor:
                 if self._is_stopping or process.is_given_up:
                     continue
                 if process.is_running:
-                    silent = 0.0 if process.last_beat is None else now - process.last_beat
-                    if silent > process.spec.hang_timeout_s:
-                        process.last_beat = None
-                        process.kill_hanging(silent)
+                    process.kill_if_hanging(now)
                     continue
                 if index not in ended:
                     process.finish_reading()

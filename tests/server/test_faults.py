@@ -171,6 +171,7 @@ def test_streams_of_a_server_outlive_its_processes():
             os.kill(pid, number)
             assert streams.join() == expected, (role, number)
             wait_for(lambda pid=pid, role=role: processes(parent, role) not in ([], [pid]), 60)
+            wait_for(lambda: httpx.get(f"{url}/health").status_code == 200, 60)
         assert "signal 9 (it hung)" in httpx.get(f"{url}/health").text
         last = Streams(url, 1, 40)
         time.sleep(1.0)
