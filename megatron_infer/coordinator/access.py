@@ -11,23 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from megatron_infer.coordinator.protocol import MAX_FRAME
 from megatron_infer.errors import ConfigError
+
+log = logging.getLogger("megatron_infer.coordinator")
 
 MIN_KEY_BYTES = 16
 HANDSHAKE_TIMEOUT_S = 30.0
 """Seconds that a connection has to prove its key."""
 _ENCRYPTION_BYTES = 256
 """Most bytes that CurveZMQ adds to a frame, with room to spare."""
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_LOG_INTERVAL_S = 10.0
 _ZAP_ADDRESS, _ZAP_DOMAIN = "inproc://zeromq.zap.01", b"megatron_infer"
 
 
@@ -107,6 +116,28 @@ def protect_connection(socket: zmq.Socket[bytes], key: bytes | None) -> None:
     if key is not None:
         socket.curve_publickey, socket.curve_secretkey = _curve_pair(key, b"peer")
         socket.curve_serverkey = _curve_pair(key, b"coordinator")[0]
+
+
+class RefusedPeers:
+    """Logs how many connections of a listening socket did not prove the key, every 10 s at most."""
+
+    def __init__(self, listener: zmq.Socket[bytes]) -> None:
+        self.socket = listener.get_monitor_socket(HANDSHAKE_FAILURES)
+        self._num_refused = 0
+        self._next_log = 0.0
+
+    def count(self) -> None:
+        """Count what has come."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                recv_monitor_message(self.socket, zmq.NOBLOCK)
+                self._num_refused += 1
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._num_refused and now >= self._next_log:
+            log.warning("%d connections did not prove the key and were closed", self._num_refused)
+            self._num_refused, self._next_log = 0, now + _LOG_INTERVAL_S
 
 
 class PeerCheck:

@@ -23,12 +23,6 @@ FINAL = ("schema", "role")
 HELLO_INTERVAL_S = 1.0
 MAX_CLOSED_HANDSHAKES = 4
 """Times in a row that the other side closes an unfinished handshake until the key counts as wrong: it may be ending."""
-HANDSHAKE_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
 
 
 class ConnectionHandler(Protocol):
@@ -120,7 +114,7 @@ class CoordinatorConnection:
         dealer.setsockopt(zmq.RECONNECT_IVL, 50)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         access.protect_connection(dealer, self._key)
-        handshakes = dealer.get_monitor_socket(HANDSHAKE_EVENTS)
+        handshakes = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | access.HANDSHAKE_FAILURES)
         wake = self._context.socket(zmq.PAIR)
         wake.connect(f"inproc://wake-{id(self)}")
         poller = zmq.Poller()

@@ -59,6 +59,7 @@ class Coordinator:
         self._socket.setsockopt(zmq.SNDHWM, MAX_UNSENT)
         access.protect_listener(self._socket, self.key)
         self._check = None if self.key is None else access.PeerCheck(self._context, self.key)
+        self._refused_peers = access.RefusedPeers(self._socket)
         self._poller = zmq.Poller()
         try:
             if bind.startswith("tcp://") and bind.endswith((":0", ":*")):
@@ -68,7 +69,8 @@ class Coordinator:
             self.close()
             raise ConfigError(f"cannot listen at {bind}: {error}") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._poller.register(self._socket, zmq.POLLIN)
+        for one in (self._socket, self._refused_peers.socket):
+            self._poller.register(one, zmq.POLLIN)
         if self._check is not None:
             self._poller.register(self._check.socket, zmq.POLLIN)
 
@@ -81,10 +83,13 @@ class Coordinator:
             ready = dict(self._poller.poll(max(0, int((next_tick - now) * 1000))))
             if self._check is not None and self._check.socket in ready:
                 self._check.answer()
+            if self._refused_peers.socket in ready:
+                self._refused_peers.count()
             if self._socket in ready:
                 self._read()
             if time.monotonic() >= next_tick:
                 self.core.tick()
+                self._refused_peers.tick()
                 next_tick = time.monotonic() + interval
             self._flush()
 
@@ -98,6 +103,8 @@ class Coordinator:
         return time.monotonic() - self._last_pass
 
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._refused_peers.socket.close(0)
         self._socket.close()
         if self._check is not None:
             self._check.socket.close()

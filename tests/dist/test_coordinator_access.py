@@ -233,6 +233,15 @@ def test_unfinished_handshakes_hold_little_each(home):
             peer.close()
 
 
+def test_refused_connections_are_logged_together(caplog):
+    with cluster(1, key=KEY) as (one, _, client):
+        stranger = InferenceClient(one.address, key=b"another key, also long")
+        with stranger as other, pytest.raises(protocol.AccessRefused):
+            other.generate([[1]], GREEDY)
+        wait_for(lambda: "connections did not prove the key" in caplog.text)
+        assert caplog.text.count("did not prove") == 1 and tokens_of(client.generate([[1]], GREEDY)[0])
+
+
 def test_old_and_foreign_protocols_are_not_served(home):
     with Coordinator("tcp://127.0.0.1:0", CoordinatorOptions(key=KEY)) as one:
         thread = threading.Thread(target=one.run)
