@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 from megatron_infer.cli.config_flags import field_docs, flag_of
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
-from megatron_infer.errors import ConfigError
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 DEFAULT_BIND = "tcp://127.0.0.1:5757"
@@ -65,25 +62,23 @@ def add_parser(subparsers: Any) -> None:
 
 def add_key_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--key-file", metavar="FILE", help="shared key of coordinator, replicas and clients: the bytes of this file"
+        "--key-file",
+        metavar="FILE",
+        help="shared key of coordinator, replicas and clients: the bytes of this file (default: this user's own key, "
+        "made by the first coordinator; an ipc:// socket in a folder of mode 0700 asks for none)",
     )
 
 
 def key_from(args: argparse.Namespace) -> bytes | None:
-    """The key in --key-file, without white space around it. Raises ConfigError."""
-    if args.key_file is None:
-        return None
-    try:
-        key = Path(args.key_file).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"--key-file: {error}") from None
-    if len(key) < 16:
-        raise ConfigError(f"--key-file {args.key_file} holds {len(key)} bytes, a key has at least 16")
-    return key
+    """The key in --key-file; None without one. Raises ConfigError."""
+    from megatron_infer.coordinator.access import read_key  # needs zmq
+
+    return None if args.key_file is None else read_key(args.key_file)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM -> 0."""
+    from megatron_infer.coordinator.access import user_key_file
     from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 
     options = CoordinatorOptions(
@@ -100,11 +95,9 @@ def run(args: argparse.Namespace) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: coordinator.stop())
         print(f"coordinator at {coordinator.address}", flush=True)
-        if options.key is None and not _is_local(coordinator.address):
-            print("warning: every client that reaches this port is served; give --key-file", file=sys.stderr)
+        if coordinator.key is None:
+            print("no key: only this user's processes enter the folder of the socket", flush=True)
+        else:
+            print(f"its key is in {args.key_file or user_key_file()}", flush=True)
         coordinator.run()
     return 0
-
-
-def _is_local(address: str) -> bool:
-    return address.startswith(("ipc://", "tcp://127.", "tcp://[::1]", "tcp://localhost"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import signal
+from pathlib import Path
 from typing import Any
 
 from megatron_infer.cli.coordinator import DEFAULT_BIND, add_key_option, key_from
 from megatron_infer.cli.loading import add_model_options, load_llm, note
+from megatron_infer.errors import ConfigError
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 
@@ -28,6 +30,14 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--name", default="", help="name of this replica (default: the host's name)")
     add_key_option(parser)
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="take commands (pause, suspend, new weights) of every client that holds the coordinator's key",
+    )
+    parser.add_argument(
+        "--weights-root", metavar="DIR", help="with --control: new weights may be read from files below this directory"
+    )
     parser.set_defaults(run=run)
 
 
@@ -37,13 +47,17 @@ def run(args: argparse.Namespace) -> int:
     from megatron_infer.coordinator.replica import Replica  # fails for missing packages before a model is loaded
 
     checked_address(args.coordinator)
+    if args.weights_root is not None and not args.control:
+        raise ConfigError("--weights-root without --control: nothing would read from it; give both")
+    if args.weights_root is not None and not Path(args.weights_root).is_dir():
+        raise ConfigError(f"--weights-root is {args.weights_root!r}, which is no directory")
     key = key_from(args)
     log_to_stderr("megatron_infer.coordinator")
     llm = load_llm(args)
     from megatron_infer.rl.remote_weights import RemoteWeights
 
-    commands = RemoteWeights(llm.engine).commands()
-    replica = Replica(llm.engine, args.coordinator, name=args.name, key=key, commands=commands)
+    commands = RemoteWeights(llm.engine, weights_root=args.weights_root).commands() if args.control else None
+    replica = Replica(llm.engine, args.coordinator, name=args.name, key=key, control=args.control, commands=commands)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     note(f"serving for {args.coordinator}")
     with replica:

@@ -13,41 +13,21 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.connection import CoordinatorConnection
+from megatron_infer.coordinator.request_receiver import RequestReceiver, Sink
 from megatron_infer.errors import ConfigError, InvalidPrompt
-from megatron_infer.outputs.request_output import (
-    CompletionOutput,
-    Logprob,
-    OnError,
-    RequestMetrics,
-    RequestOutput,
-    check_on_error,
-    checked_outputs,
-)
-from megatron_infer.outputs.token_outputs import (
-    TOKEN_OUTPUTS,
-    Kind,
-    Packed,
-    TokenOutput,
-    extended,
-    offsets_of,
-    unpack,
-)
-from megatron_infer.scheduler.request import VersionSpan
+from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with "prompt" or "prompt_token_ids", and optionally "cache_salt"."""
 DEFAULT_TIMEOUT_S = 300.0
-Sink = Callable[[RequestOutput | BaseException], None]
-"""Takes the outputs of a request, or its error."""
 
 
 class Encoder(Protocol):
@@ -56,106 +36,27 @@ class Encoder(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
-class _Receiver:
-    """Builds one request's cumulative output from messages, and passes it to `sink`."""
-
-    def __init__(self, submit: protocol.Submit, prompt: str | None, sink: Sink) -> None:
-        self._submit, self._sink = submit, sink
-        ids = [] if submit.prompt is None else protocol.bytes_to_ids(submit.prompt)
-        self._metrics = RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids))
-        self._output = RequestOutput(
-            request_id=str(submit.id),
-            prompt=prompt,
-            prompt_token_ids=ids,
-            prompt_logprobs=None,
-            outputs=[CompletionOutput(index=i, text="", token_ids=[]) for i in range(submit.params.get("n", 1))],
-            finished=False,
-            metrics=self._metrics,
-        )
-
-    def add(self, news: protocol.Output) -> bool:
-        """Add a message and pass the output on -> whether it was the last."""
-        if news.refused is not None:
-            self._sink(protocol.error_of(news.refused))
-            return True
-        output, metrics, now = self._output, self._metrics, time.monotonic()
-        if news.prompt is not None:
-            output.prompt_token_ids = protocol.bytes_to_ids(news.prompt)
-            metrics.num_prompt_tokens = len(output.prompt_token_ids)
-        for piece in news.pieces:
-            one = output.outputs[piece.index]
-            if piece.offset != len(one.token_ids):
-                text = f"token {piece.offset} of request {news.number} came, {len(one.token_ids)} was next"
-                self._sink(protocol.BadMessage(text))
-                return True
-            _append(one, piece)
-        metrics.num_output_tokens = sum(len(one.token_ids) for one in output.outputs)
-        if metrics.first_token_time is None and metrics.num_output_tokens:
-            metrics.first_token_time = now
-        if news.prompt_logprobs is not None:
-            output.prompt_logprobs = [_unpacked(one) for one in news.prompt_logprobs]
-        if news.pooled is not None:
-            output.pooled = protocol.bytes_to_floats(news.pooled)
-        output.num_cached_tokens = metrics.num_cached_tokens = max(output.num_cached_tokens, news.num_cached)
-        output.error = None if news.error is None else protocol.error_of(news.error)
-        output.finished = news.finished
-        if news.finished:
-            metrics.finished_time = now
-        if news.finished or self._submit.stream:
-            self._sink(_copy(output))
-        return news.finished
-
-    def fail(self, error: BaseException) -> None:
-        self._sink(error)
-
-
-def _append(one: CompletionOutput, piece: protocol.Piece) -> None:
-    one.token_ids = one.token_ids + protocol.bytes_to_ids(piece.tokens)
-    one.text += piece.text
-    one.finish_reason, one.stop_reason = piece.finish_reason, piece.stop_reason
-    if piece.cumulative_logprob is not None:
-        one.cumulative_logprob = piece.cumulative_logprob
-    if piece.logprobs is not None:
-        one.logprobs = [*(one.logprobs or []), *(_unpacked(entry) or {} for entry in piece.logprobs)]
-    for output in TOKEN_OUTPUTS if piece.token_outputs else ():
-        if (values := piece.token_outputs.get(output.name)) is not None:
-            setattr(one, output.name, extended(output, getattr(one, output.name), _value_of(output, values)))
-    if piece.spans:  # a replica that took over has spans of its own tokens only
-        first = piece.spans[0][0]
-        one.spans = [span for span in one.spans if span.first_token < first]
-        one.spans += [VersionSpan(*span) for span in piece.spans]
-
-
-def _value_of(output: TokenOutput, values: protocol.TokenValues) -> Any:
-    """What `engine_adapter` packed."""
-    if output.kind is Kind.NUMBER:
-        return protocol.bytes_to_floats(values.content)
-    import numpy as np  # imported here: other clients do not need it
-
-    content = np.frombuffer(values.content, values.dtype)
-    if output.kind is Kind.POSITION:
-        return unpack(output, Packed(content.reshape(-1, *values.shape)))
-    return unpack(output, Packed(content, offsets_of(np.frombuffer(values.counts, np.int32)), values.vocab_size))
-
-
-def _unpacked(entry: list[tuple[int, float, int | None, str | None]] | None) -> dict[int, Logprob] | None:
-    return None if entry is None else {token: Logprob(value, rank, text) for token, value, rank, text in entry}
-
-
-def _copy(output: RequestOutput) -> RequestOutput:
-    """A snapshot for the sink: the receiver changes its own output."""
-    return replace(output, outputs=[replace(one) for one in output.outputs])
-
-
 class _Session:
-    """A client's connection, with its running requests and queries. Sinks are called on the connection's thread."""
+    """A client's connection, with its running requests and queries. Sinks are called on the connection's thread.
+
+    Requests outlive the connection: the coordinator that welcomes this client next gets them again, with the tokens
+    that have come.
+    """
 
     def __init__(
-        self, address: str, *, key: bytes | None, name: str, timeout_s: float, tokenizer: Encoder | None
+        self,
+        address: str,
+        *,
+        key: bytes | None,
+        name: str,
+        timeout_s: float,
+        reconnect_s: float,
+        tokenizer: Encoder | None,
     ) -> None:
-        self._tokenizer, self._timeout_s = tokenizer, timeout_s
-        self._lock = threading.Lock()
-        self._receivers: dict[int, _Receiver] = {}
+        self._tokenizer, self._timeout_s, self._reconnect_s = tokenizer, timeout_s, reconnect_s
+        self._giving_up: threading.Timer | None = None
+        self._lock = threading.RLock()  # a signal handler may abort while it is held
+        self._receivers: dict[int, RequestReceiver] = {}
         self._answers: dict[int, Future[Any]] = {}
         self._num_ids = 0
         self._failure: protocol.CoordinatorError | None = None
@@ -164,7 +65,25 @@ class _Session:
 
     # the connection's thread
     def on_welcome(self, welcome: protocol.Welcome) -> Sequence[protocol.Message]:
-        return ()
+        self._stop_waiting()
+        messages: list[protocol.Message] = []
+        ending: list[Callable[[], None]] = []
+        with self._lock:  # no request is between its receiver and the outbox
+            self.connection.drop_unsent()
+            for number, receiver in list(self._receivers.items()):
+                submit = receiver.handed_in_again()
+                try:
+                    protocol.encode(submit, limit=welcome.max_message)
+                except protocol.MessageTooLarge as error:
+                    ending.append(partial(self._receivers.pop(number).fail, error))
+                else:
+                    if receiver.is_aborted:
+                        ending.append(self._receivers.pop(number).abort)
+                    else:
+                        messages.append(submit)
+        for end in ending:  # sinks may call this session
+            end()
+        return messages
 
     def on_message(self, message: protocol.Message) -> None:
         if isinstance(message, protocol.Output):
@@ -182,17 +101,39 @@ class _Session:
         if final:
             self._failure = error
             self.connection.welcomed.set()  # `ready` raises the failure
-        self._fail(error)
+        if final or not self._reconnect_s:
+            self._stop_waiting()
+            self._fail(error)
+            return
+        self._fail_answers(error)
+        if self._giving_up is None:
+            self._giving_up = threading.Timer(self._reconnect_s, self._give_up, (error,))
+            self._giving_up.daemon = True
+            self._giving_up.start()
 
     def beat(self) -> protocol.Message:
         return protocol.Ping()
 
+    def _stop_waiting(self) -> None:
+        """Do not give up the requests that wait for a coordinator's welcome."""
+        timer, self._giving_up = self._giving_up, None
+        if timer is not None:
+            timer.cancel()
+
+    def _give_up(self, error: BaseException) -> None:
+        self._giving_up = None
+        self._fail(error)
+
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             receivers, self._receivers = list(self._receivers.values()), {}
-            answers, self._answers = list(self._answers.values()), {}
         for receiver in receivers:
             receiver.fail(error)
+        self._fail_answers(error)
+
+    def _fail_answers(self, error: BaseException) -> None:
+        with self._lock:
+            answers, self._answers = list(self._answers.values()), {}
         for future in answers:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
@@ -227,17 +168,20 @@ class _Session:
             data = None if ids is None else protocol.ids_to_bytes(ids)
             text_sent = text if ids is None else None
             submit = protocol.Submit(self._num_ids, data, text_sent, salt, values, seed, stream, caller, call)
-            self._receivers[submit.id] = _Receiver(submit, text, sink)
-        try:
-            self.connection.send(submit)
-        except protocol.MessageTooLarge:
-            self._receivers.pop(submit.id, None)
-            raise
+            self._receivers[submit.id] = RequestReceiver(submit, text, sink)
+            try:
+                self.connection.send(submit)
+            except protocol.MessageTooLarge:
+                del self._receivers[submit.id]
+                raise
         return submit.id
 
     def abort(self, request_id: int) -> None:
-        if request_id in self._receivers:
-            self.connection.send(protocol.Abort(request_id))
+        with self._lock:
+            receiver = self._receivers.get(request_id)
+            if receiver is not None:
+                receiver.is_aborted = True
+                self.connection.send(protocol.Abort(request_id))
 
     def ask(self, make: Callable[[int], protocol.Message]) -> Future[Any]:
         self.ready()
@@ -257,6 +201,7 @@ class _Session:
         return self.ask(lambda number: protocol.Control(number, command, given, limit))
 
     def close(self) -> None:
+        self._stop_waiting()
         self._fail(protocol.ConnectionLost("the client was closed"))
         self.connection.close(
             protocol.Goodbye() if self.connection.welcomed.is_set() and self._failure is None else None
@@ -311,9 +256,10 @@ class InferenceClient:
     """A client of a coordinator, usable from several threads. Connects in the background when constructed.
 
     timeout_s: longest wait for the coordinator's welcome. tokenizer: tokenizes text prompts here, so that they can be
-    routed by prefix; without one the replica does, and they go to the least loaded replica. Errors of a request are
-    raised where its output is awaited: RequestError if it is invalid, Overloaded when the queue is full, ConnectionLost
-    when the coordinator is gone (its requests are aborted).
+    routed by prefix; without one the replica does, and they go to the least loaded replica. reconnect_s: when the
+    coordinator is lost, how long its requests wait for it or another one at its address, where they continue behind the
+    tokens that have come. Errors of a request are raised where its output is awaited: RequestError if it is invalid,
+    Overloaded when the queue is full, ConnectionLost when the coordinator does not come back.
     """
 
     def __init__(
@@ -323,9 +269,12 @@ class InferenceClient:
         key: bytes | None = None,
         name: str = "",
         timeout_s: float = 10.0,
+        reconnect_s: float = 30.0,
         tokenizer: Encoder | None = None,
     ) -> None:
-        self._session = _Session(address, key=key, name=name, timeout_s=timeout_s, tokenizer=tokenizer)
+        self._session = _Session(
+            address, key=key, name=name, timeout_s=timeout_s, reconnect_s=reconnect_s, tokenizer=tokenizer
+        )
 
     def generate(
         self,

@@ -13,14 +13,18 @@ from megatron_infer.errors import RequestError, TransitionTimeout
 
 
 def execute(
-    engine: EngineAdapter, commands: Mapping[str, Callable[..., Any]], command: protocol.Command, came: float
+    engine: EngineAdapter, commands: Mapping[str, Callable[..., Any]] | None, command: protocol.Command, came: float
 ) -> protocol.Answer:
     """Run a command between two steps -> its answer, also if it fails.
 
-    commands: further ones than the engine's methods, by name. came: its arrival on time.monotonic's clock.
+    commands: further ones than the engine's methods, by name; None: every command is refused. came: its arrival on
+    time.monotonic's clock.
     """
     left = command.timeout_s - (time.monotonic() - came)
     try:
+        if commands is None:
+            text = f"this replica takes no commands ({command.command}): start it with --control (control=True)"
+            raise protocol.AccessRefused(text)
         if command.command not in protocol.COMMANDS:
             raise RequestError(f"unknown command {command.command!r}")
         if left <= 0:

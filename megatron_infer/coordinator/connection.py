@@ -12,21 +12,24 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator import access, protocol
 
 log = logging.getLogger("megatron_infer.coordinator")
 
-FINAL = ("schema", "key", "role")
+FINAL = ("schema", "role")
 """Codes of refusals for which another hello is useless."""
 HELLO_INTERVAL_S = 1.0
+MAX_CLOSED_HANDSHAKES = 4
+"""Times in a row that the other side closes an unfinished handshake until the key counts as wrong: it may be ending."""
 
 
 class ConnectionHandler(Protocol):
     """The owner of a connection; called on the connection's thread."""
 
     def on_welcome(self, welcome: protocol.Welcome) -> Sequence[protocol.Message]:
-        """A new incarnation has begun -> the messages to send first."""
+        """A new incarnation has begun -> the messages to send first. What is unsent is dropped (`drop_unsent`)."""
 
     def on_message(self, message: protocol.Message) -> None: ...
 
@@ -50,14 +53,17 @@ class CoordinatorConnection:
         key: bytes | None = None,
         timeout_s: float = 10.0,
     ) -> None:
-        """timeout_s: longest silence of the coordinator until its welcome, which sets the timeout then."""
+        """key: None takes the user's own where the address asks for one (see `access`). timeout_s: longest silence of
+        the coordinator until its welcome, which sets the timeout then. Raises ConfigError.
+        """
         self.address, self.role = protocol.checked_address(address), role
         self.name = name or f"{socket.gethostname()}"
         self.max_message = protocol.MAX_MESSAGE
         self.welcomed = threading.Event()
-        self._handler, self._key = handler, key
+        self._handler, self._key = handler, access.peer_key(address, key)
         self._timeout_s, self._heartbeat_s = timeout_s, min(0.5, timeout_s / 4)
-        self._nonce, self._challenge = b"", b""
+        self._nonce = protocol.new_nonce()
+        self._num_closed_handshakes = 0
         self._outbox: deque[bytes] = deque()
         self._stopping = False
         self._last_heard = self._last_hello = 0.0
@@ -74,6 +80,10 @@ class CoordinatorConnection:
         """Queue a message for the connection's thread. Raises MessageTooLarge."""
         self._outbox.append(protocol.encode(message, limit=self.max_message))
         self.wake()
+
+    def drop_unsent(self) -> None:
+        """Drop the queued messages, which belong to an earlier incarnation."""
+        self._outbox.clear()
 
     def wake(self) -> None:
         """Wake the connection's thread."""
@@ -103,25 +113,31 @@ class CoordinatorConnection:
         dealer.setsockopt(zmq.SNDHWM, 0)  # unlimited: the coordinator refuses requests beyond its queue
         dealer.setsockopt(zmq.RECONNECT_IVL, 50)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        access.protect_connection(dealer, self._key)
+        handshakes = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | access.HANDSHAKE_FAILURES)
         wake = self._context.socket(zmq.PAIR)
         wake.connect(f"inproc://wake-{id(self)}")
         poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
-        poller.register(wake, zmq.POLLIN)
+        for one in (dealer, wake, handshakes):
+            poller.register(one, zmq.POLLIN)
         try:
             dealer.connect(self.address)
             self._last_heard = time.monotonic()
-            self._serve(dealer, wake, poller)
+            self._serve(dealer, wake, handshakes, poller)
         except Exception as error:  # reported to the handler, then the thread ends
             log.exception("the connection to the coordinator failed")
             self.welcomed.clear()
             lost = protocol.ConnectionLost(f"the connection to {self.address} failed: {type(error).__name__}: {error}")
             self._handler.on_lost(lost, True)
         finally:
+            dealer.disable_monitor()
+            handshakes.close(0)
             dealer.close()
             wake.close(0)
 
-    def _serve(self, dealer: zmq.Socket[bytes], wake: zmq.Socket[bytes], poller: zmq.Poller) -> None:
+    def _serve(
+        self, dealer: zmq.Socket[bytes], wake: zmq.Socket[bytes], handshakes: zmq.Socket[bytes], poller: zmq.Poller
+    ) -> None:
         next_beat = 0.0
         while True:
             now = time.monotonic()
@@ -140,80 +156,76 @@ class CoordinatorConnection:
                 with contextlib.suppress(zmq.Again):
                     while True:
                         wake.recv(zmq.NOBLOCK)
+            if handshakes in ready:
+                self._count_handshake(recv_monitor_message(handshakes)["event"])
             if dealer in ready:
                 with contextlib.suppress(zmq.Again):
                     while True:
                         frames = dealer.recv_multipart(zmq.NOBLOCK)
                         self._last_heard = time.monotonic()
-                        for frame in frames:
-                            self._receive(dealer, frame)
+                        for data in protocol.messages_of(frames):
+                            self._receive(dealer, data)
 
     def _beat(self, dealer: zmq.Socket[bytes], now: float) -> None:
         if not self.welcomed.is_set():
             if now - self._last_hello >= HELLO_INTERVAL_S:
-                self._hello(dealer, is_repeated=bool(self._nonce))
+                self._hello(dealer)
         elif now - self._last_heard > self._timeout_s:
             silent = now - self._last_heard
             self._lose(protocol.ConnectionLost(f"the coordinator at {self.address} was silent for {silent:.1f} s"))
             self._hello(dealer)
         else:
-            dealer.send(protocol.encode(self._handler.beat()))
+            _send(dealer, self._handler.beat())
 
     def _flush(self, dealer: zmq.Socket[bytes]) -> None:
         if not self.welcomed.is_set():
             return
         while self._outbox:
-            frames = [self._outbox.popleft() for _ in range(min(len(self._outbox), 256))]
-            dealer.send_multipart(frames)
+            messages = [self._outbox.popleft() for _ in range(min(len(self._outbox), 256))]
+            dealer.send_multipart(protocol.frames_of(messages))
 
-    def _hello(self, dealer: zmq.Socket[bytes], *, is_repeated: bool = False) -> None:
-        """is_repeated: the last one has not been answered with a welcome; the answers to both are the same."""
+    def _count_handshake(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._num_closed_handshakes = 0
+            return
+        self._num_closed_handshakes += 1
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._num_closed_handshakes < MAX_CLOSED_HANDSHAKES:
+            return
+        if self._key is None:
+            text = f"the coordinator at {self.address} asks for a key; give it (key=, --key-file)"
+        else:
+            text = f"what listens at {self.address} does not know this key; give coordinator and peers the same one"
+        self._lose(protocol.AccessRefused(text), final=True)
+
+    def _hello(self, dealer: zmq.Socket[bytes]) -> None:
         self._last_hello = self._last_heard = time.monotonic()
-        if not is_repeated:
-            self._nonce, self._challenge = protocol.new_nonce(), b""
-        dealer.send(protocol.encode(protocol.Hello(protocol.SCHEMA, self.role, self.name, self._nonce)))
+        _send(dealer, protocol.Hello(protocol.SCHEMA, self.role, self.name, self._nonce))
 
     def _lose(self, error: protocol.CoordinatorError, *, final: bool = False) -> None:
-        """End the incarnation; unsent messages belong to it and are dropped."""
+        """End the incarnation; unsent messages belong to it and are dropped. The next hello is a new one."""
         self.welcomed.clear()
-        self._outbox.clear()
+        self.drop_unsent()
+        self._nonce = protocol.new_nonce()
+        self._stopping |= final
         self._handler.on_lost(error, final)
 
-    def _receive(self, dealer: zmq.Socket[bytes], frame: bytes) -> None:
-        message = protocol.decode(frame, limit=1 << 30)
-        if isinstance(message, protocol.Challenge):
-            if self._key is None:
-                self._lose(
-                    protocol.AccessRefused("the coordinator asks for a key; give it (key=, --key-file)"), final=True
-                )
-                return
-            if message.nonce == self._challenge:
-                return  # answered before
-            self._challenge = message.nonce
-            dealer.send(
-                protocol.encode(protocol.Proof(protocol.proof(self._key, self.role, self._nonce, message.nonce)))
-            )
-        elif isinstance(message, protocol.Welcome):
-            self._welcome(dealer, message)
+    def _receive(self, dealer: zmq.Socket[bytes], data: bytes) -> None:
+        message = protocol.decode(data, limit=1 << 30)
+        if isinstance(message, protocol.Welcome):
+            if message.nonce == self._nonce and not self.welcomed.is_set():  # the last hello's, for the first time
+                self._welcome(dealer, message)
         elif isinstance(message, protocol.Refused):
             self._refused(dealer, message)
         elif isinstance(message, protocol.Ping):
-            dealer.send(protocol.encode(self._handler.beat()))
+            _send(dealer, self._handler.beat())
         elif self.welcomed.is_set() and not isinstance(message, protocol.Pong):
             self._handler.on_message(message)
 
     def _welcome(self, dealer: zmq.Socket[bytes], welcome: protocol.Welcome) -> None:
-        if self._key is not None and not protocol.proves(
-            welcome.mac, self._key, "coordinator", self._nonce, self._challenge
-        ):
-            text = f"the coordinator at {self.address} does not know the key; nothing is sent to it"
-            self._lose(protocol.AccessRefused(text), final=True)
-            return
         self._heartbeat_s, self._timeout_s = welcome.heartbeat_s, welcome.timeout_s
         self.max_message = welcome.max_message
-        self._outbox.clear()
         for message in self._handler.on_welcome(welcome):
-            dealer.send(protocol.encode(message, limit=self.max_message))
+            _send(dealer, message, limit=self.max_message)
         self.welcomed.set()
 
     def _refused(self, dealer: zmq.Socket[bytes], refused: protocol.Refused) -> None:
@@ -228,3 +240,7 @@ class CoordinatorConnection:
         else:
             log.warning("the coordinator at %s refuses a message: %s", self.address, refused.message)
             self._handler.on_message(refused)
+
+
+def _send(dealer: zmq.Socket[bytes], message: protocol.Message, *, limit: int = protocol.MAX_MESSAGE) -> None:
+    dealer.send_multipart(protocol.frames_of([protocol.encode(message, limit=limit)]))

@@ -50,19 +50,21 @@ class CoordinatorCore:
     def knows(self, peer: bytes) -> bool:
         return peer in self._clients or peer in self._replicas
 
-    def has_entered(self, peer: bytes, nonce: bytes) -> bool:
-        """Whether the hello with this nonce was accepted, and the peer is still here."""
-        state = self._clients.get(peer) or self._replicas.get(peer)
-        return state is not None and state.nonce == nonce
+    def enter(self, peer: bytes, role: str, name: str, nonce: bytes) -> int:
+        """Add a peer whose hello was accepted -> its incarnation. Its earlier incarnation is lost first.
 
-    def enter(self, peer: bytes, role: str, name: str, nonce: bytes = b"") -> int:
-        """Add a peer whose hello was accepted -> its incarnation. Its earlier incarnation is lost first."""
+        The same hello again (nonce) changes nothing: the peer waits for a welcome that is on its way.
+        """
+        known = self._clients.get(peer) or self._replicas.get(peer)
+        if known is not None and known.nonce == nonce:
+            known.last_heard = self._clock()
+            return known.incarnation
         self.unreachable(peer, "it said hello again")
         self._num_entered += 1
         if role == "client":
-            self._clients[peer] = ClientState(peer, name, self._clock(), nonce)
+            self._clients[peer] = ClientState(peer, name, self._num_entered, nonce, self._clock())
         else:
-            self._replicas[peer] = ReplicaState(peer, name, self._num_entered, self._clock(), nonce)
+            self._replicas[peer] = ReplicaState(peer, name, self._num_entered, nonce, self._clock())
         return self._num_entered
 
     def unreachable(self, peer: bytes, why: str = "its connection is gone") -> None:

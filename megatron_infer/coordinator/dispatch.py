@@ -58,20 +58,25 @@ class Dispatcher:
         refusal: protocol.Failure | None = None
         if submit.id in client.requests:
             refusal = protocol.Failure("DuplicateRequest", f"request {submit.id} is under way already")
+        elif submit.kept and any(len(one.tokens) % 4 for one in submit.kept):
+            refusal = protocol.Failure("InvalidPrompt", "the output so far is no token ids (int32)")
         elif (submit.prompt is None) == (submit.text is None) or len(submit.prompt or b"") % 4:
             refusal = protocol.Failure("InvalidPrompt", "a request has token ids (int32) or a text, and not both")
         elif not isinstance(num_sequences, int) or not 1 <= num_sequences <= MAX_N:
             refusal = protocol.Failure("RequestError", f"n is {num_sequences!r}, it must be 1 to {MAX_N}")
+        elif submit.kept and (len(submit.kept) != num_sequences or submit.prompt is None):
+            text = f"output of {len(submit.kept)} sequences so far; it takes n of them, and the prompt's token ids"
+            refusal = protocol.Failure("RequestError", text)
         elif not isinstance(priority, int):
             refusal = protocol.Failure("RequestError", f"priority is {priority!r}, it must be an integer")
-        elif (full := self._full_for((client.peer, submit.caller))) is not None:
+        elif submit.kept is None and (full := self._full_for((client.peer, submit.caller))) is not None:
             self.counts.refused += 1
             refusal = protocol.Failure("Overloaded", f"{full}; wait and submit it again")
         if refusal is not None:
             self._send(client.peer, protocol.Output(submit.id, 0, [], True, refused=refusal))
             return
         seed = self._next_seed() if submit.seed is None else submit.seed
-        sequences = [Progress() for _ in range(num_sequences)]
+        sequences = [Progress.of(one) for one in submit.kept or ()] or [Progress() for _ in range(num_sequences)]
         request = PendingRequest(client, submit, seed, sequences, submit.prompt)
         client.requests[submit.id] = request
         self.counts.submitted += 1
@@ -159,7 +164,7 @@ class Dispatcher:
                 self.counts.prompt_tokens += len(request.prompt or b"") // 4
                 self.counts.cached_tokens += output.num_cached
             self._remove(request)
-        self._send(client, msgspec.structs.replace(output, number=request_id, incarnation=0))
+        self._send(client, msgspec.structs.replace(output, number=request_id, incarnation=0, seed=request.seed))
         return True
 
     def _finish(self, request: PendingRequest, error: protocol.Failure | None = None) -> None:

@@ -11,6 +11,9 @@ from megatron_infer.coordinator.protocol import MAX_MESSAGE, Kept, Piece, Regist
 from megatron_infer.coordinator.router import ReplicaView, Route
 from megatron_infer.errors import ConfigError
 
+MAX_STEP_S = 600.0
+"""Seconds in one step after which an engine counts as hanging."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions:
@@ -21,7 +24,7 @@ class CoordinatorOptions:
     alpha: float | None = None
     """None: that of the first replica's config; 0.5 when the policy is given here."""
     key: bytes | None = None
-    """Shared secret that every peer must prove. None: every peer that reaches the port is served."""
+    """Shared secret that every peer must prove. None: the user's own, or none at a private address (see `access`)."""
     max_queue: int = 4096
     """Most requests that wait for a replica, and of one caller `caller_share` of them; further ones are refused."""
     max_attempts: int = 4
@@ -32,7 +35,7 @@ class CoordinatorOptions:
     client_timeout_s: float = 60.0
     """Seconds of silence after which a client counts as dead, and its requests are aborted. A client that is gone shows
     at once by its broken connection; one that is only busy finds its outputs when it reads again."""
-    step_timeout_s: float | None = 600.0
+    step_timeout_s: float | None = MAX_STEP_S
     """Seconds in one step after which an engine counts as dead, despite its heartbeat. None: never."""
     max_message: int = MAX_MESSAGE
     seed: int = 0
@@ -57,7 +60,7 @@ class CoordinatorOptions:
         if self.client_timeout_s < self.timeout_s:
             raise ConfigError(f"client_timeout_s is {self.client_timeout_s}, less than timeout_s, {self.timeout_s}")
         if self.key is not None and not self.key:
-            raise ConfigError("the key is empty; None means no key")
+            raise ConfigError("the key is empty; None means the user's own")
 
 
 def caller_share(max_queue: int) -> int:
@@ -81,6 +84,11 @@ class Progress:
         if piece.cumulative_logprob is not None:
             self.cumulative_logprob = piece.cumulative_logprob
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+    @classmethod
+    def of(cls, kept: Kept) -> Progress:
+        tokens = bytearray(kept.tokens)
+        return cls(tokens, kept.num_chars, kept.cumulative_logprob, kept.finish_reason, kept.stop_reason)
 
     def kept(self) -> Kept:
         return Kept(bytes(self.tokens), self.num_chars, self.cumulative_logprob, self.finish_reason, self.stop_reason)
@@ -119,9 +127,10 @@ class PendingRequest:
 class ClientState:
     peer: bytes
     name: str
-    last_heard: float
-    nonce: bytes = b""
+    incarnation: int
+    nonce: bytes
     """Of its hello."""
+    last_heard: float
     requests: dict[int, PendingRequest] = field(default_factory=dict)
 
 
@@ -132,8 +141,9 @@ class ReplicaState:
     peer: bytes
     name: str
     incarnation: int
+    nonce: bytes
+    """Of its hello."""
     last_heard: float
-    nonce: bytes = b""
     register: Register | None = None
     view: ReplicaView | None = None
     running: dict[int, PendingRequest] = field(default_factory=dict)

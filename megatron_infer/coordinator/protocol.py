@@ -1,8 +1,7 @@
-"""The messages between coordinator, replicas and clients: typed, in msgpack, one per frame; no pickle.
+"""The messages between coordinator, replicas and clients: typed, in msgpack; no pickle.
 
     client                      coordinator                       replica
       Hello ------------------->           <------------------- Hello
-      <-- Challenge, Proof -->   (with a shared key)   <-- Proof, Challenge -->
       <--------------- Welcome             Welcome ------------------>
                                            <---- Register (its sizes), PrefixNews
       Submit ------------------>           Run --------------------->
@@ -11,17 +10,17 @@
       <--------- ControlResult             <---- Done
 
 A message is an array whose first item is its type: the class name in lower case. An unknown type, a field of another
-type and a frame beyond the limit are refused with a `Refused` that says which. Token ids are int32, little endian.
+type and a message beyond the limit are refused with a `Refused` that says which. Token ids are int32, little endian.
+
+Who may connect is checked below these messages, before the first of them (`access.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import secrets
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,10 +35,12 @@ for _needed in ("msgspec", "zmq"):
 
 import msgspec  # noqa: E402
 
-SCHEMA = 3
+SCHEMA = 4
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
+MAX_FRAME = 64 << 10
+"""Bytes of one frame; a longer message is sent in several. It bounds what a peer without a key makes libzmq hold."""
 DEFAULT_PORT = 5757
 WEIGHT_COMMANDS = (
     "load_weights",
@@ -77,7 +78,7 @@ class MessageTooLarge(BadMessage):
 
 
 class AccessRefused(CoordinatorError, PermissionError):
-    """A wrong or missing key, or a peer of another schema."""
+    """A wrong or missing key, a peer of another schema, or a command to a replica that takes none."""
 
 
 class Overloaded(CoordinatorError):
@@ -108,7 +109,7 @@ class _Message(msgspec.Struct, array_like=True, tag=str.lower, gc=False):
 
 
 class Hello(_Message):
-    """First message of every peer. role: "client" or "replica"."""
+    """First message of every peer, repeated with the same nonce until the welcome. role: "client" or "replica"."""
 
     schema: int
     role: str
@@ -116,29 +117,19 @@ class Hello(_Message):
     nonce: bytes
 
 
-class Challenge(_Message):
-    """The coordinator has a key, which the peer must prove to know."""
-
-    nonce: bytes
-
-
-class Proof(_Message):
-    mac: bytes
-
-
 class Welcome(_Message):
-    """mac: the coordinator's own proof, b"" without a key. incarnation: of this peer; a replica sends it with every
-    message, and messages with an older one are dropped."""
+    """incarnation: of this peer; a replica sends it with every message, and messages with an older one are dropped.
+    nonce: of the hello that it answers."""
 
     incarnation: int
-    mac: bytes
+    nonce: bytes
     heartbeat_s: float
     timeout_s: float
     max_message: int
 
 
 class Refused(_Message):
-    """code: "schema", "key", "message", "size", "role" (final for what was sent), "hello" or "fenced" (say hello)."""
+    """code: "schema", "message", "size", "role" (final for what was sent), "hello" or "fenced" (say hello)."""
 
     code: str
     message: str
@@ -170,6 +161,8 @@ class Submit(_Message):
     """A client's request, with either prompt (token ids) or text. id: the client's own number.
 
     caller: of the client's callers the one that it comes from; call: of the caller's calls. See `FairQueue`.
+    kept: None for a new request; for one that is handed in again after its coordinator was lost, the output that the
+    client has of each sequence, [] where there is none.
     """
 
     id: int
@@ -181,6 +174,7 @@ class Submit(_Message):
     stream: bool
     caller: str = ""
     call: str = ""
+    kept: list[Kept] | None = None
 
 
 class Run(_Message):
@@ -253,6 +247,8 @@ class Output(_Message):
     prompt_logprobs: list[list[tuple[int, float, int | None, str | None]] | None] | None = None
     pooled: bytes | None = None
     """fp32, with the last output."""
+    seed: int | None = None
+    """To the client: the seed of the request, with which it can be handed in again."""
 
 
 class Abort(_Message):
@@ -376,8 +372,6 @@ class Report(_Message):
 
 Message = (
     Hello
-    | Challenge
-    | Proof
     | Welcome
     | Refused
     | Ping
@@ -404,8 +398,32 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _tags = {kind.__name__.lower() for kind in Message.__args__}
 
 
+def frames_of(messages: Iterable[bytes]) -> list[bytes]:
+    """The frames of a batch: a frame of MAX_FRAME bytes is continued by the next one, a shorter one ends a message."""
+    frames: list[bytes] = []
+    for message in messages:
+        if len(message) < MAX_FRAME:
+            frames.append(message)
+        else:
+            frames += [message[start : start + MAX_FRAME] for start in range(0, len(message) + 1, MAX_FRAME)]
+    return frames
+
+
+def messages_of(frames: Sequence[bytes]) -> list[bytes]:
+    """The messages of a batch's frames."""
+    messages: list[bytes] = []
+    parts: list[bytes] = []
+    for frame in frames:
+        if len(frame) == MAX_FRAME:
+            parts.append(frame)
+        else:
+            messages.append(b"".join([*parts, frame]) if parts else frame)
+            parts = []
+    return [*messages, b"".join(parts)] if parts else messages
+
+
 def encode(message: Message, *, limit: int = MAX_MESSAGE) -> bytes:
-    """Encode a message as a frame. Raises MessageTooLarge."""
+    """Encode a message. Raises MessageTooLarge."""
     frame = _encoder.encode(message)
     if len(frame) > limit:
         kind = type(message).__name__
@@ -414,7 +432,7 @@ def encode(message: Message, *, limit: int = MAX_MESSAGE) -> bytes:
 
 
 def decode(frame: bytes, *, limit: int = MAX_MESSAGE) -> Message:
-    """Decode a frame. Raises BadMessage, which says what is wrong with it."""
+    """Decode a message. Raises BadMessage, which says what is wrong with it."""
     if len(frame) > limit:
         raise MessageTooLarge(f"a message of {len(frame):,} bytes, the limit is {limit:,}; send less at once")
     try:
@@ -474,19 +492,6 @@ def bytes_to_floats(data: bytes) -> list[float]:
 
 def new_nonce() -> bytes:
     return secrets.token_bytes(16)
-
-
-def proof(key: bytes, side: str, peer_nonce: bytes, coordinator_nonce: bytes) -> bytes:
-    """Proves knowledge of the key without sending it.
-
-    side ("client", "replica", "coordinator") prevents that a proof is sent back. Only the handshake is protected: later
-    messages are neither signed nor encrypted (use a private network or a tunnel).
-    """
-    return hmac.new(key, b"|".join([side.encode(), peer_nonce, coordinator_nonce]), hashlib.sha256).digest()
-
-
-def proves(mac: bytes, key: bytes, side: str, peer_nonce: bytes, coordinator_nonce: bytes) -> bool:
-    return hmac.compare_digest(mac, proof(key, side, peer_nonce, coordinator_nonce))
 
 
 def failure_of(error: BaseException) -> Failure:

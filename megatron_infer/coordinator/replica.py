@@ -30,7 +30,7 @@ from megatron_infer.coordinator.engine_adapter import (
     params_of,
     stats_of,
 )
-from megatron_infer.errors import InferenceError, UnknownRequest
+from megatron_infer.errors import ConfigError, InferenceError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
 
 log = logging.getLogger("megatron_infer.coordinator")
@@ -52,11 +52,17 @@ class Replica:
         name: str = "",
         key: bytes | None = None,
         timeout_s: float = 10.0,
+        control: bool = False,
         commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """commands: further ones than the engine's methods, by name (`protocol.COMMANDS`)."""
+        """control: take commands (pause, suspend, weights, ...) of every client that holds the coordinator's key.
+
+        commands: further ones than the engine's methods, by name (`protocol.COMMANDS`). Raises ConfigError.
+        """
+        if commands and not control:
+            raise ConfigError("commands for a replica that takes none; give control=True")
         self.engine = engine
-        self._commands = dict(commands or {})
+        self._commands = dict(commands or {}) if control else None
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
@@ -116,9 +122,16 @@ class Replica:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
+    @property
+    def step_s(self) -> float:
+        """Seconds that the engine has been in its present step; 0 outside a step. From any thread."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
     # ------------------------------------------------------------------ the connection's thread
 
     def on_welcome(self, welcome: protocol.Welcome) -> Sequence[protocol.Message]:
+        self.connection.drop_unsent()
         self._welcomed_as = welcome.incarnation  # at once: the engine may be in a long step
         self._post(welcome.incarnation)
         return ()
@@ -133,7 +146,7 @@ class Replica:
         self._post(0)
 
     def beat(self) -> protocol.Message:
-        info, began = self._info, self._step_began
+        info = self._info
         return protocol.Beat(
             self._welcomed_as,
             max(0, info.capacity - info.num_requests),
@@ -141,7 +154,7 @@ class Replica:
             info.root,
             info.weight_version,
             info.state,
-            0.0 if began is None else time.monotonic() - began,
+            self.step_s,
             self._stats,
         )
 

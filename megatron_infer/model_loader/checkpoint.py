@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import ACTIVATIONS, group_size
+from megatron_infer.model_loader.checkpoint_files import tensors_only
 from megatron_infer.model_loader.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
 from megatron_infer.model_loader.head_padding import allow_padding, unpadded
 from megatron_infer.model_loader.hf_names import WHOLE, Shard
@@ -96,9 +97,9 @@ class CheckpointSource:
         """Every tensor under its megatron-core checkpoint key (layers stacked in the first dimension)."""
         from megatron.core.dist_checkpointing import load_plain_tensors
 
-        with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
+        with tensors_only(self.path) as folder, warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)  # as in _read
-            tensors = load_plain_tensors(str(self.path))
+            tensors = load_plain_tensors(str(folder))
         yield from tensors.items()
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
@@ -117,20 +118,24 @@ class CheckpointSource:
         return self._read(model, dict_list_map_inplace(with_new_memory, _sharded(model)))
 
     def _read(self, model: nn.Module, wanted: Any) -> dict[str, Tensor]:
+        """The tensors of `wanted`. Objects (`_extra_state`) are left out: torch unpickles them."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
+        from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.dist_checkpointing.validation import StrictHandling
         from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
         own = self._description.transformer.get("num_query_groups")
         if getattr(model.config, "num_query_groups", own) != (self._saved_groups or own):
             allow_padding(wanted)
+        _, wanted = extract_matching_values(wanted, lambda leaf: isinstance(leaf, ShardedObject))
         try:
-            with torch.serialization.safe_globals(_safe_classes()), warnings.catch_warnings():
+            with tensors_only(self.path) as folder, warnings.catch_warnings():
                 # megatron-core calls functions that torch has renamed; a user can do nothing about it
                 warnings.filterwarnings("ignore", category=FutureWarning)
                 state, missing, unexpected = dist_checkpointing.load(
-                    wanted, str(self.path), strict=StrictHandling.RETURN_ALL
+                    wanted, str(folder), strict=StrictHandling.RETURN_ALL
                 )
         except TorchCheckpointException as error:  # a BaseException with the errors of the ranks
             reason = next((str(failure[0]) for failure in error.failures.values()), str(error))

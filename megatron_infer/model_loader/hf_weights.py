@@ -267,6 +267,9 @@ class SafetensorsReader:
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, Mapping):
             raise ModelError(f"{index_path}: no weight_map")
+        foreign = [file for file in weight_map.values() if Path(str(file)).name != file]
+        if foreign:
+            raise ModelError(f"{index_path}: {foreign[0]!r} is no file of this directory")
         paths = [self.directory / file for file in sorted(set(weight_map.values()))]
         absent = [path.name for path in paths if not path.is_file()]
         if absent:

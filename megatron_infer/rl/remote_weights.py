@@ -3,6 +3,7 @@
     load_weights(path)                                    finish_weights(version) -> settle_weights()
     begin_weights(), write_weights(a piece) ...           cancel_weights(): as it was before, also after a finish
 
+`load_weights` reads below `weights_root` only, which whoever starts the process chooses; without one it reads nothing.
 An update can be cancelled until `settle_weights`, so that a controller of several replicas finishes it on all or on
 none. An error on one rank is raised on all ranks, and what was written is put back.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.coordinator.protocol import WEIGHT_COMMANDS
+from megatron_infer.coordinator.weight_paths import weights_path
 from megatron_infer.errors import ConfigError, WeightUpdateError, WrongState, unknown_name
 from megatron_infer.model_loader.hf_weights import SafetensorsReader
 from megatron_infer.rl.weights import WeightUpdate, as_source
@@ -73,18 +75,22 @@ class _PartialTensor:
 class RemoteWeights:
     """One rank's side: the leader's replica runs its `commands`, the other ranks run `followed` in `engine.follow`."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, *, weights_root: str | Path | None = None) -> None:
+        self._engine, self._root = engine, None if weights_root is None else str(weights_root)
         self._update: WeightUpdate | None = None
         self._partial: _PartialTensor | None = None
         self._snapshot: dict[str, int] | None = None
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         """The weight commands by their names in `coordinator.protocol`."""
-        return {name: partial(self._run, name) for name in WEIGHT_COMMANDS}
+        return {name: partial(self._run, name) for name in WEIGHT_COMMANDS} | {"load_weights": self._load_below_root}
 
     def followed(self) -> dict[str, Callable[[Any], Any]]:
         return {CALL: lambda given: self._run(given["command"], **given["args"])}
+
+    def _load_below_root(self, path: str, **args: Any) -> Any:
+        """Refuse a path before other ranks hear of it."""
+        return self._run("load_weights", path=weights_path(path, self._root), **args)
 
     def _run(self, command: str, *, timeout_s: float | None = None, **args: Any) -> Any:
         """Run a command on every rank. timeout_s: sent with every command, not used here."""
@@ -101,16 +107,14 @@ class RemoteWeights:
     def load_weights(self, path: str) -> dict[str, Any]:
         """Write tensors from files: all tensors, unless an update has begun and `path` is one file of several.
 
-        Everything that can be checked is checked before the first tensor is written.
+        path: a real path below the root. Everything that can be checked is checked before the first tensor is written.
         """
-        if os.path.realpath(path) != path:
-            raise ConfigError(f"{path} links to {os.path.realpath(path)}; give the path that it links to")
         is_part = self._update is not None and os.path.isfile(path)
         update = self.begin_weights() if self._update is None else self._update
         source: list[Any] = []
 
         def open_and_check() -> None:
-            found = as_source(path)
+            found = as_source(weights_path(path, self._root))
             source.append(StreamSource(LazyTensors(SafetensorsReader(Path(path))).items()) if is_part else found)
             source[0].check(update.target, strict=True)
 

@@ -124,7 +124,7 @@ class Endpoint:
             await _send_error(_logged(error, call.id), scope, receive, send)
             return
         if isinstance(reply, Events):
-            await streaming.EventSender(send).send_all(reply.items, deadline=deadline, call_id=call.id)
+            await streaming.EventSender(send, scope["state"]).send_all(reply.items, deadline=deadline, call_id=call.id)
             return
         if isinstance(reply, Reply):
             data = msgspec.json.encode(reply.content)

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.http_server import HttpServer, listen
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.supervisor import Process, ProcessSpec, Supervisor
+from megatron_infer.server.supervisor import Process, ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.server.tokenizer_files import load_tokenizer
 
 STOP_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ class EngineOptions:
         if self.dp < 1:
             raise ConfigError(f"dp is {self.dp}, it must be at least 1")
 
-    def process(self, index: int, coordinator: str) -> ProcessSpec:
+    def process(self, index: int, coordinator: str, settings: ServerConfig) -> ProcessSpec:
         threads = self.threads
         if threads is None and self.dp > 1:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -56,6 +56,8 @@ class EngineOptions:
             "dtype": self.dtype,
             "device": self.device,
             "threads": threads,
+            "control": settings.control,
+            "weights_root": settings.weights_root,
         }
         return ProcessSpec(name=f"replica{index}", role="engine", options=options, is_worker=True)
 
@@ -66,8 +68,9 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
     folder = tempfile.mkdtemp(prefix="megatron-infer-")  # readable by this user only
     address = f"ipc://{folder}/coordinator"
     coordinator = {"bind": address, "max_queue": settings.max_queue}
-    specs = [ProcessSpec(name="coordinator", role="coordinator", options=coordinator)]
-    supervisor = Supervisor([*specs, *(options.process(index, address) for index in range(options.dp))])
+    supervisor = Supervisor(
+        [coordinator_process(coordinator), *(options.process(index, address, settings) for index in range(options.dp))]
+    )
     is_drained = False
     before = signal.signal(signal.SIGTERM, _interrupt)  # until the HTTP server handles it
     try:

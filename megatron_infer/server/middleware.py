@@ -124,18 +124,25 @@ class _WrappedCall:
 
     def _count(self) -> None:
         state = self._scope["state"]
-        status = CLIENT_LEFT if state.get("disconnected") or not self._status else self._status
+        status = CLIENT_LEFT if state.get("disconnected") or not self._status else self._ended_with
         seconds = time.perf_counter() - self._began
         self._meter.call_ended(self._scope["method"], state.get("route"), status, seconds)
+
+    @property
+    def _ended_with(self) -> int:
+        """The reply's status; of a stream that began with 200 and ended by an error, the error's."""
+        status: int = self._scope["state"].get("failed_status", self._status)
+        return status
 
     def _log(self) -> None:
         """One line, without query and body, which may hold secrets and prompts."""
         state, ms = self._scope["state"], 1e3 * (time.perf_counter() - self._began)
-        disconnected = " (the client disconnected)" if state.get("disconnected") else ""
+        how = " (the client disconnected)" if state.get("disconnected") else ""
+        how += " in its stream" if "failed_status" in state else ""
         reason = f": {state['error'][:300]}" if "error" in state else ""
         path = self._scope["path"][:200].encode("unicode_escape").decode()
-        method, status = self._scope["method"], self._status
-        log.info("%s %s %s %d %.0f ms%s%s", self._id, method, path, status, ms, disconnected, reason)
+        method, status = self._scope["method"], self._ended_with
+        log.info("%s %s %s %d %.0f ms%s%s", self._id, method, path, status, ms, how, reason)
 
 
 def _header(scope: Any, name: bytes) -> bytes | None:

@@ -277,7 +277,9 @@ class _ReplicaActor:
 
         engine = _build_engine(model, options)
         commands = RemoteWeights(engine).commands()
-        self._replica = Replica(engine, access["address"], key=access["key"], name=name, commands=commands)
+        self._replica = Replica(
+            engine, access["address"], key=access["key"], name=name, control=True, commands=commands
+        )
 
     def serve(self) -> None:
         """Serve until the actor ends. If the engine fails, the process exits, so that Ray restarts it."""

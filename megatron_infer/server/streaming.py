@@ -27,8 +27,9 @@ _HEADERS = [
 class EventSender:
     """Sends events as they come. `send` waits while the client does not read, and the generator with it."""
 
-    def __init__(self, send: Any) -> None:
-        self._send = send
+    def __init__(self, send: Any, state: dict[str, Any]) -> None:
+        """state: the call's; gets `error` and `failed_status` of a stream that ends by an error."""
+        self._send, self._state = send, state
 
     async def send_all(self, items: AsyncGenerator[Any], *, deadline: float, call_id: str) -> None:
         """Send every item as an event, None as a comment; then [DONE].
@@ -45,6 +46,7 @@ class EventSender:
                     await self._body(COMMENT if item is None else b"data: %b\n\n" % msgspec.json.encode(item))
         except Exception as error:
             reply = api_error_of(error)
+            self._state["error"], self._state["failed_status"] = reply.message, reply.status
             if reply.code == "internal_error":
                 log.error("request %s failed in its stream", call_id, exc_info=error)
             last = b"data: %b\n\n" % msgspec.json.encode(reply.body())

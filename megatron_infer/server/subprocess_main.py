@@ -1,17 +1,21 @@
 """Subprocesses of `serve`: `python -m megatron_infer.server.subprocess_main ROLE`.
 
 A subprocess reads its options as JSON from standard input, as every user of the machine can see arguments. It reports
-with JSON lines on standard output: {"ready": {...}} once it serves, {"error": "..."} when it cannot. It is killed when
-the thread that started it ends.
+with JSON lines on standard output: {"ready": {...}} once it serves, {"beat": true} every second,
+{"error": "..."} when it cannot. It is killed when the thread that started it ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +25,9 @@ from megatron_infer.utils.stderr_log import log_to_stderr
 
 PR_SET_PDEATHSIG = 1
 """From <linux/prctl.h>."""
+BEAT_S = 1.0
+MAX_PASS_S = 5.0
+"""Seconds in one pass of its loop after which a coordinator counts as hanging."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -32,8 +39,22 @@ def die_with_parent(parent: int) -> None:
 
 
 def report(**message: Any) -> None:
-    """Write a line for the parent process."""
-    print(json.dumps(message), flush=True)
+    """Write a line for the parent process, from any thread."""
+    sys.stdout.write(json.dumps(message) + "\n")  # in one call, so that lines of two threads do not mix
+    sys.stdout.flush()
+
+
+class Beat:
+    """Tells the parent process every BEAT_S seconds that this one runs, from a thread, until `is_alive` says no."""
+
+    def __init__(self) -> None:
+        self.is_alive: Callable[[], bool] = lambda: True
+        threading.Thread(target=self._run, name="megatron-infer-beat", daemon=True).start()
+
+    def _run(self) -> None:
+        while self.is_alive():
+            report(beat=True)
+            time.sleep(BEAT_S)
 
 
 def main() -> int:
@@ -45,7 +66,18 @@ def main() -> int:
     except (InferenceError, NotImplementedError) as error:
         report(error=str(error))
         return 1
+    if "torch" in sys.modules:
+        _leave()
     return 0
+
+
+def _leave() -> None:
+    """End this process with code 0, without the interpreter's teardown: with torch that takes seconds."""
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
@@ -58,6 +90,7 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: one.stop())
         report(ready={"address": one.address})
+        Beat().is_alive = lambda: one.pass_s < MAX_PASS_S
         one.run()
 
 
@@ -77,8 +110,15 @@ def engine(
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
+    control: bool = False,
+    weights_root: str | None = None,
 ) -> None:
-    """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish."""
+    """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish.
+
+    control, weights_root: as in `ServerConfig`, held to here, too.
+    """
+    beat = Beat()
+    from megatron_infer.coordinator.peers import MAX_STEP_S
     from megatron_infer.coordinator.replica import Replica
     from megatron_infer.entrypoints.llm import LLM  # imports torch
     from megatron_infer.rl.remote_weights import RemoteWeights
@@ -87,10 +127,12 @@ def engine(
     if config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
     llm = LLM(model, config=config, dtype=dtype, device=device, threads=threads)
-    replica = Replica(llm.engine, coordinator, name=name, commands=RemoteWeights(llm.engine).commands())
+    commands = RemoteWeights(llm.engine, weights_root=weights_root).commands() if control else None
+    replica = Replica(llm.engine, coordinator, name=name, control=control, commands=commands)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = llm.engine.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
+    beat.is_alive = lambda: replica.step_s < MAX_STEP_S
     with replica:
         replica.run()
 

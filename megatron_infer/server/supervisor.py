@@ -1,4 +1,5 @@
-"""Supervises the server's subprocesses: one that ends is restarted after a growing wait, or given up.
+"""Supervises the server's subprocesses: one that ends is restarted after a growing wait, or given up; one that hangs is
+killed.
 
 One thread starts and watches all of them. Each is killed when that thread ends, so none outlives the server.
 """
@@ -28,6 +29,8 @@ STEADY_S = 60.0
 MAX_FAILURES = 5
 """Failures in a row, without a steady run between them, after which a process is given up."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
+LOADING_FACTOR = 10
+"""A process that reads a large tensor may be silent for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,13 @@ class ProcessSpec:
     """Arguments of the role."""
     is_worker: bool = False
     """Listed by /health; engines are."""
+    hang_timeout_s: float = 30.0
+    """Seconds without a beat after which it is killed; LOADING_FACTOR times as many until it serves."""
+
+
+def coordinator_process(options: dict[str, Any]) -> ProcessSpec:
+    """Its time is shorter than an engine's: all streams wait for it, and clients hand their requests in again."""
+    return ProcessSpec(name="coordinator", role="coordinator", options=options, hang_timeout_s=10.0)
 
 
 class Process:
@@ -54,15 +64,19 @@ class Process:
         self.was_ready = False
         self.error: str | None = None
         self.last_exit: str | None = None
+        self.last_beat: float | None = None
+        """When it last said that it runs; None at first, and for a role that sends no beats."""
         self.next_start = 0.0
         self.is_given_up = False
         self._popen: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._started = 0.0
+        self._is_hanging = False
 
     def start(self) -> None:
         """The process is killed when the calling thread ends."""
-        self.ready, self.error, self._started = None, None, time.monotonic()
+        self.ready, self.error, self.last_beat, self._started = None, None, None, time.monotonic()
+        self._is_hanging = False
         command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
         self._popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -105,6 +119,14 @@ class Process:
         if self._popen is not None:
             self._popen.send_signal(number)
 
+    def kill_if_hanging(self, now: float) -> None:
+        """Kill it if it has been silent for too long. now: on time.monotonic's clock."""
+        silent = 0.0 if self.last_beat is None else now - self.last_beat
+        if silent > self.spec.hang_timeout_s * (1 if self.ready is not None else LOADING_FACTOR):
+            log.error("%s hangs: it has said nothing for %.0f s and is killed", self.spec.name, silent)
+            self._is_hanging, self.last_beat = True, None
+            self.signal(signal.SIGKILL)
+
     def wait(self, timeout_s: float) -> bool:
         """Whether it ends within the time."""
         if self._popen is None:
@@ -127,7 +149,13 @@ class Process:
         """Record that it has ended -> whether to restart it, at `next_start`."""
         code, now = self.exit_code, time.monotonic()
         self.last_exit = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
-        self.ready = None
+        if self._is_hanging:
+            self.last_exit += " (it hung)"
+        self.ready = self.last_beat = None
+        if code == 0:  # it was told to end (SIGTERM), and has drained
+            self.num_failures, self.next_start = 0, now
+            log.info("%s has ended as it was told: it starts again", self.spec.name)
+            return True
         if now - self._started > STEADY_S:
             self.num_failures = 0
         self.num_failures += 1
@@ -147,8 +175,12 @@ class Process:
             except ValueError:
                 log.info("%s: %s", self.spec.name, line.rstrip())
                 continue
-            if "ready" in message and popen is self._popen:
+            if popen is not self._popen:
+                continue
+            if "ready" in message:
                 self.ready, self.was_ready = message["ready"], True
+            if "beat" in message:
+                self.last_beat = time.monotonic()
             self.error = message.get("error", self.error)
         popen.stdout.close()
 
@@ -210,9 +242,17 @@ class Supervisor:
             process.start()
         self._all_started.set()
         ended: set[int] = set()
+        last_pass = time.monotonic()
         while not self._all_ended.wait(WATCH_S):  # the thread lives as long as its processes: they die with it
+            now = time.monotonic()
+            stalled, last_pass = now - last_pass > 10 * WATCH_S, now
             for index, process in enumerate(self.processes):
-                if self._is_stopping or process.is_running or process.is_given_up:
+                if stalled and process.last_beat is not None:  # this process did not run: beats have not been read yet
+                    process.last_beat = now
+                if self._is_stopping or process.is_given_up:
+                    continue
+                if process.is_running:
+                    process.kill_if_hanging(now)
                     continue
                 if index not in ended:
                     process.finish_reading()

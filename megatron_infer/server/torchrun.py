@@ -50,7 +50,7 @@ from megatron_infer.server.launch import (
     save_tokenizer_in_subprocess,
 )
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.supervisor import ProcessSpec, Supervisor
+from megatron_infer.server.supervisor import ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 ADDRESS_KEY, ENDED_KEY = "megatron_infer/serve", "megatron_infer/serve/ended"
@@ -75,7 +75,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         store.wait([ADDRESS_KEY], timedelta(seconds=TOKENIZER_TIMEOUT_S))
         coordinator = json.loads(store.get(ADDRESS_KEY))
         engine = _build_engine(options, groups)
-        rank_group, weights = engine.rank_group.groups, RemoteWeights(engine)
+        rank_group, weights = engine.rank_group.groups, RemoteWeights(engine, weights_root=settings.weights_root)
         if not rank_group.is_leader:
             _ignore_signals()
             engine.follow(weights.followed())
@@ -83,8 +83,10 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         if options.config.get("logging_step_interval"):
             log_to_stderr(METRICS_LOGGER)
         key = None if coordinator["key"] is None else coordinator["key"].encode()
-        name, commands = f"replica{rank_group.dp_rank}", weights.commands()
-        replica = Replica(engine, coordinator["address"], name=name, key=key, commands=commands)
+        name, commands = f"replica{rank_group.dp_rank}", weights.commands() if settings.control else None
+        replica = Replica(
+            engine, coordinator["address"], name=name, key=key, control=settings.control, commands=commands
+        )
         stopping = threading.Thread(target=_stop_with_http, args=(store, frontend, replica), daemon=True)
         _ignore_signals() if frontend is None else frontend.forward_signals()
         stopping.start()
@@ -186,7 +188,7 @@ class FrontendProcesses:
         key = secrets.token_hex(16) if is_multi_node else None
         bind = f"tcp://{_own_address()}:0" if is_multi_node else f"ipc://{self._folder}/coordinator"
         options: dict[str, Any] = {"bind": bind, "max_queue": self._settings.max_queue, "key": key}
-        self._coordinator = Supervisor([ProcessSpec(name="coordinator", role="coordinator", options=options)])
+        self._coordinator = Supervisor([coordinator_process(options)])
         self._coordinator.start()
         address = self._coordinator.process("coordinator").wait_ready(60.0)["address"]
         model = self._options.model

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,13 +23,17 @@ CHILD = Path(__file__).with_name("replica_child.py")
 
 @contextlib.contextmanager
 def coordinator(**options):
-    with running_coordinator(Coordinator("tcp://127.0.0.1:0", CoordinatorOptions(**{**QUICK, **options}))) as one:
-        yield one
+    """At tcp:// with a key, else in a folder of its own, where it needs none."""
+    with tempfile.TemporaryDirectory(prefix="mi-") as folder:
+        bind = f"ipc://{folder}/c" if options.get("key") is None else "tcp://127.0.0.1:0"
+        with running_coordinator(Coordinator(bind, CoordinatorOptions(**{**QUICK, **options}))) as one:
+            yield one
 
 
 @contextlib.contextmanager
 def replica(address, engine=None, *, name="r", **options):
     """A replica in a thread; what ends its run is in `.failure`."""
+    options = {"control": True, **options}
     one = Replica(EchoEngine() if engine is None else engine, address, name=name, **options)
     one.failure = None
 

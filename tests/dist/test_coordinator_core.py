@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import deque
 
@@ -34,11 +35,11 @@ class World:
         return self.inboxes.pop(peer, [])
 
     def client(self, peer=b"client"):
-        self.core.enter(peer, "client", "c")
+        self.core.enter(peer, "client", "c", os.urandom(8))
         return peer
 
     def replica(self, peer, *, capacity=2, version=0, state="running"):
-        incarnation = self.core.enter(peer, "replica", peer.decode())
+        incarnation = self.core.enter(peer, "replica", peer.decode(), os.urandom(8))
         about = protocol.Register(incarnation, 4, capacity, ROOT, version, state, "m", "longest_prefix", 0.5)
         self.core.receive(peer, about)
         return incarnation

@@ -12,8 +12,9 @@ from coordinator_case import Child, coordinator, replica, wait_for
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.client import InferenceClient, _append
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.engine_adapter import ServedRequest, params_of
+from megatron_infer.coordinator.request_receiver import _append
 from megatron_infer.outputs.request_output import CompletionOutput
 
 

@@ -50,7 +50,7 @@ def serve(rank, size, folder):
         finally:
             replica.stop()
 
-    with coordinator(timeout_s=5.0) as one, Replica(engine, one.address) as replica:
+    with coordinator(timeout_s=5.0) as one, Replica(engine, one.address, control=True) as replica:
         thread = threading.Thread(target=talk, args=(one, replica))
         thread.start()
         replica.run()

@@ -68,7 +68,7 @@ def steer(client, folder, expected):
 def serve(rank, size, folder):
     new_groups(tensor_model_parallel_size=size)
     engine = make_engine(part_of_model("attention", str(folder), rank, size))
-    weights = RemoteWeights(engine)
+    weights = RemoteWeights(engine, weights_root=folder)
     if rank:
         engine.follow(weights.followed())
         return
@@ -84,7 +84,8 @@ def serve(rank, size, folder):
         finally:
             replica.stop()
 
-    with coordinator(timeout_s=20.0) as one, Replica(engine, one.address, commands=weights.commands()) as replica:
+    served = {"control": True, "commands": weights.commands()}
+    with coordinator(timeout_s=20.0) as one, Replica(engine, one.address, **served) as replica:
         thread = threading.Thread(target=talk, args=(one.address, replica))
         thread.start()
         replica.run()
@@ -100,7 +101,7 @@ def test_two_ranks_take_weights_out_of_files_and_in_pieces_and_give_them_back(tm
     expected = {"old": engine.generate([PROMPT], [PARAMS])[0].outputs[0].token_ids}
     new = changed(model)
     save_file(new, tmp_path / "new.safetensors")
-    weights = RemoteWeights(engine).commands()
+    weights = RemoteWeights(engine, weights_root=tmp_path).commands()
     weights["load_weights"](path=str((tmp_path / "new.safetensors").resolve()))
     weights["finish_weights"](version=1)
     weights["settle_weights"]()

@@ -52,13 +52,13 @@ class Command:
             self.process.stderr.close()
 
 
-def workers(parent: int) -> list[int]:
-    """Process ids of a server's engines."""
+def processes(parent: int, role: bytes) -> list[int]:
+    """Process ids of a server's subprocesses of one role."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             words = (path.parent / "cmdline").read_bytes().split(b"\0")
-            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == parent and b"engine" in words:
+            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == parent and role in words:
                 found.append(int(path.parent.name))
         except (OSError, IndexError):
             continue
@@ -75,7 +75,7 @@ def test_killed_worker_is_restarted_and_its_request_continues_after_its_tokens()
         whole = httpx.post(f"{url}/v1/completions", json=ask, timeout=60).json()["choices"][0]["text"]
         assert whole.startswith(" Paris")
         wait_for(lambda: command.matches(r"step 50: .* tokens"), 10)  # metrics without a writer are console lines
-        (worker,) = workers(command.process.pid)
+        (worker,) = processes(command.process.pid, b"engine")
         replies = []
 
         def call():
@@ -92,7 +92,7 @@ def test_killed_worker_is_restarted_and_its_request_continues_after_its_tokens()
         assert replies[0].json()["choices"][0]["text"] == whole
         health = httpx.get(f"{url}/health").json()
         assert health["status"] == "ok" and health["workers"][0]["restarts"] == 1
-        (second,) = workers(command.process.pid)
+        (second,) = processes(command.process.pid, b"engine")
     finally:
         code = command.end()
     assert code == 0, "".join(command.lines)

@@ -63,7 +63,10 @@ def case(versions):
     engine = engine_of(model_of(0))
     folder, _ = versions
     with serving_with_control(
-        engine, text=False, weights_root=str(folder), commands_of=lambda one: RemoteWeights(one).commands()
+        engine,
+        text=False,
+        weights_root=str(folder),
+        commands_of=lambda one: RemoteWeights(one, weights_root=folder).commands(),
     ) as one:
         yield one
 

@@ -26,13 +26,13 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.testing.echo import echo_tokens
 
-BLOCK = 16
+BLOCK, KEY = 16, b"a key for a benchmark"
 
 
 def serve_coordinator(policy: str, alpha: float, pipe: Any) -> None:
     from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 
-    options = CoordinatorOptions(policy=policy, alpha=alpha, max_queue=100_000, timeout_s=30.0)  # type: ignore[arg-type]
+    options = CoordinatorOptions(policy=policy, alpha=alpha, max_queue=100_000, timeout_s=30.0, key=KEY)  # type: ignore[arg-type]
     with Coordinator("tcp://127.0.0.1:0", options) as coordinator:
         pipe.send(coordinator.address)
         coordinator.run()
@@ -42,7 +42,7 @@ def serve_replica(address: str, name: str, settings: dict[str, Any]) -> None:
     from megatron_infer.coordinator.replica import Replica
     from megatron_infer.testing.echo import EchoEngine
 
-    Replica(EchoEngine(**settings), address, name=name).run()
+    Replica(EchoEngine(**settings), address, name=name, key=KEY).run()
 
 
 class Cluster:
@@ -60,7 +60,7 @@ class Cluster:
             arguments = (address, f"r{index}", settings)
             self._processes.append(context.Process(target=serve_replica, args=arguments, daemon=True))
             self._processes[-1].start()
-        self.client = InferenceClient(address)
+        self.client = InferenceClient(address, key=KEY)
         while len(self.client.stats()["replicas"]) < num_replicas:
             time.sleep(0.02)
 

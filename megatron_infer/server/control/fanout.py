@@ -74,6 +74,8 @@ def _failure(failed: Mapping[str, protocol.Answer], total: int, phase: str, stat
         status, code = 409, "wrong_state"
     elif kinds <= set(CLIENT_ERRORS):
         status, code = 400, "invalid_value"
+    elif kinds & {"AccessRefused", "WeightsPathRefused"}:
+        status, code = 403, "refused_by_engine"
     elif "ConnectionLost" in kinds:
         status, code = 503, "engine_unavailable"
     elif "TransitionTimeout" in kinds:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from megatron_infer.coordinator.weight_paths import WeightsPathRefused, weights_path
 from megatron_infer.server.http_errors import ApiError, bad_request
 
 MAX_HEADER_BYTES = 16 << 20
@@ -19,40 +19,12 @@ DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 
 
 def checked_path(path: str, root: str | None) -> str:
-    """The real path of weights below `root`: a .safetensors file, a directory of them, or a torch_dist checkpoint.
-
-    Raises ApiError 400, or 403 for a path outside the root, whose files it does not reveal.
-    """
-    if root is None:
-        text = "this server reads no weights from files: start it with --weights-root DIR, or send them as a body"
-        raise ApiError(403, text, param="path", code="no_weights_root")
-    if not path or "\0" in path:
-        raise bad_request("path is empty or no path", "path", "invalid_value")
-    real_root = os.path.realpath(root)
-    real = os.path.realpath(os.path.join(real_root, path))
-    if not _is_below(real, real_root):
-        raise ApiError(403, "path leads out of the weights root", param="path", code="outside_weights_root")
-    if os.path.isfile(real):
-        if not real.endswith(".safetensors"):
-            raise bad_request("path is a file of another kind than .safetensors", "path", "invalid_value")
-        return real
-    if not os.path.isdir(real):
-        raise bad_request(f"path: there is nothing at {path[:200]!r} below the weights root", "path", "not_found")
-    if os.path.isfile(os.path.join(real, "metadata.json")):
-        files = [os.path.join(real, name) for name in os.listdir(real)]
-    else:
-        files = [os.path.join(real, name) for name in os.listdir(real) if name.endswith(".safetensors")]
-        if not files:
-            text = "path is a directory without .safetensors files that is no torch_dist checkpoint either"
-            raise bad_request(text, "path", "invalid_value")
-    if not all(_is_below(os.path.realpath(file), real_root) for file in files):
-        text = "path holds a link that leads out of the weights root"
-        raise ApiError(403, text, param="path", code="outside_weights_root")
-    return real
-
-
-def _is_below(path: str, root: str) -> bool:
-    return os.path.commonpath([path, root]) == root
+    """`weights_path`, with its refusals as ApiError 400, or 403 where the path is not allowed."""
+    try:
+        return weights_path(path, root)
+    except WeightsPathRefused as error:
+        status = 403 if error.code in ("no_weights_root", "outside_weights_root") else 400
+        raise ApiError(status, str(error), param="path", code=error.code) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,51 @@
+"""Which files new weights are read from: those below a root that whoever started the process has named."""
+
+from __future__ import annotations
+
+import os
+
+from megatron_infer.errors import ConfigError
+
+
+class WeightsPathRefused(ConfigError):
+    """A path that weights are not read from; the message reveals nothing of what lies outside the root."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+        """no_weights_root, outside_weights_root, not_found or invalid_value."""
+
+
+def weights_path(path: str, root: str | None) -> str:
+    """The real path of weights below `root`: a .safetensors file, a directory of them, or a torch_dist checkpoint.
+
+    path: absolute, or from the root. Raises WeightsPathRefused, also for links that lead out of the root.
+    """
+    if root is None:
+        text = "no weights are read from files here: start it with --weights-root DIR, or send them as bytes"
+        raise WeightsPathRefused(text, "no_weights_root")
+    if not path or "\0" in path:
+        raise WeightsPathRefused("path is empty or no path", "invalid_value")
+    real_root = os.path.realpath(root)
+    real = os.path.realpath(os.path.join(real_root, path))
+    if not _is_below(real, real_root):
+        raise WeightsPathRefused("path leads out of the weights root", "outside_weights_root")
+    if os.path.isfile(real):
+        if not real.endswith(".safetensors"):
+            raise WeightsPathRefused("path is a file of another kind than .safetensors", "invalid_value")
+        return real
+    if not os.path.isdir(real):
+        raise WeightsPathRefused(f"path: there is nothing at {path[:200]!r} below the weights root", "not_found")
+    names = os.listdir(real)
+    if "metadata.json" not in names and not any(name.endswith(".safetensors") for name in names):
+        text = "path is a directory without .safetensors files that is no torch_dist checkpoint either"
+        raise WeightsPathRefused(text, "invalid_value")
+    if "metadata.json" not in names and "latest_checkpointed_iteration.txt" in names:
+        raise WeightsPathRefused("path is a run of several checkpoints; give one iteration's folder", "invalid_value")
+    if not all(_is_below(os.path.realpath(os.path.join(real, name)), real_root) for name in names):
+        raise WeightsPathRefused("path holds a link that leads out of the weights root", "outside_weights_root")
+    return real
+
+
+def _is_below(path: str, root: str) -> bool:
+    return os.path.commonpath([path, root]) == root

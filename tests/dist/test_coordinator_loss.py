@@ -1,0 +1,172 @@
+"""A coordinator that dies or hangs: requests are handed in again, and no token is lost, doubled or changed."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+
+import pytest
+from coordinator_case import QUICK, replica, wait_for
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
+from megatron_infer.testing.echo import EchoEngine, echo_tokens
+
+
+class Restarted:
+    """A coordinator at one address that ends and begins again, as a killed process does: nothing of it is left."""
+
+    def __init__(self, address, **options):
+        self._address, self._options = address, CoordinatorOptions(**{**QUICK, **options})
+        self.begin()
+
+    def begin(self):
+        self.one = Coordinator(self._address, self._options)
+        self._thread = threading.Thread(target=self.one.run)
+        self._thread.start()
+
+    def end(self):
+        self.one.stop()
+        self._thread.join()
+        self.one._outbox.clear()
+        self.one.close()
+
+    def restart(self):
+        self.end()
+        self.begin()
+
+
+@contextlib.contextmanager
+def case(*engines, reconnect_s=10.0, **options):
+    """(restarted coordinator, client), and a replica for each engine."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mi-"))
+        address = f"ipc://{folder}/c"
+        restarted = Restarted(address, **options)
+        stack.callback(lambda: restarted.end())
+        for index, engine in enumerate(engines):
+            stack.enter_context(replica(address, engine, name=f"r{index}"))
+        client = stack.enter_context(InferenceClient(address, reconnect_s=reconnect_s))
+        wait_for(lambda: len(client.stats()["replicas"]) == len(engines))
+        yield restarted, client
+
+
+def tokens_of(output, index=0):
+    return output.outputs[index].token_ids
+
+
+def seeds_of(coordinator):
+    (client,) = coordinator.core._clients.values()
+    return [request.seed for request in client.requests.values()]
+
+
+def test_requests_of_every_kind_go_on_behind_their_tokens_when_the_coordinator_is_restarted():
+    with case(EchoEngine(step_s=0.01), EchoEngine(step_s=0.01)) as (restarted, client):
+        greedy = [client.submit([i, 7], SamplingParams(max_tokens=120, temperature=0.0)) for i in range(6)]
+        seeded = [client.submit([i], SamplingParams(max_tokens=120, seed=i, n=2)) for i in range(3)]
+        unseeded = client.submit([5, 5], SamplingParams(max_tokens=120))
+        wait_for(lambda: len(seeds_of(restarted.one)) == 10)
+        seed = seeds_of(restarted.one)[-1]
+        for _ in range(3):
+            time.sleep(0.3)
+            restarted.restart()
+        assert [tokens_of(one.result(20)) for one in greedy] == [echo_tokens([i, 7], 120) for i in range(6)]
+        for i, one in enumerate(seeded):
+            drawn = [tokens_of(one.result(20), index) for index in range(2)]
+            assert drawn == [echo_tokens([i], 120, seed=i, index=index) for index in range(2)]
+        assert tokens_of(unseeded.result(20)) == echo_tokens([5, 5], 120, seed=seed)
+        assert {one.result().outputs[0].finish_reason for one in greedy} == {"length"}
+        restarted.one.core.check()
+
+
+def test_stream_has_each_token_once_over_restarts():
+    with case(EchoEngine(step_s=0.01)) as (restarted, client):
+        seen, expected = [], echo_tokens([1, 2, 3], 150)
+        for output in client.stream([1, 2, 3], SamplingParams(max_tokens=150, temperature=0.0)):
+            assert expected[: len(tokens_of(output))] == tokens_of(output)
+            seen.append(len(tokens_of(output)))
+            if len(seen) in (20, 60):
+                restarted.restart()
+        assert seen == sorted(seen) and seen[-1] == 150
+
+
+def test_coordinator_that_hangs_and_wakes_up_again_costs_no_token():
+    with case(EchoEngine(step_s=0.01), timeout_s=0.4) as (restarted, client):
+        future = client.submit([9], SamplingParams(max_tokens=200, temperature=0.0))
+        wait_for(lambda: restarted.one.core.counts.submitted)
+        time.sleep(0.2)
+        awake = threading.Event()
+        tick = restarted.one.core.tick
+
+        def hang():
+            awake.wait(10)
+            restarted.one.core.tick = tick
+            tick()
+
+        restarted.one.core.tick = hang
+        time.sleep(1.0)  # its clients and replicas have given it up
+        awake.set()
+        assert tokens_of(future.result(20)) == echo_tokens([9], 200)
+        restarted.one.core.check()
+
+
+def test_coordinator_that_does_not_come_back_fails_its_requests_in_time():
+    with case(EchoEngine(step_s=0.01), reconnect_s=0.3) as (restarted, client):
+        future = client.submit([1], SamplingParams(max_tokens=4000, temperature=0.0))
+        wait_for(lambda: restarted.one.core.counts.submitted)
+        restarted.end()
+        began = time.monotonic()
+        with pytest.raises(protocol.ConnectionLost, match="was silent"):
+            future.result(10)
+        assert time.monotonic() - began < 5
+        restarted.begin()
+        wait_for(lambda: client.stats()["replicas"])
+        output = client.generate([[3]], SamplingParams(max_tokens=8, temperature=0.0))[0]
+        assert tokens_of(output) == echo_tokens([3], 8)
+
+
+def test_abort_while_the_coordinator_is_away_ends_a_request_with_the_tokens_it_has():
+    with case(EchoEngine(step_s=0.01)) as (restarted, client):
+        params = SamplingParams(max_tokens=4000, temperature=0.0)
+        futures = [client.submit([i], params) for i in range(2)]
+        wait_for(lambda: restarted.one.core.counts.submitted == 2)
+        time.sleep(0.6)
+        restarted.end()
+        client.abort(futures[0])
+        restarted.begin()
+        output = futures[0].result(10)
+        count = len(tokens_of(output))
+        assert output.outputs[0].finish_reason == "abort" and tokens_of(output) == echo_tokens([0], count)
+        wait_for(lambda: restarted.one.core.counts.submitted == 1)
+        client.abort(futures[1])
+        assert futures[1].result(10).outputs[0].finish_reason == "abort"
+
+
+def test_what_was_accepted_is_not_refused_by_a_full_queue_later():
+    with case(EchoEngine(step_s=0.01, max_requests=2), max_queue=3) as (restarted, client):
+        params = SamplingParams(max_tokens=30, temperature=0.0)
+        futures = [client.submit([i], params) for i in range(6)]  # 3 at the replica, 3 wait
+        wait_for(lambda: client.stats()["waiting"] == 3)
+        restarted.restart()
+        assert [tokens_of(future.result(20)) for future in futures] == [echo_tokens([i], 30) for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "named"),
+    [
+        ([protocol.Kept(b"abc")], "no token ids"),
+        ([protocol.Kept(b"abcd"), protocol.Kept(b"abcd")], "2 sequences so far"),
+    ],
+)
+def test_output_so_far_that_does_not_fit_the_request_is_refused(kept, named):
+    with case(EchoEngine()) as (restarted, _):
+        (state,) = restarted.one.core._clients.values()
+        sent = []
+        dispatch = restarted.one.core.dispatch
+        dispatch._send = lambda peer, message: sent.append(message)
+        dispatch.submit(state, protocol.Submit(1, b"abcd", None, "", {"n": 1}, None, True, kept))
+        assert named in sent[0].refused.message

@@ -1,0 +1,184 @@
+"""Nothing ends a stream but its own end: processes that die, hang, or are told to end while streams run.
+
+What a coordinator that is lost costs its clients is in tests/dist/test_coordinator_loss.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+from coordinator_case import replica, wait_for
+from server_case import post, serving, stream
+from test_command import Command, processes
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.server import supervisor
+from megatron_infer.testing.echo import EchoEngine, echo_tokens
+
+COMPLETION = "/v1/completions"
+
+
+def ask(**changes):
+    return {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, **changes}
+
+
+# ---------------------------------------------------------------------- processes
+
+
+@contextlib.contextmanager
+def supervised_coordinator(folder, **changes):
+    spec = supervisor.coordinator_process({"bind": f"ipc://{folder}/c", "max_queue": 7})
+    one = supervisor.Supervisor([dataclasses.replace(spec, is_worker=True, **changes)])
+    one.start()
+    try:
+        process = one.processes[0]
+        wait_for(lambda: process.ready)
+        yield process
+    finally:
+        one.stop(number=signal.SIGTERM, timeout_s=5)
+
+
+def test_process_that_hangs_is_killed_and_started_again_and_what_waits_for_it_goes_on(tmp_path):
+    with supervised_coordinator(tmp_path, hang_timeout_s=2.5) as process:
+        address = process.ready["address"]
+        with replica(address, EchoEngine(step_s=0.01)), InferenceClient(address) as client:
+            future = client.submit([1, 2], SamplingParams(max_tokens=100, temperature=0.0))
+            wait_for(lambda: process.last_beat is not None)
+            time.sleep(0.3)
+            process.signal(signal.SIGSTOP)
+            wait_for(lambda: process.restarts == 1 and process.ready)
+            assert process.status()["last_exit"] == "signal 9 (it hung)"
+            assert future.result(20).outputs[0].token_ids == echo_tokens([1, 2], 100)
+
+
+def test_process_that_ends_as_it_was_told_is_started_again_at_once_and_never_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "MAX_FAILURES", 2)
+    with supervised_coordinator(tmp_path) as process:
+        for count in range(1, 4):
+            began = time.monotonic()
+            process.signal(signal.SIGTERM)
+            wait_for(lambda count=count: process.restarts == count and process.ready)
+            assert time.monotonic() - began < 5 and not process.is_given_up
+        assert process.status()["last_exit"] == "code 0"
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def test_every_replica_is_replaced_in_turn_without_a_failed_request():
+    """Each drains: it takes no more requests and ends those that it has."""
+    with contextlib.ExitStack() as stack:
+        case = stack.enter_context(serving(EchoEngine(step_s=0.005), EchoEngine(step_s=0.005)))
+        replies, ending = [], threading.Event()
+
+        def call(number):
+            with httpx.Client(base_url=case.url, timeout=60) as http:
+                while not ending.is_set():
+                    reply = http.post(COMPLETION, json=ask(prompt=[number], max_tokens=30, return_token_ids=True))
+                    replies.append((number, reply.status_code, reply.json()))
+
+        def wait_for_more():
+            before = len(replies)
+            wait_for(lambda: len(replies) > before + 10)
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for index, old in enumerate(case.replicas):
+            wait_for_more()
+            stack.enter_context(replica(case.coordinator.address, EchoEngine(step_s=0.005), name=f"new{index}"))
+            old.drain()
+            old.thread.join(20)
+            assert not old.thread.is_alive() and old.failure is None
+        wait_for_more()
+        ending.set()
+        for thread in threads:
+            thread.join()
+        stats = case.http.get("/v1/status").json()
+        assert sorted(one["name"] for one in stats["replicas"]) == ["new0", "new1"]
+        for number, status, body in replies:
+            assert status == 200 and body["choices"][0]["token_ids"] == echo_tokens([number], 30)
+
+
+def test_stream_that_ends_by_its_time_is_logged_and_counted_as_such(caplog):
+    caplog.set_level(logging.INFO, "megatron_infer.server")
+    with serving(EchoEngine(step_s=0.05), request_timeout_s=0.5, log_requests=True) as case:
+        chunks = stream(case, COMPLETION, **ask(max_tokens=1000))
+        assert chunks[-1]["error"]["code"] == "timeout"
+        assert post(case, COMPLETION, **ask(max_tokens=2)).status_code == 200
+        wait_for(lambda: len(caplog.records) >= 2)
+        text = case.http.get("/metrics").text
+    lines = [record.getMessage() for record in caplog.records if COMPLETION in record.getMessage()]
+    assert " 504 " in lines[0] and "ms in its stream: the time allowed" in lines[0] and " 200 " in lines[1]
+    counted = [line for line in text.splitlines() if "http_requests_total{" in line and COMPLETION in line]
+    assert sorted(line.partition('code="')[2][:3] for line in counted) == ["200", "504"]
+
+
+# ---------------------------------------------------------------------- the whole command
+
+
+class Streams:
+    """Streams of a server in threads; each ends with its text or its error."""
+
+    def __init__(self, url, count, num_tokens):
+        self.texts = [None] * count
+        body = {"prompt": "The capital of France is", "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        self._url, self._body = f"{url}{COMPLETION}", body | {"stream": True}
+        self.threads = [threading.Thread(target=self._run, args=(index,)) for index in range(count)]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, index):
+        text = ""
+        with httpx.stream("POST", self._url, json=self._body, timeout=200) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    text += chunk["choices"][0]["text"] if "choices" in chunk else f"<{chunk}>"
+        self.texts[index] = text
+
+    def join(self):
+        for thread in self.threads:
+            thread.join()
+        return set(self.texts)
+
+
+@pytest.mark.long
+def test_streams_of_a_server_outlive_its_processes():
+    sizes = ("--max-sequence-length", "512", "--buffer-size-gb", "0.2", "--threads", "1")
+    command = Command("smollm2", "--dtype", "float32", *sizes)
+    try:
+        url, parent = command.wait_ready(), command.process.pid
+        expected = Streams(url, 1, 60).join()
+        for role, number in (
+            (b"coordinator", signal.SIGKILL),
+            (b"engine", signal.SIGTERM),
+            (b"engine", signal.SIGSTOP),
+        ):
+            streams = Streams(url, 2, 60)
+            time.sleep(1.0)
+            (pid,) = processes(parent, role)
+            os.kill(pid, number)
+            assert streams.join() == expected, (role, number)
+            wait_for(lambda pid=pid, role=role: processes(parent, role) not in ([], [pid]), 60)
+            wait_for(lambda: httpx.get(f"{url}/health").status_code == 200, 60)
+        assert "signal 9 (it hung)" in httpx.get(f"{url}/health").text
+        last = Streams(url, 1, 40)
+        time.sleep(1.0)
+        command.process.send_signal(signal.SIGTERM)
+        assert len(last.join()) == 1
+        ended = time.monotonic()
+        command.process.wait(20)
+        assert time.monotonic() - ended < 3.0, "a machine with nothing else to do takes 0.5 s"
+    finally:
+        assert command.end() == 0, "".join(command.lines)
