@@ -66,6 +66,13 @@ def import_without_the_extra(_: int) -> None:
             importlib.import_module("megatron_infer.coordinator.client")
 
 
+def test_root_of_weights_that_nothing_would_read_is_misuse(tmp_path, capsys):
+    assert main(["replica", "no-model", "--weights-root", str(tmp_path)]) == 2
+    assert "--weights-root without --control" in capsys.readouterr().err
+    assert main(["replica", "no-model", "--control", "--weights-root", str(tmp_path / "no")]) == 2
+    assert "which is no directory" in capsys.readouterr().err
+
+
 def test_package_imports_without_the_extra_and_names_it_when_missing():
     start_ranks(import_without_the_extra, (), 1)
 

@@ -25,8 +25,13 @@ class World:
         self.now = 0.0
         self.sent: deque[tuple[bytes, protocol.Message]] = deque()
         settings = {"policy": "longest_prefix", "heartbeat_s": 0.5, "timeout_s": 2.0, "max_attempts": 1000} | options
-        self.core = CoordinatorCore(CoordinatorOptions(**settings), self.send, clock=lambda: self.now)
+        self.options = CoordinatorOptions(**settings)
+        self.begin()
         self.inboxes: dict[bytes, list[protocol.Message]] = {}
+
+    def begin(self):
+        """A coordinator that knows nothing of one before."""
+        self.core = CoordinatorCore(self.options, self.send, clock=lambda: self.now)
 
     def send(self, peer, message):
         self.inboxes.setdefault(peer, []).append(message)
@@ -44,10 +49,10 @@ class World:
         self.core.receive(peer, about)
         return incarnation
 
-    def submit(self, number, *, count=8, client=b"client", caller="", call="", **more):
+    def submit(self, number, *, count=8, client=b"client", caller="", call="", kept=None, **more):
         prompt = protocol.ids_to_bytes([number, number % 5, 7])
         params = {"max_tokens": count, "temperature": 0.0, **more}
-        self.core.receive(client, protocol.Submit(number, prompt, None, "", params, None, True, caller, call))
+        self.core.receive(client, protocol.Submit(number, prompt, None, "", params, None, True, caller, call, kept))
 
     def served(self, peer, incarnation):
         """The numbers of all requests in the order in which the replica gets them, each ended at once."""
@@ -109,7 +114,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_request_ends_once_with_its_tokens_whatever_happens_to_replicas(seed):
+def test_every_request_ends_once_with_its_tokens_whatever_happens_to_replicas_and_coordinators(seed):
     rng, world = random.Random(seed), World(max_queue=1000)
     client, workers, names = world.client(), [], iter(range(10**6))
     gone: list[Worker] = []
@@ -135,6 +140,12 @@ def test_every_request_ends_once_with_its_tokens_whatever_happens_to_replicas(se
             aborted.add(number)
         elif event < 0.55 and gone:
             gone[-1].work(rng)  # late messages of a removed replica
+        elif event < 0.58:
+            if event < 0.565:  # the coordinator dies; else it has given the client up
+                world.begin()
+                world.inboxes.clear()
+                workers = [Worker(world, worker.peer) for worker in workers]
+            hand_in_again(world, expected, aborted, answers, ended)
         elif workers:
             rng.choice(workers).work(rng)
         collect(world.take(client), answers, ended)
@@ -153,6 +164,21 @@ def test_every_request_ends_once_with_its_tokens_whatever_happens_to_replicas(se
         else:
             assert answers[number] == tokens, f"request {number}"
     assert world.core.stats()["waiting"] == 0
+
+
+def hand_in_again(world, expected, aborted, answers, ended):
+    """What a client does that was lost: news on the way to it is dropped, and what it has continues."""
+    world.take(b"client")
+    world.client()
+    for number, tokens in expected.items():
+        have = answers.setdefault(number, [])
+        if number in ended:
+            continue
+        if number in aborted:
+            ended[number] = None
+            continue
+        kept = [protocol.Kept(protocol.ids_to_bytes(have))] if have else []
+        world.submit(number, count=len(tokens), kept=kept)
 
 
 def collect(messages, answers, ended):
