@@ -201,7 +201,7 @@ def rewarded(groups: list[RolloutGroup]) -> list[float]:
         if group.error is not None:
             raise group.error
         for sample in group.samples:
-            sample.reward = task.reward(sample.text, sample.finish_reason, group.info["question"])
+            sample.reward = task.reward(sample.text, sample.finish_reason, task.Question(**group.info["asked"]))
     return [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
 
 
@@ -217,7 +217,7 @@ def answer_stats(groups: list[RolloutGroup], version: int) -> dict[str, float]:
 
 
 def evaluate(session: RolloutSession, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Answers to the questions of a set, "train" or "held_out", by greedy and by sampled decoding -> figures of both."""
+    """Answer the questions of a set, "train" or "held_out", by greedy and by sampled decoding -> figures of both."""
     chosen = [question for question in task.questions(args.task) if question.held_out == (name == "held_out")]
     greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
     sampled = [replace(params, n=EVALUATION_SAMPLES) for params in sampling(args, EVALUATION, len(chosen))]
@@ -227,8 +227,8 @@ def evaluate(session: RolloutSession, args: argparse.Namespace, name: str) -> di
             groups = roll.generate([question.prompt() for question in chosen], params)
             rewards = rewarded(groups)
             found[how] = answer_stats(groups, session.weight_version) | {"reward": sum(rewards) / len(rewards)}
-            answers = [(group.info["question"], group.samples[0]) for group in groups]
-            found[how]["answers"] = [[asked.text, one.text, one.finish_reason, one.reward] for asked, one in answers]
+            answers = [(group.info["asked"]["text"], group.samples[0]) for group in groups]
+            found[how]["answers"] = [[asked, one.text, one.finish_reason, one.reward] for asked, one in answers]
     return found
 
 

@@ -24,6 +24,8 @@ KINDS = ("generate", "train", "switch")
 SETS = ("train", "held_out")
 DECODINGS = ("greedy", "sampled")
 FIGURES = ("reward", "right", "form", "length")
+COSTS = ("run", "exact", "generate s", "train s", "switch s", "tokens trained on", "ratio outside 0.9 to 1.1")
+COSTS += ("1 % to 99 % of a step's tokens", "all tokens")
 SPREADS = (("ratio_q01", "ratio_q99"), ("ratio_min", "ratio_max"))
 COLORS = {
     ("train", "greedy"): "tab:cyan",
@@ -75,7 +77,7 @@ class Log:
             "figures": each_figure(figures),
             "steps": len(self.rows),
             "seconds": total,
-            "options": {name: str(value) for name, value in options.items()},
+            "options": {name: str(value) for name, value in options.items() if name != "out_dir"},
             "machine": machine(),
         }
         (self.folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -144,7 +146,10 @@ def open_wandb(args: argparse.Namespace) -> Any:
 def table(folders: list[Path]) -> str:
     """Markdown tables of runs: figures before and after, then seconds and importance ratios."""
     found = {folder.name: read_summary(folder) for folder in folders}
-    lines = [f"| questions | decoding | figure | {' | '.join(found)} | mean before | after |", "|---" * (len(found) + 5) + "|"]
+    lines = [
+        f"| questions | decoding | figure | {' | '.join(found)} | mean before | after |",
+        "|---" * (len(found) + 5) + "|",
+    ]
     for name, how, figure in itertools.product(SETS, DECODINGS, FIGURES):
         pairs = [
             [run["figures"][f"{name}/{when}/{how}/{figure}"] for when in ("before", "after")] for run in found.values()
@@ -154,22 +159,18 @@ def table(folders: list[Path]) -> str:
         cells = [f"{before:.{digits}f} → {after:.{digits}f}" for before, after in pairs]
         cells += [f"{mean:.{digits}f}" for mean in means]
         lines.append(f"| {label(name)} | {how} | {figure} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| run | exact | generate s | train s | switch s | switch of a step | tokens | ratio outside 0.9..1.1 | 1 % to 99 % | least to largest |",
-        "|---" * 10 + "|",
-    ]
+    lines += ["", f"| {' | '.join(COSTS)} |", "|---" * len(COSTS) + "|"]
     for folder in folders:
         run, seconds, rows = found[folder.name], found[folder.name]["seconds"], history(folder)
         tokens = sum(row["num_tokens"] for row in rows)
         outside = sum(row["ratio_outside"] * row["num_tokens"] for row in rows) / max(1.0, tokens)
-        spans = [(min(row[low] for row in rows), max(row[high] for row in rows)) for low, high in SPREADS]
-        lines.append(
-            f"| {folder.name} | {run['options']['exact']} | {seconds['generate']:.0f} | {seconds['train']:.0f} | "
-            f"{seconds['switch']:.2f} | {seconds['switch'] / sum(seconds.values()):.2%} | {tokens:.0f} | {outside:.2%} | "
-            + " | ".join(f"{low:.3f} to {high:.3f}" for low, high in spans)
-            + " |"
-        )
+        cells = [folder.name, run["options"]["exact"], *(f"{seconds[kind]:.0f}" for kind in KINDS[:2])]
+        cells += [f"{seconds['switch']:.2f} ({seconds['switch'] / sum(seconds.values()):.2%})"]
+        cells += [f"{tokens:.0f}", f"{outside:.2%}"]
+        cells += [
+            f"{min(row[low] for row in rows):.3f} to {max(row[high] for row in rows):.3f}" for low, high in SPREADS
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

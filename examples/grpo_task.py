@@ -9,7 +9,7 @@ import functools
 import random
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 INSTRUCTION = "Answer in a few words."
@@ -34,7 +34,11 @@ FACTS = (  # phrasings, {0} = {1}; one that contains {1} asks for {0}; a|b: eith
         "loud=quiet|soft|silent, hard=easy|soft, good=bad|evil, war=peace, love=hate, true=false, win=lose|loss",
     ),
     (
-        ("What is the past tense of {0}?", "Give the past tense of the verb {0}.", "Put the verb {0} into the past tense."),
+        (
+            "What is the past tense of {0}?",
+            "Give the past tense of the verb {0}.",
+            "Put the verb {0} into the past tense.",
+        ),
         "go=went, eat=ate, see=saw, run=ran, take=took, give=gave, come=came, write=wrote, speak=spoke, break=broke, "
         "buy=bought, think=thought, sing=sang, swim=swam, fly=flew, drive=drove, know=knew, grow=grew, sleep=slept, "
         "teach=taught, find=found, begin=began",
@@ -50,7 +54,11 @@ FACTS = (  # phrasings, {0} = {1}; one that contains {1} asks for {0}; a|b: eith
         "frog=tadpole, deer=fawn",
     ),
     (
-        ("Which language do people speak in {0}?", "What is the main language of {0}?", "{1} is the language of which country?"),
+        (
+            "Which language do people speak in {0}?",
+            "What is the main language of {0}?",
+            "{1} is the language of which country?",
+        ),
         "France=French, Italy=Italian, Japan=Japanese, Russia=Russian, Greece=Greek, Turkey=Turkish, Poland=Polish, "
         "Sweden=Swedish, Finland=Finnish, Hungary=Hungarian",
     ),
@@ -73,9 +81,9 @@ class Question:
     held_out: bool
 
     def prompt(self) -> dict[str, Any]:
-        """A rollout's prompt; the question is returned in the group's `info`."""
+        """A rollout's prompt; `asked` is returned in the group's `info`, on every rank as JSON."""
         messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": self.text}]
-        return {"messages": messages, "question": self}
+        return {"messages": messages, "asked": asdict(self)}
 
 
 @functools.cache
@@ -104,10 +112,11 @@ def sums() -> str:
     return ", ".join(pairs.values())
 
 
-def words(text: str) -> list[str]:
+@functools.lru_cache(maxsize=4096)
+def words(text: str) -> tuple[str, ...]:
     """Lower case, without accents and punctuation."""
     plain = unicodedata.normalize("NFKD", text.lower().replace("’", "'"))
-    return re.findall(r"[a-z0-9]+(?:'[a-z]+)?", "".join(c for c in plain if not unicodedata.combining(c)))
+    return tuple(re.findall(r"[a-z0-9]+(?:'[a-z]+)?", "".join(c for c in plain if not unicodedata.combining(c))))
 
 
 @functools.cache
@@ -123,10 +132,10 @@ def reward(text: str, finish_reason: str, question: Question) -> float:
     0.5: it says the answer first, and after it neither another question's answer, nor a number, nor a negation.
     0: everything else: a list of candidates, "not Paris", nothing.
     """
-    asked = set(words(question.text)) | FILLER
-    says = [word for word in words(text) if word not in asked]
+    asked = words(question.text)
+    says = [word for word in words(text) if word not in asked and word not in FILLER]
     for answer in question.answers:
-        wanted = [word for word in words(answer) if word not in asked]
+        wanted = list(words(answer))
         if says[: len(wanted)] != wanted:
             continue
         rest = [word for word in says[len(wanted) :] if word not in wanted]
