@@ -227,7 +227,7 @@ def evaluate(session: RolloutSession, args: argparse.Namespace, name: str) -> di
             groups = roll.generate([question.prompt() for question in chosen], params)
             rewards = rewarded(groups)
             found[how] = answer_stats(groups, session.weight_version) | {"reward": sum(rewards) / len(rewards)}
-            answers = [(group.info["asked"]["text"], group.samples[0]) for group in groups]
+            answers = [(asked.text, group.samples[0]) for asked, group in zip(chosen, groups, strict=True)]
             found[how]["answers"] = [[asked, one.text, one.finish_reason, one.reward] for asked, one in answers]
     return found
 

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import megatron_infer
@@ -26,6 +27,7 @@ DECODINGS = ("greedy", "sampled")
 FIGURES = ("reward", "right", "form", "length")
 COSTS = ("run", "exact", "generate s", "train s", "switch s", "tokens trained on", "ratio outside 0.9 to 1.1")
 COSTS += ("1 % to 99 % of a step's tokens", "all tokens")
+CHANGES = ("run", "greedy answers", "right before and after", "only before", "only after", "never")
 SPREADS = (("ratio_q01", "ratio_q99"), ("ratio_min", "ratio_max"))
 COLORS = {
     ("train", "greedy"): "tab:cyan",
@@ -77,16 +79,17 @@ class Log:
             "figures": each_figure(figures),
             "steps": len(self.rows),
             "seconds": total,
+            "process": {"cpu_s": time.process_time(), "elapsed_s": time.time() - psutil.Process().create_time()},
             "options": {name: str(value) for name, value in options.items() if name != "out_dir"},
             "machine": machine(),
         }
         (self.folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        answers = [
+        rows = [
             {"set": name, "question": old[0], "before": old[1:], "after": new[1:]}
             for name in SETS
             for old, new in zip(before[name]["greedy"]["answers"], after[name]["greedy"]["answers"], strict=True)
         ]
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answers)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (self.folder / "answers.jsonl").write_text(lines, encoding="utf-8")
         draw([self.folder], self.folder / "curve.png")
         if self._writer is not None:
@@ -171,7 +174,17 @@ def table(folders: list[Path]) -> str:
             f"{min(row[low] for row in rows):.3f} to {max(row[high] for row in rows):.3f}" for low, high in SPREADS
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"| {' | '.join(CHANGES)} |", "|---" * len(CHANGES) + "|"]
+    for folder, name in itertools.product(folders, SETS):
+        pairs = [(row["before"][2] > 0, row["after"][2] > 0) for row in answers(folder) if row["set"] == name]
+        counts = [pairs.count(change) for change in itertools.product((True, False), repeat=2)]
+        lines.append(f"| {folder.name} | {label(name)} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
+
+
+def answers(folder: Path) -> list[dict[str, Any]]:
+    """Greedy answers to all questions, before and after: [text, finish reason, reward]."""
+    return [json.loads(text) for text in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def history(folder: Path) -> list[dict[str, float]]:
@@ -214,7 +227,9 @@ def draw(folders: list[Path], path: Path) -> None:
             marker = "s--" if how == "greedy" else "o-"
             rewards.plot(*zip(*points, strict=True), marker, color=color, alpha=shade, ms=4, lw=1.2, **named)
         low, high = ([row[f"ratio_{end}"] for row in rows] for end in ("q01", "q99"))
-        spread.fill_between(steps, low, high, alpha=0.3, lw=1, label=folder.name, color=f"C{number}")
+        spread.fill_between(steps, low, high, alpha=0.2, color=f"C{number}")
+        spread.plot(steps, low, color=f"C{number}", lw=1.2, label=folder.name)
+        spread.plot(steps, high, color=f"C{number}", lw=1.2)
     kinds = [[row[f"{kind}_s"] for row in history(folders[0])] for kind in KINDS]
     seconds.stackplot(range(len(kinds[0])), kinds, labels=KINDS)
     seconds.set_title(f"seconds of a step, {folders[0].name}", fontsize=9)

@@ -235,9 +235,10 @@ def test_no_constant_answer_gets_what_the_untrained_model_gets(grpo, task):
 
 def test_the_table_compares_runs_and_a_missing_matplotlib_is_reported(runs, grpo, capsys, monkeypatch):
     report = importlib.import_module("grpo_report")
-    figures, costs = report.table([runs["folder"] / name for name in ("whole", "torch")]).split("\n\n")
+    figures, costs, changes = report.table([runs["folder"] / name for name in ("whole", "torch")]).split("\n\n")
     assert "| whole | torch | mean before | after |" in figures.splitlines()[0] and len(figures.splitlines()) == 18
     assert [line.split("|")[1].strip() for line in costs.splitlines()[2:]] == ["whole", "torch"]
+    assert sum(int(cell) for line in changes.splitlines()[2:] for cell in line.split("|")[3:7]) == 2 * 10
     with pytest.raises(ConfigError, match="has no finished run"):
         report.table([runs["folder"]])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
