@@ -246,6 +246,16 @@ def test_the_table_compares_runs_and_a_missing_matplotlib_is_reported(runs, grpo
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
+def test_the_page_of_results_shows_the_tables_of_its_runs(grpo):
+    results = ROOT / "docs" / "results"
+    page, report = (results / "grpo.md").read_text(), importlib.import_module("grpo_report")
+    seeds = {task: sorted((results / "grpo").glob(f"{task}-seed[0-9]")) for task in ("facts", "sums")}
+    for folders in seeds.values():
+        assert len(folders) == 3 and all(part in page for part in report.table(folders).split("\n\n"))
+    both_modes = [results / "grpo" / name for name in ("facts-seed0", "facts-seed0-normal")]
+    assert report.table(both_modes).split("\n\n")[1] in page
+
+
 def test_the_curve_is_a_small_picture(runs, grpo, tmp_path):
     pytest.importorskip("matplotlib")
     importlib.import_module("grpo_report").draw([runs["folder"] / "whole"], tmp_path / "curve.png")
