@@ -69,6 +69,7 @@ NUM_SUMS = 125
 FILLER = frozenset(
     "a an the is are was it its it's this that of in to as and or called answer sum equals plus equal they".split()
 )
+WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?|-?\d+")
 NEGATION = re.compile(r"not|no|never|neither|nor|without|wrong|false|.*n't")
 
 
@@ -114,9 +115,9 @@ def sums() -> str:
 
 @functools.lru_cache(maxsize=4096)
 def words(text: str) -> tuple[str, ...]:
-    """Lower case, without accents and punctuation."""
+    """Words and numbers, in lower case, without accents and punctuation."""
     plain = unicodedata.normalize("NFKD", text.lower().replace("’", "'"))
-    return tuple(re.findall(r"[a-z0-9]+(?:'[a-z]+)?", "".join(c for c in plain if not unicodedata.combining(c))))
+    return tuple(WORD.findall("".join(c for c in plain if not unicodedata.combining(c))))
 
 
 @functools.cache
@@ -141,7 +142,9 @@ def reward(text: str, finish_reason: str, question: Question) -> float:
         rest = [word for word in says[len(wanted) :] if word not in wanted]
         if not rest and in_form(text, finish_reason):
             return 1.0
-        if not any(word in answer_words(question.task) or word.isdigit() or NEGATION.fullmatch(word) for word in rest):
+        if not any(
+            word in answer_words(question.task) or word[-1].isdigit() or NEGATION.fullmatch(word) for word in rest
+        ):
             return 0.5
     return 0.0
 

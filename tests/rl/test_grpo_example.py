@@ -191,6 +191,7 @@ def test_an_answer_is_rewarded_if_it_commits_to_the_right_one(grpo):
         ("Paris Rome Tokyo", "stop", 0.0),
         ("Paris, Rome", "length", 0.0),
         ("Not Paris", "stop", 0.0),
+        ("東京 Paris", "stop", 0.0),
         ("Paris is not the capital of France", "stop", 0.0),
         ("Paris isn't", "stop", 0.0),
         ("Parisian", "stop", 0.0),
@@ -201,7 +202,7 @@ def test_an_answer_is_rewarded_if_it_commits_to_the_right_one(grpo):
     assert grpo.task.reward("Canbérra", "stop", australia) == 1.0
     sum_ = grpo.task.questions("sums")[0]
     right = sum_.answers[0]
-    for text, reward in ((f"{right}", 1.0), (f"{right}, 12", 0.0), (f"12 {right}", 0.0), (sum_.text, 0.0)):
+    for text, reward in ((f"{right}", 1.0), (f"{right}, 12", 0.0), (f"12 {right}", 0.0), (f"-{right}", 0.0)):
         assert grpo.task.reward(text, "stop", sum_) == reward, text
     orders = [[prompt["asked"] for prompt in grpo.task.batch("facts", 0, 8, seed)] for seed in range(2)]
     assert orders[0] != orders[1]
