@@ -221,14 +221,14 @@ def evaluate(session: RolloutSession, args: argparse.Namespace, name: str) -> di
     chosen = [question for question in task.questions(args.task) if question.held_out == (name == "held_out")]
     greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
     sampled = [replace(params, n=EVALUATION_SAMPLES) for params in sampling(args, EVALUATION, len(chosen))]
-    found = {}
+    prompts, found = [question.prompt() for question in chosen], {}
     with session.generating() as roll:
-        for how, params in (("greedy", [greedy] * len(chosen)), ("sampled", sampled)):
-            groups = roll.generate([question.prompt() for question in chosen], params)
-            rewards = rewarded(groups)
-            found[how] = answer_stats(groups, session.weight_version) | {"reward": sum(rewards) / len(rewards)}
-            answers = [(asked.text, group.samples[0]) for asked, group in zip(chosen, groups, strict=True)]
-            found[how]["answers"] = [[asked, one.text, one.finish_reason, one.reward] for asked, one in answers]
+        groups = roll.generate(prompts + prompts, [greedy] * len(chosen) + sampled)
+    for how, part in (("greedy", groups[: len(chosen)]), ("sampled", groups[len(chosen) :])):
+        rewards = rewarded(part)
+        found[how] = answer_stats(part, session.weight_version) | {"reward": sum(rewards) / len(rewards)}
+        answers = [(asked.text, group.samples[0]) for asked, group in zip(chosen, part, strict=True)]
+        found[how]["answers"] = [[asked, one.text, one.finish_reason, one.reward] for asked, one in answers]
     return found
 
 
