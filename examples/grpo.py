@@ -32,8 +32,8 @@ import grpo_task as task
 import torch
 from generate import device_of_rank, tokenizer_of
 from grpo_options import check, check_resumed, identity, options
-from grpo_report import Log, Stopwatch, line, open_wandb
-from grpo_trainer import Reference, Trainer, load, make_trainer, restore, save
+from grpo_report import SETS, Log, Stopwatch, line, open_wandb, summary
+from grpo_trainer import Reference, Trainer, load, make_trainer, on_cpu, restore, save
 from torch import Tensor
 from tqdm import tqdm
 
@@ -49,11 +49,15 @@ from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.mismatch_meter import MismatchMeter
 from megatron_infer.rl.rollout import Rollout, RolloutProgress
 from megatron_infer.rl.rollout_queue import RolloutQueue
-from megatron_infer.rl.samples import RolloutGroup
+from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.rl.session import RolloutSession
 
 EVALUATION = 10**6
 """The step whose seeds evaluations use; no run reaches it."""
+EVALUATION_SAMPLES = 4
+"""Answers to each question, beside the greedy one."""
+MICRO_BATCH_TOKENS = 1024
+"""Tokens of a training forward: about a group's."""
 
 
 def main() -> int:
@@ -75,7 +79,7 @@ def main() -> int:
 def learn(args: argparse.Namespace, rank: int) -> None:
     checkpoint, is_first = args.out_dir / "checkpoint", rank == 0
     begun = load(checkpoint, rank=rank) if args.resume else None
-    run: dict[str, Any] = {"step": 0, "before": None, "rows": []} if begun is None else begun["run"]
+    run: dict[str, Any] = {"step": 0, "before": {}, "rows": []} if begun is None else begun["run"]
     if begun is not None:
         check_resumed(args, run["options"], run["step"])
     session, trainer, reference = set_up(args, first_step=run["step"])
@@ -83,9 +87,10 @@ def learn(args: argparse.Namespace, rank: int) -> None:
         restore(begun, model=session.model, trainer=trainer)
         session.update_weights()
     log = Log(args.out_dir, run["rows"], writer=open_wandb(args)) if is_first else None
-    before = run["before"] if begun is not None else evaluate(session, args)
+    if begun is None:
+        run["before"] = {name: evaluate(session, args, name) for name in SETS}
     if is_first:
-        print(f"mean reward over all {len(task.QUESTIONS)} questions: {before:.3f}")
+        print(f"untrained: {summary(run['before'])}")
     supply = Supply(args, first_step=run["step"])
     meter = MismatchMeter(session, share=args.mismatch_share) if args.mismatch_share else None
     bar = tqdm(range(run["step"], args.steps), initial=run["step"], total=args.steps, unit="step", disable=None)
@@ -104,20 +109,21 @@ def learn(args: argparse.Namespace, rank: int) -> None:
             watch.lap("switch")
             row |= train_on(session, trainer, groups, args, reference)
             watch.lap("train")
-        session.update_weights()
-        watch.lap("switch")
+        if args.evaluate_every and (step + 1) % args.evaluate_every == 0:
+            row |= {f"held_out_{how}": found["reward"] for how, found in evaluate(session, args, "held_out").items()}
+        watch.lap("other")
         run["rows"].append(row | watch.taken())
         if log is not None:
             log.add(run["rows"][-1])
             bar.set_description(f"reward {row['reward']:.2f}")
             tqdm.write(line(run["rows"][-1]), file=sys.stdout)
         if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
-            run |= {"step": step + 1, "before": before, "options": identity(args)}
+            run |= {"step": step + 1, "options": identity(args)}
             save(checkpoint, rank=rank, model=session.model, trainer=trainer, run=run)
-    after = evaluate(session, args)
+    after = {name: evaluate(session, args, name) for name in SETS}
     if log is not None:
-        print(f"mean reward over all {len(task.QUESTIONS)} questions: {before:.3f} before, {after:.3f} after")
-        log.finish(before=before, after=after, options=vars(args))
+        print(f"trained: {summary(after)}")
+        log.finish(before=run["before"], after=after, options=vars(args))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -142,10 +148,12 @@ def set_up(args: argparse.Namespace, *, first_step: int) -> tuple[RolloutSession
         "logprobs_mode": "processed",
         "seed": args.seed * EVALUATION + first_step,  # for prompts without a seed of their own
         "kv_cache_management_mode": args.kv_cache_management_mode,
+        "batch_invariant": args.exact,
     }
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
     config = machine_config(engine_options, shape, is_cuda=device.is_cuda, available_bytes=device.available_bytes())
-    session = RolloutSession(trainer.model, config, tokenizer, eos_ids=plan.eos_ids, model_name=source.name)
+    names = {"eos_ids": plan.eos_ids, "model_name": source.name}
+    session = RolloutSession(trainer.model, config, tokenizer, meter=None, **names)  # `learn` has a meter
     return session, trainer, reference
 
 
@@ -165,7 +173,7 @@ class Supply:
         args, count = self._args, self._args.prompts_per_step
         if args.partial_rollouts:  # takes the first that finish; the others continue in the engine with changed weights
             if self._queue is None:
-                batches = (task.batch(coming, count, args.seed) for coming in range(step, args.steps))
+                batches = (task.batch(args.task, coming, count, args.seed) for coming in range(step, args.steps))
                 params = replace(sampling(args, step, 1)[0], seed=None)
                 self._queue = RolloutQueue(
                     roll, chain.from_iterable(batches), params, groups_per_step=count, lag=args.rollout_lag
@@ -173,7 +181,7 @@ class Supply:
             return self._queue.next_batch()
         prompts, params = [], []
         while self._next <= min(step + args.rollout_lag, args.steps - 1):
-            prompts += task.batch(self._next, count, args.seed)
+            prompts += task.batch(args.task, self._next, count, args.seed)
             params += sampling(args, self._next, count)
             self._next += 1
         if prompts:
@@ -191,10 +199,8 @@ def sampling(args: argparse.Namespace, step: int, count: int) -> list[SamplingPa
 def rewarded(groups: list[RolloutGroup]) -> list[float]:
     """Set every sample's reward -> all rewards."""
     for group in groups:
-        if group.error is not None:
-            raise group.error
         for sample in group.samples:
-            sample.reward = task.reward(sample.text, sample.finish_reason, group.info["answer"])
+            sample.reward = task.reward(sample.text, sample.finish_reason, task.Question(**group.info["asked"]))
     return [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
 
 
@@ -203,16 +209,26 @@ def answer_stats(groups: list[RolloutGroup], version: int) -> dict[str, float]:
     ages = [age for sample in samples for age in sample.staleness(version)]
     return {
         "right": sum(sample.reward > 0 for sample in samples) / len(samples),
+        "form": sum(task.in_form(sample.text, sample.finish_reason) for sample in samples) / len(samples),
         "length": sum(sample.num_drawn for sample in samples) / len(samples),
         "staleness": sum(ages) / len(ages),
     }
 
 
-def evaluate(session: RolloutSession, args: argparse.Namespace) -> float:
-    """Mean reward of `--group-size` answers to every question."""
+def evaluate(session: RolloutSession, args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Answer the questions of a set, "train" or "held_out", by greedy and by sampled decoding -> figures of both."""
+    chosen = [question for question in task.questions(args.task) if question.held_out == (name == "held_out")]
+    greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
+    sampled = [replace(params, n=EVALUATION_SAMPLES) for params in sampling(args, EVALUATION, len(chosen))]
+    prompts, found = [question.prompt() for question in chosen], {}
     with session.generating() as roll:
-        rewards = rewarded(roll.generate(task.whole(), sampling(args, EVALUATION, len(task.QUESTIONS))))
-    return sum(rewards) / len(rewards)
+        groups = roll.generate(prompts + prompts, [greedy] * len(chosen) + sampled)
+    for how, part in (("greedy", groups[: len(chosen)]), ("sampled", groups[len(chosen) :])):
+        rewards = rewarded(part)
+        found[how] = answer_stats(part, session.weight_version) | {"reward": sum(rewards) / len(rewards)}
+        answers = [(asked.text, group.samples[0]) for asked, group in zip(chosen, part, strict=True)]
+        found[how]["answers"] = [[asked, one.text, one.finish_reason, one.reward] for asked, one in answers]
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ learning
@@ -248,43 +264,61 @@ def train_on(
     """`--epochs` updates from these groups -> metrics."""
     # A group whose rewards are all equal has zero advantages.
     useful = [group for group in groups if len({sample.reward for sample in group.samples}) > 1]
-    num_tokens = sum(group.num_tokens for group in useful)
+    samples = [sample for group in useful for sample in group.samples]
+    advantage = [value for group in useful for value in advantages(group).tolist()]
+    num_tokens = sum(sample.num_drawn for sample in samples)
+    sequences, starts = [sample.ids for sample in samples], [len(sample.prompt_ids) for sample in samples]
+    how = {"start": starts, "temperature": args.temperature, "micro_batch_tokens": MICRO_BATCH_TOKENS}
     anchors: list[Tensor] = []
-    if reference is not None:
-        with reference.in_place(), torch.no_grad():
-            anchors = [scores_of(session, group, args) for group in useful]
-    olds: list[Tensor] = []
-    ratios, metrics = [torch.ones(1)], {"trained_groups": float(len(useful)), "loss": 0.0, "kl": 0.0, "grad_norm": 0.0}
-    for epoch in range(args.epochs if useful else 0):
-        trainer.zero_grad()
-        for place_, group in enumerate(useful):
-            scores = scores_of(session, group, args, grad=True)
-            behaviour = torch.tensor([p for sample in group.samples for p in sample.logprobs], device=scores.device)
-            drawn = torch.tensor([m for sample in group.samples for m in sample.loss_mask], device=scores.device)
-            lengths = torch.tensor([len(sample.token_ids) for sample in group.samples])
-            advantage = advantages(group).repeat_interleave(lengths).to(scores.device)
-            if epoch == 0:
-                olds.append(scores.detach())
-                ratios.append((olds[place_] - behaviour)[drawn > 0].exp().cpu())
-            loss = objective(scores, olds[place_], behaviour, advantage, clip=args.clip, max_weight=args.max_weight)
-            if reference is not None:
-                away = anchors[place_] - scores
-                kl = away.exp() - away - 1  # never negative: http://joschu.net/blog/kl-approx.html
-                loss = loss + args.kl * kl
-                metrics["kl"] += (kl.detach() * drawn).sum().item() / num_tokens / args.epochs
-            loss = (loss * drawn).sum() / num_tokens
-            loss.backward()
-            metrics["loss"] += loss.item() / args.epochs
-        metrics["grad_norm"] = trainer.step()
+    if reference is not None and samples:
+        with reference.in_place():
+            anchors = session.score(sequences, **how)
+    olds: dict[int, Tensor] = {}
+    metrics = {"trained_groups": float(len(useful)), "loss": 0.0, "kl": 0.0, "grad_norm": 0.0}
+
+    def loss_of(scores: list[Tensor], indices: list[int]) -> Tensor:
+        """scores: of samples[indices], each [tokens after the prompt] -> their part of the loss of the whole batch."""
+        for index, values in zip(indices, scores, strict=True):
+            olds.setdefault(index, values.detach())  # before the first update
+        now, old = torch.cat(scores), torch.cat([olds[index] for index in indices])
+        behaviour = now.new_tensor([value for index in indices for value in samples[index].logprobs])
+        drawn = now.new_tensor([value for index in indices for value in samples[index].loss_mask])
+        benefit = now.new_tensor([advantage[index] for index in indices for _ in samples[index].token_ids])
+        loss = objective(now, old, behaviour, benefit, clip=args.clip, max_weight=args.max_weight)
+        if anchors:
+            away = torch.cat([anchors[index] for index in indices]) - now
+            kl = away.exp() - away - 1  # never negative: http://joschu.net/blog/kl-approx.html
+            loss = loss + args.kl * kl
+            metrics["kl"] += (kl.detach() * drawn).sum().item() / num_tokens / args.epochs
+        loss = (loss * drawn).sum() / num_tokens
+        metrics["loss"] += loss.item() / args.epochs
+        return loss
+
+    version = session.weight_version + 1  # of the weights that draw next; no epoch before the last draws
+    for _ in range(args.epochs if samples else 0):
+        session.score_and_backward(sequences, loss_of, **how)
+        with on_cpu():
+            metrics["grad_norm"] = session.step(trainer.optimizer, version=version).grad_norm
+    return metrics | ratio_stats(samples, olds)
+
+
+def ratio_stats(samples: list[RolloutSample], olds: dict[int, Tensor]) -> dict[str, float]:
+    """Of the tokens' importance ratios exp(old - behaviour), before truncation."""
+    ratios = [torch.ones(1)]
+    for index, old in olds.items():
+        drawn = torch.tensor(samples[index].loss_mask) > 0
+        ratios.append((old.cpu() - torch.tensor(samples[index].logprobs))[drawn].exp())
     ratio = torch.cat(ratios[1:] or ratios)
-    outside = ((ratio < 0.9) | (ratio > 1.1)).float().mean().item()
-    return metrics | {"ratio_mean": ratio.mean().item(), "ratio_max": ratio.max().item(), "ratio_outside": outside}
-
-
-def scores_of(session: RolloutSession, group: RolloutGroup, args: argparse.Namespace, *, grad: bool = False) -> Tensor:
-    """Logprobs of all tokens after the prompt, sample by sample, from the training forward."""
-    sequences, start = [sample.ids for sample in group.samples], len(group.prompt_ids)
-    return torch.cat(session.score(sequences, start=start, temperature=args.temperature, grad=grad))
+    low, high = torch.quantile(ratio, torch.tensor([0.01, 0.99])).tolist()
+    return {
+        "ratio_mean": ratio.mean().item(),
+        "ratio_min": ratio.min().item(),
+        "ratio_q01": low,
+        "ratio_q99": high,
+        "ratio_max": ratio.max().item(),
+        "ratio_outside": ((ratio < 0.9) | (ratio > 1.1)).float().mean().item(),
+        "num_tokens": float(len(ratio)) if olds else 0.0,
+    }
 
 
 if __name__ == "__main__":

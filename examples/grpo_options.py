@@ -7,6 +7,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.errors import ConfigError
 
@@ -14,17 +16,18 @@ CHANGEABLE = ("steps", "resume", "out_dir", "save_every", "wandb")
 """Options that may change when a run is resumed; all others must be the same."""
 
 LEAST = {"steps": 1, "tp": 1, "prompts_per_step": 1, "group_size": 2, "max_tokens": 1, "epochs": 1}
-LEAST |= {"mismatch_share": 0, "rollout_lag": 0, "save_every": 0, "kl": 0, "lr": 0, "seed": 0}
+LEAST |= {"mismatch_share": 0, "rollout_lag": 0, "save_every": 0, "evaluate_every": 0, "kl": 0, "lr": 0, "seed": 0}
 ABOVE_ZERO = ("temperature", "clip", "max_weight")
 
 
 def options(description: str | None, arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("--task", choices=("facts", "sums"), default="facts", help="what to ask (default: %(default)s)")
     add("--model", default="smollm2", help="an alias, a Hugging Face directory, a .gguf file (default: %(default)s)")
     add("--dtype", default="auto", help="float32, bfloat16 or auto: by the device (default: %(default)s)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks, started by torchrun")
-    add("--steps", type=int, default=10, help="total optimizer steps (default: %(default)s)")
+    add("--steps", type=int, default=12, help="total optimizer steps (default: %(default)s)")
     add("--prompts-per-step", type=int, default=8, help="groups per step (default: %(default)s)")
     add("--group-size", type=int, default=16, help="answers per prompt (default: %(default)s)")
     add("--max-tokens", type=int, default=16, help="most tokens of an answer (default: %(default)s)")
@@ -35,6 +38,9 @@ def options(description: str | None, arguments: list[str] | None = None) -> argp
     add("--clip", type=float, default=0.2, help="largest distance of a ratio from 1 (default: %(default)s)")
     add("--max-weight", type=float, default=2.0, help="limit of importance weights (default: %(default)s)")
     add("--kl", type=float, default=0.0, help="coefficient of the KL to the initial weights; 0 keeps no copy of them")
+    exact = "importance ratios of exactly 1 where no weight changed, CPU only (default: on a CPU)"
+    add("--exact", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available(), help=exact)
+    add("--evaluate-every", type=int, default=4, help="steps between evaluations of the held-out questions; 0: none")
     add("--mismatch-share", type=float, default=0.05, help="share of samples scored by the trainer; 0: none")
     add("--rollout-lag", type=int, default=0, help="batches generated ahead of the one trained on")
     add("--partial-rollouts", action="store_true", help="train on what finishes first; the rest outlives updates")

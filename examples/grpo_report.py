@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import megatron_infer
@@ -20,6 +22,18 @@ from megatron_infer.debug.collect_env import collect
 from megatron_infer.errors import ConfigError
 
 KINDS = ("generate", "train", "switch")
+SETS = ("train", "held_out")
+DECODINGS = ("greedy", "sampled")
+FIGURES = ("reward", "right", "form", "length")
+COSTS = ("run", "exact", "generate s", "train s", "switch s", "tokens trained on", "ratio outside 0.9 to 1.1")
+COSTS += ("1 % to 99 % of a step's tokens", "all tokens")
+CHANGES = ("run", "greedy answers", "right before and after", "only before", "only after", "never")
+SPREADS = (("ratio_q01", "ratio_q99"), ("ratio_min", "ratio_max"))
+COLORS = {
+    ("train", "greedy"): "tab:cyan",
+    ("held_out", "greedy"): "tab:red",
+    ("held_out", "sampled"): "tab:orange",
+}
 
 
 class Stopwatch:
@@ -57,22 +71,51 @@ class Log:
         if self._writer is not None:
             self._writer.log(row, step=int(row["step"]))
 
-    def finish(self, *, before: float, after: float, options: dict[str, Any]) -> None:
-        """Write summary.json and curve.png, and end the wandb run."""
+    def finish(self, *, before: dict[str, Any], after: dict[str, Any], options: dict[str, Any]) -> None:
+        """before, after: figures of each set by each decoding, with the greedy answers, which become answers.jsonl."""
         total = {kind: sum(row[f"{kind}_s"] for row in self.rows) for kind in KINDS}
-        summary = {
-            "reward_before": before,
-            "reward_after": after,
+        figures = {name: {"before": before[name], "after": after[name]} for name in SETS}
+        content = {
+            "figures": each_figure(figures),
             "steps": len(self.rows),
             "seconds": total,
-            "options": {name: str(value) for name, value in options.items()},
+            "process": {"cpu_s": time.process_time(), "elapsed_s": time.time() - psutil.Process().create_time()},
+            "options": {name: str(value) for name, value in options.items() if name != "out_dir"},
             "machine": machine(),
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (self.folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        rows = [
+            {"set": name, "question": old[0], "before": old[1:], "after": new[1:]}
+            for name in SETS
+            for old, new in zip(before[name]["greedy"]["answers"], after[name]["greedy"]["answers"], strict=True)
+        ]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (self.folder / "answers.jsonl").write_text(lines, encoding="utf-8")
         draw([self.folder], self.folder / "curve.png")
         if self._writer is not None:
-            self._writer.summary.update({"reward_before": before, "reward_after": after})
+            self._writer.summary.update(content["figures"])
             self._writer.finish()
+
+
+def each_figure(figures: dict[str, Any]) -> dict[str, float]:
+    """{"held_out": {"before": {"greedy": {"reward": ...}}}} -> {"held_out/before/greedy/reward": ...}."""
+    return {
+        "/".join((name, when, how, figure)): found[how][figure]
+        for name, times in figures.items()
+        for when, found in times.items()
+        for how in DECODINGS
+        for figure in FIGURES
+    }
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Mean rewards as a line for the console."""
+    parts = (f"{label(name)} {found[name][how]['reward']:.3f} {how}" for name in SETS for how in DECODINGS)
+    return f"mean reward {', '.join(parts)}"
+
+
+def label(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def line(row: dict[str, float]) -> str:
@@ -104,24 +147,49 @@ def open_wandb(args: argparse.Namespace) -> Any:
 
 
 def table(folders: list[Path]) -> str:
-    """A Markdown table of runs."""
+    """Markdown tables of runs: figures before and after, then seconds and importance ratios."""
+    found = {folder.name: read_summary(folder) for folder in folders}
     lines = [
-        "| run | reward before | after | times | generate s | train s | switch s | switch of a step |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| questions | decoding | figure | {' | '.join(found)} | mean before | after |",
+        "|---" * (len(found) + 5) + "|",
     ]
-    means = []
+    for name, how, figure in itertools.product(SETS, DECODINGS, FIGURES):
+        pairs = [
+            [run["figures"][f"{name}/{when}/{how}/{figure}"] for when in ("before", "after")] for run in found.values()
+        ]
+        means = [sum(column) / len(pairs) for column in zip(*pairs, strict=True)]
+        digits = 1 if figure == "length" else 3
+        cells = [f"{before:.{digits}f} → {after:.{digits}f}" for before, after in pairs]
+        cells += [f"{mean:.{digits}f}" for mean in means]
+        lines.append(f"| {label(name)} | {how} | {figure} | {' | '.join(cells)} |")
+    lines += ["", f"| {' | '.join(COSTS)} |", "|---" * len(COSTS) + "|"]
     for folder in folders:
-        summary = read_summary(folder)
-        before, after, seconds = summary["reward_before"], summary["reward_after"], summary["seconds"]
-        means.append((before, after))
-        lines.append(
-            f"| {folder.name} | {before:.3f} | {after:.3f} | {after / before:.1f} | {seconds['generate']:.0f} | "
-            f"{seconds['train']:.0f} | {seconds['switch']:.2f} | {seconds['switch'] / sum(seconds.values()):.2%} |"
-        )
-    if len(means) > 1:
-        before, after = (sum(column) / len(means) for column in zip(*means, strict=True))
-        lines.append(f"| mean | {before:.3f} | {after:.3f} | {after / before:.1f} | | | | |")
+        run, seconds, rows = found[folder.name], found[folder.name]["seconds"], history(folder)
+        tokens = sum(row["num_tokens"] for row in rows)
+        outside = sum(row["ratio_outside"] * row["num_tokens"] for row in rows) / max(1.0, tokens)
+        cells = [folder.name, run["options"]["exact"], *(f"{seconds[kind]:.0f}" for kind in KINDS[:2])]
+        cells += [f"{seconds['switch']:.2f} ({seconds['switch'] / sum(seconds.values()):.2%})"]
+        cells += [f"{tokens:.0f}", f"{outside:.2%}"]
+        cells += [
+            f"{min(row[low] for row in rows):.3f} to {max(row[high] for row in rows):.3f}" for low, high in SPREADS
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"| {' | '.join(CHANGES)} |", "|---" * len(CHANGES) + "|"]
+    for folder, name in itertools.product(folders, SETS):
+        pairs = [(row["before"][2] > 0, row["after"][2] > 0) for row in answers(folder) if row["set"] == name]
+        counts = [pairs.count(change) for change in itertools.product((True, False), repeat=2)]
+        lines.append(f"| {folder.name} | {label(name)} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
+
+
+def answers(folder: Path) -> list[dict[str, Any]]:
+    """Greedy answers to all questions, before and after: [text, finish reason, reward]."""
+    return [json.loads(text) for text in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def history(folder: Path) -> list[dict[str, float]]:
+    """The rows of a run, one for each step."""
+    return [json.loads(text) for text in (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -141,25 +209,36 @@ def draw(folders: list[Path], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
-    for folder in folders:
-        rows = [json.loads(text) for text in (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()]
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
+    rewards, spread, seconds = axes
+    for number, folder in enumerate(folders):
+        rows, shade = history(folder), 1.0 if len(folders) == 1 else 0.6
         steps = [row["step"] for row in rows]
-        (drawn,) = left.plot(steps, [row["reward"] for row in rows], marker=".", label=folder.name)
-        if folder == folders[0]:
-            kinds = [[row[f"{kind}_s"] for row in rows] for kind in KINDS]
-            right.stackplot(steps, kinds, labels=KINDS)
-            right.set_title(f"seconds of a step, {folder.name}", fontsize=9)
-        summary = folder / "summary.json"
-        if summary.exists():
-            values = read_summary(folder)
-            ends = [values["reward_before"], values["reward_after"]]
-            left.plot([steps[0] - 0.5, steps[-1] + 0.5], ends, "s", color=drawn.get_color(), fillstyle="none")
-    left.set_title("mean reward (squares: all questions, before and after)", fontsize=9)
-    left.set(xlabel="step", ylim=(0, 1.02))
-    left.legend(fontsize=8)
-    right.set(xlabel="step")
-    right.legend(fontsize=8, loc="upper right")
+        named = {"label": "train, samples"} if number == 0 else {}
+        rewards.plot(steps, [row["reward"] for row in rows], color="tab:blue", alpha=shade, lw=1, **named)
+        for (name, how), color in COLORS.items():
+            held_out = [(row["step"] + 1, row[f"held_out_{how}"]) for row in rows if f"held_out_{how}" in row]
+            points = held_out if name == "held_out" else []
+            if (folder / "summary.json").exists():
+                figures = read_summary(folder)["figures"]
+                ends = [figures[f"{name}/{when}/{how}/reward"] for when in ("before", "after")]
+                points = [(0, ends[0]), *points, (steps[-1] + 1, ends[1])]
+            named = {"label": f"{label(name)}, {how}"} if number == 0 else {}
+            marker = "s--" if how == "greedy" else "o-"
+            rewards.plot(*zip(*points, strict=True), marker, color=color, alpha=shade, ms=4, lw=1.2, **named)
+        low, high = ([row[f"ratio_{end}"] for row in rows] for end in ("q01", "q99"))
+        spread.fill_between(steps, low, high, alpha=0.2, color=f"C{number}")
+        spread.plot(steps, low, color=f"C{number}", lw=1.2, label=folder.name)
+        spread.plot(steps, high, color=f"C{number}", lw=1.2)
+    kinds = [[row[f"{kind}_s"] for row in history(folders[0])] for kind in KINDS]
+    seconds.stackplot(range(len(kinds[0])), kinds, labels=KINDS)
+    seconds.set_title(f"seconds of a step, {folders[0].name}", fontsize=9)
+    rewards.set_title("mean reward", fontsize=9)
+    rewards.set(xlabel="updates", ylim=(0, 1.02))
+    spread.set_title("importance ratio, 1 % to 99 % of the tokens", fontsize=9)
+    for axis in axes:
+        axis.set_xlabel("updates")
+        axis.legend(fontsize=7)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
 

@@ -6,8 +6,9 @@ import contextlib
 import os
 import pickle
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,77 +18,53 @@ BETAS = (0.9, 0.95)
 CLIP = 1.0
 
 
-class Trainer(Protocol):
-    """A model with its optimizer. Gradients of several backward passes accumulate until `step`."""
+@dataclass
+class Trainer:
+    """A model with its optimizer, which `RolloutSession.step` takes."""
 
     model: torch.nn.Module
     """The model for the training forward, with its DDP wrapper if there is one."""
+    optimizer: Any
 
-    def zero_grad(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        with on_cpu():
+            return self.optimizer.state_dict()
 
-    def step(self) -> float:
-        """Update the weights -> norm of the gradient before clipping."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with on_cpu():
+            self.optimizer.load_state_dict(state)
 
 
 def make_trainer(kind: str, model: torch.nn.Module, *, lr: float) -> Trainer:
     """kind: "megatron" or "torch"."""
-    return MegatronTrainer(model, lr=lr) if kind == "megatron" else TorchTrainer(model, lr=lr)
+    return megatron_trainer(model, lr=lr) if kind == "megatron" else Trainer(model, AdamWOnMasters(model, lr=lr))
 
 
-class MegatronTrainer:
+def megatron_trainer(model: Any, *, lr: float) -> Trainer:
     """megatron-core's DDP and Adam, with master weights and gradients in fp32 for every dtype of the model."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    def __init__(self, model: Any, *, lr: float) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        dtype = next(model.parameters()).dtype
-        with on_cpu():
-            self.model = DistributedDataParallel(
-                model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
-            )
-            settings = OptimizerConfig(
-                optimizer="adam",
-                lr=lr,
-                weight_decay=0.0,
-                adam_beta1=BETAS[0],
-                adam_beta2=BETAS[1],
-                clip_grad=CLIP,
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-            )
-            self._optimizer = get_megatron_optimizer(settings, [self.model])
-
-    def zero_grad(self) -> None:
-        self.model.zero_grad_buffer()
-        with on_cpu():
-            self._optimizer.zero_grad()
-
-    def step(self) -> float:
-        with on_cpu():
-            self.model.finish_grad_sync()
-            _, norm, _ = self._optimizer.step()
-        return float(norm)
-
-    def state_dict(self) -> dict[str, Any]:
-        with on_cpu():
-            return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with on_cpu():
-            self._optimizer.load_state_dict(state)
+    dtype = next(model.parameters()).dtype
+    with on_cpu():
+        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            weight_decay=0.0,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            clip_grad=CLIP,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+        )
+        return Trainer(ddp, get_megatron_optimizer(settings, [ddp]))
 
 
-class TorchTrainer:
+class AdamWOnMasters:
     """torch's AdamW on fp32 copies of the parameters, for one process: it does not reduce gradients over ranks."""
 
     def __init__(self, model: torch.nn.Module, *, lr: float) -> None:
-        self.model = model
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._masters = [parameter.detach().float().clone() for parameter in self._parameters]
         self._optimizer = torch.optim.AdamW(self._masters, lr=lr, betas=BETAS, weight_decay=0.0)
@@ -96,7 +73,8 @@ class TorchTrainer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def step(self) -> float:
+    def step(self) -> tuple[bool, float, None]:
+        """As megatron-core's optimizers: whether weights were updated, norm of the gradient before clipping, None."""
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         norm = torch.nn.utils.clip_grad_norm_(self._masters, CLIP)
@@ -104,7 +82,7 @@ class TorchTrainer:
         with torch.no_grad():
             for master, parameter in zip(self._masters, self._parameters, strict=True):
                 parameter.copy_(master)
-        return norm.item()
+        return True, norm.item(), None
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self._optimizer.state_dict(), "masters": self._masters}

@@ -9,12 +9,14 @@ Legend: kernels/base.py and kernels/ssm.py; L length of a sequence, b sequences 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_infer.kernels.base import AttendSpec, RotaryTable, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
@@ -25,6 +27,8 @@ from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_
 
 BLOCK = 256
 """Keys per block of the scratch cache; no bit depends on it."""
+SHORT = 512
+"""Positions up to which torch's flash attention is slower than plain products, and less accurate in bf16."""
 SCAN_CHUNK = 128
 """Positions of a chunk in the differentiable scan."""
 Formula = Callable[..., Any]
@@ -240,7 +244,10 @@ class TrainingStep:
                 seen = seen.triu(1 - spec.window)
             shape = (spec.group_size, spec.num_kv_heads, length, spec.head_dim)
             key, value = (x.transpose(0, 1).expand(shape) for x in (k, v))
-            out = F.scaled_dot_product_attention(q.permute(2, 1, 0, 3), key, value, attn_mask=seen, scale=spec.scale)
+            with sdpa_kernel(SDPBackend.MATH) if length <= SHORT else nullcontext():
+                out = F.scaled_dot_product_attention(
+                    q.permute(2, 1, 0, 3), key, value, attn_mask=seen, scale=spec.scale
+                )
             mixed.append(out.permute(2, 1, 0, 3).flatten(1))
         return torch.cat(mixed)
 

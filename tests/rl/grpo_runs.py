@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402, F401
 
 
-def share_of_small_letters(text: str, finish_reason: str, answer: str) -> float:
+def share_of_small_letters(text: str, finish_reason: str, question: grpo_task.Question) -> float:
     """A reward that a random model's bytes vary in."""
     return sum(letter.islower() for letter in text) / max(1, len(text))
 
@@ -47,6 +47,8 @@ def child(environment: dict[str, str], options: list[str]) -> int:
 
 def main() -> None:
     grpo_task.reward = share_of_small_letters
+    few = grpo_task.questions("facts")[:10]
+    grpo_task.questions = lambda task: few
     statuses = []
     for environments, options in json.loads(Path(sys.argv[1]).read_text()):
         children = [child(environment, options) for environment in environments]

@@ -1,4 +1,5 @@
-"""examples/grpo.py: resumed runs equal uninterrupted ones, two ranks learn what one learns, mistakes are refused."""
+"""examples/grpo.py: resumed runs equal uninterrupted ones, two ranks learn what one learns, mistakes are refused,
+and no constant answer gets what the untrained model gets."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from megatron_infer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--dtype", "float32", "--prompts-per-step", "3", "--group-size", "4", "--max-tokens", "6", "--lr", "1e-2"]
-METERED = ["--mismatch-share", "1"]
+METERED = ["--mismatch-share", "1", "--no-exact"]
 MEASURED = ("generate_s", "train_s", "switch_s", "other_s")
 
 
@@ -44,7 +45,7 @@ def runs(tmp_path_factory) -> dict[str, Any]:
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for rank in range(2)
     ]
-    common = ["--model", model, *SMALL, "--save-every", "2", "--mismatch-share", "0"]
+    common = ["--model", model, *SMALL, "--save-every", "2", "--evaluate-every", "2", "--mismatch-share", "0"]
     cases = {
         "whole": (alone, ["--steps", "4", "--out-dir", "whole"]),
         "first": (alone, ["--steps", "2", "--out-dir", "parts"]),
@@ -58,7 +59,7 @@ def runs(tmp_path_factory) -> dict[str, Any]:
             ["--steps", "3", "--rollout-lag", "1", "--kl", "0.1", "--epochs", "2", "--out-dir", "far", *METERED],
         ),
         "partial": (alone, ["--steps", "4", "--rollout-lag", "1", "--partial-rollouts", "--out-dir", "partial"]),
-        "torch": (alone, ["--steps", "4", "--optimizer", "torch", "--out-dir", "torch"]),
+        "torch": (alone, ["--steps", "4", "--optimizer", "torch", "--no-exact", "--out-dir", "torch"]),
     }
     plan = folder / "runs.json"
     plan.write_text(json.dumps([[ranks, [*common, *options]] for ranks, options in cases.values()]))
@@ -98,13 +99,30 @@ def test_the_reward_rises_and_the_ratio_is_one(runs):
     for name in ("whole", "torch", "pair"):
         rows = history(runs, name)
         assert all(abs(row["ratio_mean"] - 1) < 1e-4 and row["trained_groups"] == 3 for row in rows)
+        assert all(row["ratio_min"] == row["ratio_max"] == 1.0 for row in rows) == (name != "torch")
     summary = json.loads((runs["folder"] / "whole" / "summary.json").read_text())
-    assert summary["reward_after"] > summary["reward_before"] and set(summary["seconds"]) == {
-        "generate",
-        "train",
-        "switch",
-    }
-    assert "switch" in runs["stdout"] and "mean reward over all 24 questions" in runs["stdout"]
+    figures = summary["figures"]
+    assert figures["train/after/sampled/reward"] > figures["train/before/sampled/reward"]
+    assert set(summary["seconds"]) == {"generate", "train", "switch"}
+    assert "switch" in runs["stdout"] and "trained: mean reward train" in runs["stdout"]
+
+
+def test_held_out_questions_are_evaluated_and_never_trained_on(runs, grpo):
+    rows = history(runs, "whole")
+    assert [name for row in rows for name in row if name.startswith("held_out")] == 2 * [
+        "held_out_greedy",
+        "held_out_sampled",
+    ]
+    answers = [json.loads(line) for line in (runs["folder"] / "whole" / "answers.jsonl").read_text().splitlines()]
+    held_out = {row["question"] for row in answers if row["set"] == "held_out"}
+    assert len(answers) == 10 and len(held_out) == 2
+    for task, least in (("facts", 200), ("sums", 200)):
+        questions = grpo.task.questions(task)
+        assert len({question.text for question in questions}) == len(questions) >= least
+        held_out = {question.text for question in questions if question.held_out}
+        drawn = {prompt["asked"]["text"] for step in range(30) for prompt in grpo.task.batch(task, step, 8, 0)}
+        assert drawn == {question.text for question in questions} - held_out
+        assert 0.18 < len(held_out) / len(questions) < 0.21
 
 
 def test_two_ranks_learn_what_one_learns(runs):
@@ -157,27 +175,86 @@ def test_objective_is_clipped_in_the_direction_of_the_advantage(grpo):
     torch.testing.assert_close(weighted, torch.tensor([-2.0, torch.tensor(-1.0).exp().item()]))
 
 
-def test_rewards_need_the_answer_and_an_end(grpo):
-    reward = grpo.task.reward
-    assert reward("Paris.", "stop", "Paris") == 1.0
-    assert reward("The capital of France is Paris.", "length", "Paris") == 0.5
-    assert reward("It is, as everyone knows, Paris.", "stop", "Paris") == 1.0
-    assert reward("It is, as almost everyone knows, Paris.", "stop", "Paris") == 0.5
-    assert reward("Parisian", "stop", "Paris") == reward("", "stop", "Paris") == 0.0
-    epoch = [prompt["question"] for step in range(3) for prompt in grpo.task.batch(step, 8, 0)]
-    assert sorted(epoch) == sorted(grpo.task.QUESTIONS)
-    assert [p["question"] for p in grpo.task.batch(1, 20, 0)][:4] != epoch[:4]
+def test_an_answer_is_rewarded_if_it_commits_to_the_right_one(grpo):
+    france, australia = (
+        next(question for question in grpo.task.questions("facts") if question.answers == (answer,))
+        for answer in ("Paris", "Canberra")
+    )
+    for text, finish_reason, reward in (
+        ("Paris.", "stop", 1.0),
+        ("The capital of France is Paris.", "stop", 1.0),
+        ("Paris", "length", 0.5),
+        ("The answer is that it is called Paris.", "stop", 0.5),
+        ("Paris, which lies on the Seine", "length", 0.5),
+        ("Paris or Lyon", "stop", 0.5),
+        ("Lyon or Paris", "stop", 0.0),
+        ("Paris Rome Tokyo", "stop", 0.0),
+        ("Paris, Rome", "length", 0.0),
+        ("Not Paris", "stop", 0.0),
+        ("東京 Paris", "stop", 0.0),
+        ("Paris is not the capital of France", "stop", 0.0),
+        ("Paris isn't", "stop", 0.0),
+        ("Parisian", "stop", 0.0),
+        ("France", "stop", 0.0),
+        ("", "stop", 0.0),
+    ):
+        assert grpo.task.reward(text, finish_reason, france) == reward, text
+    assert grpo.task.reward("Canbérra", "stop", australia) == 1.0
+    sum_ = grpo.task.questions("sums")[0]
+    right = sum_.answers[0]
+    for text, reward in ((f"{right}", 1.0), (f"{right}, 12", 0.0), (f"12 {right}", 0.0), (f"-{right}", 0.0)):
+        assert grpo.task.reward(text, "stop", sum_) == reward, text
+    orders = [[prompt["asked"] for prompt in grpo.task.batch("facts", 0, 8, seed)] for seed in range(2)]
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("task", ["facts", "sums"])
+def test_no_constant_answer_gets_what_the_untrained_model_gets(grpo, task):
+    """The model's greedy answers are those of docs/results; their rewards are computed again."""
+    questions = {question.text: question for question in grpo.task.questions(task)}
+    lines = (ROOT / "docs" / "results" / "grpo" / f"{task}-seed0" / "answers.jsonl").read_text().splitlines()
+    untrained = {row["question"]: row["before"] for row in map(json.loads, lines)}
+    assert set(untrained) == set(questions)
+    rewards = {asked: grpo.task.reward(text, why, questions[asked]) for asked, (text, why, _) in untrained.items()}
+    assert rewards == {asked: reward for asked, (_, _, reward) in untrained.items()}
+
+    def mean(text: str) -> float:
+        return sum(grpo.task.reward(text, "stop", question) for question in questions.values()) / len(questions)
+
+    words = sorted({answer for question in questions.values() for answer in question.answers})
+    listed = [" ".join(words), ", ".join(words), " or ".join(words[:6])]
+    templates = ("{}.", "Not {}", "The answer is {}.", "It is {}, of course.", "{0} or {0}")
+    best = max((mean(word), word) for word in words)
+    others = max(mean(template.format(best[1])) for template in templates)
+    while True:  # as long as another word, before or after it, makes it better
+        longer = max((mean(text), text) for word in words for text in (f"{best[1]} {word}", f"{word} {best[1]}"))
+        if longer <= best:
+            break
+        best = longer
+    assert max(best[0], others, *map(mean, listed)) < sum(rewards.values()) / len(rewards)
 
 
 def test_the_table_compares_runs_and_a_missing_matplotlib_is_reported(runs, grpo, capsys, monkeypatch):
     report = importlib.import_module("grpo_report")
-    table = report.table([runs["folder"] / name for name in ("whole", "torch")]).splitlines()
-    assert [line.split("|")[1].strip() for line in table[2:]] == ["whole", "torch", "mean"]
+    figures, costs, changes = report.table([runs["folder"] / name for name in ("whole", "torch")]).split("\n\n")
+    assert "| whole | torch | mean before | after |" in figures.splitlines()[0] and len(figures.splitlines()) == 18
+    assert [line.split("|")[1].strip() for line in costs.splitlines()[2:]] == ["whole", "torch"]
+    assert sum(int(cell) for line in changes.splitlines()[2:] for cell in line.split("|")[3:7]) == 2 * 10
     with pytest.raises(ConfigError, match="has no finished run"):
         report.table([runs["folder"]])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     report.draw([runs["folder"] / "whole"], runs["folder"] / "curve.png")
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_the_page_of_results_shows_the_tables_of_its_runs(grpo):
+    results = ROOT / "docs" / "results"
+    page, report = (results / "grpo.md").read_text(), importlib.import_module("grpo_report")
+    seeds = {task: sorted((results / "grpo").glob(f"{task}-seed[0-9]")) for task in ("facts", "sums")}
+    for folders in seeds.values():
+        assert len(folders) == 3 and all(part in page for part in report.table(folders).split("\n\n"))
+    both_modes = [results / "grpo" / name for name in ("facts-seed0", "facts-seed0-normal")]
+    assert report.table(both_modes).split("\n\n")[1] in page
 
 
 def test_the_curve_is_a_small_picture(runs, grpo, tmp_path):
