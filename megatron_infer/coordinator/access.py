@@ -74,22 +74,33 @@ def coordinator_key(address: str, given: bytes | None) -> bytes | None:
     """
     if given is not None or is_private(address):
         return given
-    path = user_key_file()
-    if not path.exists():
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # its mode is 0600
-            file.write(secrets.token_hex(32).encode())
-        with contextlib.suppress(FileExistsError):  # another process was quicker: its key counts
-            os.link(file.name, path)
-        os.unlink(file.name)
+    try:
+        path = user_key_file()
+        if not path.exists():
+            _make_key(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        raise ConfigError(f"cannot make a key for {address}: {error}; give one (--key-file, key=)") from None
     return _read_own_key(path)
+
+
+def _make_key(path: Path) -> None:
+    """A new key with mode 0600; if another process is quicker, its key counts."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # its mode is 0600
+        file.write(secrets.token_hex(32).encode())
+    with contextlib.suppress(FileExistsError):
+        os.link(file.name, path)
+    os.unlink(file.name)
 
 
 def peer_key(address: str, given: bytes | None) -> bytes | None:
     """The key of a client or replica: the one given, else the user's own if there is one. Raises ConfigError."""
-    if given is not None or is_private(address) or not user_key_file().exists():
+    if given is not None or is_private(address):
         return given
-    return _read_own_key(user_key_file())
+    try:
+        return _read_own_key(user_key_file()) if user_key_file().exists() else None
+    except (OSError, RuntimeError):  # a home that is not there or not this user's: a coordinator with a key will refuse
+        return None
 
 
 def _read_own_key(path: Path) -> bytes:

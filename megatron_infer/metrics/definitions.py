@@ -101,7 +101,7 @@ SERVER = _specs(
         "http_requests_total",
         "counter",
         "calls",
-        "Calls; status 499: client disconnected",
+        "Calls; status 499: client disconnected; a stream that ends by an error has the error's",
         ("method", "route", "code"),
     ),
     ("http_request_seconds", "histogram", "seconds", "From a call's headers to its last byte", ("route",)),

@@ -82,6 +82,12 @@ def test_key_file_that_others_can_read_is_not_used(home):
             make()
 
 
+def test_key_that_cannot_be_made_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere" / "at all"))
+    with pytest.raises(ConfigError, match=r"cannot make a key for tcp://.*give one \(--key-file, key=\)"):
+        Coordinator("tcp://127.0.0.1:0")
+
+
 @pytest.mark.parametrize(("mode", "needs_key"), [(0o700, False), (0o755, True), (0o770, True)])
 def test_socket_in_a_folder_of_the_user_alone_needs_no_key_and_any_other_does(home, mode, needs_key):
     folder = home / "s"

@@ -114,6 +114,18 @@ def test_coordinator_that_hangs_and_wakes_up_again_costs_no_token():
         restarted.one.core.check()
 
 
+def test_client_that_the_coordinator_gave_up_has_all_its_tokens():
+    with case(EchoEngine(step_s=0.01)) as (restarted, client):
+        futures = [client.submit([i], SamplingParams(max_tokens=100, temperature=0.0)) for i in range(3)]
+        core = restarted.one.core
+        for count in (3, 6):
+            wait_for(lambda count=count: core.counts.submitted == count)
+            time.sleep(0.2)
+            core.unreachable(next(iter(core._clients)), "a test says so")
+        assert [tokens_of(one.result(20)) for one in futures] == [echo_tokens([i], 100) for i in range(3)]
+        core.check()
+
+
 def test_coordinator_that_does_not_come_back_fails_its_requests_in_time():
     with case(EchoEngine(step_s=0.01), reconnect_s=0.3) as (restarted, client):
         future = client.submit([1], SamplingParams(max_tokens=4000, temperature=0.0))
