@@ -41,6 +41,8 @@ T = TypeVar("T")
 
 POLL_S = 0.5
 """Seconds between two reports of the coordinator."""
+REPORT_TIMEOUT_S = 2.0
+"""Most seconds that a report is waited for."""
 CLEAN_S, CLEAN_BUSY_S = 2.0, 300.0
 """Seconds between two times that memory is given back, while no call is running and while some are."""
 
@@ -150,7 +152,7 @@ class EngineClient:
         """Ask the coordinator for its report. One that is late leaves `stats` as they are: the connection finds out
         whether the coordinator is gone."""
         try:
-            async with asyncio.timeout(2.0):
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
                 self.stats = await self.coordinator.stats()
             self.is_connected = True
         except TimeoutError:
