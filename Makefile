@@ -22,7 +22,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZE
 # Files in the order of tests/conftest.py: xdist's own, by number of tests, puts the long distributed tests last and alone.
 PYTEST := $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-# How many seeds `make rl-demo` trains with, one after the other; less than five minutes each on two idle cores.
+# How many seeds `make rl-demo` trains with, one after the other; about 460 CPU seconds each, with 2 threads.
 SEEDS ?= 1
 RL_DEMO ?= rl-demo
 RL_DEMO_ARGS ?=
