@@ -16,7 +16,8 @@ MAX_N = 1024
 MAX_LOGPROBS = 100
 PENALTIES = (1e-3, 1e3)
 """Bounds of repetition_penalty: what it makes of a logit stays far from the end of fp32."""
-MAX_BIAS = 1e6
+MAX_BIAS = 1e30
+"""Of logit_bias: more is beyond fp32 once it is scaled."""
 POOLINGS = ("last", "mean")
 _SWITCHES = (
     "ignore_eos",
@@ -58,7 +59,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from the logits of tokens in the output, once per occurrence; -2 to 2."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id -> number added to its logit, -1e6 to 1e6."""
+    """Token id -> number added to its logit, -1e30 to 1e30."""
     allowed_token_ids: Sequence[int] | None = None
     """Draw only these ids; None: all."""
     bad_token_ids: Sequence[int] | None = None

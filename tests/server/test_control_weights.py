@@ -311,3 +311,15 @@ def test_without_an_engine_a_change_is_503_and_the_state_stays(case):
     wait_for(lambda: not case.coordinator.core.stats()["replicas"])
     assert call(case, "/pause?mode=keep", expected=503)["error"]["code"] == "no_engine"
     assert state_of(case) == "SERVING"
+
+
+def test_replicas_that_take_no_commands_are_a_403_that_says_how_to_start_them():
+    """As with `serve --coordinator --control` in front of replicas without --control."""
+    with serving_with_control(EchoEngine()) as case:
+        case.replicas[0]._commands = None
+        error = call(case, "/pause", expected=403)["error"]
+        assert error["code"] == "refused_by_engine" and "r0: this replica takes no commands (pause)" in error["message"]
+        assert "--control" in error["message"] and state_of(case) == "SERVING"
+        assert call(case, "/v1/completions", PROMPT | {"max_tokens": 2})["choices"][0]["token_ids"] == echo_tokens(
+            [1], 2
+        )
