@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
@@ -12,12 +14,14 @@ from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ParsedBody, Splitter
+from megatron_infer.server.field_tables import CHAT
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
-from megatron_infer.server.openai_protocol import ChatBody
-from megatron_infer.server.reply_fields import DeltaReader, sampled_logprobs, usage_of, version_spans_of
+from megatron_infer.server.openai_protocol import ChatBody, MegatronChatBody
+from megatron_infer.server.reply_fields import DeltaReader, StreamUsage, sampled_logprobs, usage_of, version_spans_of
+from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.sampling_fields import check_limit, params_from, sampling_of
 from megatron_infer.server.server_config import ServerConfig
@@ -28,15 +32,18 @@ NUM_PROMPT_END = 32
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
-    routes.add(
-        "POST",
-        "/v1/chat/completions",
-        ChatCompletions(routes, client, settings).reply,
-        "Answer a conversation",
-        body=lambda: routes.fields.extend(ROUTE, ChatBody),
-        media_types=("application/json", "text/event-stream"),
-        statuses=(404, 429, 503, 504),
-    )
+    chat = ChatCompletions(routes, client, settings)
+    for path, base in (("/v1/chat/completions", ChatBody), ("/chat/completions", MegatronChatBody)):
+        routes.add(
+            "POST",
+            path,
+            chat.reply,
+            "Answer a conversation",
+            body=partial(routes.fields.extend, ROUTE, base),
+            fields=CHAT,
+            media_types=("application/json", "text/event-stream"),
+            statuses=(404, 429, 503, 504),
+        )
 
 
 class ChatCompletions:
@@ -44,13 +51,26 @@ class ChatCompletions:
 
     def __init__(self, routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
         self._fields, self._client, self._settings = routes.fields, client, settings
-        self._token_texts = TokenTexts(client.tokenizer)
+        self._token_texts, self._token_ids = TokenTexts(client.tokenizer), TokenTexts(None)
 
     async def reply(self, call: Call) -> Reply | Events:
         body: ChatBody = call.body
+        chat = await self.prepare(body, call)
+        texts = self._token_ids if body.return_tokens_as_token_ids else self._token_texts
+        reply = ChatReply(body, self._client.model_names[0], chat, texts)
+        ids = (reply.id, call.id, *([body.request_id] if body.request_id else ()))
+        return await generate(self._client, [chat.request], reply, stream=body.stream, abort_ids=ids)
+
+    async def prepare(self, body: ChatBody, call: Call) -> PreparedChat:
+        """The engine request of a conversation, and what splits its texts. Raises ApiError 400."""
         client = self._client
         client.check_model(body.model)
-        parsed = ParsedBody(sampling=sampling_of(body, self._settings), template=dict(body.chat_template_kwargs or {}))
+        parsed = ParsedBody(
+            sampling=sampling_of(body, self._settings),
+            template=dict(body.chat_template_kwargs or {}),
+            ignored=call.ignored,
+        )
+        self._apply_template_fields(body, parsed)
         await self._fields.apply(ROUTE, body, parsed)
         self._apply_limits(body, parsed.sampling)
         params = params_from(parsed.sampling)
@@ -64,13 +84,25 @@ class ChatCompletions:
             add_generation_prompt=body.add_generation_prompt,
             continue_final=bool(body.continue_final_message),
             keep_tokens=body.prevent_retokenization is not False,
+            has_bos=body.add_BOS,
         )
         request = EngineRequest(prompt_ids=ids, params=params, cache_salt=body.cache_salt or "")
         client.check_request(request)
         parsed.prompt_end = await client.decode(ids[-NUM_PROMPT_END:], skip_special=False)
+        raw_prompt = await client.decode(ids, skip_special=False) if body.return_raw_text else ""
         splitters = [parsed.make_splitter() for _ in range(params.n)]
-        reply = ChatReply(body, client.model_names[0], splitters, self._token_texts)
-        return await generate(client, [request], reply, stream=body.stream, abort_ids=(reply.id, call.id))
+        return PreparedChat(request=request, splitters=splitters, raw_prompt=raw_prompt)
+
+    def _apply_template_fields(self, body: ChatBody, parsed: ParsedBody) -> None:
+        """Give the chat template its variables that are fields here, where it reads them."""
+        for name in ("reasoning_effort", "documents"):
+            value = getattr(body, name)
+            if value is None:
+                continue
+            if self._client.require_tokenizer().template_reads(name):
+                parsed.template.setdefault(name, value)
+            else:
+                ignore(parsed.ignored, name, "the chat template does not read it", strict=self._settings.strict_fields)
 
     def _apply_limits(self, body: ChatBody, values: dict[str, Any]) -> None:
         """Set max_tokens and logprobs in `values`. Raises ApiError 400."""
@@ -87,17 +119,28 @@ class ChatCompletions:
             values["logprobs"] = body.top_logprobs or 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat:
+    """A conversation that is ready to be submitted."""
+
+    request: EngineRequest
+    splitters: list[Splitter]
+    """One for each sequence."""
+    raw_prompt: str = ""
+    """The prompt as text, with `return_raw_text`."""
+
+
 class ChatReply:
     """The ReplyFormat of one call. In a stream, each sequence begins with its role and ends with its finish_reason."""
 
-    def __init__(self, body: ChatBody, model: str, splitters: Sequence[Splitter], token_texts: TokenTexts) -> None:
-        """splitters: one for each sequence."""
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+    def __init__(self, body: ChatBody, model: str, chat: PreparedChat, token_texts: TokenTexts) -> None:
+        self.id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._body, self._model, self._splitters, self._token_texts = body, model, splitters, token_texts
+        self._body, self._model, self._token_texts = body, model, token_texts
+        self._splitters, self._raw_prompt = chat.splitters, chat.raw_prompt
         self._has_tokens = bool(body.return_token_ids or body.return_tokenized_data)
-        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._readers = [DeltaReader() for _ in splitters]
+        self._usage = StreamUsage(body.stream_options)
+        self._readers = [DeltaReader() for _ in self._splitters]
         self._latest: RequestOutput | None = None
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -122,6 +165,8 @@ class ChatReply:
             _join(message, delta)
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""
+        if self._body.return_raw_text:
+            message["raw_text"] = self._raw_prompt + one.text
         if self._has_tokens:
             message["prompt_token_ids"] = output.prompt_token_ids
             message["generation_token_ids"] = one.token_ids
@@ -155,11 +200,11 @@ class ChatReply:
                 yield self._chunk(choice)
 
     def last_events(self) -> Iterator[dict[str, Any]]:
-        if self._has_usage and self._latest is not None:
+        if self._usage.at_end and self._latest is not None:
             yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_of([self._latest])}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = {"usage": None} if self._has_usage else {}
+        usage = self._usage.of_chunk([] if self._latest is None else [self._latest])
         return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
 
     def _choices_of_delta(self, output: RequestOutput, one: CompletionOutput) -> list[dict[str, Any]]:

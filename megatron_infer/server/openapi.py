@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 from megatron_infer import __version__
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.server.routes import Operation, Routes
 from megatron_infer.server.server_config import ServerConfig
 
@@ -44,6 +46,9 @@ def describe(routes: Routes, settings: ServerConfig, model_names: Sequence[str])
     for component in components.values():
         _put_limits(component, settings)
         _put_model_names(component, model_names)
+    for key, operation in routes.operations.items():
+        if bodies[key] is not None:
+            _put_fields(components, bodies[key].__name__, operation.fields)
     body_schemas = iter(schemas)
     paths: dict[str, Any] = {}
     for (path, method), operation in routes.operations.items():
@@ -61,6 +66,22 @@ def describe(routes: Routes, settings: ServerConfig, model_names: Sequence[str])
     return document
 
 
+def _put_fields(components: dict[str, Any], name: str, table: FieldTable) -> None:
+    """Put the fields without an action into a component, and into those of its fields that have a table.
+
+    A null field counts as not given, whatever its name.
+    """
+    component = components[name]
+    properties = component.setdefault("properties", {})
+    component["additionalProperties"] = {"type": "null"}
+    for field_name, rule in table.rules.items():
+        values = {"enum": [*rule.unset, None]} if rule.is_refused else {}
+        properties.setdefault(field_name, {**values, "description": rule.reason})
+    for field_name, inner in table.nested.items():
+        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(properties[field_name])):
+            _put_fields(components, reference, inner)
+
+
 def _put_limits(component: dict[str, Any], settings: ServerConfig) -> None:
     """Put this server's limits in place of the types' own maxima."""
     limits = {"n": settings.max_n, "best_of": settings.max_n}
@@ -75,7 +96,7 @@ def _put_model_names(component: dict[str, Any], names: Sequence[str]) -> None:
     """Restrict `model` to the served names."""
     for choice in component.get("properties", {}).get("model", {}).get("anyOf", ()):
         if choice.get("type") == "string":
-            choice["enum"] = list(names)
+            choice["enum"] = [*names, ""]
 
 
 def _operation(operation: Operation, schema: Any, has_key: bool) -> dict[str, Any]:

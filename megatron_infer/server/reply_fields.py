@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.server.openai_protocol import StreamOptions
 
 
 def usage_of(outputs: Iterable[RequestOutput], *, num_hidden: int = 0) -> dict[str, Any]:
@@ -42,6 +43,21 @@ def version_spans_of(one: CompletionOutput) -> list[dict[str, int]]:
 def sampled_logprobs(entries: Iterable[dict[int, Logprob]]) -> list[float]:
     """The log probability of each sampled token, which is the first of its entry."""
     return [next(iter(entry.values())).logprob for entry in entries]
+
+
+class StreamUsage:
+    """`usage` of the chunks of a stream, as its stream_options ask."""
+
+    def __init__(self, options: StreamOptions | None) -> None:
+        self.at_end = options is not None and bool(options.include_usage)
+        """Whether a last chunk without choices has the usage of the call."""
+        self._in_every = self.at_end and options is not None and bool(options.continuous_usage_stats)
+
+    def of_chunk(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        """The field of a chunk before the last. outputs: the newest of each request."""
+        if self._in_every:
+            return {"usage": usage_of(outputs)}
+        return {"usage": None} if self.at_end else {}
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
@@ -27,29 +27,35 @@ _HEADERS = [
 class EventSender:
     """Sends events as they come. `send` waits while the client does not read, and the generator with it."""
 
-    def __init__(self, send: Any) -> None:
-        self._send = send
+    def __init__(self, send: Any, headers: Mapping[str, str] | None = None, *, named: bool = False) -> None:
+        """headers: further ones. named: each event has its type as its name, and there is no [DONE]."""
+        self._send, self._named = send, named
+        self._headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in (headers or {}).items())]
 
     async def send_all(self, items: AsyncGenerator[Any], *, deadline: float, call_id: str) -> None:
-        """Send every item as an event, None as a comment, an error of the generator as the last event; then [DONE].
+        """Send every item as an event, None as a comment, an error of the generator as the last event; then the end.
 
         deadline: on the event loop's clock. The generator is closed in every case.
         """
         try:
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             async with asyncio.timeout_at(deadline):
                 async for item in items:
-                    await self._body(COMMENT if item is None else b"data: %b\n\n" % msgspec.json.encode(item))
+                    await self._body(COMMENT if item is None else self._event(item))
         except Exception as error:
             reply = api_error_of(error)
             if reply.code == "internal_error":
                 log.error("request %s failed in its stream", call_id, exc_info=error)
             async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
-                await self._body(b"data: %b\n\n" % msgspec.json.encode(reply.body()))
+                await self._body(self._event({"type": "error", **reply.body()} if self._named else reply.body()))
         finally:
             await items.aclose()
         async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
-            await self._body(DONE, more=False)
+            await self._body(b"" if self._named else DONE, more=False)
+
+    def _event(self, item: Any) -> bytes:
+        data = msgspec.json.encode(item)
+        return b"event: %b\ndata: %b\n\n" % (item["type"].encode(), data) if self._named else b"data: %b\n\n" % data
 
     async def _body(self, data: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

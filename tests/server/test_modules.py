@@ -103,8 +103,11 @@ def test_openapi_document_has_every_operation_and_field_with_its_range(case):
     )
     schemas = document["components"]["schemas"]
     chat = schemas["ChatBody"]
-    assert {"tools", "hints", "least", "messages"} <= set(chat["properties"]) and chat["additionalProperties"] is False
-    assert "tools" not in schemas["CompletionBody"]["properties"]
+    assert {"tools", "hints", "least", "messages"} <= set(chat["properties"]) and chat["additionalProperties"] == {
+        "type": "null"
+    }
+    assert schemas["CompletionBody"]["properties"]["tools"]["enum"] == [[], None], "not served there"
+    assert "enum" not in chat["properties"]["metadata"] and "makes text" in chat["properties"]["audio"]["description"]
     top_p = schemas["CompletionBody"]["properties"]["top_p"]["anyOf"][0]
     assert top_p == {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0}
     assert schemas["CompletionBody"]["properties"]["best_of"]["anyOf"][0]["maximum"] == case.config.max_n
@@ -113,7 +116,7 @@ def test_openapi_document_has_every_operation_and_field_with_its_range(case):
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     for name in ("CompletionBody", "ChatBody", "TokenizeBody"):
         kinds = document["components"]["schemas"][name]["properties"]["model"]["anyOf"]
-        assert {"type": "string", "enum": ["tiny"]} in kinds, "the names that are served, not any text"
+        assert {"type": "string", "enum": ["tiny", ""]} in kinds, "the names that are served, not any text"
 
 
 def test_model_without_a_tokenizer_takes_token_ids_and_refuses_text():
