@@ -161,6 +161,125 @@ TOKENIZE = FieldTable(
     {"messages": MESSAGE},
 )
 
+_RESPONSES_PART = FieldTable(
+    {
+        "annotations": no_effect("a template has no place for them", []),
+        "logprobs": no_effect("a template has no place for them", []),
+        "prompt_cache_breakpoint": no_effect("prefixes are found by their tokens"),
+        **dict.fromkeys(("image_url", "file_id", "file_data", "file_url", "input_audio"), refused(_NO_MEDIA)),
+    }
+)
+_ITEM = FieldTable(
+    {
+        "id": no_effect("items are known by their place"),
+        "status": no_effect("items are taken as they are"),
+        "phase": no_effect("a template has no place for it"),
+        "summary": no_effect("a template is shown the reasoning's content", []),
+        "encrypted_content": no_effect("a template is shown the reasoning's content"),
+        "caller": no_effect("a template has no place for it"),
+        "namespace": no_effect("a template has no place for it"),
+        "agent": no_effect("a template has no place for it"),
+        "created_by": no_effect("a template has no place for it"),
+    },
+    {"content": _RESPONSES_PART, "output": _RESPONSES_PART},
+)
+RESPONSES = FieldTable(
+    {name: rule for name, rule in _HINTS.items() if name != "store"}
+    | {
+        "store": refused("this server stores nothing; give false", False),
+        "background": refused("a reply is sent on its own call", False),
+        "previous_response_id": refused("this server stores nothing; send the conversation as input"),
+        "conversation": refused("this server stores nothing; send the conversation as input"),
+        "prompt": refused("this server stores no prompts; send the text"),
+        "truncation": refused("a prompt is not cut here; send what is to be read", "disabled"),
+        "context_management": refused("a prompt is not cut here; send what is to be read", []),
+        "max_tool_calls": no_effect("this server calls no tools itself"),
+        "moderation": refused("this server checks no texts"),
+        "stream_options": no_effect("events are not padded", {}),
+    },
+    {
+        "input": _ITEM,
+        "tools": FieldTable(
+            {
+                "defer_loading": refused("all tools are shown to the model", False),
+                "allowed_callers": refused("nothing is called here", ["direct"]),
+                "output_schema": no_effect("results are not checked"),
+            }
+        ),
+        "text": FieldTable({"verbosity": CHAT.rules["verbosity"]}),
+        "reasoning": FieldTable(
+            {
+                "summary": no_effect("reasoning is shown as a whole", "auto", "none"),
+                "generate_summary": no_effect("reasoning is shown as a whole", "auto"),
+                "encrypted_content": no_effect("reasoning is shown as a whole"),
+            }
+        ),
+    },
+)
+
+_CACHE_CONTROL = no_effect("prefixes are found by their tokens")
+_PLAIN_BLOCK = FieldTable(
+    {
+        "cache_control": _CACHE_CONTROL,
+        "citations": no_effect("a template has no place for them", []),
+        "caller": no_effect("a template has no place for it"),
+        "signature": no_effect("thoughts are not signed", ""),
+        "is_error": no_effect("a template has no place for it", False),
+        "data": no_effect("redacted thoughts are not shown"),
+        "source": refused(_NO_MEDIA),
+    }
+)
+_BLOCK = FieldTable(_PLAIN_BLOCK.rules, {"content": _PLAIN_BLOCK})
+_ANTHROPIC_TOOL = FieldTable(
+    {
+        "cache_control": _CACHE_CONTROL,
+        "defer_loading": refused("all tools are shown to the model", False),
+        "eager_input_streaming": no_effect("arguments are streamed as they come"),
+        "allowed_callers": refused("nothing is called here", ["direct"]),
+        "input_examples": refused("put them into the description", []),
+    }
+)
+ANTHROPIC = FieldTable(
+    {
+        "metadata": _LABEL,
+        "cache_control": _CACHE_CONTROL,
+        "service_tier": no_effect("there is one tier", "auto", "standard_only"),
+        "speed": no_effect("there is one speed", "standard"),
+        "inference_geo": no_effect("the answer is made on this server"),
+        "betas": no_effect("there are no versions of this API", []),
+        "thinking": no_effect(
+            "a model thinks as its chat template makes it; see --reasoning-parser", {"type": "disabled"}
+        ),
+        "output_config": refused("use response_format of /v1/chat/completions", {}),
+        "output_format": refused("use response_format of /v1/chat/completions"),
+        "container": refused("nothing is run here"),
+        "mcp_servers": refused("nothing is called here", []),
+        "context_management": refused("a prompt is not cut here; send what is to be read"),
+    },
+    {
+        "messages": FieldTable({}, {"content": _BLOCK}),
+        "system": _PLAIN_BLOCK,
+        "tools": _ANTHROPIC_TOOL,
+    },
+)
+_SCORE_CUTS = refused("a text is not cut here; send what is to be read", 0)
+SCORE = FieldTable(
+    _HINTS
+    | {
+        "temperature": refused("probabilities are those of the model", 1.0),
+        "truncate_prompt_tokens": _VLLM["truncate_prompt_tokens"],
+        "truncation_side": _VLLM["truncation_side"],
+        "max_tokens_per_query": _SCORE_CUTS,
+        "max_tokens_per_doc": _SCORE_CUTS,
+        "instruction": refused("put it into the texts"),
+        "priority": no_effect("scores take one forward each", 0),
+        "mm_processor_kwargs": _MEDIA_OPTIONS,
+        "return_token_logprobs": refused("scores are probabilities; take their logarithm", False),
+        "return_pooled_hidden_states": refused("use /v1/embeddings", False),
+        "score_extraction_token": refused("labels are scored behind the last token"),
+    }
+)
+
 VLLM_GENERATE = FieldTable(
     {
         "features": refused(_NO_MEDIA, {}),
@@ -274,7 +393,10 @@ WEIGHT_UPDATE = FieldTable({"selector": refused("there is one model", "all", "ta
 TABLES: dict[str, FieldTable] = {
     "/v1/chat/completions, /chat/completions": CHAT,
     "/v1/completions, /completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages, /v1/messages/count_tokens": ANTHROPIC,
     "/v1/embeddings": EMBEDDINGS,
+    "/v1/score": SCORE,
     "/tokenize": TOKENIZE,
     "/generate": SGLANG_GENERATE,
     "/inference/v1/generate": VLLM_GENERATE,

@@ -16,6 +16,8 @@ from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.server.routes import Operation, Routes
 from megatron_infer.server.server_config import ServerConfig
 
+EXTENSION = "x-fields-without-action"
+"""Of a component: its fields of `request_fields`, with the values that ask for nothing."""
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -72,11 +74,17 @@ def _put_fields(components: dict[str, Any], name: str, table: FieldTable) -> Non
     A null field counts as not given, whatever its name.
     """
     component = components[name]
-    properties = component.setdefault("properties", {})
+    properties = component.get("properties", {})
     component["additionalProperties"] = {"type": "null"}
-    for field_name, rule in table.rules.items():
-        values = {"enum": [*rule.unset, None]} if rule.is_refused else {}
-        properties.setdefault(field_name, {**values, "description": rule.reason})
+    component[EXTENSION] = {
+        field_name: {
+            "effect": "refused" if rule.is_refused else "none",
+            "unset": [*rule.unset, None],
+            "description": rule.reason,
+        }
+        for field_name, rule in table.rules.items()
+        if field_name not in properties
+    }
     for field_name, inner in table.nested.items():
         for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(properties[field_name])):
             _put_fields(components, reference, inner)
@@ -105,7 +113,7 @@ def _operation(operation: Operation, schema: Any, has_key: bool) -> dict[str, An
     statuses |= {401} if has_key and not operation.open else set()
     replies: dict[str, Any] = {str(status): {"description": "refused", "content": error} for status in sorted(statuses)}
     replies["200"] = {"description": "done", "content": {name: {} for name in operation.media_types}}
-    if operation.path.endswith("health"):
+    if operation.path.endswith(("health", "/ping", "/ready")):
         replies["503"] = replies["200"] | {"description": "not serving"}
     shown: dict[str, Any] = {"summary": operation.summary, "responses": replies}
     names = re.findall(r"\{(\w+)", operation.path)

@@ -106,8 +106,11 @@ def test_openapi_document_has_every_operation_and_field_with_its_range(case):
     assert {"tools", "hints", "least", "messages"} <= set(chat["properties"]) and chat["additionalProperties"] == {
         "type": "null"
     }
-    assert schemas["CompletionBody"]["properties"]["tools"]["enum"] == [[], None], "not served there"
-    assert "enum" not in chat["properties"]["metadata"] and "makes text" in chat["properties"]["audio"]["description"]
+    other = schemas["CompletionBody"]["x-fields-without-action"]
+    assert other["tools"]["effect"] == "refused" and other["tools"]["unset"] == [[], None], "not served there"
+    other = chat["x-fields-without-action"]
+    assert other["metadata"]["effect"] == "none" and "makes text" in other["audio"]["description"]
+    assert "tools" not in other and "cache_control" in schemas["Message"]["x-fields-without-action"]
     top_p = schemas["CompletionBody"]["properties"]["top_p"]["anyOf"][0]
     assert top_p == {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0}
     assert schemas["CompletionBody"]["properties"]["best_of"]["anyOf"][0]["maximum"] == case.config.max_n

@@ -47,6 +47,14 @@ class CheckerBody(Body):
     """None: checksum."""
 
 
+class ContinueBody(Body):
+    """It takes nothing that acts."""
+
+
+class BeginUpdateBody(Body):
+    """It takes nothing that acts."""
+
+
 class EndUpdateBody(Body):
     weight_version: int | str | None = None
 
@@ -64,7 +72,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     for path in ("/pause_generation", "/areal_pause_generation"):
         add("POST", path, routes.pause, "Pause", body=PauseBody)
     for path in ("/continue_generation", "/areal_continue_generation"):
-        add("POST", path, routes.resume, "Resume after a pause", body=Body, fields=CONTINUE)
+        add("POST", path, routes.resume, "Resume after a pause", body=ContinueBody, fields=CONTINUE)
     add(
         "POST",
         "/abort_request",
@@ -76,7 +84,14 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     for path in ("/update_weights_from_disk", "/areal_update_weights"):
         add("POST", path, routes.load, "Update weights from files", body=DiskBody, fields=UPDATE_FROM_DISK,
             optional_body=False)  # fmt: skip
-    add("POST", "/begin_weight_update", routes.begin, "Begin a weight update", body=Body, fields=WEIGHT_UPDATE)
+    add(
+        "POST",
+        "/begin_weight_update",
+        routes.begin,
+        "Begin a weight update",
+        body=BeginUpdateBody,
+        fields=WEIGHT_UPDATE,
+    )
     add("POST", "/end_weight_update", routes.end, "Finish a weight update", body=EndUpdateBody)
     add_not_served(control_routes, dict.fromkeys(CHANNELS, NO_CHANNEL) | NOT_SERVED)
 
