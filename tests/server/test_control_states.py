@@ -67,6 +67,7 @@ TABLE = [
     ("POST", "/shutdown_weight_transfer_engine", None, ALWAYS),
     ("POST", "/release_kv_cache_memory", None, AT_ALL),
     ("POST", "/reset_mm_cache", None, ALWAYS),
+    ("POST", "/finish_session?session_id=7", None, ALWAYS),
     ("POST", "/reset_encoder_cache", None, ALWAYS),
     ("GET", "/release_memory_occupation", {"tags": ["kv_cache"]}, AT_ALL),
     ("GET", "/resume_memory_occupation", {}, (409, 409, 200, 200, 409, 409)),

@@ -29,6 +29,13 @@ class VllmAbortBody(Body):
     request_ids: list[str] | None = None
 
 
+class ResetBody(Body):
+    """What vLLM takes in the query and SkyRL sends in the body."""
+
+    reset_running_requests: bool | None = None
+    reset_external: bool | None = None
+
+
 class InitBody(Body):
     init_info: dict[str, Any] | None = None
 
@@ -74,7 +81,8 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     add("POST", "/sleep", routes.sleep, "Release memory")
     add("POST", "/wake_up", routes.wake_up, "Restore memory")
     add("GET", "/is_sleeping", routes.is_sleeping, "Whether memory is released")
-    add("POST", "/reset_prefix_cache", routes.reset_prefix_cache, "Empty the prefix cache")
+    add("POST", "/reset_prefix_cache", routes.reset_prefix_cache, "Empty the prefix cache", body=ResetBody)
+    add("POST", "/finish_session", routes.finish_session, "Nothing is kept of a session")
     add("GET", "/get_world_size", routes.world_size, "Ranks of all engines together")
     add(
         "POST",
@@ -100,13 +108,21 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
 
 NOT_SERVED = {
     "/collective_rpc": "functions of the engines' processes are not called by name; see the other control routes",
+    "/v1/chat/completions/render": "send the messages to /tokenize, which has the token ids of their prompt",
     "/start_draft_weight_update": "there is no draft model with weights of its own",
+    **dict.fromkeys(
+        (
+            *("/generate/", "/chat/", "/get_sequence_logprobs/", "/init_communicator/", "/close_communicator/"),
+            *("/update_named_param/", "/batch_update_named_params/", "/reset_prefix_cache/"),
+        ),
+        "this is an older TRL's own server; TRL 1.16 calls /v1/completions and /v1/chat/completions, which are here",
+    ),
     "/start_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
     "/stop_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
     "/v1/load_lora_adapter": "there are no LoRA adapters here; merge one into the weights and update these",
     "/v1/unload_lora_adapter": "there are no LoRA adapters here",
 }
-"""Routes of vLLM that are answered with 501 -> why."""
+"""Routes of vLLM and TRL that are answered with 501 -> why."""
 
 
 class VllmRoutes:
@@ -178,7 +194,7 @@ class VllmRoutes:
 
     async def reset_prefix_cache(self, call: Call) -> Reply:
         query = QueryParams(call)
-        running = query.switch("reset_running_requests", False)
+        running = query.switch("reset_running_requests", False) or bool(call.body.reset_running_requests)
         query.switch("reset_external", False)  # there is no cache outside the engines
         query.end()
         return self._reply("ok", blocks_freed=await self._machine.reset_prefix_cache(running=running))
@@ -289,6 +305,13 @@ class VllmRoutes:
         QueryParams(call).end()
         reports = await self._machine.sleep(checked_tags(["kv_cache"], TAG_NAMES), "keep")
         return self._reply("kv_cache_released", **memory_of(reports))
+
+    async def finish_session(self, call: Call) -> Reply:
+        """SkyRL's router keeps sessions; an engine finds a prefix by its tokens."""
+        query = QueryParams(call)
+        query.text("session_id", "")
+        query.end()
+        return self._reply("ok")
 
     async def no_media(self, call: Call) -> Reply:
         QueryParams(call).end()
