@@ -142,10 +142,19 @@ class InputProcessor:
             usable = set(params.allowed_token_ids) - set(params.bad_token_ids or ())
             if not usable:
                 raise RequestError("allowed_token_ids less bad_token_ids leaves no token to draw; allow at least one")
+            if params.min_tokens > 0 and usable <= self._stop_ids(params):
+                raise RequestError(
+                    f"min_tokens is {params.min_tokens}, and allowed_token_ids has only tokens that end the output; "
+                    "allow another one, or leave min_tokens out"
+                )
         elif params.bad_token_ids is not None and len(set(params.bad_token_ids)) >= self.limits.vocab_size:
             raise RequestError("bad_token_ids names the whole vocabulary; leave at least one token")
         if params.structured is not None:
             self.grammars.cache.check(params.structured)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end the output."""
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
 
     def build(self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str = "") -> list[Request]:
         """The n sequences of a request; the first has the others as its siblings. salt: see `salt_of`."""
@@ -154,7 +163,7 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             seed, self.num_seeds = derive_seed(self._seed, self.num_seeds + 1), self.num_seeds + 1
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        stop_ids = self._stop_ids(params)
         sequences = [
             Request(
                 id=request_id if params.n == 1 else f"{request_id}#{index}",

@@ -55,6 +55,8 @@ class ChatCompletions:
 
     async def reply(self, call: Call) -> Reply | Events:
         body: ChatBody = call.body
+        if body.return_raw_text and body.stream:
+            raise bad_request("return_raw_text comes with whole replies only; give no stream: true", "return_raw_text")
         chat = await self.prepare(body, call)
         texts = self._token_ids if body.return_tokens_as_token_ids else self._token_texts
         reply = ChatReply(body, self._client.model_names[0], chat, texts)

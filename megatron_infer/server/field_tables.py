@@ -52,7 +52,7 @@ _VLLM = {
     "return_token_offsets": no_effect("it is for vLLM's render routes", False),
     "skip_reading_prefix_cache": refused("give a new cache_salt, which matches no prefix", False),
     "guided_whitespace_pattern": refused("use structured_outputs with disable_any_whitespace"),
-    "guided_decoding_backend": no_effect("llguidance is the only one", "auto", "guidance"),
+    "guided_decoding_backend": refused("llguidance is the only one", "auto", "guidance"),
     "mm_processor_kwargs": _MEDIA_OPTIONS,
     "media_io_kwargs": _MEDIA_OPTIONS,
     "mm_payload": _MEDIA_OPTIONS,

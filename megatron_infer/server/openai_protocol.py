@@ -17,6 +17,8 @@ Count = Annotated[int, Meta(ge=1, le=1024)]
 Text = Annotated[str, Meta(min_length=1)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 """A smaller value is scheduled sooner."""
+Penalty = Annotated[float, Meta(ge=1e-3, le=1e3)]
+"""Beyond these, logits divided or multiplied by it are no finite numbers."""
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -38,7 +40,7 @@ class SamplingFields(Body):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    repetition_penalty: Penalty | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     logit_bias: dict[IdKey, Logit] | None = None

@@ -91,6 +91,10 @@ class GrammarCache:
             raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
         if template.is_error():
             raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")
+        first = template.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise RequestError(f"{wanted.kind}: no text matches it (does a reference lead to itself?)")
         return template
 
 

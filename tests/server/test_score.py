@@ -117,3 +117,19 @@ def test_version_labels_are_any_text_with_an_order_beside(case):
     assert post(case, "/weight_checker", action="compare", baseline=sums).json()["match"]
     other = post(case, "/weight_checker", action="compare", baseline={"weights": "0"}).json()
     assert not other["match"] and other["mismatches"] == ["weights"]
+
+
+def test_parameters_that_leave_nothing_to_draw_are_the_callers_mistake(case):
+    asked = {"prompt": "a", "max_tokens": 4}
+    for body, named in (
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"min_tokens": 2, "allowed_token_ids": [257]}, "only tokens that end the output"),
+        ({"min_tokens": 2, "allowed_token_ids": [65], "stop_token_ids": [65]}, "only tokens that end the output"),
+    ):
+        reply = post(case, "/v1/completions", **asked, **body)
+        assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
+    assert post(case, "/v1/completions", **asked, min_tokens=2, allowed_token_ids=[257, 65]).status_code == 200
+    far = {"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 2}
+    assert "start within it" in post(case, "/generate", **far).json()["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "return_raw_text": True, "stream": True}
+    assert post(case, "/v1/chat/completions", **chat).json()["error"]["param"] == "return_raw_text"

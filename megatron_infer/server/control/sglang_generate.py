@@ -21,7 +21,7 @@ from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts
-from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Text, TokenId, TokenIds
+from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Penalty, Text, TokenId, TokenIds
 from megatron_infer.server.reply_fields import version_spans_of
 from megatron_infer.server.sampling_fields import check_limit, check_stops, params_from
 from megatron_infer.server.structured_outputs import StructuredOutputFields
@@ -49,7 +49,7 @@ class Sampling(Body):
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    repetition_penalty: Penalty | None = None
     logit_bias: dict[IdKey, Logit] | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -129,6 +129,9 @@ class SglangGenerate:
         wanted = _wanted_logprobs(body, len(prompts))
         requests = []
         for prompt, one, logprobs in zip(prompts, samplings, wanted, strict=True):
+            if logprobs.start >= len(prompt):
+                text = f"logprob_start_len is {logprobs.start}, the prompt has {len(prompt)} tokens; start within it"
+                raise bad_request(text, "logprob_start_len")
             params = params_from(await self._values(body, one, logprobs))
             requests.append(EngineRequest(prompt_ids=prompt, params=params))
             client.check_request(requests[-1])
