@@ -161,6 +161,7 @@ class InputProcessor:
             raise RequestError("bad_token_ids leaves only tokens that end the sequence, which min_tokens forbids")
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end the output."""
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
 
     def build(self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str = "") -> list[Request]:

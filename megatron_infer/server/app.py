@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_infer.server import (
+    anthropic_messages,
     chat_completions,
     completions,
     control,
@@ -32,6 +33,8 @@ from megatron_infer.server import (
     models_route,
     openapi,
     reasoning_splitter,
+    responses,
+    score,
     status_page,
     structured_outputs,
     tokenize,
@@ -57,7 +60,10 @@ MODULES: tuple[Module, ...] = (
     tool_calls,
     structured_outputs,
     reasoning_splitter,
+    responses,
+    anthropic_messages,
     embeddings,
+    score,
     models_route,
     tokenize,
     health,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
@@ -12,12 +14,14 @@ from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ParsedBody, Splitter
+from megatron_infer.server.field_tables import CHAT
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
-from megatron_infer.server.openai_protocol import ChatBody
-from megatron_infer.server.reply_fields import DeltaReader, sampled_logprobs, usage_of, version_spans_of
+from megatron_infer.server.openai_protocol import ChatBody, MegatronChatBody
+from megatron_infer.server.reply_fields import DeltaReader, StreamUsage, sampled_logprobs, usage_of, version_spans_of
+from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.sampling_fields import check_limit, params_from, sampling_of
 from megatron_infer.server.server_config import ServerConfig
@@ -28,15 +32,18 @@ NUM_PROMPT_END = 32
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
-    routes.add(
-        "POST",
-        "/v1/chat/completions",
-        ChatCompletions(routes, client, settings).reply,
-        "Answer a conversation",
-        body=lambda: routes.fields.extend(ROUTE, ChatBody),
-        media_types=("application/json", "text/event-stream"),
-        statuses=(404, 429, 503, 504),
-    )
+    chat = ChatCompletions(routes, client, settings)
+    for path, base in (("/v1/chat/completions", ChatBody), ("/chat/completions", MegatronChatBody)):
+        routes.add(
+            "POST",
+            path,
+            chat.reply,
+            "Answer a conversation",
+            body=partial(routes.fields.extend, ROUTE, base),
+            fields=CHAT,
+            media_types=("application/json", "text/event-stream"),
+            statuses=(404, 429, 503, 504),
+        )
 
 
 class ChatCompletions:
@@ -44,13 +51,28 @@ class ChatCompletions:
 
     def __init__(self, routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
         self._fields, self._client, self._settings = routes.fields, client, settings
-        self._token_texts = TokenTexts(client.tokenizer)
+        self._token_texts, self._token_ids = TokenTexts(client.tokenizer), TokenTexts(None)
 
     async def reply(self, call: Call) -> Reply | Events:
         body: ChatBody = call.body
+        if body.return_raw_text and body.stream:
+            raise bad_request("return_raw_text comes with whole replies only; give no stream: true", "return_raw_text")
+        chat = await self.prepare(body, call)
+        texts = self._token_ids if body.return_tokens_as_token_ids else self._token_texts
+        reply = ChatReply(body, self._client.model_names[0], chat, texts)
+        ids = (reply.id, call.id, *([body.request_id] if body.request_id else ()))
+        return await generate(self._client, [chat.request], reply, stream=body.stream, abort_ids=ids)
+
+    async def prepare(self, body: ChatBody, call: Call) -> PreparedChat:
+        """The engine request of a conversation, and what splits its texts. Raises ApiError 400."""
         client = self._client
         client.check_model(body.model)
-        parsed = ParsedBody(sampling=sampling_of(body, self._settings), template=dict(body.chat_template_kwargs or {}))
+        parsed = ParsedBody(
+            sampling=sampling_of(body, self._settings),
+            template=dict(body.chat_template_kwargs or {}),
+            ignored=call.ignored,
+        )
+        self._apply_template_fields(body, parsed)
         await self._fields.apply(ROUTE, body, parsed)
         self._apply_limits(body, parsed.sampling)
         params = params_from(parsed.sampling)
@@ -65,15 +87,26 @@ class ChatCompletions:
             add_generation_prompt=body.add_generation_prompt,
             continue_final=bool(body.continue_final_message),
             keep_tokens=body.prevent_retokenization is not False,
+            has_bos=body.add_BOS,
         )
-        requests = client.checked(
-            [EngineRequest(prompt_ids=ids, params=params, cache_salt=body.cache_salt or "")], call
-        )
+        salt = body.cache_salt or ""
+        (request,) = client.checked([EngineRequest(prompt_ids=ids, params=params, cache_salt=salt)], call)
         parsed.prompt_end = await client.decode(ids[-NUM_PROMPT_END:], skip_special=False)
+        raw_prompt = await client.decode(ids, skip_special=False) if body.return_raw_text else ""
         splitters = [parsed.make_splitter() for _ in range(params.n)]
-        shows_cached = self._settings.show_cached_tokens
-        reply = ChatReply(body, client.model_names[0], splitters, self._token_texts, shows_cached=shows_cached)
-        return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))
+        shown = self._settings.show_cached_tokens
+        return PreparedChat(request=request, splitters=splitters, raw_prompt=raw_prompt, shows_cached=shown)
+
+    def _apply_template_fields(self, body: ChatBody, parsed: ParsedBody) -> None:
+        """Give the chat template its variables that are fields here, where it reads them."""
+        for name in ("reasoning_effort", "documents"):
+            value = getattr(body, name)
+            if value is None:
+                continue
+            if self._client.require_tokenizer().template_reads(name):
+                parsed.template.setdefault(name, value)
+            else:
+                ignore(parsed.ignored, name, "the chat template does not read it", strict=self._settings.strict_fields)
 
     def _apply_limits(self, body: ChatBody, values: dict[str, Any]) -> None:
         """Set max_tokens and logprobs in `values`. Raises ApiError 400."""
@@ -90,40 +123,43 @@ class ChatCompletions:
             values["logprobs"] = body.top_logprobs or 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat:
+    """A conversation that is ready to be submitted."""
+
+    request: EngineRequest
+    splitters: list[Splitter]
+    """One for each sequence."""
+    raw_prompt: str = ""
+    """The prompt as text, with `return_raw_text`."""
+    shows_cached: bool
+    """See `usage_of`."""
+
+
 class ChatReply:
     """The ReplyFormat of one call. In a stream, each sequence begins with its role and ends with its finish_reason."""
 
-    def __init__(
-        self,
-        body: ChatBody,
-        model: str,
-        splitters: Sequence[Splitter],
-        token_texts: TokenTexts,
-        *,
-        shows_cached: bool,
-    ) -> None:
-        """splitters: one for each sequence. shows_cached: see `usage_of`."""
-        self._shows_cached = shows_cached
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+    def __init__(self, body: ChatBody, model: str, chat: PreparedChat, token_texts: TokenTexts) -> None:
+        self.id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._body, self._model, self._splitters, self._token_texts = body, model, splitters, token_texts
+        self._body, self._model, self._token_texts = body, model, token_texts
+        self._splitters, self._raw_prompt = chat.splitters, chat.raw_prompt
         self._has_tokens = bool(body.return_token_ids or body.return_tokenized_data)
-        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._readers = [DeltaReader() for _ in splitters]
+        self._shows_cached = chat.shows_cached
+        self._usage = StreamUsage(body.stream_options, shows_cached=chat.shows_cached)
+        self._readers = [DeltaReader() for _ in self._splitters]
         self._latest: RequestOutput | None = None
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
-
-    def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        return usage_of(outputs, shows_cached=self._shows_cached)
 
     # ------------------------------------------------------------------ whole reply
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         reply = self._head("chat.completion")
-        reply |= {"choices": [self._choice(output, one) for one in output.outputs], "usage": self._usage(outputs)}
+        usage = usage_of(outputs, shows_cached=self._shows_cached)
+        reply |= {"choices": [self._choice(output, one) for one in output.outputs], "usage": usage}
         if self._body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = by_id(output.prompt_logprobs)
         if self._has_tokens:
@@ -137,6 +173,8 @@ class ChatReply:
             _join(message, delta)
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""
+        if self._body.return_raw_text:
+            message["raw_text"] = self._raw_prompt + one.text
         if self._has_tokens:
             message["prompt_token_ids"] = output.prompt_token_ids
             message["generation_token_ids"] = one.token_ids
@@ -170,11 +208,12 @@ class ChatReply:
                 yield self._chunk(choice)
 
     def last_events(self) -> Iterator[dict[str, Any]]:
-        if self._has_usage and self._latest is not None:
-            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage([self._latest])}
+        if self._usage.at_end and self._latest is not None:
+            usage = usage_of([self._latest], shows_cached=self._shows_cached)
+            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = {"usage": None} if self._has_usage else {}
+        usage = self._usage.of_chunk([] if self._latest is None else [self._latest])
         return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
 
     def _choices_of_delta(self, output: RequestOutput, one: CompletionOutput) -> list[dict[str, Any]]:

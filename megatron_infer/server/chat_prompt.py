@@ -16,7 +16,7 @@ from megatron_infer.text import tool_prompt
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_parsers import HERMES, CallFormat
 
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+RESERVED = ("messages", "tools", "add_generation_prompt")
 """Template variables that chat_template_kwargs may not set: they have fields of their own."""
 
 
@@ -31,6 +31,7 @@ def prompt_ids(
     add_generation_prompt: bool | None = None,
     continue_final: bool = False,
     keep_tokens: bool = True,
+    has_bos: bool | None = None,
 ) -> list[int]:
     """The conversation as token ids.
 
@@ -38,7 +39,8 @@ def prompt_ids(
     calls, where the chat template has no tools. variables: further ones of the template.
     add_generation_prompt: None is True unless continue_final. keep_tokens: an assistant message with
     generation_token_ids becomes these tokens. Its text, tokenized again, may give other tokens than were sampled, and
-    a trainer needs the sampled ones. Raises ApiError 400, or InvalidPrompt from the template.
+    a trainer needs the sampled ones. has_bos: whether the prompt begins with a BOS token; None: as the template says.
+    Raises ApiError 400, or InvalidPrompt from the template.
     """
     if limits is not None:
         _check_size(tokenizer, messages, tools, variables, limits)
@@ -73,9 +75,8 @@ def prompt_ids(
             return tokenizer.encode(part, add_special=False)
         return encode_within(tokenizer, part, limits, field="messages", add_special=False)
 
-    if not markers:
-        return encode(text)
-    return _encode_with_kept_tokens(tokenizer, encode, text, markers, messages)
+    ids = _encode_with_kept_tokens(tokenizer, encode, text, markers, messages) if markers else encode(text)
+    return ids if has_bos is None else _with_bos(ids, tokenizer, has_bos)
 
 
 def _check_size(
@@ -100,6 +101,15 @@ def _check_size(
     check_num_chars(num_chars, limits, tokenizer, field="messages")
 
 
+def _with_bos(ids: list[int], tokenizer: Tokenizer, has_bos: bool) -> list[int]:
+    if tokenizer.bos_id is None:
+        if has_bos:
+            raise bad_request("add_BOS: the tokenizer has no BOS token; leave it out", "add_BOS")
+        return ids
+    begin = next((place for place, token in enumerate(ids) if token != tokenizer.bos_id), len(ids))
+    return [tokenizer.bos_id] * has_bos + ids[begin:]
+
+
 def _plain_message(message: Message, index: int) -> dict[str, Any]:
     """A message in the form that templates expect: content as one text, arguments of tool calls as objects."""
     content = message.content
@@ -107,11 +117,14 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
         content = "\n".join(part.text for part in content)
     if content is None and not message.tool_calls and message.role != "assistant":
         raise bad_request(f"messages[{index}]: content must be given", f"messages[{index}].content")
-    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    plain: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(message.role, message.role)}
     plain["content"] = "" if content is None else content
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if reasoning is not None:
+        plain |= {"reasoning_content": reasoning, "reasoning": reasoning}  # templates read one or the other
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call, index) for call in message.tool_calls]
     return plain
@@ -148,7 +161,8 @@ def _put_markers(plain: list[dict[str, Any]], messages: Sequence[Message]) -> di
             raise bad_request(f"{where}: only assistant turns were drawn", where)
         marker = _new_marker()
         plain[index]["content"] = marker
-        plain[index].pop("reasoning_content", None)  # the sampled tokens contain it, and tool calls too
+        for name in ("reasoning_content", "reasoning"):  # the sampled tokens contain it, and tool calls too
+            plain[index].pop(name, None)
         plain[index].pop("tool_calls", None)
         markers[marker] = index
     return markers

@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ParsedBody
+from megatron_infer.server.field_tables import COMPLETIONS
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, completion_logprobs
-from megatron_infer.server.openai_protocol import CompletionBody
+from megatron_infer.server.openai_protocol import CompletionBody, MegatronCompletionBody
 from megatron_infer.server.reply_fields import (
     Delta,
     DeltaReader,
+    StreamUsage,
     num_output_tokens,
     sampled_logprobs,
     usage_of,
@@ -33,15 +36,18 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
-    routes.add(
-        "POST",
-        "/v1/completions",
-        Completions(routes, client, settings).reply,
-        "Continue texts or token ids",
-        body=lambda: routes.fields.extend(ROUTE, CompletionBody),
-        media_types=("application/json", "text/event-stream"),
-        statuses=(404, 429, 503, 504),
-    )
+    completions = Completions(routes, client, settings)
+    for path, base in (("/v1/completions", CompletionBody), ("/completions", MegatronCompletionBody)):
+        routes.add(
+            "POST",
+            path,
+            completions.reply,
+            "Continue texts or token ids",
+            body=partial(routes.fields.extend, ROUTE, base),
+            fields=COMPLETIONS,
+            media_types=("application/json", "text/event-stream"),
+            statuses=(404, 429, 503, 504),
+        )
 
 
 class Completions:
@@ -49,13 +55,13 @@ class Completions:
 
     def __init__(self, routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
         self._fields, self._client, self._settings = routes.fields, client, settings
-        self._token_texts = TokenTexts(client.tokenizer)
+        self._token_texts, self._token_ids = TokenTexts(client.tokenizer), TokenTexts(None)
 
     async def reply(self, call: Call) -> Reply | Events:
         body: CompletionBody = call.body
         client = self._client
         client.check_model(body.model)
-        parsed = ParsedBody(sampling=sampling_of(body, self._settings))
+        parsed = ParsedBody(sampling=sampling_of(body, self._settings), ignored=call.ignored)
         await self._fields.apply(ROUTE, body, parsed)
         self._apply_limits(body, parsed.sampling)
         params = params_from(parsed.sampling)
@@ -67,10 +73,11 @@ class Completions:
             [EngineRequest(prompt_ids=ids, params=params, cache_salt=salt) for ids in prompts], call
         )
         echoed = await self._echoed(body, prompts) if body.echo else []
-        shows_cached = self._settings.show_cached_tokens
-        names = client.model_names
-        reply = CompletionReply(body, names[0], requests, echoed, self._token_texts, shows_cached=shows_cached)
-        return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))
+        texts = self._token_ids if body.return_tokens_as_token_ids else self._token_texts
+        names, shown = client.model_names, self._settings.show_cached_tokens
+        reply = CompletionReply(body, names[0], requests, echoed, texts, shows_cached=shown)
+        ids = (reply.id, call.id, *([body.request_id] if body.request_id else ()))
+        return await generate(client, requests, reply, stream=body.stream, abort_ids=ids)
 
     def _apply_limits(self, body: CompletionBody, values: dict[str, Any]) -> None:
         """Set max_tokens, n and logprobs in `values`. Raises ApiError 400."""
@@ -124,11 +131,11 @@ class CompletionReply:
     ) -> None:
         """echoed: each prompt as text, with `echo`. shows_cached: see `usage_of`."""
         self._shows_cached = shows_cached
-        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self.id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._body, self._model, self._echoed, self._token_texts = body, model, echoed, token_texts
         self._num_sequences = requests[0].params.n
-        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._stream_usage = StreamUsage(body.stream_options, shows_cached=shows_cached)
         self._hides_output = body.max_tokens == 0
         self._readers = [[DeltaReader() for _ in range(self._num_sequences)] for _ in requests]
         self._latest: dict[int, RequestOutput] = {}
@@ -186,12 +193,11 @@ class CompletionReply:
                 yield self._chunk(self._choice_of_delta(choice_index, output, one, delta))
 
     def last_events(self) -> Iterator[dict[str, Any]]:
-        if self._has_usage:
+        if self._stream_usage.at_end:
             yield {**self._head(), "choices": [], "usage": self._usage([*self._latest.values()])}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = {"usage": None} if self._has_usage else {}
-        return {**self._head(), "choices": [choice], **usage}
+        return {**self._head(), "choices": [choice], **self._stream_usage.of_chunk(self._latest.values())}
 
     def _choice_of_delta(
         self, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta

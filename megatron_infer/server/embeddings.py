@@ -12,6 +12,7 @@ from msgspec import Meta
 from megatron_infer.outputs.embeddings import params_for, vector_of
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.field_tables import EMBEDDINGS
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_protocol import Body, Text, TokenId, TokenIds
@@ -28,7 +29,6 @@ class EmbeddingBody(Body, kw_only=True):
     pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
-    user: str | None = None
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
@@ -59,7 +59,15 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         return Reply({"object": "list", "data": data, "model": client.model_names[0], "usage": usage})
 
     summary = "Vectors of texts or token ids"
-    routes.add("POST", "/v1/embeddings", embeddings, summary, body=EmbeddingBody, statuses=(404, 429, 503, 504))
+    routes.add(
+        "POST",
+        "/v1/embeddings",
+        embeddings,
+        summary,
+        body=EmbeddingBody,
+        fields=EMBEDDINGS,
+        statuses=(404, 429, 503, 504),
+    )
 
 
 def _encoded(vector: list[float], encoding: str | None) -> Any:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from megatron_infer.server import request_body, streaming
 from megatron_infer.server.http_errors import ApiError, api_error_of, of_validation
+from megatron_infer.server.request_fields import FieldTable, ignored_header
 from megatron_infer.server.server_config import ServerConfig
 
 log = logging.getLogger("megatron_infer.server")
@@ -32,6 +33,8 @@ class Call:
     """The decoded body, of the operation's type."""
     id: str
     """X-Request-Id, sent by the client or made here."""
+    ignored: list[str] = field(default_factory=list)
+    """Fields of the body that have no effect, for the header x-ignored-fields; a handler may add some."""
 
     @property
     def caller(self) -> str:
@@ -54,6 +57,8 @@ class Events:
     """A stream of server-sent events: JSON values, or None for a comment that keeps the connection alive."""
 
     items: AsyncGenerator[Any]
+    named: bool = False
+    """Each event has the name of its field `type`, and the stream ends without [DONE]."""
 
 
 Handler = Callable[[Call], Awaitable[Any]]
@@ -68,25 +73,26 @@ class Endpoint:
         handler: Handler,
         body: Any,
         settings: ServerConfig,
-        hints: dict[str, str],
+        fields: FieldTable,
         *,
         optional_body: bool = False,
         body_limit: str = "max_body_bytes",
     ) -> None:
-        """body: msgspec type, None for raw bytes. hints: see `of_validation`. The rest: see `Operation`."""
+        """body: msgspec type, None for raw bytes. The rest: see `Operation`."""
         self._handler, self._body, self._settings = handler, body, settings
-        self._hints, self._optional_body, self._body_limit = hints, optional_body, body_limit
+        self._fields, self._optional_body, self._body_limit = fields, optional_body, body_limit
         self._decoder = None if body is None else msgspec.json.Decoder(body)
+        self._acting = [] if body is None else [one.encode_name for one in msgspec.structs.fields(body)]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            body = await self._read(scope, receive)
+            body, ignored = await self._read(scope, receive)
         except request_body.Disconnected:
             return
         except ApiError as error:
             await _send_error(error, scope, receive, send)
             return
-        call = Call(request=Request(scope), body=body, id=scope["state"]["request_id"])
+        call = Call(request=Request(scope), body=body, id=scope["state"]["request_id"], ignored=ignored)
         replying = asyncio.create_task(self._reply(call, scope, receive, send))
         watching = asyncio.create_task(_wait_disconnect(receive))
         try:
@@ -101,19 +107,32 @@ class Endpoint:
             with contextlib.suppress(asyncio.CancelledError):
                 await replying
 
-    async def _read(self, scope: Any, receive: Any) -> Any:
+    async def _read(self, scope: Any, receive: Any) -> tuple[Any, list[str]]:
+        """The decoded body, and its fields that have no effect. Raises ApiError."""
         headers, option = dict(scope["headers"]), self._body_limit
         data = await request_body.read_body(headers, receive, limit=getattr(self._settings, option), option=option)
         if self._decoder is None:
-            return data
+            return data, []
         if not data and self._optional_body:
-            return self._decoder.decode(b"{}")
+            return self._decoder.decode(b"{}"), []
         request_body.check_content_type(headers.get(b"content-type"))
         request_body.check_structure(data)
         try:
-            return self._decoder.decode(data)
+            return self._decoded(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise of_validation(error, self._body, self._hints) from None
+            raise of_validation(error, self._body) from None
+
+    def _decoded(self, data: bytes) -> tuple[Any, list[str]]:
+        """A body that fits its type is decoded once; any other, without the fields that ask for nothing, again."""
+        assert self._decoder is not None
+        try:
+            return self._decoder.decode(data), []
+        except msgspec.ValidationError as error:
+            try:
+                rest, ignored = self._fields.settle(data, self._acting, strict=self._settings.strict_fields)
+            except (msgspec.ValidationError, RecursionError):
+                raise error from None
+            return self._decoder.decode(rest), ignored
 
     async def _reply(self, call: Call, scope: Any, receive: Any, send: Any) -> None:
         deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
@@ -123,12 +142,14 @@ class Endpoint:
         except Exception as error:
             await _send_error(_logged(error, call.id), scope, receive, send)
             return
+        headers = ignored_header(call.ignored)
         if isinstance(reply, Events):
-            await streaming.EventSender(send, scope["state"]).send_all(reply.items, deadline=deadline, call_id=call.id)
+            sender = streaming.EventSender(send, scope["state"], headers, named=reply.named)
+            await sender.send_all(reply.items, deadline=deadline, call_id=call.id)
             return
         if isinstance(reply, Reply):
             data = msgspec.json.encode(reply.content)
-            reply = Response(data, reply.status, reply.headers, media_type="application/json")
+            reply = Response(data, reply.status, reply.headers | headers, media_type="application/json")
         await reply(scope, receive, send)
 
 

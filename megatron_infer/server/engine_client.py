@@ -223,8 +223,8 @@ class EngineClient:
     # ------------------------------------------------------------------ requests
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that this server does not serve."""
-        if name is not None and name not in self.model_names:
+        """Raises ApiError 404 for a model that this server does not serve. None or "": no name is given."""
+        if name and name not in self.model_names:
             message = f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -1,4 +1,4 @@
-"""Request fields that modules add to the OpenAI bodies: name, type, and how they act. All other fields are refused."""
+"""Request fields that modules add to the OpenAI bodies: name, type, and how they act."""
 
 from __future__ import annotations
 
@@ -9,25 +9,6 @@ from typing import Any, Protocol
 import msgspec
 
 from megatron_infer.text.tool_parsers import HERMES, CallFormat
-
-NOT_SERVED: dict[str, str] = {
-    "tools": "tools: tool calls are served at /v1/chat/completions only",
-    "tool_choice": "tool_choice: tool calls are served at /v1/chat/completions only",
-    "parallel_tool_calls": "parallel_tool_calls: tool calls are served at /v1/chat/completions only",
-    "functions": "functions: use tools",
-    "function_call": "function_call: use tool_choice",
-    "guided_whitespace_pattern": "guided_whitespace_pattern: use structured_outputs with disable_any_whitespace",
-    "guided_decoding_backend": "guided_decoding_backend: llguidance is the only one; leave it out",
-    "reasoning_effort": "reasoning_effort: give the chat template's own variable in chat_template_kwargs",
-    "audio": "audio: this server makes text",
-    "prediction": "prediction: predicted outputs are not served",
-    "web_search_options": "web_search_options: this server does not search",
-    "verbosity": "verbosity: not supported; ask for it in a message",
-    "metadata": "metadata: this server stores no completions",
-    "use_beam_search": "use_beam_search: beam search is not served; use best_of",
-    "length_penalty": "length_penalty: beam search is not served",
-}
-"""Fields of OpenAI's and vLLM's APIs that no module serves -> the error message."""
 
 
 class Splitter(Protocol):
@@ -64,8 +45,12 @@ class ParsedBody:
     """Further variables of the chat template."""
     structured: tuple[str, dict[str, Any]] | None = None
     """(field to blame, fields of StructuredOutput) that another module needs; `structured_outputs` applies them."""
+    begins_freely: bool = False
+    """Whether the structured output may begin with any text, reasoning say."""
     make_splitter: Callable[[], Splitter] = PlainSplitter
     """Makes the splitter of each sequence of a chat, once `prompt_end` is known."""
+    ignored: list[str] = field(default_factory=list)
+    """Fields that have no effect in this call, for the header x-ignored-fields; see `request_fields.ignore`."""
     prompt_end: str = ""
     """The end of a chat's prompt as text, special tokens included."""
 
@@ -92,7 +77,6 @@ class ExtraFields:
     def __init__(self) -> None:
         self._fields: dict[str, list[ExtraField]] = {}
         self._rules: dict[str, list[Rule]] = {}
-        self.hints = dict(NOT_SERVED)
 
     def add(self, route: str, extra: ExtraField) -> None:
         fields = self._fields.setdefault(route, [])

@@ -39,9 +39,14 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     async def version(call: Call) -> Reply:
         return Reply({"version": __version__})
 
-    for path in ("/health", "/v1/health"):
+    async def load(call: Call) -> Reply:
+        """Calls in progress, under vLLM's name."""
+        return Reply({"server_load": client.num_calls})
+
+    for path in ("/health", "/v1/health", "/ping", "/ready"):
         routes.add("GET", path, health, "Whether requests are served", statuses=(503,), open=True)
     routes.add("GET", "/health_generate", generate, "Generate one token", statuses=(429, 503))
+    routes.add("GET", "/load", load, "Calls in progress")
     routes.add("GET", "/version", version, "The server's version", open=True)
 
 

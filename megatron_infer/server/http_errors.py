@@ -99,8 +99,8 @@ def _named_field(message: str) -> str | None:
     return found[1] if found else None
 
 
-def of_validation(error: Exception, body: Any, hints: dict[str, str]) -> ApiError:
-    """The reply to a body that its msgspec type rejects. hints: field that is not supported -> error message."""
+def of_validation(error: Exception, body: Any) -> ApiError:
+    """The reply to a body that its msgspec type rejects."""
     if not isinstance(error, msgspec.ValidationError):
         return bad_request(f"the body is not valid JSON: {error}", None, "invalid_json")
     text, _, place = str(error).partition(" - at `")
@@ -113,8 +113,7 @@ def of_validation(error: Exception, body: Any, hints: dict[str, str]) -> ApiErro
     if unknown and path is None:
         name = unknown[1]
         known = [field.encode_name for field in msgspec.structs.fields(body)]
-        message = hints.get(name) or f"{unknown_name('field', name, known)}; it would have no effect, remove it"
-        return bad_request(message, name, "unsupported_field" if name in hints else "unknown_field")
+        return bad_request(f"{unknown_name('field', name, known)}; remove it", name, "unknown_field")
     missing = re.match(r"Object missing required field `(.*)`", text)
     if missing and path is None:
         return bad_request(f"{missing[1]}: it must be given", missing[1], "missing_field")

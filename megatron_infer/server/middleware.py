@@ -69,7 +69,7 @@ class Middleware:
         """The error that the call is refused with before its body is read; None: it is accepted."""
         if (refusal := self._sites.refusal(scope["headers"])) is not None:
             return refusal
-        if scope["path"] not in self._open_paths and not self._key.allows(_header(scope, b"authorization")):
+        if scope["path"] not in self._open_paths and not self._key.allows(_authorization(scope)):
             message = "this server asks for an API key: send Authorization: Bearer KEY with the right one"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] == "POST":
@@ -143,6 +143,12 @@ class _WrappedCall:
         path = self._scope["path"][:200].encode("unicode_escape").decode()
         method, status = self._scope["method"], self._ended_with
         log.info("%s %s %s %d %.0f ms%s%s", self._id, method, path, status, ms, how, reason)
+
+
+def _authorization(scope: Any) -> bytes | None:
+    """The Authorization header, or as Anthropic's clients send the key: x-api-key."""
+    key = _header(scope, b"x-api-key")
+    return b"Bearer " + key if key is not None else _header(scope, b"authorization")
 
 
 def _header(scope: Any, name: bytes) -> bytes | None:

@@ -23,5 +23,26 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         client.check_model(name)
         return Reply(card(name))
 
+    async def model_info(call: Call) -> Reply:
+        """SGLang's description of the model."""
+        tokenizer = client.tokenizer
+        versions = [replica["weight_version"] for replica in client.replicas]
+        info = {
+            "model_path": client.model_names[0],
+            "served_model_name": client.model_names[0],
+            "tokenizer_path": None if tokenizer is None else tokenizer.name,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": str(max(versions, default=0)),
+            "reasoning_parser": settings.reasoning_parser,
+            "tool_call_parser": settings.tool_call_parser,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "max_model_len": client.max_length,
+        }
+        return Reply(info)
+
+    for path in ("/model_info", "/get_model_info"):
+        routes.add("GET", path, model_info, "The model, under SGLang's names")
     routes.add("GET", "/v1/models", models, "The models that are served")
     routes.add("GET", "/v1/models/{model:path}", model, "One model", statuses=(404,))

@@ -18,6 +18,7 @@ Count = Annotated[int, Meta(ge=1, le=1024)]
 Text = Annotated[str, Meta(min_length=1)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 """A smaller value is scheduled sooner."""
+RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -26,13 +27,13 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    """With include_usage: every chunk has the usage so far."""
 
 
-class SamplingBody(Body):
-    """Fields that completions and chat completions share."""
+class SamplingFields(Body):
+    """Fields of SamplingParams that routes share, under vLLM's names."""
 
-    model: str | None = None
     n: Count | None = None
     temperature: Annotated[float, Meta(ge=0.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
@@ -52,12 +53,22 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+
+
+class SamplingBody(SamplingFields):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    """"" counts as not given."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens of logprobs are given as "token_id:5"."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Priority | None = None
+    request_id: RequestId | None = None
+    """The reply's id behind its prefix, and an id for /abort_requests."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
 
 
 SAMPLING_FIELDS = tuple(name for name in SamplingBody.__struct_fields__ if name in SamplingParams.__dataclass_fields__)
@@ -71,7 +82,6 @@ class CompletionBody(SamplingBody, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
     best_of: Count | None = None
-    suffix: Literal[""] | None = None
     add_special_tokens: bool | None = None
 
 
@@ -83,16 +93,15 @@ class TextPart(Body, kw_only=True):
 class Message(Body, kw_only=True):
     """One message. An assistant message may hold the token ids it was sampled as, see prevent_retokenization."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """"function" is the old name of "tool"."""
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
+    reasoning: str | None = None
+    """Another name of reasoning_content, which goes before it."""
     prompt_token_ids: TokenIds | None = None
     generation_token_ids: list[TokenId] | None = None
     generation_log_probs: list[float] | None = None
@@ -108,12 +117,30 @@ class ChatBody(SamplingBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """A variable of the chat template; without effect where the template does not read it."""
+    documents: list[dict[str, Any]] | None = None
+    """A variable of the chat template; without effect where the template does not read it."""
+    include_reasoning: bool | None = None
+    """False: the reply leaves out reasoning, where the server separates it."""
     prevent_retokenization: bool | None = None
     return_tokenized_data: bool | None = None
-    skip_prompt_log_probs: Literal[True] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    return_raw_text: bool | None = None
+    """Each message has raw_text: the prompt as text with its special tokens, and the answer behind it."""
+    add_BOS: bool | None = None
+    """True: the prompt begins with one BOS token; False: with none; not given: as the chat template writes it."""
+
+
+class MegatronCompletionBody(CompletionBody, kw_only=True):
+    """At /completions, as of megatron-core's server: top_p 0 sets no limit."""
+
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+
+
+class MegatronChatBody(ChatBody, kw_only=True):
+    """At /chat/completions, as of megatron-core's server: top_p 0 sets no limit."""
+
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
 
 
 class TokenizeBody(Body):

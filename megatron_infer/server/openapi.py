@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,12 @@ import msgspec
 from megatron_infer import __version__
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.server.routes import Operation, Routes
 from megatron_infer.server.server_config import ServerConfig
 
+EXTENSION = "x-fields-without-action"
+"""Of a component: its fields of `request_fields`, with the values that ask for nothing."""
 REFERENCE = "#/components/schemas/{name}"
 
 
@@ -44,6 +48,9 @@ def describe(routes: Routes, settings: ServerConfig, model_names: Sequence[str])
     for component in components.values():
         _put_limits(component, settings)
         _put_model_names(component, model_names)
+    for key, operation in routes.operations.items():
+        if bodies[key] is not None:
+            _put_fields(components, bodies[key].__name__, operation.fields)
     body_schemas = iter(schemas)
     paths: dict[str, Any] = {}
     for (path, method), operation in routes.operations.items():
@@ -61,6 +68,28 @@ def describe(routes: Routes, settings: ServerConfig, model_names: Sequence[str])
     return document
 
 
+def _put_fields(components: dict[str, Any], name: str, table: FieldTable) -> None:
+    """Put the fields without an action into a component, and into those of its fields that have a table.
+
+    A null field counts as not given, whatever its name.
+    """
+    component = components[name]
+    properties = component.get("properties", {})
+    component["additionalProperties"] = {"type": "null"}
+    component[EXTENSION] = {
+        field_name: {
+            "effect": "refused" if rule.is_refused else "none",
+            "unset": [*rule.unset, None],
+            "description": rule.reason,
+        }
+        for field_name, rule in table.rules.items()
+        if field_name not in properties
+    }
+    for field_name, inner in table.nested.items():
+        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(properties[field_name])):
+            _put_fields(components, reference, inner)
+
+
 def _put_limits(component: dict[str, Any], settings: ServerConfig) -> None:
     """Put this server's limits in place of the types' own maxima."""
     limits = {"n": settings.max_n, "best_of": settings.max_n}
@@ -75,7 +104,7 @@ def _put_model_names(component: dict[str, Any], names: Sequence[str]) -> None:
     """Restrict `model` to the served names."""
     for choice in component.get("properties", {}).get("model", {}).get("anyOf", ()):
         if choice.get("type") == "string":
-            choice["enum"] = list(names)
+            choice["enum"] = [*names, ""]
 
 
 def _operation(operation: Operation, schema: Any, has_key: bool) -> dict[str, Any]:
@@ -84,7 +113,7 @@ def _operation(operation: Operation, schema: Any, has_key: bool) -> dict[str, An
     statuses |= {401} if has_key and not operation.open else set()
     replies: dict[str, Any] = {str(status): {"description": "refused", "content": error} for status in sorted(statuses)}
     replies["200"] = {"description": "done", "content": {name: {} for name in operation.media_types}}
-    if operation.path.endswith("health"):
+    if operation.path.endswith(("health", "/ping", "/ready")):
         replies["503"] = replies["200"] | {"description": "not serving"}
     shown: dict[str, Any] = {"summary": operation.summary, "responses": replies}
     names = re.findall(r"\{(\w+)", operation.path)

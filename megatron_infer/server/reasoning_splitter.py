@@ -1,4 +1,4 @@
-"""Splits reasoning from the answer of a chat: reasoning_content, whole and streamed, before tool calls and content."""
+"""Splits reasoning from the answer of a chat: reasoning, whole and streamed, before tool calls and content."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
         def make() -> Splitter:
             end = _mark_of_continued(body, reasoning) if body.continue_final_message else parsed.prompt_end
-            if parsed.sampling.get("structured") is not None:
+            if parsed.sampling.get("structured") is not None and not parsed.begins_freely:
                 end = reasoning.ends[0]  # structured output begins at once, without reasoning
-            return ReasoningSplitter(ReasoningParser(reasoning, end), make_inner())
+            hides = body.include_reasoning is False
+            return ReasoningSplitter(ReasoningParser(reasoning, end), make_inner(), hides_reasoning=hides)
 
         parsed.make_splitter = make
 
@@ -43,10 +44,10 @@ def _mark_of_continued(body: ChatBody, reasoning: ReasoningFormat) -> str:
 
 
 class ReasoningSplitter:
-    """Reasoning becomes reasoning_content; the text behind it goes to `inner`."""
+    """Reasoning becomes reasoning and reasoning_content, the same text; the text behind it goes to `inner`."""
 
-    def __init__(self, parser: ReasoningParser, inner: Splitter) -> None:
-        self._parser, self._inner = parser, inner
+    def __init__(self, parser: ReasoningParser, inner: Splitter, *, hides_reasoning: bool = False) -> None:
+        self._parser, self._inner, self._hides_reasoning = parser, inner, hides_reasoning
 
     def feed(self, text: str, *, finished: bool) -> list[dict[str, Any]]:
         parts = self._parser.feed(text)
@@ -54,8 +55,8 @@ class ReasoningSplitter:
             parts += self._parser.finish()
         deltas: list[dict[str, Any]] = []
         for one in parts:
-            if one.reasoning:
-                deltas.append({"reasoning_content": one.reasoning})
+            if one.reasoning and not self._hides_reasoning:
+                deltas.append({"reasoning": one.reasoning, "reasoning_content": one.reasoning})
             if one.content:
                 deltas += self._inner.feed(one.content, finished=False)
         return deltas + self._inner.feed("", finished=True) if finished else deltas

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.server.openai_protocol import StreamOptions
 
 
-def usage_of(outputs: Iterable[RequestOutput], *, num_hidden: int = 0, shows_cached: bool = True) -> dict[str, Any]:
+def usage_of(outputs: Iterable[RequestOutput], *, num_hidden: int = 0, shows_cached: bool) -> dict[str, Any]:
     """`usage` of a call.
 
     num_hidden: sampled tokens that the reply leaves out, and that do not count. shows_cached: with the number of prompt
@@ -47,6 +48,23 @@ def version_spans_of(one: CompletionOutput) -> list[dict[str, int]]:
 def sampled_logprobs(entries: Iterable[dict[int, Logprob]]) -> list[float]:
     """The log probability of each sampled token, which is the first of its entry."""
     return [next(iter(entry.values())).logprob for entry in entries]
+
+
+class StreamUsage:
+    """`usage` of the chunks of a stream, as its stream_options ask."""
+
+    def __init__(self, options: StreamOptions | None, *, shows_cached: bool) -> None:
+        """shows_cached: see `usage_of`."""
+        self._shows_cached = shows_cached
+        self.at_end = options is not None and bool(options.include_usage)
+        """Whether a last chunk without choices has the usage of the call."""
+        self._in_every = self.at_end and options is not None and bool(options.continuous_usage_stats)
+
+    def of_chunk(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        """The field of a chunk before the last. outputs: the newest of each request."""
+        if self._in_every:
+            return {"usage": usage_of(outputs, shows_cached=self._shows_cached)}
+        return {"usage": None} if self.at_end else {}
 
 
 @dataclass(slots=True)

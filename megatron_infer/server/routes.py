@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from megatron_infer.server.endpoint import Endpoint, Handler
 from megatron_infer.server.extra_fields import ExtraFields
+from megatron_infer.server.request_fields import NO_FIELDS, FieldTable
 from megatron_infer.server.server_config import ServerConfig
 
 
@@ -40,6 +41,8 @@ class Operation:
     """An empty body counts as {}."""
     body_limit: str = "max_body_bytes"
     """The option with the most bytes its body may have."""
+    fields: FieldTable = NO_FIELDS
+    """What becomes of fields that its body's type does not have."""
 
 
 class Routes:
@@ -74,7 +77,7 @@ class Routes:
                 operation.handler,
                 self.body_of(operation),
                 self._settings,
-                self.fields.hints,
+                operation.fields,
                 optional_body=operation.optional_body,
                 body_limit=operation.body_limit,
             )

@@ -22,6 +22,8 @@ def sampling_of(body: SamplingBody, settings: ServerConfig) -> dict[str, Any]:
     values = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     check_limit("n", values.get("n", 1), settings.max_n, "max_n")
     check_limit("prompt_logprobs", values.get("prompt_logprobs", 0), settings.max_logprobs, "max_logprobs")
+    if values.get("top_p") == 0.0:  # Megatron's routes only: it means no limit there
+        del values["top_p"]
     check_lists(values, settings)
     check_stream_options(body)
     if body.stream and body.prompt_logprobs is not None:

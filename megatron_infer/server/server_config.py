@@ -46,6 +46,8 @@ class ServerConfig:
     """Directory that paths of new weights must lie in. None: weights are not read from files."""
     max_weight_bytes: int = 512 << 20
     """Most bytes in one body of new weights; send a larger update in several."""
+    strict_fields: bool = False
+    """Refuse request fields that have no effect here, which are otherwise listed in the header x-ignored-fields."""
     max_queue: int = 1024
     """Most requests that wait for an engine; further ones are answered 429."""
     isolate_prefix_cache: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
@@ -27,9 +27,13 @@ _HEADERS = [
 class EventSender:
     """Sends events as they come. `send` waits while the client does not read, and the generator with it."""
 
-    def __init__(self, send: Any, state: dict[str, Any]) -> None:
-        """state: the call's; gets `error` and `failed_status` of a stream that ends by an error."""
-        self._send, self._state = send, state
+    def __init__(
+        self, send: Any, state: dict[str, Any], headers: Mapping[str, str] | None = None, *, named: bool = False
+    ) -> None:
+        """state: the call's; gets `error` and `failed_status` of a stream that ends by an error. headers: further ones.
+        named: each event has its type as its name, and there is no [DONE]."""
+        self._send, self._state, self._named = send, state, named
+        self._headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in (headers or {}).items())]
 
     async def send_all(self, items: AsyncGenerator[Any], *, deadline: float, call_id: str) -> None:
         """Send every item as an event, None as a comment; then [DONE].
@@ -38,22 +42,26 @@ class EventSender:
 
         deadline: on the event loop's clock. The generator is closed in every case.
         """
-        last = DONE
+        last = b"" if self._named else DONE
         try:
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             async with asyncio.timeout_at(deadline):
                 async for item in items:
-                    await self._body(COMMENT if item is None else b"data: %b\n\n" % msgspec.json.encode(item))
+                    await self._body(COMMENT if item is None else self._event(item))
         except Exception as error:
             reply = api_error_of(error)
             self._state["error"], self._state["failed_status"] = reply.message, reply.status
             if reply.code == "internal_error":
                 log.error("request %s failed in its stream", call_id, exc_info=error)
-            last = b"data: %b\n\n" % msgspec.json.encode(reply.body())
+            last = self._event({"type": "error", **reply.body()} if self._named else reply.body())
         finally:
             await items.aclose()
         async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
             await self._body(last, more=False)
+
+    def _event(self, item: Any) -> bytes:
+        data = msgspec.json.encode(item)
+        return b"event: %b\ndata: %b\n\n" % (item["type"].encode(), data) if self._named else b"data: %b\n\n" % data
 
     async def _body(self, data: bytes, *, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

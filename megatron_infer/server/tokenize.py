@@ -8,6 +8,7 @@ from megatron_infer.server.call_limits import check_num_tokens
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.field_tables import TOKENIZE
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.openai_protocol import DetokenizeBody, TokenizeBody
 from megatron_infer.server.routes import Routes
@@ -36,7 +37,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         return Reply({"prompt": await client.decode(body.tokens, skip_special=bool(body.skip_special_tokens))})
 
     summary = "Token ids of a text or of a conversation"
-    routes.add("POST", "/tokenize", tokenize, summary, body=TokenizeBody, statuses=(404,))
+    routes.add("POST", "/tokenize", tokenize, summary, body=TokenizeBody, fields=TOKENIZE, statuses=(404,))
     routes.add("POST", "/detokenize", detokenize, "The text of token ids", body=DetokenizeBody, statuses=(404,))
 
 

@@ -17,10 +17,11 @@ from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ExtraField, ParsedBody
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.openai_protocol import Body
+from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
-from megatron_infer.text.tool_grammar import call_grammar
+from megatron_infer.text.tool_grammar import call_grammar, text_and_call_grammar
 from megatron_infer.text.tool_parsers import FORMATS, HERMES, CallFormat, CallParser, ToolDelta, format_of
 
 log = logging.getLogger("megatron_infer.server")
@@ -86,12 +87,12 @@ class ToolRule:
         parsed.call_format = self._call_format or HERMES
         choice = body.tool_choice
         if body.tools is None:
-            for name in ("tool_choice", "parallel_tool_calls"):
-                if getattr(body, name) not in (None, "none"):
-                    raise bad_request(f"{name} goes with tools; give both or none", name)
+            if choice not in (None, "none", "auto"):
+                raise bad_request("tool_choice goes with tools; give both or none", "tool_choice")
             return
         names = _names(body.tools)
         self._check_schemas(body.tools)
+        parsed.tools = [_plain(tool) for tool in body.tools]
         if choice == "none":
             return
         call_format = self._call_format
@@ -99,10 +100,9 @@ class ToolRule:
             text = "tools: the chat template teaches calls in a format that is not known here; start with"
             raise bad_request(f"{text} --tool-call-parser NAME where one fits ({', '.join(FORMATS)})", "tools")
         keep_special_marks(self._tokenizer, parsed, (call_format.opening, call_format.closing), "tools")
-        parsed.tools = [_plain(tool) for tool in body.tools]
         only_one = body.parallel_tool_calls is False or isinstance(choice, Chosen)
         if choice in (None, "auto"):
-            _check_unforced(body.tools, parsed)
+            self._hold_strict(call_format, body.tools, parsed)
         else:
             self._force(call_format, choice, body.tools, parsed, only_one=only_one)
         parsed.make_splitter = partial(ToolSplitter, call_format, frozenset(names), only_one=only_one)
@@ -127,11 +127,34 @@ class ToolRule:
             if not tools:
                 text = f"tool_choice: there is no {choice.function.name!r} among tools"
                 raise bad_request(text, "tool_choice")
-        described = [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
-        marks = (call_format.opening, call_format.closing)
-        special = {mark: id for mark in marks if (id := _special_id(self._tokenizer, mark)) is not None}
-        grammar = call_grammar(call_format, described, only_one=only_one, special=special)
+        described = self._described(tools)
+        grammar = call_grammar(call_format, described, only_one=only_one, special=self._special(call_format))
         parsed.structured = ("tools", {"grammar": grammar})
+
+    def _hold_strict(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody) -> None:
+        """Hold the calls of strict tools to their schemas, where the model may call or not."""
+        if parsed.sampling.get("structured") is not None:
+            text = "the answer is held to a form in which there are no calls; give tool_choice: none, or no such form"
+            raise bad_request(f"tools: {text}", "tools")
+        if not any(tool.function.strict for tool in tools):
+            return
+        if not call_format.is_marked:
+            text = f"calls in the format {call_format.name} begin without a mark; with tool_choice: required it acts"
+            ignore(parsed.ignored, "tools[].function.strict", text, strict=self._settings.strict_fields)
+            return
+        strict = self._described([tool for tool in tools if tool.function.strict])
+        loose = [{"name": tool.function.name, "parameters": {}} for tool in tools if not tool.function.strict]
+        grammar = text_and_call_grammar(call_format, strict + loose, special=self._special(call_format))
+        parsed.structured, parsed.begins_freely = ("tools", {"grammar": grammar}), True
+
+    def _described(self, tools: list[Tool]) -> list[dict[str, Any]]:
+        """Names and parameters."""
+        return [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
+
+    def _special(self, call_format: CallFormat) -> dict[str, int]:
+        """Ids of the marks that are special tokens."""
+        marks = (call_format.opening, call_format.closing)
+        return {mark: id for mark in marks if (id := _special_id(self._tokenizer, mark)) is not None}
 
 
 def _names(tools: list[Tool]) -> list[str]:
@@ -141,22 +164,6 @@ def _names(tools: list[Tool]) -> list[str]:
             where = f"tools[{place}].function.name"
             raise bad_request(f"{where}: {name!r} stands there twice", where)
     return names
-
-
-def _check_unforced(tools: list[Tool], parsed: ParsedBody) -> None:
-    """Raises ApiError 400 for guarantees that need forced calls, when the model may choose to call or not."""
-    for place, tool in enumerate(tools):
-        if tool.function.strict:
-            where = f"tools[{place}].function.strict"
-            text = (
-                "arguments are held to their schema where calls are forced only (tool_choice: required, or a function)"
-            )
-            raise bad_request(f"{where}: {text}; give one, or no strict: true", where)
-    if parsed.sampling.get("structured") is not None:
-        text = (
-            "tools: the answer is held to a form in which there are no calls; give tool_choice: none, or no such form"
-        )
-        raise bad_request(text, "tools")
 
 
 def _special_id(tokenizer: Tokenizer | None, mark: str) -> int | None:

@@ -99,10 +99,9 @@ def render(
     compiled = _compile(template)
     try:
         return compiled.render(
-            **dict(variables or {}),
+            **{"documents": None, **dict(variables or {})},
             messages=messages,
             tools=tools,
-            documents=None,
             add_generation_prompt=add_generation_prompt,
         )
     except RecursionError:

@@ -63,6 +63,11 @@ class Tokenizer:
         """The chat template for conversations with tools; None if the model has none."""
         return self._templates.get("tool_use", self._templates.get("default"))
 
+    def template_reads(self, variable: str) -> bool:
+        """Whether the default chat template uses a variable."""
+        template = self._templates.get("default")
+        return template is not None and chat_template.reads(template, variable)
+
     @property
     def knows_tools(self) -> bool:
         """Whether the chat template shows tools to the model."""

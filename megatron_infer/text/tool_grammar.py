@@ -1,4 +1,4 @@
-"""A grammar that matches calls of given tools only, in the model's own format; forces tool calls."""
+"""Grammars that hold tool calls to their schemas, in the model's own format: calls only, or calls within free text."""
 
 from __future__ import annotations
 
@@ -37,8 +37,34 @@ def call_grammar(
     else:
         one, closing = f'{mark(call_format.opening)} "\\n" body "\\n" {mark(call_format.closing)}', ""
     more = "" if only_one else f" ({json.dumps(between)} call)*"
+    return f"start: {opening} call{more} {closing}\ncall: {one}\n{_body(call_format, tools)}"
+
+
+def text_and_call_grammar(
+    call_format: CallFormat, tools: Sequence[Mapping[str, Any]], *, special: Mapping[str, int]
+) -> str:
+    """The grammar of any text in which what follows the opening mark is a call of one of the tools.
+
+    The format must be marked. tools, special: see `call_grammar`.
+    """
+    assert call_format.is_marked, call_format.name
+
+    def mark(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else json.dumps(text)
+
+    opening, closing = call_format.opening, mark(call_format.closing) if call_format.closing else ""
+    listed = f'"[" body ({json.dumps(call_format.between)} body)* "]"'
+    inner = listed if call_format.is_listed else '"\\n" body "\\n"'
+    # Text ends lazily at the mark, so that the mark is never part of the text.
+    head = f"call: TEXT {mark(opening)}" if opening in special else f"head[lazy]: TEXT {mark(opening)}\ncall: head"
+    text = "start: call* TEXT\nTEXT: /(.|\\n)*/\n"
+    return f"{text}{head} {inner} {closing}\n{_body(call_format, tools)}"
+
+
+def _body(call_format: CallFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The rule of one call's JSON."""
     schema = json.dumps(_schema(call_format, tools)).replace("::=", "::\\u003d")  # llguidance would take it for GBNF
-    return f"start: {opening} call{more} {closing}\ncall: {one}\nbody: %json {schema}\n"
+    return f"body: %json {schema}\n"
 
 
 def _schema(call_format: CallFormat, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def all_running(case, count):
 
 @pytest.fixture
 def slow():
-    with serving_with_control(EchoEngine(step_s=0.01), EchoEngine(step_s=0.01)) as case:
+    with serving_with_control(EchoEngine(step_s=0.01), EchoEngine(step_s=0.01), show_cached_tokens=True) as case:
         yield case
 
 

@@ -7,6 +7,8 @@ import pytest
 from control_case import NAMES, STATES, call, enter_state, get, put_weights, serving_with_control, state_of
 from server_case import serving
 
+from megatron_infer.server.control import sglang_routes, vllm_routes
+from megatron_infer.server.control.sglang_routes import CHANNELS
 from megatron_infer.testing.echo import EchoEngine
 
 SHORT = {"max_new_tokens": 1, "temperature": 0}
@@ -17,6 +19,7 @@ STILL = (200, 200, 409, 409, 409, 409)
 AT_ALL = (200, 200, 200, 200, 409, 409)
 WHOLE = (200, 200, 200, 409, 409, 200)
 BRACKET = (409, 409, 409, 409, 200, 409)
+VERSIONS = (200, 200, 200, 409, 409, 409)
 DRAWS = (200, WAITS, 503, 503, WAITS, WAITS)
 
 TABLE = [
@@ -44,7 +47,7 @@ TABLE = [
     ("POST", "/update_weights", {"update_info": {"path": "step1"}}, BRACKET),
     ("POST", "/finish_weight_update", {"weight_version": 100}, BRACKET),
     ("POST", "/cancel_weight_update", None, BRACKET),
-    ("POST", "/update_weight_version", {"weight_version": 200}, (200, 200, 200, 409, 409, 409)),
+    ("POST", "/update_weight_version", {"weight_version": 200}, VERSIONS),
     ("GET", "/weight_info", None, ALWAYS),
     ("POST", "/pause_generation", {"mode": "in_place"}, STILL),
     ("POST", "/pause_generation", {"mode": "retract"}, STILL),
@@ -58,7 +61,22 @@ TABLE = [
     ("POST", "/resume_memory_occupation", {}, (409, 409, 200, 200, 409, 409)),
     ("POST", "/resume_memory_occupation", {"tags": ["weights"]}, (409, 409, 409, 200, 409, 409)),
     ("POST", "/update_weights_from_disk", {"model_path": "step1"}, WHOLE),
+    ("POST", "/update_weight_version", {"new_version": "step-200", "abort_all_requests": True}, VERSIONS),
     ("GET", "/get_weight_version", None, ALWAYS),
+    ("POST", "/weight_checker", {"action": "checksum"}, WHOLE),
+    ("POST", "/shutdown_weight_transfer_engine", None, ALWAYS),
+    ("POST", "/release_kv_cache_memory", None, AT_ALL),
+    ("POST", "/reset_mm_cache", None, ALWAYS),
+    ("POST", "/finish_session?session_id=7", None, ALWAYS),
+    ("POST", "/reset_encoder_cache", None, ALWAYS),
+    ("GET", "/release_memory_occupation", {"tags": ["kv_cache"]}, AT_ALL),
+    ("GET", "/resume_memory_occupation", {}, (409, 409, 200, 200, 409, 409)),
+    ("GET", "/weights_checker", {"action": "checksum"}, WHOLE),
+    ("POST", "/begin_weight_update", {"selector": "all"}, WHOLE),
+    ("POST", "/end_weight_update", {}, BRACKET),
+    ("POST", "/areal_pause_generation", {}, STILL),
+    ("POST", "/areal_continue_generation", {}, STILL),
+    ("POST", "/areal_update_weights", {"model_path": "step1"}, WHOLE),
     ("POST", "/weights_checker", {"action": "checksum"}, WHOLE),
     ("POST", "/weights_checker", {"action": "snapshot"}, WHOLE),
     ("POST", "/weights_checker", {"action": "reset"}, WHOLE),
@@ -114,15 +132,17 @@ def test_table_has_every_route_of_control():
     with serving_with_control() as case, serving() as plain:
         added = routes_of(case) - routes_of(plain)
     listed = {(method, path.partition("?")[0]) for method, path, _, _ in TABLE}
-    refused = {("POST", f"/update_weights_from_{name}") for name in ("tensor", "distributed", "ipc")}
-    refused |= {("POST", "/init_weights_update_group")}
+    refused = {("POST", path) for path in (*CHANNELS, *sglang_routes.NOT_SERVED, *vllm_routes.NOT_SERVED)}
     assert added - refused - {("POST", "/get_weight_version")} <= listed and refused < added
 
 
 def test_refusal_of_an_unserved_control_names_what_is_served():
     with serving_with_control() as case:
-        for path in ("/update_weights_from_tensor", "/update_weights_from_distributed", "/init_weights_update_group"):
-            assert "/update_weights_from_disk" in call(case, path, {}, expected=400)["error"]["message"]
+        for path in CHANNELS:
+            assert "/update_weights_from_disk" in call(case, path, {"names": ["a"]}, expected=501)["error"]["message"]
+        for path, reason in (sglang_routes.NOT_SERVED | vllm_routes.NOT_SERVED).items():
+            error = call(case, path, expected=501)["error"]
+            assert error["code"] == "not_served" and reason in error["message"]
         for info in ({"backend": "nccl"}, {"master_address": "10.0.0.1", "master_port": 1, "world_size": 2}):
             error = call(case, "/init_weight_transfer_engine", {"init_info": info}, expected=400)["error"]
             assert ("nccl" in error["message"] or "master_address" in error["message"]) and "disk" in error["message"]
@@ -135,7 +155,6 @@ def test_refusal_of_an_unserved_control_names_what_is_served():
         ("/pause?mode=kep", None, "abort, wait, keep"),
         ("/pause?mod=keep", None, "did you mean 'mode'"),
         ("/pause?mode=keep&mode=abort", None, "mode is given 2 times"),
-        ("/pause?mode=keep&clear_cache=true", None, "reset_running_requests"),
         ("/pause?clear_cache=maybe", None, "clear_cache is 'maybe'"),
         ("/sleep?level=3", None, "level is '3'; one of 0, 1, 2"),
         ("/sleep?tags=cuda_graph", None, "any of weights, kv_cache"),
@@ -148,10 +167,13 @@ def test_refusal_of_an_unserved_control_names_what_is_served():
         ("/release_memory_occupation", {"tags": []}, "tags is empty"),
         ("/abort_request", {}, "rid or abort_all"),
         ("/weights_checker", {"action": "look"}, "checksum, snapshot, compare, reset"),
-        ("/weights_checker", {}, "action: it must be given"),
+        ("/weight_checker", {"action": "snapshot"}, "checksum, compare, reset"),
+        ("/weight_checker", {"action": "compare"}, "baseline: compare needs"),
+        ("/begin_weight_update", {"selector": "draft"}, "there is one model"),
         ("/weights_checker", {"action": "compare"}, "there is no snapshot"),
-        ("/update_weight_version", {}, "weight_version must be given"),
-        ("/update_weight_version", {"weight_version": "v7"}, "a whole number"),
+        ("/update_weight_version", {}, "new_version must be given"),
+        ("/update_weight_version", {"weight_version": ""}, "a text of 1 to 256 characters"),
+        ("/update_weight_version", {"new_version": "v" * 300}, "a text of 1 to 256 characters"),
         ("/update_weight_version", {"weight_version": -1}, "a whole number"),
         ("/generate", {"text": "a", "input_ids": [1]}, "give text or input_ids"),
         ("/generate", {"input_ids": [1], "sampling_params": {"max_tokens": 4}}, "sampling_params"),
@@ -187,7 +209,7 @@ def test_refusal_of_an_unserved_control_names_what_is_served():
             {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": "a", "choice": ["b"]}}},
             "structured_outputs: ",
         ),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": 5}}, "stop is a list"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": 5}}, "sampling_params.stop"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": "4"}}, "max_tokens"),
         ("/inference/v1/generate", {"token_ids": [1], "model": "other"}, "is not served here"),
     ],

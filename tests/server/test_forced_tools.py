@@ -6,12 +6,15 @@ import json
 
 import openai
 import pytest
-from server_case import END, serving, tokenizer
+from server_case import END, START, serving, tokenizer
 
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text import tool_parsers
+from megatron_infer.text.grammar import GrammarCache
+from megatron_infer.text.tool_grammar import text_and_call_grammar
 
 pytest.importorskip("llguidance")
 
@@ -82,6 +85,57 @@ def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypat
         assert len(several) > 2 and all(json.loads(call.arguments) is not None for call in several[:-1])
 
 
+def test_strict_tools_are_held_to_their_schemas_where_the_model_chooses_to_call(engine, monkeypatch):
+    monkeypatch.setitem(tool_parsers.FORMATS, "special_mark", SPECIAL)
+    with serving(engine, tool_call_parser="special_mark", reasoning_parser="deepseek_r1") as case:
+
+        def asked(bias, **body):
+            body |= {"tools": [TURN, STOP], "max_tokens": 300, "seed": 3, "logit_bias": {str(START): bias}}
+            reply = case.http.post("/v1/chat/completions", json=body)
+            assert reply.status_code == 200 and "x-ignored-fields" not in reply.headers, reply.text
+            return reply.json()["choices"][0]["message"]
+
+        free = asked(-100, messages=[USER])
+        assert "tool_calls" not in free and free["reasoning"] == free["reasoning_content"], "any text may come"
+        answer = [USER, {"role": "assistant", "content": "</think>I turn."}]
+        for call in asked(100, messages=answer, continue_final_message=True)["tool_calls"][:-1]:
+            values = json.loads(call["function"]["arguments"])
+            name = call["function"]["name"]
+            assert (name, set(values)) in (("turn", {"to", "fast"}), ("stop", set()))
+
+
+@pytest.mark.parametrize("name", ["hermes", "granite", "mistral"])
+def test_text_and_calls_match_the_grammar_of_strict_tools_and_other_calls_do_not(name):
+    call_format, grammars = tool_parsers.FORMATS[name], GrammarCache(tokenizer(), 0)
+    tools = [TURN["function"], {"name": "free", "parameters": {}}]
+    grammar = StructuredOutput(grammar=text_and_call_grammar(call_format, tools, special={}))
+
+    def matches(text):
+        matcher = grammars.template(grammar).deep_copy()
+        return all(matcher.consume_token(token) for token in tokenizer().encode(text)) and matcher.is_accepting()
+
+    def call(function, arguments):
+        return json.dumps({"name": function, "arguments": arguments})
+
+    turn = call("turn", {"to": "left", "fast": True})
+    assert matches(f"I write {call_format.opening[:-1]} and no call")
+    assert matches(f"I look. {call_format.write([turn])} Done.")
+    assert matches(call_format.write([turn, call("free", {"any": [1]})]))
+    for wrong in (call("turn", {"to": "up", "fast": True}), call("turn", {"to": "left"}), call("fly", {})):
+        assert not matches(f"I look. {call_format.write([wrong])}")
+
+
+def test_strict_tools_of_a_format_without_a_mark_are_taken_and_listed(engine):
+    body = {"messages": [USER], "tools": [TURN], "max_tokens": 2}
+    for strict_fields, status in ((False, 200), (True, 400)):
+        with serving(engine, tool_call_parser="llama3_json", strict_fields=strict_fields) as case:
+            reply = case.http.post("/v1/chat/completions", json=body)
+            assert reply.status_code == status
+            shown = reply.text if strict_fields else reply.headers["x-ignored-fields"]
+            assert "tools[].function.strict" in shown
+            assert case.http.post("/v1/chat/completions", json={**body, "tools": [STOP]}).status_code == 200
+
+
 def test_options_allowed_and_refused_with_forced_calls(engine):
     with serving(engine) as case:
 
@@ -92,7 +146,6 @@ def test_options_allowed_and_refused_with_forced_calls(engine):
 
         named = {"type": "function", "function": {"name": "fly"}}
         assert refused(tools=[TURN], tool_choice=named)["param"] == "tool_choice"
-        assert "tools[0].function.strict" in refused(tools=[TURN])["message"]
         answer = {"type": "json_object"}
         assert "there are no calls" in refused(tools=[STOP], response_format=answer)["message"]
         both = refused(tools=[STOP], response_format=answer, tool_choice="required")

@@ -103,8 +103,14 @@ def test_openapi_document_has_every_operation_and_field_with_its_range(case):
     )
     schemas = document["components"]["schemas"]
     chat = schemas["ChatBody"]
-    assert {"tools", "hints", "least", "messages"} <= set(chat["properties"]) and chat["additionalProperties"] is False
-    assert "tools" not in schemas["CompletionBody"]["properties"]
+    assert {"tools", "hints", "least", "messages"} <= set(chat["properties"]) and chat["additionalProperties"] == {
+        "type": "null"
+    }
+    other = schemas["CompletionBody"]["x-fields-without-action"]
+    assert other["tools"]["effect"] == "refused" and other["tools"]["unset"] == [[], None], "not served there"
+    other = chat["x-fields-without-action"]
+    assert other["metadata"]["effect"] == "none" and "makes text" in other["audio"]["description"]
+    assert "tools" not in other and "cache_control" in schemas["Message"]["x-fields-without-action"]
     top_p = schemas["CompletionBody"]["properties"]["top_p"]["anyOf"][0]
     assert top_p == {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0}
     assert schemas["CompletionBody"]["properties"]["best_of"]["anyOf"][0]["maximum"] == case.config.max_n
@@ -113,7 +119,7 @@ def test_openapi_document_has_every_operation_and_field_with_its_range(case):
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     for name in ("CompletionBody", "ChatBody", "TokenizeBody"):
         kinds = document["components"]["schemas"][name]["properties"]["model"]["anyOf"]
-        assert {"type": "string", "enum": ["tiny"]} in kinds, "the names that are served, not any text"
+        assert {"type": "string", "enum": ["tiny", ""]} in kinds, "the names that are served, not any text"
 
 
 def test_model_without_a_tokenizer_takes_token_ids_and_refuses_text():
@@ -156,5 +162,5 @@ def test_control_routes_are_served_only_on_request(case):
 
 
 def test_events_helper_refuses_a_stream_that_was_cut():
-    with pytest.raises((AssertionError, IndexError)):
+    with pytest.raises((AssertionError, IndexError, KeyError)):
         events(["data: {}"])

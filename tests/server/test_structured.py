@@ -136,6 +136,7 @@ REFUSED = [
     ({"guided_regex": "a" * 5000}, "guided_regex", "the limit is 4,096"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "nothing can begin with it"),
     ({"guided_choice": []}, "guided_choice", "length"),
     ({"guided_choice": ["a"], "guided_regex": "a"}, None, "give one"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),

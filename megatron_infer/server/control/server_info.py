@@ -52,7 +52,7 @@ def _info(machine: ControlMachine, *, reads_files: bool) -> dict[str, Any]:
         "model_path": model,
         "served_model_name": model,
         "state": machine.status.name,
-        "weight_version": str(machine.version),
+        "weight_version": str(machine.shown_version()),
         "max_model_len": client.max_length,
         "max_total_num_tokens": client.max_length,
         "world_size": sum(ranks),

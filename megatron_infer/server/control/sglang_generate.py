@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta
 
-from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 from megatron_infer.outputs.token_support import TokenSupport
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Events, Reply
+from megatron_infer.server.field_tables import SGLANG_GENERATE
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
@@ -25,6 +27,8 @@ from megatron_infer.server.sampling_fields import check_limit, check_lists, para
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 DEFAULT_MAX_NEW_TOKENS = 128
+StartLength = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+TopCount = Annotated[int, Meta(ge=0, le=100)]
 
 
 class CustomParams(Body):
@@ -35,7 +39,8 @@ class CustomParams(Body):
 class Sampling(Body):
     """Sampling parameters under SGLang's names."""
 
-    max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """0: nothing is generated; the reply has the log probabilities of the prompt, where asked for."""
     min_new_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] | None = None
     temperature: Annotated[float, Meta(ge=0.0)] | None = None
@@ -50,14 +55,12 @@ class Sampling(Body):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    """Has no effect: tokenizers from tokenizer.json put no spaces there."""
     no_stop_trim: bool | None = None
     sampling_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    json_schema: Text | None = None
-    """A JSON schema as text."""
-    regex: Text | None = None
-    ebnf: Text | None = None
+    json_schema: str | None = None
+    """A JSON schema as text. Of this, regex and ebnf, "" counts as not given."""
+    regex: str | None = None
+    ebnf: str | None = None
     custom_params: CustomParams | None = None
 
 
@@ -79,9 +82,11 @@ class SglangGenerateBody(Body):
     sampling_params: Sampling | list[Sampling] | None = None
     rid: Text | list[Text] | None = None
     """Id for /abort_request."""
-    return_logprob: bool | None = None
-    logprob_start_len: Literal[-1] | None = None
-    top_logprobs_num: Annotated[int, Meta(ge=0, le=100)] | None = None
+    return_logprob: bool | list[bool] | None = None
+    """This and the next two may be lists with an entry for each prompt."""
+    logprob_start_len: StartLength | list[StartLength] | None = None
+    """Position from which the prompt's log probabilities are given; -1: nowhere."""
+    top_logprobs_num: TopCount | list[TopCount] | None = None
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = None
     stream: bool | None = None
@@ -94,6 +99,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         SglangGenerate(machine, fields).reply,
         "Continue texts or token ids (SGLang's API)",
         body=SglangGenerateBody,
+        fields=SGLANG_GENERATE,
         optional_body=False,
         media_types=("application/json", "text/event-stream"),
     )
@@ -120,49 +126,80 @@ class SglangGenerate:
         if len(samplings) != len(prompts):
             text = f"sampling_params has {len(samplings)} entries for {len(prompts)} prompts; give one, or one for each"
             raise bad_request(text, "sampling_params", "invalid_value")
-        requests = client.checked(
-            [
-                EngineRequest(prompt_ids=prompt, params=params_from(await self._values(body, one)))
-                for prompt, one in zip(prompts, samplings, strict=True)
-            ],
-            call,
-            field=field,
-        )
+        wanted, requests = _wanted_logprobs(body, len(prompts)), []
+        for prompt, one, logprobs in zip(prompts, samplings, wanted, strict=True):
+            if logprobs.start >= len(prompt):
+                text = f"logprob_start_len is {logprobs.start}, the prompt has {len(prompt)} tokens; start within it"
+                raise bad_request(text, "logprob_start_len")
+            params = params_from(await self._values(body, one, logprobs))
+            requests.append(EngineRequest(prompt_ids=prompt, params=params))
+        requests = client.checked(requests, call, field=field)
         if body.stream and (len(requests) > 1 or requests[0].params.n > 1):
             raise bad_request("stream: one sample of one prompt at a time; ask for several calls", "stream")
         ids = [call.id] if body.rid is None else [body.rid] if isinstance(body.rid, str) else body.rid
         if len(ids) not in (1, len(requests)):
             raise bad_request(f"rid has {len(ids)} entries for {len(requests)} prompts", "rid", "invalid_value")
         ids = ids * len(requests) if len(ids) == 1 else ids
-        reply = SglangReply(body, ids, is_batch, self._machine, self._token_texts)
+        hidden = [one.max_new_tokens == 0 for one in samplings]
+        reply = SglangReply(body, ids, is_batch, wanted, hidden, self._machine, self._token_texts)
         return await generate(client, requests, reply, stream=body.stream, abort_ids=ids)
 
-    async def _values(self, body: SglangGenerateBody, sampling: Sampling) -> dict[str, Any]:
+    async def _values(self, body: SglangGenerateBody, sampling: Sampling, logprobs: Logprobs) -> dict[str, Any]:
         """Fields of SamplingParams. Raises ApiError 400."""
         client = self._machine.client
         settings = client.settings
         values = {ours: value for name, ours in PARAMS.items() if (value := getattr(sampling, name)) is not None}
-        values.setdefault("max_tokens", DEFAULT_MAX_NEW_TOKENS)
+        # For 0 the engine samples one token, which the reply leaves out.
+        values["max_tokens"] = max(1, values.get("max_tokens", DEFAULT_MAX_NEW_TOKENS))
         check_limit("n", values.get("n", 1), settings.max_n, "max_n")
-        check_limit("top_logprobs_num", body.top_logprobs_num or 0, settings.max_logprobs, "max_logprobs")
+        check_limit("top_logprobs_num", logprobs.num_top, settings.max_logprobs, "max_logprobs")
         check_lists(values, settings)
-        if body.return_logprob:
-            values["logprobs"] = body.top_logprobs_num or 0
-        elif body.top_logprobs_num:
-            raise bad_request("top_logprobs_num is given without return_logprob: true; give both", "top_logprobs_num")
+        if logprobs.given:
+            values["logprobs"] = logprobs.num_top
+            if logprobs.start >= 0:
+                if body.stream:
+                    text = "the prompt's log probabilities come with whole replies only; give no stream: true"
+                    raise bad_request(f"logprob_start_len: {text}", "logprob_start_len")
+                values["prompt_logprobs"] = logprobs.num_top
         if body.return_routed_experts:
             values["return_routing"] = True
         if sampling.custom_params is not None and sampling.custom_params.return_top_p_token_ids:
             values["return_support"] = True
         if client.tokenizer is None:
             values["detokenize"] = False
-        given = [name for name in STRUCTURED if getattr(sampling, name) is not None]
+        given = [name for name in STRUCTURED if getattr(sampling, name)]
         if len(given) > 1:
             text = f"{' and '.join(given)} both say what the answer must be; give one"
             raise bad_request(text, given[-1], "invalid_structured_output")
         for name in given:
             values["structured"] = await self._fields.compiled(name, {STRUCTURED[name]: getattr(sampling, name)})
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What a prompt's reply has of them."""
+
+    given: bool
+    start: int
+    """Position of the first prompt token that has them; -1: none."""
+    num_top: int
+
+
+def _wanted_logprobs(body: SglangGenerateBody, num_prompts: int) -> list[Logprobs]:
+    """One for each prompt. Raises ApiError 400."""
+    columns: list[list[Any]] = []
+    for name, default in (("return_logprob", False), ("logprob_start_len", -1), ("top_logprobs_num", 0)):
+        value = getattr(body, name)
+        column = value if isinstance(value, list) else [default if value is None else value] * num_prompts
+        if len(column) != num_prompts:
+            text = f"{name} has {len(column)} entries for {num_prompts} prompts; give one, or one for each"
+            raise bad_request(text, name, "invalid_value")
+        columns.append(column)
+    wanted = [Logprobs(*values) for values in zip(*columns, strict=True)]
+    if any(one.num_top and not one.given for one in wanted):
+        raise bad_request("top_logprobs_num is given without return_logprob: true; give both", "top_logprobs_num")
+    return wanted
 
 
 class SglangReply:
@@ -173,11 +210,17 @@ class SglangReply:
         body: SglangGenerateBody,
         ids: list[str],
         is_batch: bool,
+        wanted: list[Logprobs],
+        hidden: list[bool],
         machine: ControlMachine,
         token_texts: TokenTexts,
     ) -> None:
-        """ids: one for each request. is_batch: whether the reply is a list."""
+        """ids, wanted, hidden: one for each request. is_batch: whether the reply is a list.
+
+        hidden: max_new_tokens was 0, and the sampled token is left out.
+        """
         self._body, self._ids, self._is_batch = body, ids, is_batch
+        self._wanted, self._hidden = wanted, hidden
         self._machine, self._token_texts = machine, token_texts
         self._began = time.monotonic()
 
@@ -195,35 +238,63 @@ class SglangReply:
         return ()
 
     def _reply(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        if self._hidden[index]:
+            one = _without_output(one)
         meta: dict[str, Any] = {
             "id": self._ids[index],
             "finish_reason": _finish_reason(one),
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": len(one.token_ids),
-            "cached_tokens": output.num_cached_tokens,
-            "weight_version": str(one.spans[-1].policy_version if one.spans else self._machine.version),
+            "cached_tokens": output.num_cached_tokens if self._machine.client.settings.show_cached_tokens else 0,
+            "weight_version": str(self._machine.shown_version(one.spans[-1].policy_version if one.spans else None)),
             "version_spans": version_spans_of(one),
             "e2e_latency": time.monotonic() - self._began,
         }
-        if self._body.return_logprob:
-            meta |= self._logprobs(one)
+        if self._wanted[index].given:
+            meta |= self._logprobs(self._wanted[index], output, one)
         if self._body.return_routed_experts and one.routing is not None:
             meta["routed_experts"] = routed_experts_field(one)
         if one.support is not None:
             meta |= support_fields(one.support)
         return {"text": one.text, "output_ids": one.token_ids, "meta_info": meta}
 
-    def _logprobs(self, one: CompletionOutput) -> dict[str, Any]:
-        """(logprob, token id, text or null) of each sampled token and, where asked for, of the top tokens."""
-        num_top = self._body.top_logprobs_num or 0
-        text_of = self._token_texts.text if self._body.return_text_in_logprobs else lambda token: None
-        sampled, top = [], []
-        for entry in one.logprobs or ():
-            tokens = [(value.logprob, token, text_of(token)) for token, value in entry.items()]
-            sampled.append(tokens[0])
-            top.append(sorted(tokens, key=lambda item: -item[0])[:num_top])
+    def _logprobs(self, wanted: Logprobs, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        """(logprob, token id, text or null) of each token and, where asked for, of the top tokens.
+
+        The first token of a prompt has no log probability (null).
+        """
+        sampled, top = self._columns(one.token_ids, one.logprobs or (), wanted.num_top)
         fields: dict[str, Any] = {"output_token_logprobs": sampled, "output_token_logprobs_length": len(sampled)}
-        return fields | {"output_top_logprobs": top} if num_top else fields
+        if wanted.num_top:
+            fields["output_top_logprobs"] = top
+        if wanted.start >= 0 and output.prompt_logprobs is not None:
+            ids, entries = output.prompt_token_ids[wanted.start :], output.prompt_logprobs[wanted.start :]
+            fields["input_token_logprobs"], top = self._columns(ids, entries, wanted.num_top)
+            if wanted.num_top:
+                fields["input_top_logprobs"] = top
+        return fields
+
+    def _columns(
+        self, ids: Sequence[int], entries: Sequence[dict[int, Logprob] | None], num_top: int
+    ) -> tuple[list[Any], list[Any]]:
+        """The entries of the tokens themselves, and of the top tokens of each."""
+        text_of = self._token_texts.text if self._body.return_text_in_logprobs else lambda token: None
+        chosen: list[Any] = []
+        top: list[Any] = []
+        for token, entry in zip(ids, entries, strict=False):  # a stream may bring a token before its entry
+            shown = {one: (value.logprob, one, text_of(one)) for one, value in (entry or {}).items()}
+            chosen.append(shown.get(token, (None, token, text_of(token))))
+            top.append(sorted(shown.values(), key=lambda item: -item[0])[:num_top] if shown else None)
+        return chosen, top
+
+
+def _without_output(one: CompletionOutput) -> CompletionOutput:
+    """The output of max_new_tokens 0."""
+    routing = None if one.routing is None else one.routing[:-1]
+    reason = None if one.finish_reason is None else "length"
+    return replace(
+        one, text="", token_ids=[], logprobs=[], spans=[], support=None, routing=routing, finish_reason=reason
+    )
 
 
 def routed_experts_field(one: CompletionOutput) -> str:

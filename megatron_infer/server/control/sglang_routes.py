@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
-from megatron_infer.server.control.vllm_routes import memory_of
+from megatron_infer.server.control.version_labels import checked_version
+from megatron_infer.server.control.vllm_routes import add_not_served, memory_of
 from megatron_infer.server.control.weight_files import checked_path
-from megatron_infer.server.control.weight_updates import WeightUpdates, checked_version
+from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.field_tables import ABORT, CONTINUE, UPDATE_FROM_DISK, WEIGHT_UPDATE, WEIGHTS_CHECKER
 from megatron_infer.server.http_errors import ApiError, bad_request
 from megatron_infer.server.openai_protocol import Body
 from megatron_infer.server.server_config import ServerConfig
@@ -26,11 +28,8 @@ class PauseBody(Body):
 
 
 class SglangAbortBody(Body):
-    """abort_message has no effect: replies name the finish reason."""
-
     rid: str | None = None
     abort_all: bool | None = None
-    abort_message: str | None = None
 
 
 class TagsBody(Body):
@@ -38,23 +37,26 @@ class TagsBody(Body):
 
 
 class DiskBody(Body, kw_only=True):
-    """No effect: flush_cache, as prefixes of other weights never match; keep_pause, as paused engines stay paused;
-    torch_empty_cache, as no such cache is kept; recapture_cuda_graph, as in-place updates keep graphs valid.
-    """
-
     model_path: str
-    load_format: Literal["auto", "safetensors"] | None = None
     weight_version: int | str | None = None
-    flush_cache: bool | None = None
     abort_all_requests: bool | None = None
-    keep_pause: bool | None = None
-    is_async: Literal[False] | None = None
-    torch_empty_cache: bool | None = None
-    recapture_cuda_graph: bool | None = None
 
 
-class CheckerBody(Body, kw_only=True):
-    action: str
+class CheckerBody(Body):
+    action: str | None = None
+    """None: checksum."""
+
+
+class ContinueBody(Body):
+    """It takes nothing that acts."""
+
+
+class BeginUpdateBody(Body):
+    """It takes nothing that acts."""
+
+
+class EndUpdateBody(Body):
+    weight_version: int | str | None = None
 
 
 def register(control_routes: ControlRoutes, machine: ControlMachine, updates: WeightUpdates) -> None:
@@ -63,30 +65,58 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     for method in ("GET", "POST"):
         add(method, "/flush_cache", routes.flush_cache, "Empty the prefix cache")
         add(method, "/get_weight_version", routes.get_version, "The weight version")
-    add("POST", "/pause_generation", routes.pause, "Pause", body=PauseBody)
-    add("POST", "/continue_generation", routes.resume, "Resume after a pause", body=Body)
+        add(method, "/release_memory_occupation", routes.release, "Release memory", body=TagsBody)
+        add(method, "/resume_memory_occupation", routes.restore, "Restore memory", body=TagsBody)
+        checker = {"body": CheckerBody, "fields": WEIGHTS_CHECKER}
+        add(method, "/weights_checker", routes.check, "Checksums of the weights", **checker)
+    for path in ("/pause_generation", "/areal_pause_generation"):
+        add("POST", path, routes.pause, "Pause", body=PauseBody)
+    for path in ("/continue_generation", "/areal_continue_generation"):
+        add("POST", path, routes.resume, "Resume after a pause", body=ContinueBody, fields=CONTINUE)
     add(
         "POST",
         "/abort_request",
         routes.abort,
         "Abort requests, which reply with what they have",
         body=SglangAbortBody,
+        fields=ABORT,
     )
-    add("POST", "/release_memory_occupation", routes.release, "Release memory", body=TagsBody)
-    add("POST", "/resume_memory_occupation", routes.restore, "Restore memory", body=TagsBody)
-    add("POST", "/update_weights_from_disk", routes.load, "Update weights from files", body=DiskBody,
-        optional_body=False)  # fmt: skip
+    for path in ("/update_weights_from_disk", "/areal_update_weights"):
+        add("POST", path, routes.load, "Update weights from files", body=DiskBody, fields=UPDATE_FROM_DISK,
+            optional_body=False)  # fmt: skip
     add(
         "POST",
-        "/weights_checker",
-        routes.check,
-        "Checksums of the weights",
-        body=CheckerBody,
-        optional_body=False,
+        "/begin_weight_update",
+        routes.begin,
+        "Begin a weight update",
+        body=BeginUpdateBody,
+        fields=WEIGHT_UPDATE,
     )
-    channels = [f"/update_weights_from_{name}" for name in ("tensor", "distributed", "ipc")]
-    for path in ("/init_weights_update_group", *channels):
-        add("POST", path, routes.not_served, "Not served; the error names what is", body=None)
+    add("POST", "/end_weight_update", routes.end, "Finish a weight update", body=EndUpdateBody)
+    add_not_served(control_routes, dict.fromkeys(CHANNELS, NO_CHANNEL) | NOT_SERVED)
+
+
+NO_CHANNEL = (
+    "there is no channel of tensors to other processes; take /update_weights_from_disk, or send safetensors bytes to "
+    "/update_weights"
+)
+CHANNELS = (
+    *(f"/update_weights_from_{name}" for name in ("tensor", "distributed", "ipc")),
+    *(f"/{verb}_weights_update_group" for verb in ("init", "destroy")),
+    "/pull_weights",
+    "/areal_init_weights_update_group",
+    "/areal_set_update_weight_meta",
+    "/areal_update_weights_xccl",
+)
+"""Routes of SGLang, slime and AReaL that bring weights through a channel between processes."""
+NOT_SERVED = {
+    "/post_process_weights": "derived copies of the weights are made again when an update is finished",
+    "/get_weights_by_name": "weights are not sent out; /weights_checker has their checksum",
+    "/load_lora_adapter": "there are no LoRA adapters here; merge one into the weights and update these",
+    "/unload_lora_adapter": "there are no LoRA adapters here",
+    "/slow_down": "engines are not slowed down; /pause_generation stops them",
+}
+"""Further routes that are answered with 501 -> why."""
 
 
 class SglangRoutes:
@@ -152,15 +182,25 @@ class SglangRoutes:
         num_paused = self._machine.client.num_calls if self._machine.status.state is ControlState.PAUSED else 0
         return self._reply(message, weight_version=str(version), num_paused_requests=num_paused)
 
+    async def begin(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        await self._updates.start()
+        return self._reply("The weight update has begun.")
+
+    async def end(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        version = await self._updates.finish(checked_version(call.body.weight_version))
+        return self._reply("The weight update is finished.", weight_version=str(version))
+
     async def get_version(self, call: Call) -> Reply:
         QueryParams(call).end()
         await self._machine.refresh()
-        return Reply({"weight_version": str(self._machine.version)})
+        return Reply({"weight_version": str(self._machine.shown_version())})
 
     async def check(self, call: Call) -> Reply:
         """compare replies 400 where the weights differ from the snapshot, as SGLang's clients expect."""
         QueryParams(call).end()
-        action = ACTIONS[checked_mode(call.body.action, ACTIONS)]
+        action = ACTIONS[checked_mode(call.body.action or "checksum", ACTIONS, name="action")]
         if action == "reset":
             await self._updates.spoil()
             return self._reply("The weights were overwritten; an update has to follow.")
@@ -172,13 +212,6 @@ class SglangRoutes:
         if not found["equal"]:
             raise ApiError(500, f"the replicas have different weights: {found['replicas']}", code="weights_differ")
         return self._reply("Success.", **found)
-
-    async def not_served(self, call: Call) -> Reply:
-        text = (
-            f"{call.request.url.path} is not served: there is no channel of tensors to other processes; take "
-            "/update_weights_from_disk, or send safetensors bytes to /update_weights"
-        )
-        raise bad_request(text, None, "unsupported_backend")
 
     def _reply(self, message: str, **figures: Any) -> Reply:
         state = self._machine.status.name

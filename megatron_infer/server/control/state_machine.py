@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from megatron_infer.coordinator.protocol import Overloaded
 from megatron_infer.server.control.control_states import GRAPHS, SERVING, TAGS, ControlState, ControlStatus, refusal
 from megatron_infer.server.control.fanout import Fanout
+from megatron_infer.server.control.version_labels import Version, VersionLabels
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 
@@ -31,6 +32,7 @@ class ControlMachine:
         """max_waiting: most calls that wait while the state changes."""
         self.client, self.fanout = client, Fanout(client, timeout_s=timeout_s)
         self.status = SERVING
+        self.labels = VersionLabels()
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._admits = asyncio.Event()
@@ -267,15 +269,19 @@ class ControlMachine:
         """Version of the weights; the newest where replicas differ."""
         return max((replica["weight_version"] for replica in self.client.replicas), default=0)
 
+    def shown_version(self, number: int | None = None) -> Version:
+        """A version under the name that its caller gave it. None: the version of the weights now."""
+        return self.labels.shown(self.version if number is None else number)
+
 
 def wrong_state(message: str) -> ApiError:
     return ApiError(409, message, code="wrong_state")
 
 
-def checked_mode(mode: str, known: Iterable[str] = MODES) -> str:
+def checked_mode(mode: str, known: Iterable[str] = MODES, *, name: str = "mode") -> str:
     """Raises ApiError 400."""
     if mode not in known:
-        raise bad_request(f"mode is {mode[:40]!r}; one of {', '.join(known)}", "mode", "invalid_value")
+        raise bad_request(f"{name} is {mode[:40]!r}; one of {', '.join(known)}", name, "invalid_value")
     return mode
 
 

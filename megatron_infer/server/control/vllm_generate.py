@@ -7,39 +7,44 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from megatron_infer.errors import unknown_name
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Events, Reply
+from megatron_infer.server.field_tables import VLLM_GENERATE
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
-from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, Priority, StreamOptions, Text, TokenIds
+from megatron_infer.server.openai_protocol import Body, Priority, SamplingFields, StreamOptions, Text, TokenIds
 from megatron_infer.server.reply_fields import DeltaReader, usage_of, version_spans_of
 from megatron_infer.server.sampling_fields import check_limit, check_lists, check_stream_options, params_from
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
-STRUCTURED = "structured_outputs"
-SAMPLING = (
-    *(name for name in SAMPLING_FIELDS if name != "priority"), "max_tokens", "logprobs", "detokenize", STRUCTURED
-)  # fmt: skip
-"""Fields of sampling_params."""
+
+class VllmSampling(SamplingFields):
+    """vLLM's SamplingParams."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    detokenize: bool | None = None
+    """Without effect: the reply has no text, and stop texts are matched in any case."""
+    structured_outputs: dict[str, Any] | None = None
+
+
+PARAMS = (*SamplingFields.__struct_fields__, "max_tokens", "logprobs")
+"""Fields of `VllmSampling` that SamplingParams has under the same name."""
 
 
 class VllmGenerateBody(Body, kw_only=True):
     token_ids: TokenIds
-    sampling_params: dict[str, Any] | None = None
-    """Fields of SamplingParams, whose names are vLLM's."""
+    sampling_params: VllmSampling | None = None
     request_id: Annotated[Text, Meta(max_length=256)] | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Priority | None = None
-    features: None = None
-    kv_transfer_params: None = None
 
 
 def register(control_routes: ControlRoutes, machine: ControlMachine, fields: StructuredOutputFields) -> None:
@@ -49,6 +54,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         VllmGenerate(machine, fields).reply,
         "Continue token ids (vLLM's API)",
         body=VllmGenerateBody,
+        fields=VLLM_GENERATE,
         optional_body=False,
         media_types=("application/json", "text/event-stream"),
     )
@@ -67,15 +73,16 @@ class VllmGenerate:
         settings = client.settings
         client.check_model(body.model)
         check_stream_options(body)
-        values = _known_params(body.sampling_params or {})
+        sampling = body.sampling_params or VllmSampling()
+        values = {name: value for name in PARAMS if (value := getattr(sampling, name)) is not None}
         check_lists(values, settings)
         values["detokenize"] = bool(values.get("stop"))  # the reply has no text, but stop texts are matched in it
         if values.get("stop"):
             client.require_tokenizer()
         if body.priority is not None:
             values["priority"] = body.priority
-        if STRUCTURED in values:
-            values["structured"] = await self._fields.of_structured_outputs(values.pop(STRUCTURED))
+        if sampling.structured_outputs is not None:
+            values["structured"] = await self._fields.of_structured_outputs(sampling.structured_outputs)
         params = params_from(values)
         check_limit("n", params.n, settings.max_n, "max_n")
         for name in ("logprobs", "prompt_logprobs"):
@@ -88,21 +95,13 @@ class VllmGenerate:
         return await generate(client, requests, reply, stream=body.stream, abort_ids=(reply.id, call.id))
 
 
-def _known_params(given: dict[str, Any]) -> dict[str, Any]:
-    """The sampling_params that are not null. Raises ApiError 400 for unknown ones."""
-    values = {name: value for name, value in given.items() if value is not None}
-    for name in values:
-        if name not in SAMPLING:
-            raise bad_request(f"sampling_params: {unknown_name('field', name[:60], SAMPLING)}", "sampling_params")
-    return values
-
-
 class VllmReply:
     """The ReplyFormat of one call. A stream has what is new in each sequence."""
 
     def __init__(self, body: VllmGenerateBody, id: str, request: EngineRequest, machine: ControlMachine) -> None:
         self.id = id
         self._num_top, self._machine = request.params.logprobs, machine
+        self._shows_cached = machine.client.settings.show_cached_tokens
         self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._readers = [DeltaReader() for _ in range(request.params.n)]
         self._token_texts = TokenTexts(None)
@@ -115,7 +114,7 @@ class VllmReply:
             "choices": [self._choice(one, one.token_ids, one.logprobs) for one in output.outputs],
             "prompt_logprobs": by_id(output.prompt_logprobs),
             "kv_transfer_params": None,
-            "usage": usage_of(outputs),
+            "usage": usage_of(outputs, shows_cached=self._shows_cached),
         }
 
     def first_events(self) -> tuple[()]:
@@ -130,7 +129,8 @@ class VllmReply:
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         if self._has_usage and self._latest is not None:
-            yield {"request_id": self.id, "choices": [], "usage": usage_of([self._latest])}
+            usage = usage_of([self._latest], shows_cached=self._shows_cached)
+            yield {"request_id": self.id, "choices": [], "usage": usage}
 
     def _choice(
         self, one: CompletionOutput, tokens: list[int], entries: Sequence[dict[int, Logprob]] | None
@@ -146,5 +146,5 @@ class VllmReply:
             choice["logprobs"] = {"content": chat_content(entries, self._token_texts, num_top=self._num_top)}
         if one.finish_reason is not None:
             choice["version_spans"] = version_spans_of(one)
-            choice["weight_version"] = one.spans[-1].policy_version if one.spans else self._machine.version
+            choice["weight_version"] = self._machine.shown_version(one.spans[-1].policy_version if one.spans else None)
         return choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,11 +11,13 @@ from megatron_infer.server import request_body
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
+from megatron_infer.server.control.version_labels import checked_version
 from megatron_infer.server.control.weight_files import checked_path, entries_of
-from megatron_infer.server.control.weight_updates import RUNNING, WeightUpdates, checked_version
-from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.http_errors import bad_request, of_validation
+from megatron_infer.server.control.weight_updates import RUNNING, WeightUpdates
+from megatron_infer.server.endpoint import Call, Handler, Reply
+from megatron_infer.server.http_errors import ApiError, bad_request, of_validation
 from megatron_infer.server.openai_protocol import Body
+from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.server_config import ServerConfig
 
 TAG_NAMES = {"weights": (WEIGHTS,), "kv_cache": (GRAPHS, KV_CACHE)}
@@ -26,6 +29,13 @@ class VllmAbortBody(Body):
     request_ids: list[str] | None = None
 
 
+class ResetBody(Body):
+    """What vLLM takes in the query and SkyRL sends in the body."""
+
+    reset_running_requests: bool | None = None
+    reset_external: bool | None = None
+
+
 class InitBody(Body):
     init_info: dict[str, Any] | None = None
 
@@ -34,10 +44,24 @@ class UpdateBody(Body):
     update_info: dict[str, Any] | None = None
 
 
-class VersionBody(Body):
+class FinishBody(Body):
     weight_version: int | str | None = None
     running: str | None = None
     """For running requests: "keep" their keys and values, or "recompute" them."""
+
+
+class VersionBody(Body):
+    new_version: int | str | None = None
+    """The name of vLLM and SGLang; weight_version is the same."""
+    weight_version: int | str | None = None
+    abort_all_requests: bool | None = None
+    """True: running requests end with the tokens they have."""
+
+
+class VllmCheckerBody(Body, kw_only=True):
+    action: str
+    baseline: dict[str, str] | None = None
+    """Checksums of an earlier reply, to compare with."""
 
 
 def register(control_routes: ControlRoutes, machine: ControlMachine, updates: WeightUpdates) -> None:
@@ -57,7 +81,8 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     add("POST", "/sleep", routes.sleep, "Release memory")
     add("POST", "/wake_up", routes.wake_up, "Restore memory")
     add("GET", "/is_sleeping", routes.is_sleeping, "Whether memory is released")
-    add("POST", "/reset_prefix_cache", routes.reset_prefix_cache, "Empty the prefix cache")
+    add("POST", "/reset_prefix_cache", routes.reset_prefix_cache, "Empty the prefix cache", body=ResetBody)
+    add("POST", "/finish_session", routes.finish_session, "Nothing is kept of a session")
     add("GET", "/get_world_size", routes.world_size, "Ranks of all engines together")
     add(
         "POST",
@@ -69,10 +94,35 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     add("POST", "/start_weight_update", routes.start_update, "Begin a weight update")
     add("POST", "/update_weights", routes.update_weights, "Weights: a path, or safetensors bytes", body=None,
         body_limit="max_weight_bytes")  # fmt: skip
-    add("POST", "/finish_weight_update", routes.finish_update, "Finish a weight update", body=VersionBody)
+    add("POST", "/finish_weight_update", routes.finish_update, "Finish a weight update", body=FinishBody)
     add("POST", "/cancel_weight_update", routes.cancel_update, "Undo a weight update")
     add("POST", "/update_weight_version", routes.set_version, "Set the weight version", body=VersionBody)
     add("GET", "/weight_info", routes.weight_info, "Version and state of the weights")
+    add("POST", "/weight_checker", routes.check, "Checksums of the weights", body=VllmCheckerBody, optional_body=False)
+    add("POST", "/shutdown_weight_transfer_engine", routes.shut_transfer, "Nothing has to be shut down")
+    add("POST", "/release_kv_cache_memory", routes.release_cache, "Release the memory of the cache")
+    for path in ("/reset_mm_cache", "/reset_encoder_cache"):
+        add("POST", path, routes.no_media, "There is no such cache")
+    add_not_served(control_routes, NOT_SERVED)
+
+
+NOT_SERVED = {
+    "/collective_rpc": "functions of the engines' processes are not called by name; see the other control routes",
+    "/v1/chat/completions/render": "send the messages to /tokenize, which has the token ids of their prompt",
+    "/start_draft_weight_update": "there is no draft model with weights of its own",
+    **dict.fromkeys(
+        (
+            *("/generate/", "/chat/", "/get_sequence_logprobs/", "/init_communicator/", "/close_communicator/"),
+            *("/update_named_param/", "/batch_update_named_params/", "/reset_prefix_cache/"),
+        ),
+        "this is an older TRL's own server; TRL 1.16 calls /v1/completions and /v1/chat/completions, which are here",
+    ),
+    "/start_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
+    "/stop_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
+    "/v1/load_lora_adapter": "there are no LoRA adapters here; merge one into the weights and update these",
+    "/v1/unload_lora_adapter": "there are no LoRA adapters here",
+}
+"""Routes of vLLM and TRL that are answered with 501 -> why."""
 
 
 class VllmRoutes:
@@ -89,10 +139,10 @@ class VllmRoutes:
         clear = query.switch("clear_cache", False)
         query.end()
         if clear and mode == "keep":
-            text = "clear_cache has no meaning with mode=keep; call /reset_prefix_cache?reset_running_requests=true"
-            raise bad_request(text, "clear_cache", "invalid_value")
+            text = "requests that are kept need their keys and values; see /reset_prefix_cache?reset_running_requests="
+            ignore(call.ignored, "clear_cache", text, strict=self._settings.strict_fields)
         count = await self._machine.pause(mode)
-        if clear:
+        if clear and mode != "keep":
             await self._machine.reset_prefix_cache()
         return self._reply("paused", num_aborted=count)
 
@@ -108,9 +158,10 @@ class VllmRoutes:
         return Reply({"is_paused": status.state is not ControlState.SERVING, "state": status.name})
 
     async def abort_requests(self, call: Call) -> Reply:
-        """request_ids: ids of replies (cmpl-...), X-Request-Id or request_id; None: all requests."""
+        """request_ids: ids of replies (cmpl-...), X-Request-Id or request_id; none: all requests."""
         QueryParams(call).end()
-        return self._reply("ok", num_aborted=self._machine.client.abort(call.body.request_ids))
+        count = self._machine.client.abort(call.body.request_ids or None)
+        return self._reply("aborted", aborted=count, num_aborted=count)
 
     # ------------------------------------------------------------------ sleep
 
@@ -143,7 +194,7 @@ class VllmRoutes:
 
     async def reset_prefix_cache(self, call: Call) -> Reply:
         query = QueryParams(call)
-        running = query.switch("reset_running_requests", False)
+        running = query.switch("reset_running_requests", False) or bool(call.body.reset_running_requests)
         query.switch("reset_external", False)  # there is no cache outside the engines
         query.end()
         return self._reply("ok", blocks_freed=await self._machine.reset_prefix_cache(running=running))
@@ -182,7 +233,7 @@ class VllmRoutes:
         try:
             body = msgspec.json.decode(call.body, type=UpdateBody)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise of_validation(error, UpdateBody, {}) from None
+            raise of_validation(error, UpdateBody) from None
         info = dict(body.update_info or {})
         path = info.pop("path", None)
         if not isinstance(path, str) or info:
@@ -207,19 +258,64 @@ class VllmRoutes:
 
     async def set_version(self, call: Call) -> Reply:
         query = QueryParams(call)
-        given = query.text("new_version", "") or call.body.weight_version
+        body: VersionBody = call.body
+        names = (query.text("new_version", "") or None, body.new_version, body.weight_version)
         query.end()
-        version = checked_version(given)
+        given = [name for name in names if name is not None]
+        version = checked_version(given[0]) if given else None
         if version is None:
-            raise bad_request("weight_version must be given", "weight_version", "missing_field")
-        await self._updates.set_version(version)
-        return self._reply("ok", weight_version=version)
+            raise bad_request("new_version must be given", "new_version", "missing_field")
+        await self._updates.set_version(version, abort=bool(body.abort_all_requests))
+        return self._reply("ok", success=True, new_version=version, weight_version=version)
 
     async def weight_info(self, call: Call) -> Reply:
         QueryParams(call).end()
         await self._machine.refresh()
         replicas = {replica["name"]: replica["weight_version"] for replica in self._machine.client.replicas}
-        return self._reply("ok", weight_version=self._machine.version, replicas=replicas)
+        machine = self._machine
+        return self._reply("ok", weight_version=machine.shown_version(), order=machine.version, replicas=replicas)
+
+    async def check(self, call: Call) -> Reply:
+        """checksum, compare with the `baseline` of an earlier reply, or reset (overwrite all weights)."""
+        QueryParams(call).end()
+        body: VllmCheckerBody = call.body
+        checked_mode(body.action, ("checksum", "compare", "reset"), name="action")
+        if body.action == "reset":
+            await self._updates.spoil()
+            return self._reply("reset")
+        if body.action == "compare" and body.baseline is None:
+            raise bad_request("baseline: compare needs the checksums of an earlier reply", "baseline", "missing_field")
+        found = await self._updates.check("checksum")
+        sums = {name: value["checksum"] for name, value in found["replicas"].items()}
+        if found["equal"]:
+            sums = {"weights": found["checksum"]}
+        if body.action == "checksum":
+            return self._reply("ok", checksums=sums)
+        baseline = body.baseline or {}
+        wrong = sorted(name for name in sums.keys() | baseline.keys() if sums.get(name) != baseline.get(name))
+        return self._reply("ok", match=not wrong, mismatches=wrong)
+
+    async def shut_transfer(self, call: Call) -> Reply:
+        """Files and request bodies need no channel that could be shut down."""
+        QueryParams(call).end()
+        return Reply({"message": "Weight transfer shut down"})
+
+    async def release_cache(self, call: Call) -> Reply:
+        """/sleep?tags=kv_cache&mode=keep: requests are kept, and recomputed after /wake_up."""
+        QueryParams(call).end()
+        reports = await self._machine.sleep(checked_tags(["kv_cache"], TAG_NAMES), "keep")
+        return self._reply("kv_cache_released", **memory_of(reports))
+
+    async def finish_session(self, call: Call) -> Reply:
+        """SkyRL's router keeps sessions; an engine finds a prefix by its tokens."""
+        query = QueryParams(call)
+        query.text("session_id", "")
+        query.end()
+        return self._reply("ok")
+
+    async def no_media(self, call: Call) -> Reply:
+        QueryParams(call).end()
+        return self._reply("ok")
 
     async def world_size(self, call: Call) -> Reply:
         query = QueryParams(call)
@@ -231,6 +327,19 @@ class VllmRoutes:
 
     def _reply(self, status: str, **figures: Any) -> Reply:
         return Reply({"status": status, "state": self._machine.status.name, **figures})
+
+
+def add_not_served(control_routes: ControlRoutes, reasons: Mapping[str, str]) -> None:
+    """Routes that clients know and that are answered with 501 and the reason, by path."""
+
+    def refuse(path: str, reason: str) -> Handler:
+        async def handler(call: Call) -> Reply:
+            raise ApiError(501, f"{path} is not served: {reason}", code="not_served")
+
+        return handler
+
+    for path, reason in reasons.items():
+        control_routes.add("POST", path, refuse(path, reason), "Not served; the error says why", statuses=(501,))
 
 
 def _split(values: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_infer.server.control.control_states import SERVING, ControlState, ControlStatus
 from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.control.version_labels import Version
 from megatron_infer.server.control.weight_files import TensorEntry
 from megatron_infer.server.http_errors import ApiError, bad_request
 
@@ -36,7 +37,7 @@ class WeightUpdates:
         """Read files into the running update; a failure ends the update."""
         await self._machine.change("write_weights", self._step("load_weights", "read", path=path))
 
-    async def finish(self, version: int | None, running: str = "keep") -> int:
+    async def finish(self, version: Version | None, running: str = "keep") -> Version:
         """-> the new version. running: "keep" the keys and values of running requests, or "recompute" them."""
         return await self._machine.change("finish_update", self._finish(version, running))
 
@@ -44,11 +45,11 @@ class WeightUpdates:
         """Restore the weights and the version from before the start."""
         await self._machine.change("cancel_update", self._cancel("cancel"))
 
-    async def load(self, path: str, version: int | None, running: str = "keep", *, abort: bool = False) -> int:
+    async def load(self, path: str, version: Version | None, running: str = "keep", *, abort: bool = False) -> Version:
         """A whole update from files -> the new version. abort: running requests end with the tokens they have."""
         return await self._machine.change("load_update", self._load(path, version, running, abort))
 
-    async def _load(self, path: str, version: int | None, running: str, abort: bool) -> int:
+    async def _load(self, path: str, version: Version | None, running: str, abort: bool) -> Version:
         if abort:
             self._machine.client.abort()
         await self._begin("load_weights", "read", path=path)
@@ -77,17 +78,19 @@ class WeightUpdates:
             for chunk in entry.chunks(data):
                 await self._step("write_weights", "write", **chunk)
 
-    async def _finish(self, version: int | None, running: str) -> int:
-        chosen = self._version_before + 1 if version is None else version
+    async def _finish(self, version: Version | None, running: str) -> Version:
+        labels = self._machine.labels
+        chosen = labels.number_of(version, self._version_before, is_new=True)
         await self._step("finish_weights", "finish", version=chosen, running=running)
         await self._fanout.undo("settle_weights")
         before = self._before
         if before.state is ControlState.SPOILED:
             assert before.before is not None
             before = before.before
+        labels.keep(version, chosen)
         await self._return_to(before)
         await self._machine.client.refresh()
-        return chosen
+        return labels.shown(chosen)
 
     async def _cancel(self, phase: str, error: ApiError | None = None) -> None:
         before = self._before
@@ -115,18 +118,25 @@ class WeightUpdates:
 
     # ------------------------------------------------------------------ version and checksums
 
-    async def set_version(self, version: int) -> None:
-        """Set the version; changed weights are detected, and prefixes cached before are not matched any more."""
-        await self._machine.change("set_version", self._set_version(version))
+    async def set_version(self, version: Version, *, abort: bool = False) -> None:
+        """Set the version; changed weights are detected, and prefixes cached before are not matched any more.
 
-    async def _set_version(self, version: int) -> None:
-        current = self._machine.version
-        if version < current:
-            text = f"weight_version is {version}, the engines have {current}: without new weights it only grows"
+        abort: running requests end with the tokens they have.
+        """
+        await self._machine.change("set_version", self._set_version(version, abort))
+
+    async def _set_version(self, version: Version, abort: bool) -> None:
+        machine = self._machine
+        number = machine.labels.number_of(version, machine.version, is_new=False)
+        if number < machine.version:
+            text = f"weight_version is {number}, the engines have {machine.version}: without new weights it only grows"
             raise bad_request(text, "weight_version", "invalid_value")
-        state = self._machine.status.name
-        await self._fanout.run("set_weight_version", "set the version", state, version=version, running="keep")
-        await self._machine.client.refresh()
+        if abort:
+            machine.client.abort()
+        state = machine.status.name
+        await self._fanout.run("set_weight_version", "set the version", state, version=number, running="keep")
+        machine.labels.keep(version, number)
+        await machine.client.refresh()
 
     async def check(self, action: str) -> dict[str, Any]:
         """Checksums of every replica's live weights -> {"replicas", "checksum", "equal"}; see `check_weights`."""
@@ -150,15 +160,3 @@ class WeightUpdates:
         if before.state is not ControlState.SPOILED:
             machine.status = ControlStatus(state=ControlState.SPOILED, before=before)
         await self._fanout.run("check_weights", "weights (reset)", machine.status.name, action="reset")
-
-
-def checked_version(value: int | str | None) -> int | None:
-    """A version given as a number or as its digits. Raises ApiError 400."""
-    if value is None:
-        return None
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 18:
-        return int(value)
-    if isinstance(value, int) and 0 <= value < 10**18:
-        return value
-    text = f"weight_version is {value!r}"[:80] + "; here a version is a whole number, as a number or as its digits"
-    raise bad_request(text, "weight_version", "invalid_value")

@@ -1,0 +1,260 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API of a conversation, answered by the chat's own code."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.server.chat_completions import ChatCompletions, PreparedChat
+from megatron_infer.server.endpoint import Call, Events, Reply
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.field_tables import ANTHROPIC
+from megatron_infer.server.generation import generate
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.openai_protocol import Body
+from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReader, Change
+from megatron_infer.server.reply_fields import DeltaReader, usage_of
+from megatron_infer.server.responses import prepare_as_chat
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
+
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class ContentBlock(Body, kw_only=True):
+    """A text, a tool_use, its tool_result, or thinking."""
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    thinking: str | None = None
+
+
+class AnthropicMessage(Body, kw_only=True):
+    role: str
+    content: str | list[ContentBlock]
+
+
+class AnthropicTool(Body, kw_only=True):
+    name: str
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class AnthropicToolChoice(Body, kw_only=True):
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountBody(Body, kw_only=True):
+    """What a prompt is made of."""
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
+    system: str | list[ContentBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+
+
+class MessagesBody(CountBody, kw_only=True):
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+
+
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+    chat = ChatCompletions(routes, client, settings)
+
+    async def reply(call: Call) -> Reply | Events:
+        body: MessagesBody = call.body
+        prepared = await prepare_as_chat(chat, routes, chat_of(body), call)
+        shown = MessagesReply(client.model_names[0], prepared)
+        found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
+        return Events(found.items, named=True) if isinstance(found, Events) else found
+
+    async def count(call: Call) -> Reply:
+        prepared = await prepare_as_chat(chat, routes, chat_of(call.body), call)
+        return Reply({"input_tokens": len(prepared.request.prompt_ids)})
+
+    summary = "Answer a conversation (Anthropic's Messages API)"
+    options = {"fields": ANTHROPIC, "statuses": (404, 429, 503, 504)}
+    kinds = ("application/json", "text/event-stream")
+    routes.add("POST", "/v1/messages", reply, summary, body=MessagesBody, media_types=kinds, **options)
+    routes.add("POST", "/v1/messages/count_tokens", count, "Tokens of a prompt", body=CountBody, **options)
+
+
+# ---------------------------------------------------------------------- body
+
+
+def chat_of(body: CountBody) -> dict[str, Any]:
+    """The fields of the chat's body. Raises ApiError 400."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for place, message in enumerate(body.messages):
+        messages += _messages_of(message, f"messages[{place}]")
+    choice = body.tool_choice
+    fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    if body.tools:
+        fields["tools"] = [_tool(tool) for tool in body.tools]
+    if choice is not None:
+        named = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = CHOICES.get(choice.type, named)
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if isinstance(body, MessagesBody):
+        fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
+        fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stream": body.stream}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _messages_of(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
+    """The chat messages of one turn: results of calls come before the rest of the user's turn."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results: list[dict[str, Any]] = []
+    turn: dict[str, Any] = {"role": message.role}
+    texts = []
+    for block in message.content:
+        if block.type == "tool_use":
+            arguments = msgspec.json.encode({} if block.input is None else block.input).decode()
+            call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+            turn.setdefault("tool_calls", []).append(call)
+        elif block.type == "tool_result":
+            content = _text(block.content or "", where)
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+        elif block.type == "thinking":
+            turn["reasoning"] = turn.get("reasoning", "") + (block.thinking or "")
+        elif block.type == "text":
+            texts.append(_text([block], where))
+    if texts:
+        turn["content"] = "\n".join(texts)
+    return [*results, turn] if len(turn) > 1 else results
+
+
+def _text(value: str | list[ContentBlock], where: str) -> str:
+    """The text of a content. Raises ApiError 400."""
+    if isinstance(value, str):
+        return value
+    texts = [block.text for block in value]
+    if None in texts:
+        raise bad_request(f"{where}: a block has no text", where, "invalid_value")
+    return "\n".join(text for text in texts if text is not None)
+
+
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
+
+
+# ---------------------------------------------------------------------- reply
+
+
+class MessagesReply:
+    """The ReplyFormat of one call."""
+
+    def __init__(self, model: str, chat: PreparedChat) -> None:
+        self._shows_cached = chat.shows_cached
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._model = model
+        (self._splitter,) = chat.splitters
+        self._num_prompt = len(chat.request.prompt_ids)
+        self._reader, self._blocks = DeltaReader(), BlockReader()
+        self._latest: RequestOutput | None = None
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        for _ in self.events(0, outputs[0]):
+            pass
+        content = [self._content(block) for block in self._blocks.blocks]
+        return {**self._head(), "content": content, **self._end(outputs[0]), "usage": self._usage(outputs[0])}
+
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
+        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield {"type": "message_start", "message": message}
+
+    def events(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        self._latest = output
+        delta = self._reader.read(output.outputs[0])
+        if delta is None:
+            return
+        finished = delta.finish_reason is not None
+        deltas = self._splitter.feed(delta.text, finished=finished)
+        for change, block, text in self._blocks.read(deltas, finished=finished):
+            if change is Change.OPENED:
+                shown = _shown(block, empty=True)
+                yield {"type": "content_block_start", "index": block.index, "content_block": shown}
+            elif change is Change.GREW:
+                yield {"type": "content_block_delta", "index": block.index, "delta": _delta(block, text)}
+            else:
+                yield {"type": "content_block_stop", "index": block.index}
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        if self._latest is not None:
+            end, usage = self._end(self._latest), self._usage(self._latest)
+            yield {"type": "message_delta", "delta": end, "usage": usage}
+        yield {"type": "message_stop"}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        return _shown(block, empty=False)
+
+    def _end(self, output: RequestOutput) -> dict[str, Any]:
+        one = output.outputs[0]
+        matched = one.stop_reason if isinstance(one.stop_reason, str) else None
+        reason = STOP_REASONS.get(self._splitter.finish_reason(one.finish_reason) or "", "end_turn")
+        return {"stop_reason": "stop_sequence" if matched else reason, "stop_sequence": matched}
+
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+        """As Anthropic counts: input_tokens are those that were not in the cache."""
+        usage = usage_of([output], shows_cached=self._shows_cached)
+        cached = (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _shown(block: Block, *, empty: bool) -> dict[str, Any]:
+    """A content block. empty: as it begins."""
+    text = "" if empty else block.text
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if block.kind is BlockKind.TEXT:
+        return {"type": "text", "text": text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": {} if empty else _arguments(text)}
+
+
+def _arguments(text: str) -> Any:
+    """A call's arguments as an object; what max_tokens cut, as the text that there is."""
+    try:
+        return msgspec.json.decode(text or "{}")
+    except msgspec.MsgspecError:
+        return {"_incomplete": text}
+
+
+def _delta(block: Block, text: str) -> dict[str, Any]:
+    if block.kind is BlockKind.REASONING:
+        return {"type": "thinking_delta", "thinking": text}
+    if block.kind is BlockKind.TEXT:
+        return {"type": "text_delta", "text": text}
+    return {"type": "input_json_delta", "partial_json": text}

@@ -1,0 +1,76 @@
+"""Groups the message deltas of one sequence into blocks: reasoning, text, tool calls, in the order of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class BlockKind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class Block:
+    """What clients of /v1/responses and /v1/messages get as one item."""
+
+    index: int
+    kind: BlockKind
+    id: str = ""
+    """Of a call."""
+    name: str = ""
+    """Of the called function."""
+    text: str = ""
+    """Reasoning, text, or the arguments of a call as JSON, so far."""
+
+
+class Change(Enum):
+    OPENED = "opened"
+    GREW = "grew"
+    CLOSED = "closed"
+
+
+class BlockReader:
+    """Blocks of a sequence; one is open at a time."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+
+    def read(self, deltas: Iterable[dict[str, Any]], *, finished: bool) -> Iterator[tuple[Change, Block, str]]:
+        """What each delta changes: (change, block, new text)."""
+        for delta in deltas:
+            if delta.get("reasoning"):
+                yield from self._grow(BlockKind.REASONING, delta["reasoning"])
+            if delta.get("content"):
+                yield from self._grow(BlockKind.TEXT, delta["content"])
+            for call in delta.get("tool_calls", ()):
+                function = call["function"]
+                if "id" in call:
+                    yield from self._start(BlockKind.CALL, call["id"], function["name"])
+                yield from self._grow(BlockKind.CALL, function["arguments"])
+        if finished:
+            yield from self._close()
+
+    def _grow(self, kind: BlockKind, text: str) -> Iterator[tuple[Change, Block, str]]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self._start(kind)
+        assert self._open is not None
+        if text:
+            self._open.text += text
+            yield Change.GREW, self._open, text
+
+    def _start(self, kind: BlockKind, id: str = "", name: str = "") -> Iterator[tuple[Change, Block, str]]:
+        yield from self._close()
+        self._open = Block(len(self.blocks), kind, id, name)
+        self.blocks.append(self._open)
+        yield Change.OPENED, self._open, ""
+
+    def _close(self) -> Iterator[tuple[Change, Block, str]]:
+        if self._open is not None:
+            yield Change.CLOSED, self._open, ""
+            self._open = None

@@ -1,0 +1,152 @@
+"""The body of /v1/responses, and the chat that it asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.openai_protocol import Body, Text
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class TextConfig(Body):
+    format: dict[str, Any] | None = None
+    """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "name", "schema", "strict"}."""
+
+
+class Reasoning(Body):
+    effort: str | None = None
+    """See `ChatBody.reasoning_effort`."""
+
+
+class Part(Body, kw_only=True):
+    """A piece of a content: input_text, output_text, text, reasoning_text, summary_text; refusal has its own field."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(Body):
+    """A message, a function_call, its function_call_output, or reasoning; a reply's items can be sent as they are."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    """None: a message."""
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+class FunctionTool(Body, kw_only=True):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(Body, kw_only=True):
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesBody(Body, kw_only=True):
+    model: str | None = None
+    input: Text | Annotated[list[Item], Meta(min_length=1)]
+    """A text of the user, or the items of the conversation."""
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    include: list[str] | None = None
+    """"message.output_text.logprobs" acts; top_logprobs implies it."""
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+
+
+def chat_of(body: ResponsesBody) -> dict[str, Any]:
+    """The fields of the chat's body. Raises ApiError 400."""
+    chat: dict[str, Any] = {
+        "messages": messages_of(body),
+        "model": body.model,
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "tools": None if not body.tools else [_tool(tool) for tool in body.tools],
+        "tool_choice": _tool(choice) if isinstance(choice := body.tool_choice, ChosenTool) else choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": None if body.text is None else _response_format(body.text.format),
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "stream": body.stream,
+    }
+    if has_logprobs(body):
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def has_logprobs(body: ResponsesBody) -> bool:
+    """Whether the reply has the log probabilities of its tokens."""
+    return LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
+
+
+def messages_of(body: ResponsesBody) -> list[dict[str, Any]]:
+    """The conversation as chat messages: calls and reasoning join the assistant's turn that they belong to."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    turn: dict[str, Any] | None = None  # the assistant's turn that goes on
+    for place, item in enumerate(body.input):
+        kind, where = item.type or "message", f"input[{place}]"
+        if kind not in ("reasoning", "function_call") and item.role != "assistant":
+            turn = None
+        elif turn is None or (kind == "message" and "content" in turn):
+            turn = {"role": "assistant"}
+            messages.append(turn)
+        if kind == "function_call_output":
+            output = _text(item.output, f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+        elif turn is None:
+            messages.append({"role": item.role, "content": _text(item.content, f"{where}.content")})
+        elif kind == "function_call":
+            function = {"name": item.name, "arguments": item.arguments or "{}"}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
+        elif kind == "message":
+            turn["content"] = _text(item.content, f"{where}.content")
+        elif item.content is not None:
+            turn["reasoning"] = _text(item.content, f"{where}.content")
+    return messages
+
+
+def _text(value: str | list[Part] | None, where: str) -> str:
+    """The text of a content. Raises ApiError 400."""
+    if isinstance(value, str):
+        return value
+    texts = [part.refusal if part.type == "refusal" else part.text for part in value or (Part(type="none"),)]
+    if None in texts:
+        raise bad_request(f"{where} is a text, or a list of parts with a text", where, "invalid_value")
+    return "\n".join(text for text in texts if text is not None)
+
+
+def _tool(tool: FunctionTool | ChosenTool) -> dict[str, Any]:
+    return {"type": "function", "function": {name: getattr(tool, name) for name in tool.__struct_fields__[1:]}}
+
+
+def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    if form is None or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}

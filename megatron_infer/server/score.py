@@ -1,0 +1,125 @@
+"""/v1/score: probabilities of label tokens behind a text (SGLang's), or the likeness of two texts (vLLM's)."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.outputs.embeddings import params_for, vector_of
+from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.field_tables import SCORE
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.inflight import EngineRequest
+from megatron_infer.server.openai_protocol import Body, Text, TokenIds
+from megatron_infer.server.routes import Routes
+from megatron_infer.server.server_config import ServerConfig
+
+Texts = Text | Annotated[list[Text], Meta(min_length=1)]
+
+
+class ScoreBody(Body):
+    """Either query, items and label_token_ids, or two texts (lists of texts) under one of vLLM's pairs of names."""
+
+    model: str | None = None
+    query: Text | TokenIds | None = None
+    items: Text | Annotated[list[Text | TokenIds], Meta(min_length=1)] | None = None
+    label_token_ids: TokenIds | None = None
+    apply_softmax: bool | None = None
+    """Probabilities among the labels alone; otherwise among all tokens."""
+    item_first: bool | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+
+PAIRS = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
+
+
+def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+    async def score(call: Call) -> Reply:
+        client.check_model(call.body.model)
+        if call.body.label_token_ids is not None:
+            return Reply(await _label_scores(call, client))
+        return Reply(await _likeness(call, client))
+
+    summary = "Probabilities of label tokens, or likeness of texts"
+    routes.add("POST", "/v1/score", score, summary, body=ScoreBody, fields=SCORE, statuses=(404, 429, 503, 504))
+
+
+async def _label_scores(call: Call, client: EngineClient) -> dict[str, Any]:
+    """The probability of every label as the token behind query and item: a row for each item."""
+    body: ScoreBody = call.body
+    labels = body.label_token_ids or []
+    if body.query is None or body.items is None:
+        raise bad_request("label_token_ids goes with query and items; give all three", "query", "missing_field")
+    (query,) = await client.encode_prompts(body.query, field="query")
+    items = await client.encode_prompts(body.items, field="items", add_special=False)
+    limit = client.settings.max_prompts
+    if len(items) * len(labels) > limit:
+        text = f"{len(items)} items with {len(labels)} labels are more than {limit:,} prompts (max_prompts)"
+        raise bad_request(f"items: {text}; send fewer", "items")
+    # The engine scores a token as the last one of a prompt; prompts of one item share all that is before it.
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+    prompts = [item + query if body.item_first else query + item for item in items]
+    requests = [EngineRequest(prompt_ids=[*prompt, label], params=params) for prompt in prompts for label in labels]
+    outputs = await _outputs(call, client, requests, "items")
+    rows = []
+    for place in range(len(items)):
+        found = [_last_logprob(output) for output in outputs[place * len(labels) : (place + 1) * len(labels)]]
+        weights = [math.exp(one) for one in found]
+        rows.append([one / math.fsum(weights) for one in weights] if body.apply_softmax else weights)
+    usage = _usage(sum(map(len, prompts)))
+    return {"object": "scoring", "model": client.model_names[0], "scores": rows, "usage": usage}
+
+
+def _last_logprob(output: RequestOutput) -> float:
+    assert output.prompt_logprobs is not None
+    entry = output.prompt_logprobs[-1]
+    assert entry is not None, "a label stands behind a token at least"
+    return entry[output.prompt_token_ids[-1]].logprob
+
+
+async def _likeness(call: Call, client: EngineClient) -> dict[str, Any]:
+    """The cosine of the texts' vectors: of each pair, or of one text with each of a list."""
+    body: ScoreBody = call.body
+    given = next((pair for pair in PAIRS if all(getattr(body, name) is not None for name in pair)), None)
+    if given is None:
+        names = "; ".join(" and ".join(pair) for pair in PAIRS)
+        raise bad_request(f"give query, items and label_token_ids, or two of these: {names}", None, "missing_field")
+    left, right = ([text] if isinstance(text := getattr(body, name), str) else list(text) for name in given)
+    if len(left) == 1:
+        left = left * len(right)
+    if len(left) != len(right):
+        text = f"{given[0]} has {len(left)} texts, {given[1]} has {len(right)}; give one, or as many"
+        raise bad_request(text, given[0], "invalid_value")
+    params = params_for("last")
+    prompts = await client.encode_prompts([*left, *right], field=given[0])
+    outputs = await _outputs(call, client, [EngineRequest(prompt_ids=ids, params=params) for ids in prompts], given[0])
+    vectors = [vector_of(output) for output in outputs]
+    pairs = zip(vectors[: len(left)], vectors[len(left) :], strict=True)
+    data = [
+        {"index": place, "object": "score", "score": math.fsum(a * b for a, b in zip(one, other, strict=True))}
+        for place, (one, other) in enumerate(pairs)
+    ]
+    head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
+    return {**head, "model": client.model_names[0], "data": data, "usage": _usage(sum(map(len, prompts)))}
+
+
+async def _outputs(call: Call, client: EngineClient, requests: list[EngineRequest], field: str) -> list[RequestOutput]:
+    requests = client.checked(requests, call, field=field)
+    async with client.submit(requests) as inflight:
+        return await inflight.results()
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}

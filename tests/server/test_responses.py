@@ -1,0 +1,167 @@
+"""/v1/responses with the official client: the chat's own answers, as items and as events."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pydantic
+import pytest
+from scripted import ScriptedEngine
+from server_case import post, serving, tokenizer
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning %}({{ m.reasoning }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if tools %}<tool_call>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return ScriptedEngine()
+
+
+@pytest.fixture(scope="module")
+def case(engine):
+    with serving(engine, encoder=tokenizer(TEMPLATE), reasoning_parser="qwen3") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(case):
+    with openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def both(client, **asked):
+    """The whole reply, which must be that of the stream's last event, and the stream's events."""
+    whole = client.responses.create(model="tiny", **asked)
+    events = list(client.responses.create(model="tiny", stream=True, **asked))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1].response
+
+    def shown(response):
+        ids = {"id", "created_at", "completed_at", "call_id", "item_id", "cached_tokens"}
+        text = json.dumps(response.to_dict(), sort_keys=True)
+        return json.loads(text, object_hook=lambda one: {k: v for k, v in one.items() if k not in ids})
+
+    assert shown(last) == shown(whole)
+    return whole, events
+
+
+def test_text_comes_whole_and_in_events(client, engine):
+    engine.set_script("Hello there.", 3)
+    whole, events = both(client, input="Hi", instructions="Be brief.")
+    assert whole.output_text == "Hello there." and whole.status == "completed" and whole.store is False
+    assert whole.usage.input_tokens == len(engine.prompts[0]) and whole.usage.output_tokens == 4
+    assert tokenizer().decode(engine.prompts[0]) == "system\nBe brief.user\nHi"
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == "Hello there."
+    kinds = [event.type.removeprefix("response.") for event in events if "delta" not in event.type]
+    item = ["output_item.added", "content_part.added", "output_text.done", "content_part.done", "output_item.done"]
+    assert kinds == ["created", "in_progress", *item, "completed"]
+
+
+def test_reasoning_and_calls_are_items_of_their_own(client, engine):
+    engine.set_script(f"<think>It may rain.</think>I look.{CALL}", 7)
+    whole, events = both(client, input="Rain?", tools=[WEATHER])
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    reasoning, message, call = whole.output
+    assert reasoning.content[0].text == "It may rain." and message.content[0].text == "I look."
+    assert call.name == "get_weather" and json.loads(call.arguments) == {"city": "Bonn"} and call.call_id
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments
+    thought = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(thought) == "It may rain."
+    assert engine.params[0].structured is not None, "a strict function is held to its schema"
+
+
+def test_output_of_a_reply_is_the_input_of_the_next(client, engine):
+    engine.set_script(f"<think>It may rain.</think>I look.{CALL}", 50)
+    first = client.responses.create(model="tiny", input="Rain?", tools=[WEATHER])
+    result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "Yes."}
+    engine.set_script("It rains.", 50)
+    turns = [{"role": "user", "content": [{"type": "input_text", "text": "Rain?"}]}, *first.output, result]
+    second = client.responses.create(model="tiny", input=turns)
+    assert second.output_text == "It rains."
+    prompt = tokenizer().decode(engine.prompts[0])
+    assert prompt.startswith("user\nRain?assistant\n(It may rain.)I look.") and "get_weather" in prompt
+    assert prompt.endswith("tool\nYes.")
+
+
+def test_cut_answers_say_so_and_logprobs_come_where_asked_for(client, engine):
+    engine.set_script("Hello there.", 3)
+    whole, events = both(client, input="Hi", max_output_tokens=2)
+    assert whole.status == "incomplete" and whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.output_text == "Hello " and events[-1].type == "response.incomplete"
+    whole = client.responses.create(
+        model="tiny", input="Hi", include=["message.output_text.logprobs"], top_logprobs=1, temperature=0
+    )
+    assert len(whole.output[0].content[0].logprobs) == 4
+
+
+def test_form_of_the_answer_is_held_as_in_chats(client, engine):
+    class Person(pydantic.BaseModel):
+        name: str
+
+    engine.set_script('{"name": "Ada"}', 50)
+    parsed = client.responses.parse(model="tiny", input="Who?", text_format=Person).output_parsed
+    assert parsed == Person(name="Ada") and '"name"' in engine.params[0].structured.json_schema
+    client.responses.create(model="tiny", input="Who?", text={"format": {"type": "json_object"}, "verbosity": "low"})
+    assert engine.params[-1].structured.json_object
+
+
+def test_tool_choice_is_that_of_chats(client, engine):
+    engine.set_script(CALL, 50)
+    chosen = {"type": "function", "name": "get_weather"}
+    client.responses.create(model="tiny", input="Rain?", tools=[WEATHER], tool_choice=chosen)
+    assert "get_weather" in engine.params[0].structured.grammar
+    with pytest.raises(openai.BadRequestError, match="tool_choice goes with tools"):
+        client.responses.create(model="tiny", input="Rain?", tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "input: it must be given"),
+        ({"input": "Hi", "store": True}, "store: this server stores nothing"),
+        ({"input": "Hi", "previous_response_id": "resp_1"}, "send the conversation as input"),
+        ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools[0].type: Invalid enum value 'web_search'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: Invalid enum value 'item_reference'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "there are no images"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "content is a text, or"),
+        ({"input": [{"role": "wizard", "content": "Hi"}]}, "wizard"),
+        ({"input": [{"role": "user"}]}, "content is a text, or"),
+        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "Hi", "max_tokens": 5}, "did you mean"),
+        ({"input": "Hi", "text": {"format": {"type": "xml"}}}, "xml"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(case, body, named):
+    reply = post(case, "/v1/responses", **body)
+    assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
+
+
+def test_error_of_a_stream_reaches_the_client():
+    with (
+        serving(ScriptedEngine(step_s=0.05), request_timeout_s=0.3) as case,
+        openai.OpenAI(base_url=f"{case.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        case.engines[0].set_script("a" * 500, 1)
+        with pytest.raises(openai.APIError, match="time allowed"):
+            list(client.responses.create(model="tiny", input="Hi", stream=True))

@@ -1,0 +1,103 @@
+"""Runs clients that nobody here wrote against a server, and writes what came of it into docs/clients.md.
+
+    python tools/client_check.py [--python INTERPRETER ...] [--only NAME ...] [--write]
+
+Each script of tools/clients runs in the first of the interpreters that has its package (this one is the last). The
+server has a small model with random weights and the control routes. Exits 1 if a client failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "server"), str(ROOT / "tests" / "dist")]
+
+RECORDED = ROOT / "tests" / "server" / "recorded_calls.json"
+TEST = "tests/server/test_recorded_clients.py"
+DOCS = ROOT / "docs" / "clients.md"
+BEGIN, END = "<!-- clients: begin -->\n", "<!-- clients: end -->"
+SCRIPTS = {
+    "openai_sdk": "openai",
+    "openai_agents_sdk": "agents",
+    "anthropic_sdk": "anthropic",
+    "litellm_sdk": "litellm",
+    "langchain_sdk": "langchain_openai",
+    "trl_client": "trl",
+    "areal_engines": "areal",
+}
+"""Script -> the package that it needs."""
+TIMEOUT_S = 300
+
+
+def interpreter_with(package: str, interpreters: list[str]) -> str | None:
+    for one in interpreters:
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+        if subprocess.run([one, "-c", code], check=False).returncode == 0:
+            return one
+    return None
+
+
+def run(script: str, url: str, weights: str, interpreters: list[str]) -> dict[str, str]:
+    """A row of the table: client, version, ran, result."""
+    package = SCRIPTS[script]
+    python = interpreter_with(package, interpreters)
+    if python is None:
+        return {"client": package, "version": "", "ran": "", "result": "not installed"}
+    command = [python, str(ROOT / "tools" / "clients" / f"{script}.py"), url, weights]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        output, reason = done.stdout, done.stderr
+    except subprocess.TimeoutExpired:
+        output, reason = "", f"no end within {TIMEOUT_S} s"
+    lines = [line for line in output.splitlines() if line.startswith('{"client"')]
+    if lines:
+        return {**json.loads(lines[-1]), "result": "passed"}
+    print(reason, file=sys.stderr)
+    return {"client": package, "version": "", "ran": "", "result": f"failed: {reason.strip().splitlines()[-1:]}"}
+
+
+def replay(recorded: dict[str, Any]) -> dict[str, str]:
+    """A row for calls that were recorded from a client's source."""
+    test = f"{TEST}::test_calls_of_a_training_loop_are_answered_with_what_it_reads[{recorded['client']}]"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    ran = f"{len(recorded['calls'])} recorded calls of {recorded['source']}"
+    result = "passed" if done.returncode == 0 else f"failed: {done.stdout.strip().splitlines()[-1:]}"
+    return {"client": recorded["client"], "version": recorded["version"], "ran": ran, "result": result}
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    lines = ["| client | version | what was run | result |", "|---|---|---|---|"]
+    lines += [f"| {row['client']} | {row['version']} | {row['ran']} | {row['result']} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", nargs="*", default=[], help="interpreters that have clients installed")
+    parser.add_argument("--only", nargs="*", default=list(SCRIPTS), choices=list(SCRIPTS))
+    parser.add_argument("--write", action="store_true", help="write the table into docs/clients.md")
+    args = parser.parse_args()
+    from client_server import served_tiny
+
+    with tempfile.TemporaryDirectory() as folder, served_tiny(Path(folder)) as (url, weights):
+        rows = [run(script, url, weights, [*args.python, sys.executable]) for script in args.only]
+    rows += [replay(recorded) for recorded in json.loads(RECORDED.read_text(encoding="utf-8"))]
+    print(table(rows))
+    if args.write:
+        text = DOCS.read_text(encoding="utf-8")
+        pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+        DOCS.write_text(pattern.sub(lambda _: BEGIN + table(rows) + END, text), encoding="utf-8")
+    return any(row["result"].startswith("failed") for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

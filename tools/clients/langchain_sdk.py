@@ -1,0 +1,44 @@
+"""LangChain: ChatOpenAI with strict tools, structured output and the Responses API."""
+
+import importlib.metadata
+import json
+import sys
+
+import pydantic
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+
+class Answer(pydantic.BaseModel):
+    """An answer."""
+
+    yes: bool
+
+
+@tool
+def get_weather(dry: bool) -> str:
+    """The weather."""
+    return "Rain."
+
+
+def main(url: str) -> dict:
+    options = {"model": "tiny", "base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "seed": 1}
+    chat = ChatOpenAI(**options, max_tokens=100, reasoning_effort="low", verbosity="low")
+    assert chat.invoke("Hi").content
+    assert "".join(chunk.content for chunk in chat.stream("Hi")) == chat.invoke("Hi").content
+    chat.bind_tools([get_weather], strict=True).invoke("Hi")
+    call = chat.bind_tools([get_weather], strict=True, tool_choice="get_weather").invoke("Hi").tool_calls[0]
+    assert isinstance(call["args"]["dry"], bool)
+    assert isinstance(chat.with_structured_output(Answer).invoke("Hi"), Answer)
+    newer = ChatOpenAI(**{**options, "seed": None}, use_responses_api=True, max_tokens=20)
+    assert newer.invoke("Hi").text
+    assert "".join(chunk.text for chunk in newer.stream("Hi"))
+    return {
+        "client": "langchain-openai",
+        "version": importlib.metadata.version("langchain-openai"),
+        "ran": "`invoke`, `stream`, `bind_tools(strict=True)`, `with_structured_output`, `use_responses_api`",
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))

@@ -1,0 +1,35 @@
+"""LiteLLM: chats through its OpenAI and vLLM providers, and messages through its Anthropic one."""
+
+import importlib.metadata
+import json
+import os
+import sys
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
+import litellm
+
+
+def main(url: str) -> dict:
+    turns = [{"role": "user", "content": "Hi"}]
+    for provider in ("openai", "hosted_vllm"):
+        asked = {"model": f"{provider}/tiny", "api_base": f"{url}/v1", "api_key": "none", "messages": turns}
+        whole = litellm.completion(**asked, max_tokens=12, temperature=0, metadata={"run": "1"}, user="me")
+        chunks = litellm.completion(**asked, max_tokens=12, temperature=0, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == whole.choices[0].message.content
+        turn = whole.choices[0].message.model_dump()
+        litellm.completion(**{**asked, "messages": [*turns, turn, *turns]}, max_tokens=2)
+    asked = {"model": "anthropic/tiny", "api_base": url, "api_key": "none", "messages": turns, "max_tokens": 12}
+    assert litellm.completion(**asked, temperature=0).choices[0].message.content
+    responses = litellm.responses(model="openai/tiny", input="Hi", api_base=f"{url}/v1", api_key="none")
+    assert responses.output
+    return {
+        "client": "litellm",
+        "version": importlib.metadata.version("litellm"),
+        "ran": "`openai`, `hosted_vllm` and `anthropic`: chats whole and streamed, a reply sent back; `responses`",
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))
