@@ -1,9 +1,13 @@
-"""For every test: which cases are long, heavy files first, and a collector that leaves alone what was imported."""
+"""For every test: a home of its own, which cases are long, heavy files first, and a collector that leaves imports alone."""
 
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -30,8 +34,12 @@ HEAVY = (
 """Files that take long in one go: one that starts last would keep a worker alone."""
 
 
-def pytest_configure():
+def pytest_configure(config):
     gc.disable()
+    # no key of a coordinator is left in the user's home, or found there; what is compiled stays where it is
+    os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    home = os.environ["HOME"] = tempfile.mkdtemp(prefix="home-of-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

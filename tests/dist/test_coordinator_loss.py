@@ -180,5 +180,5 @@ def test_output_so_far_that_does_not_fit_the_request_is_refused(kept, named):
         sent = []
         dispatch = restarted.one.core.dispatch
         dispatch._send = lambda peer, message: sent.append(message)
-        dispatch.submit(state, protocol.Submit(1, b"abcd", None, "", {"n": 1}, None, True, kept))
+        dispatch.submit(state, protocol.Submit(1, b"abcd", None, "", {"n": 1}, None, True, kept=kept))
         assert named in sent[0].refused.message

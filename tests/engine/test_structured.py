@@ -152,7 +152,7 @@ def test_weights_that_give_no_numbers_are_not_blamed_on_structured_output():
     with torch.no_grad():
         weight.fill_(float("nan"))
         try:
-            (output,) = engine.generate([[7]], [structured(regex="[ab]c")])
+            (output,) = engine.generate([[7]], [structured(regex="[ab]c")], on_error="return")
         finally:
             weight.copy_(kept)
     assert isinstance(output.error, FailedStep) and "logits are not finite" in str(output.error)
@@ -171,7 +171,7 @@ def test_schema_whose_references_go_in_a_circle_is_refused_before_it_is_queued()
 
 def test_grammar_that_goes_beyond_its_limits_later_is_the_error_of_its_request():
     ambiguous = structured(grammar=AMBIGUOUS, allowed_token_ids=tokenizer().encode("x"))
-    bad, good = make_engine().generate([[7], [8]], [ambiguous, structured(regex="[ab]c")])
+    bad, good = make_engine().generate([[7], [8]], [ambiguous, structured(regex="[ab]c")], on_error="return")
     assert type(bad.error) is RequestError and "Parser Error" in str(bad.error)
     assert good.outputs[0].text in ("ac", "bc") and good.error is None
 
