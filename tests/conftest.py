@@ -1,4 +1,4 @@
-"""For every test: a home of its own, which cases are long, heavy files first, and a collector that leaves imports alone."""
+"""For every test: a home of its own, long cases, heavy files first, and a collector that leaves imports alone."""
 
 from __future__ import annotations
 
