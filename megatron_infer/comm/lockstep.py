@@ -135,6 +135,8 @@ class Lockstep:
         digest = digest_of(arguments) if compare and call != FOLLOW else ""
         content = {"commands": commands or [], "arguments": arguments}
         answer = self._round(_RoundReport(call, flag, digest), content, patient=call == FOLLOW)
+        if "commands" not in answer:  # a round that is no call, which `follow()` does not take part in
+            raise LockstepError(f"rank 0 is in {answer['call']} where this rank follows its calls")
         return Meeting(answer["call"], answer["commands"], answer["arguments"], answer["flag"])
 
     def agree(self, flag: bool, what: str = "an agreement") -> bool:

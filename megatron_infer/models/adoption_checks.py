@@ -156,6 +156,8 @@ def check_called_by_none(module: torch.nn.Module, name: str, *, runs_hooks: bool
             f"{names} is computed by torch.nn.utils.parametrize, which the paged path would skip; make it a parameter "
             "(torch.nn.utils.parametrize.remove_parametrizations)",
         )
+    if plain := next((one for one in ("weight", "bias") if torch.is_tensor(vars(module).get(one))), None):
+        raise AdoptionError(name, f"its {plain} is a plain tensor; make it a torch.nn.Parameter")
 
 
 def _check_class(module: Any, name: str, *known: type) -> None:

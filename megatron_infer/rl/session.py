@@ -258,7 +258,7 @@ class RolloutSession:
         return StepReport(grad_norm=norm, update_successful=updated, weight_version=self.weight_version)
 
     def zero_grad(self, optimizer: Any) -> None:
-        """Drop all gradients: `.grad`, and the buffers of megatron-core's DDP."""
+        """Drop all gradients: `.grad` of all parameters, and the buffers of megatron-core's DDP."""
         self._trainer.zero_grad(optimizer)
 
     def _require_training(self, call: str) -> None:

@@ -328,10 +328,11 @@ class TrainerStep:
     def step(self, optimizer: Any) -> tuple[bool, float | None]:
         """Reduce, step and zero gradients -> whether the weights were updated, and the gradients' norm.
 
-        If the optimizer raises, the gradients stay.
+        If it raises, the gradients may be reduced already, and a second step would reduce them twice: it is refused.
         """
         self._check_complete("step()")
         num_ranks = self._rank_group.size
+        self._incomplete = "step() failed and may have reduced them"
         with self._rank_group.together("the optimizer's step"):
             with train_mode(self._chain, dropout=True):  # megatron-core 0.19 updates biases of routers that train
                 reduce_gradients(self._chain, num_ranks=num_ranks)
@@ -340,11 +341,13 @@ class TrainerStep:
         updated = True
         if isinstance(result, tuple):  # megatron-core's optimizers
             updated, norm, _ = result
-        self.zero_grad(optimizer)
+        zero_gradients(self._chain, optimizer)
+        self._incomplete, self._is_reduced = "", False
         return bool(updated), None if norm is None else float(norm)
 
     def zero_grad(self, optimizer: Any) -> None:
         zero_gradients(self._chain, optimizer)
+        self._chain[-1].zero_grad()  # of parameters that this optimizer does not have, too
         self._incomplete, self._is_reduced = "", False
 
 

@@ -88,6 +88,12 @@ def test_different_calls_are_named_on_every_rank_and_nothing_is_broken():
     assert play(3, act) == [message] * 3
 
 
+def test_whoever_follows_while_the_leader_is_in_no_call_is_told_so():
+    leader, follower = play(2, lambda one: one.agree(False, "a look") if one.is_leader else one.meet("follow()"))
+    assert leader is False
+    assert isinstance(follower, LockstepError) and "rank 0 is in a look where this rank follows" in str(follower)
+
+
 def test_different_arguments_are_refused():
     results = play(3, lambda lockstep: lockstep.meet("suspend()", arguments={"mode": lockstep.rank == 1}))
     assert all(isinstance(result, LockstepError) and "rank 1" in str(result) for result in results)

@@ -137,6 +137,19 @@ def parametrized(find: Callable[[Any], tuple[Any, str]], name: str = "weight") -
     return make
 
 
+def plain_tensor(model: Any, donor: Any) -> Undo:
+    linear = getattr(*first_linear(model))
+    parameter = linear.weight
+    del linear.weight
+    linear.weight = 2 * parameter.detach()
+
+    def undo() -> None:
+        del linear.weight
+        linear.weight = parameter
+
+    return undo
+
+
 def cast(model: Any, donor: Any) -> Undo:
     before = [(one, one.data) for one in (*model.parameters(), *model.buffers())]
     model.bfloat16()
@@ -196,6 +209,7 @@ CHANGES = {
     "forward of an mlp": Change(patch(mlp), r"layers\.\d\.mlp: its forward is set"),
     "parametrized linear": Change(parametrized(first_linear), f"{LINEAR}: weight is computed by torch.nn.utils.par"),
     "parametrized norm": Change(parametrized(first_norm), f"{NORM}: weight is computed by torch.nn.utils.parametrize"),
+    "plain tensor": Change(plain_tensor, f"{LINEAR}: its weight is a plain tensor"),
     "cast": Change(cast, "bfloat16 where the engine's cache was laid out for float32.*build a new engine", before=""),
     "torch.compile(layer)": Change(compiled_module, r"layers\.1: layer class torch\._dynamo\S+OptimizedModule"),
     "torch.compile(layer.forward)": Change(compiled_forward, r"layers\.1: its forward is set .*compile\(\)"),

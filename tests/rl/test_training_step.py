@@ -337,6 +337,40 @@ def test_the_optimizers_loss_scale_multiplies_all_gradients():
 # ------------------------------------------------------------------ errors
 
 
+def test_gradients_of_a_step_that_failed_are_not_reduced_and_taken_again(monkeypatch):
+    trainer = TRAINERS["Megatron DDP"]()
+    session, taken = make_session(trainer.model), trainer.optimizer.step
+
+    def breaks() -> None:
+        raise torch.OutOfMemoryError("no memory for the optimizer")
+
+    with cpu_shim(4), session.training():
+        monkeypatch.setattr(trainer.optimizer, "step", breaks)
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+        with pytest.raises(torch.OutOfMemoryError):
+            session.step(trainer.optimizer)
+        monkeypatch.setattr(trainer.optimizer, "step", taken)
+        for call in (
+            lambda: session.step(trainer.optimizer),
+            lambda: session.score_and_backward(SEQUENCES, loss_over(SEQUENCES)),
+        ):
+            with pytest.raises(WrongState, match=r"step\(\) failed.*zero_grad"):
+                call()
+        session.zero_grad(trainer.optimizer)
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+        assert session.step(trainer.optimizer).weight_version == 1
+
+
+def test_zero_grad_drops_gradients_of_parameters_that_the_optimizer_lacks():
+    model = tiny_gpt().train()
+    session, optimizer = make_session(model), torch.optim.SGD(model.decoder.parameters(), lr=0.1)
+    with session.training():
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+        assert model.output_layer.weight.grad.any()
+        session.zero_grad(optimizer)
+    assert not any(grad.any() for grad in gradients(model).values())
+
+
 def test_training_calls_belong_into_training():
     session = make_session(tiny_gpt())
     optimizer = torch.optim.SGD(session.model.parameters(), lr=0.1)
