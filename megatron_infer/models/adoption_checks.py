@@ -9,7 +9,7 @@ import torch
 
 from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
-from megatron_infer.models.census import foreign_hooks, global_hooks, patched_methods
+from megatron_infer.models.census import foreign_hooks, global_hooks, patched_methods, replaced_methods
 from megatron_infer.models.hybrid import TorchHybridStack
 from megatron_infer.models.rotary import DeviceAgnosticRotary
 
@@ -149,6 +149,12 @@ def check_called_by_none(module: torch.nn.Module, name: str, *, runs_hooks: bool
             f"its {method} is set on the instance, and the paged path would not call it; "
             f"delete it (del module.{method}){remedy}",
         )
+    if replaced := replaced_methods(type(module)):
+        raise AdoptionError(
+            name,
+            f"{replaced[0]} was replaced by a function of another package, and the paged path would not call it; put the "
+            "class's own back",
+        )
     if "parametrizations" in module._modules:
         names = ", ".join(module._modules["parametrizations"]._modules)  # type: ignore[union-attr]
         raise AdoptionError(
@@ -156,8 +162,8 @@ def check_called_by_none(module: torch.nn.Module, name: str, *, runs_hooks: bool
             f"{names} is computed by torch.nn.utils.parametrize, which the paged path would skip; make it a parameter "
             "(torch.nn.utils.parametrize.remove_parametrizations)",
         )
-    if plain := next((one for one in ("weight", "bias") if torch.is_tensor(vars(module).get(one))), None):
-        raise AdoptionError(name, f"its {plain} is a plain tensor; make it a torch.nn.Parameter")
+    if torch.is_tensor(vars(module).get("weight")):  # Transformer Engine has empty biases of this kind
+        raise AdoptionError(name, "its weight is a plain tensor; make it a torch.nn.Parameter")
 
 
 def _check_class(module: Any, name: str, *known: type) -> None:

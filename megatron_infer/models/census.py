@@ -8,6 +8,8 @@ was replaced is freed as without it.
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, compress, repeat
@@ -18,6 +20,10 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 PACKAGE = __name__.partition(".")[0]
+LIBRARIES = (PACKAGE, "megatron.core", "torch", "transformer_engine", "apex")
+"""Packages that may replace methods of each other's classes."""
+READ = (f"{PACKAGE}.", "megatron.core.", "torch.")
+"""Packages whose classes are compared with their code."""
 GRAPH_MANAGER = "cudagraph_manager"
 """Name of the child that megatron-core's own graphs add to a module; it is there in training only."""
 _NOTHING: Callable[[], None] = lambda: None  # noqa: E731
@@ -49,7 +55,7 @@ class ModuleRecord(NamedTuple):
     hooks: int
     """Forward hooks and pre-hooks that are not of this package."""
     patched: tuple[str, ...]
-    """Methods that are set on the instance."""
+    """Methods that are set on the instance, or replaced on its class."""
     parameters: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
     """(name, dtype, shape, identity if adoption holds it) of each."""
 
@@ -62,7 +68,7 @@ class ModuleRecord(NamedTuple):
         if self.hooks != now.hooks:
             return f"has {now.hooks} forward hooks, and had {self.hooks} when it was adopted"
         if self.patched != now.patched:
-            return f"has other methods set on the instance: {', '.join(now.patched) or 'none'}"
+            return f"has other methods set on it or on its class: {', '.join(now.patched) or 'none'}"
         return f"has other parameters: {_listed(self.parameters)}, now {_listed(now.parameters)}"
 
 
@@ -83,6 +89,8 @@ class Census:
         self._has_parameters = [bool(state["_parameters"]) for state in states]
         self._parameters = [_NOTHING if one is None else weakref.ref(one) for one in self._parameters_in(states)]
         self._num_parameters = sum(one is not _NOTHING for one in self._parameters)
+        owners = dict.fromkeys(owner for cls in dict.fromkeys(map(type, modules)) for owner in cls.__mro__)
+        self._owners = [(owner, attrgetter(*names)) for owner in owners if (names := _read_methods(owner))]
         self._marks = self._marks_in(modules, states)
 
     def is_intact(self) -> bool:
@@ -109,6 +117,7 @@ class Census:
             list(map(len, states)),
             list(map(contains, states, repeat("forward"))),
             list(map(id, chain.from_iterable(children))),  # all were alive then and are now: none is another object
+            [methods_of(owner) for owner, methods_of in self._owners],
             global_hooks(),
         ]
 
@@ -161,6 +170,36 @@ def patched_methods(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple(name for name in own if name in _methods(type(module)) and not _is_ours(own[name]))
 
 
+def replaced_methods(cls: type) -> tuple[str, ...]:
+    """Methods of READ's classes that no library's code is behind, as after `TransformerLayer.forward = ...`."""
+    pairs = [(owner, name) for owner in cls.__mro__ for name in _read_methods(owner)]
+    files = [(owner, name, _file_of(getattr(owner, name))) for owner, name in pairs]
+    foreign = [one for one in files if one[2] is not None and not one[2].startswith(_folders())]
+    return tuple(f"{owner.__qualname__}.{name}" for owner, name, _ in foreign)
+
+
+@functools.cache
+def _read_methods(owner: type) -> tuple[str, ...]:
+    """The methods that a class of READ itself has and a forward may call."""
+    return tuple(sorted(_methods(owner) & vars(owner).keys())) if owner.__module__.startswith(READ) else ()
+
+
+def _file_of(method: Any) -> str | None:
+    """Where the code of a function is; None for what is none. Its name and module may be those of what it wraps."""
+    function = getattr(method, "__func__", method)
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return None if code is None else code.co_filename
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Folders of the libraries that are installed, which are imported by now."""
+    found = [sys.modules[library] for library in LIBRARIES if library in sys.modules]
+    return tuple(f"{os.path.dirname(one.__file__)}{os.sep}" for one in found if one.__file__ is not None)
+
+
 @functools.cache
 def _methods(cls: type) -> frozenset[str]:
     """Methods of a module class that a forward may call. Transformer Engine sets some of its own on the instance."""
@@ -177,10 +216,14 @@ def _methods(cls: type) -> frozenset[str]:
 
 def _records(model: torch.nn.Module) -> Iterator[tuple[str, ModuleRecord]]:
     seen: set[int] = set()
+    replaced: dict[type, tuple[str, ...]] = {}
     stack: list[tuple[str, torch.nn.Module]] = [("", model)]
     while stack:
         path, module = stack.pop()
-        yield path, _record(module)
+        cls = type(module)
+        if cls not in replaced:
+            replaced[cls] = replaced_methods(cls)
+        yield path, _record(module, replaced[cls])
         if id(module) not in seen:
             seen.add(id(module))
             prefix = f"{path}." if path else ""
@@ -191,13 +234,14 @@ def _records(model: torch.nn.Module) -> Iterator[tuple[str, ModuleRecord]]:
             ]
 
 
-def _record(module: torch.nn.Module) -> ModuleRecord:
+def _record(module: torch.nn.Module, replaced: tuple[str, ...]) -> ModuleRecord:
     parameters = tuple(
         (name, one.dtype, tuple(one.shape), id(one) if name == HELD else 0)
         for name, one in module._parameters.items()
         if one is not None
     )
-    return ModuleRecord(weakref.ref(module), type(module), foreign_hooks(module), patched_methods(module), parameters)
+    patched = patched_methods(module) + replaced
+    return ModuleRecord(weakref.ref(module), type(module), foreign_hooks(module), patched, parameters)
 
 
 def _is_ours(function: Any) -> bool:

@@ -7,6 +7,7 @@ on. None is served as it was.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -44,7 +45,7 @@ from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.census import Census
 from megatron_infer.models.exact_forward import exact_math
-from megatron_infer.models.mcore_compat import TransformerLayer
+from megatron_infer.models.mcore_compat import MLP, SelfAttention, TransformerLayer
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.inspect import inspect
@@ -365,6 +366,30 @@ def test_a_forward_that_takes_the_place_of_another_attribute_is_refused():
         answer(engine)
     del module.forward
     assert answer(engine) == before
+
+
+CLASSES = [(TransformerLayer, "forward"), (MLP, "forward"), (SelfAttention, "get_query_key_value_tensors")]
+
+
+@pytest.mark.parametrize(("cls", "method"), CLASSES)
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_methods_replaced_on_a_class_are_refused(monkeypatch, cls, method, is_wrapped):
+    """As libraries patch a model's code, also with a wrapper that has the name of what it wraps."""
+    engine = engine_of(MODELS["gpt"](seed=1))
+    before, found = answer(engine), getattr(cls, method)
+
+    def other(*args, **kwargs):
+        return found(*args, **kwargs)
+
+    monkeypatch.setattr(cls, method, functools.wraps(found)(other) if is_wrapped else other)
+    words = rf"{cls.__name__}\.{method} was replaced by a function of another package"
+    engine.add_request(PROMPT, GREEDY)
+    with refusing(words):
+        engine.step()
+    with refusing(words):
+        engine_of(MODELS["gpt"](seed=1))
+    monkeypatch.undo()
+    check_equal(read(run_to_end(engine)[0]), before)
 
 
 def test_compiled_layers_are_compiled_again(monkeypatch):
