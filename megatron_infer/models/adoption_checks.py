@@ -152,8 +152,8 @@ def check_called_by_none(module: torch.nn.Module, name: str, *, runs_hooks: bool
     if replaced := replaced_methods(type(module)):
         raise AdoptionError(
             name,
-            f"{replaced[0]} was replaced by a function of another package, and the paged path would not call it; put the "
-            "class's own back",
+            f"{replaced[0]} was replaced by a function of another package, and the paged path would not call it; "
+            "put the class's own back",
         )
     if "parametrizations" in module._modules:
         names = ", ".join(module._modules["parametrizations"]._modules)  # type: ignore[union-attr]

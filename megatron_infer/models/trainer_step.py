@@ -42,8 +42,9 @@ def cuda_error_explained(device: torch.device) -> Iterator[None]:
             raise
         raise ModelError(
             f"megatron-core's stock modules need a CUDA device in this forward ({error}); on a CPU build the model "
-            "with megatron_infer.models.specs.with_inference(spec), or score with batch_invariant=True in the "
-            "InferenceConfig, which runs kernels of its own"
+            "with megatron_infer.models.specs.with_inference(spec), without recomputation of activations "
+            "(config.recompute_granularity=None), or score with batch_invariant=True in the InferenceConfig, which "
+            "runs kernels of its own"
         ) from error
 
 

@@ -162,7 +162,9 @@ class RolloutSession:
         elif self.meter is not None:  # the weights have changed already
             self.meter.discard()
         with self._switch.gathered_parameters():
-            return self._update(source, version=version, running=running, checksum=checksum, undo=False).run()
+            report = self._update(source, version=version, running=running, checksum=checksum, undo=False).run()
+        self._trainer.weights_written()
+        return report
 
     def transition(
         self,

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ class TrainerStep:
         """Why the gradients are not those of whole calls; "": they are."""
         self._is_reduced = False
         """megatron-core's DDP reduces the gradients: it takes no more until the step."""
+        self._is_torn = False
+        """The optimizer of a rank raised, and others may have taken the step."""
 
     # ------------------------------------------------------------------ scores
 
@@ -124,7 +127,7 @@ class TrainerStep:
         """Sequences and starts, which are valid and equal on all ranks."""
         given_ids = [list(sequence) for sequence in sequences]
         start, limit = options.start, options.micro_batch_tokens
-        starts = [start] * len(given_ids) if isinstance(start, int) else list(start)
+        starts = [int(start)] * len(given_ids) if isinstance(start, Integral) else [int(one) for one in start]
         if self._rank_group.size > 1:
             given = json.dumps([given_ids, starts, options.temperature, limit, options.dropout, others])
             digest = hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
@@ -251,6 +254,12 @@ class TrainerStep:
         self._check_complete("score_and_backward()")
 
     def _check_complete(self, call: str) -> None:
+        if self._is_torn:
+            raise WrongState(
+                f"{call} after an optimizer's step that raised on some ranks and may have been taken on others: their "
+                "weights may differ; load a checkpoint of model and optimizer, then call session.update_weights()",
+                state="torn weights",
+            )
         if self._incomplete:
             raise WrongState(
                 f"{call} with incomplete gradients: {self._incomplete}; call session.zero_grad(optimizer) first",
@@ -333,17 +342,26 @@ class TrainerStep:
         self._check_complete("step()")
         num_ranks = self._rank_group.size
         self._incomplete = "step() failed and may have reduced them"
-        with self._rank_group.together("the optimizer's step"):
+        with self._rank_group.together("the reduction of gradients"):
             with train_mode(self._chain, dropout=True):  # megatron-core 0.19 updates biases of routers that train
                 reduce_gradients(self._chain, num_ranks=num_ranks)
+            if not any(map(_has_gradient, self._chain[-1].parameters())):
+                self._incomplete = ""
+                raise WrongState("step() without gradients: call score_and_backward() first", state="no gradients")
+        self._is_torn = num_ranks > 1
+        with self._rank_group.together("the optimizer's step"):
             norm = _norm(self._chain[-1]) if num_ranks == 1 else None
             result = optimizer.step()
-        updated = True
+        updated, self._is_torn = True, False
         if isinstance(result, tuple):  # megatron-core's optimizers
             updated, norm, _ = result
         zero_gradients(self._chain, optimizer)
         self._incomplete, self._is_reduced = "", False
         return bool(updated), None if norm is None else float(norm)
+
+    def weights_written(self) -> None:
+        """The caller says that the weights are right on all ranks."""
+        self._is_torn = False
 
     def zero_grad(self, optimizer: Any) -> None:
         zero_gradients(self._chain, optimizer)
@@ -382,6 +400,10 @@ class LossCalls:
         value = value.reshape(()).float()
         self.total = self.total.to(value.device) + value.detach()
         return value
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
 
 
 def _norm(model: torch.nn.Module) -> float | None:

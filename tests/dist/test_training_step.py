@@ -177,6 +177,25 @@ def only_one_sees(rank: int) -> None:
     session = make_session(model_of(TP, rank), settings={"collective_timeout_s": 60})
     with cpu_shim(1), session.training(), pytest.raises(ConfigError if rank else OtherRankFailed, match="one number"):
         session.score_and_backward([[1, 2, 3]], lambda scores, _: None if rank else scores[0].sum())
+    optimizer = torch.optim.SGD(session.model.parameters(), lr=0.1)
+    taken = optimizer.step
+
+    def breaks() -> None:
+        raise torch.OutOfMemoryError("no memory for the optimizer")
+
+    with cpu_shim(4), session.training():  # one rank has taken the step, the other has not
+        session.zero_grad(optimizer)
+        session.score_and_backward([[1, 2, 3]], loss_over([[1, 2, 3]]))
+        optimizer.step = breaks if rank else taken
+        with pytest.raises(torch.OutOfMemoryError if rank else OtherRankFailed, match="no memory"):
+            session.step(optimizer)
+        optimizer.step = taken
+        session.zero_grad(optimizer)
+        with pytest.raises(WrongState, match="their weights may differ; load a checkpoint"):
+            session.score_and_backward([[1, 2, 3]], loss_over([[1, 2, 3]]))
+        session.update_weights()  # as after a checkpoint was loaded
+        session.score_and_backward([[1, 2, 3]], loss_over([[1, 2, 3]]))
+        session.step(optimizer)
     session.engine.rank_group.lockstep.close()
 
 

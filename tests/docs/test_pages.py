@@ -6,7 +6,6 @@ import os
 import re
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pages import PAGES, Block, all_blocks, blocks_of, missing_imports, undefined_names
@@ -34,8 +33,6 @@ NOT_RUN = {
 }
 """How a command or a line of a block begins -> what it needs that is not here."""
 
-GIVEN: dict[str, dict[str, Any]] = {}
-"""Names that a page takes as given, and what they are here."""
 LONG = re.compile(r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|DIR)")
 """Commands that take many seconds."""
 SLOW = re.compile(r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py")
@@ -73,8 +70,6 @@ def read(page: str, reader: Reader, level: Level) -> None:
     for block in blocks_of(page):
         if block.language == "python" and (reason(block) or (block.launcher and level < Level.LONG)):
             continue
-        given = GIVEN.get(page, {}) if block.language == "python" else {}
-        reader.names |= given
         reader.run(block, takes=lambda one, of=block: not reason(of, one) and Level.of(one) <= level)
 
 
@@ -119,12 +114,6 @@ def test_a_name_that_is_not_there_is_found():
     text = "import torch\nfrom megatron_infer import LLM, Nothing\ndef f(a):\n    return a + b\nLLM(torch, c, len)\n"
     assert undefined_names(text) == ["b", "c"] and undefined_names(text, ["c"]) == ["b"]
     assert missing_imports(text) == ["megatron_infer.Nothing"]
-
-
-def test_what_a_page_takes_as_given_is_not_defined_by_it():
-    for page, given in GIVEN.items():
-        text = "".join(block.text for block in blocks_of(page) if block.language == "python" and not block.launcher)
-        assert set(undefined_names(text)) == set(given), page
 
 
 def test_what_is_listed_as_not_run_is_printed():

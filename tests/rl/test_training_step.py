@@ -361,6 +361,17 @@ def test_gradients_of_a_step_that_failed_are_not_reduced_and_taken_again(monkeyp
         assert session.step(trainer.optimizer).weight_version == 1
 
 
+def test_a_step_without_gradients_is_refused_and_the_next_one_is_not():
+    model = tiny_gpt().train()
+    session, optimizer = make_session(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    with session.training():
+        with pytest.raises(WrongState, match="step\\(\\) without gradients"):
+            session.step(optimizer)
+        assert session.weight_version == 0
+        session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+        assert session.step(optimizer).weight_version == 1
+
+
 def test_zero_grad_drops_gradients_of_parameters_that_the_optimizer_lacks():
     model = tiny_gpt().train()
     session, optimizer = make_session(model), torch.optim.SGD(model.decoder.parameters(), lr=0.1)
