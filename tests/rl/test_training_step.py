@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from session_case import PARAMS, make_session, prompts
 from trainers import MegatronTrainer, TorchTrainer
 from training_case import assert_equal, gradients, loss_over, megatron_backward, sequences_of
 
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, ModelError, WrongState
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.router_replay import replay_routing
+from megatron_infer.rl.session import RolloutSession
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import stock_spec, tiny_gpt, tiny_hybrid
 
@@ -291,6 +296,60 @@ def test_five_rounds_of_the_loop_train_as_a_plain_megatron_loop(name):
         session.engine.verify_weights()
     got, wanted = (dict(trainer.model.named_parameters()) for trainer in (ours, plain))
     assert_equal(got, wanted, tolerance=1e-2 if "bf16" in name else 1e-5)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("name", sorted(TRAINERS))
+def test_the_loop_that_readme_prints_trains_as_a_plain_megatron_loop(name, monkeypatch):
+    """Its own text, five times, beside Megatron's step on the samples that it drew."""
+    from megatron.core.distributed import finalize_model_grads
+
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (block,) = [one for one in blocks if "session.score_and_backward(" in one]
+    place = block.index("with session.generating()")
+    reports, scored = [], RolloutSession.score_and_backward
+
+    def recorded(*given, **how):
+        reports.append(scored(*given, **how))
+        return reports[-1]
+
+    monkeypatch.setattr(RolloutSession, "score_and_backward", recorded)
+    ours, plain = TRAINERS[name](), TRAINERS[name]()
+    is_megatron = isinstance(plain, MegatronTrainer)
+    for trainer in (ours, plain):
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 1e-3  # the loss of hundreds of tokens has no bound: large steps magnify rounding
+    names = {"model": ours.model, "tokenizer": None, "optimizer": ours.optimizer, "prompts": prompts()}
+    names |= {"InferenceConfig": InferenceConfig, "SamplingParams": SamplingParams}
+    exec(block[:place], names)
+    for step in range(5):
+        with cpu_shim(4):
+            exec(block[place:], names)
+        samples, advantages = names["samples"], names["advantages"]
+        firsts = [len(sample.prompt_ids) - 1 for sample in samples]
+
+        def loss(scores, indices, firsts=firsts, advantages=advantages):
+            parts = [advantages[i] * one[firsts[i] :].sum() for i, one in zip(indices, scores, strict=True)]
+            return -sum(parts) / len(firsts)
+
+        plain.model.train()
+        with cpu_shim(4):
+            want = megatron_backward(
+                plain.model,
+                [sample.ids for sample in samples],
+                [range(len(samples))],
+                loss=loss,
+                finalize=finalize_model_grads if is_megatron else None,
+            )
+            plain.optimizer.step()
+            plain.optimizer.zero_grad()
+            if is_megatron:
+                plain.model.zero_grad_buffer()
+        assert reports[step].loss == pytest.approx(want, rel=1e-5)
+    assert names["session"].weight_version == 5
+    got, wanted = (dict(trainer.model.named_parameters()) for trainer in (ours, plain))
+    assert_equal(got, wanted, tolerance=1e-5)
 
 
 def test_data_parallel_ranks_reduce_once_however_many_micro_batches():

@@ -35,15 +35,22 @@ def loss_over(sequences: Batch) -> Any:
 
 
 def megatron_backward(
-    chain: Any, sequences: Batch, groups: Sequence[Sequence[int]], *, finalize: Any = None, temperature: float = 1.0
+    chain: Any,
+    sequences: Batch,
+    groups: Sequence[Sequence[int]],
+    *,
+    loss: Any = None,
+    finalize: Any = None,
+    temperature: float = 1.0,
 ) -> float:
     """megatron-core's schedule over micro-batches (groups of indices) of the model's whole logits -> sum of the losses.
 
-    chain: the model in its wrappers, in train mode. finalize: as config.finalize_model_grads_func.
+    chain: the model in its wrappers, in train mode. loss: of scores and indices; None: `loss_over`.
+    finalize: as config.finalize_model_grads_func.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    loss, found = loss_over(sequences), []
+    loss, found = loss_over(sequences) if loss is None else loss, []
     config = chain.config if hasattr(chain, "config") else chain.module.config
 
     def forward_step(batches: Iterator[Sequence[int]], model: Any) -> Any:
