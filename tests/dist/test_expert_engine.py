@@ -117,8 +117,9 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
     (folder / f"worst.{rank}").write_text(str(worst))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", [0, 1])
 def test_experts_over_two_ranks_give_what_one_process_gives(tmp_path: Path, part: int) -> None:
     """A GPT and a hybrid: chunks, prefixes with snapshots of states, evictions, swaps, overlap, suspends, and weights
     of which only one rank sees that they changed; check_invariants compares the ranks' plans in every step."""

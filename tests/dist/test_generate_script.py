@@ -59,6 +59,7 @@ def alone(tmp_path: Path) -> list[str]:
     return common
 
 
+@pytest.mark.long
 def test_one_process_answers_and_names_mistakes(alone, tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "1").read_text().splitlines()]
     assert [line["prompt"] for line in lines] == PROMPTS

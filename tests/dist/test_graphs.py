@@ -160,6 +160,7 @@ class Breaking:
         raise torch.OutOfMemoryError("no room")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_two_ranks_pad_and_capture_alike_and_answer_as_one_process(tmp_path):
     expected = {}

@@ -246,8 +246,9 @@ def train_stage(model: torch.nn.Module, step: int, *, split: bool) -> float:
 WORK = 10
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", [0, 1])
 def test_mixed_layouts_give_what_one_process_gives(tmp_path: Path, part: int) -> None:
     """GPT, experts and a hybrid, with chunked prefill, prefix hits, swaps or recomputed evictions, pauses, an abort and
     suspends in all modes, against one process with room for everything; and sequence-parallel training in between."""

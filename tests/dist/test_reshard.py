@@ -118,6 +118,7 @@ def check_misfits(folder: Path, rank: int) -> None:
     assert case.logprobs(engine) == before and engine.weight_version == 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_trainer_of_another_layout_gives_an_engine_its_logprobs_and_moves_what_it_must(saved: Path):
     ranks.run_on_ranks(run_moves, 2, saved)
@@ -221,6 +222,7 @@ def check_one_rank_failing(engine, whole, rank: int, expected) -> None:
     case.assert_equal(case.logprobs(engine), expected, "whole again")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_state_dicts_streams_and_checkpoints_reach_engines_of_two_ranks_or_fail_on_both(saved: Path):
     ranks.run_on_ranks(run_sources, 2, saved)

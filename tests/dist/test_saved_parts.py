@@ -167,6 +167,7 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
             assert len(finish(engine)) == 7
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_two_ranks_save_and_take_back_what_they_computed(tmp_path: Path) -> None:
     """In every layout, stages that keep no keys and values, or no states, among them."""

@@ -114,6 +114,7 @@ def check_rounds(got: dict[str, Any], want: dict[str, Any], kind: str) -> None:
             torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=2e-5, rtol=0, msg=kind)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_generation_between_steps_of_sequence_parallel_training(tmp_path: Path) -> None:
     """Two ranks give the answers, losses and, after each step, the answers of one process without the flag."""

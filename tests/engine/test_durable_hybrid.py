@@ -44,6 +44,7 @@ def add_all(engine) -> None:
         engine.add_request(durable_child.prompt_of(index), durable_child.params_of(index))
 
 
+@pytest.mark.long
 def test_a_kill_at_any_moment_loses_nothing(kind, model, uninterrupted, victims, tmp_path):
     assert victims.run(tmp_path / "whole", kind=kind) == 0
     assert_nothing_is_lost(model, tmp_path / "whole", uninterrupted)

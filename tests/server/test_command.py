@@ -65,6 +65,7 @@ def processes(parent: int, role: bytes) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_killed_worker_is_restarted_and_its_request_continues_after_its_tokens():
     sizes = ("--max-sequence-length", "512", "--buffer-size-gb", "0.2", "--logging-step-interval", "10")
