@@ -303,7 +303,7 @@ def train_on(
 
 
 def ratio_stats(samples: list[RolloutSample], olds: dict[int, Tensor]) -> dict[str, float]:
-    """Of the tokens' importance ratios exp(old - behaviour), before truncation."""
+    """Mean, extremes and quantiles of the tokens' importance ratios exp(old - behaviour), before truncation."""
     ratios = [torch.ones(1)]
     for index, old in olds.items():
         drawn = torch.tensor(samples[index].loss_mask) > 0

@@ -74,7 +74,7 @@ class AdamWOnMasters:
             parameter.grad = None
 
     def step(self) -> tuple[bool, float, None]:
-        """As megatron-core's optimizers: whether weights were updated, norm of the gradient before clipping, None."""
+        """Update the weights -> (True, norm of the gradient before clipping, None), megatron-core's return value."""
         for master, parameter in zip(self._masters, self._parameters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         norm = torch.nn.utils.clip_grad_norm_(self._masters, CLIP)

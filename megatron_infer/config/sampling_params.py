@@ -17,7 +17,7 @@ MAX_LOGPROBS = 100
 PENALTIES = (1e-3, 1e3)
 """Bounds of repetition_penalty: what it makes of a logit stays far from the end of fp32."""
 MAX_BIAS = 1e30
-"""Of logit_bias: more is beyond fp32 once it is scaled."""
+"""Largest absolute value in logit_bias: a larger one overflows fp32 when it is scaled."""
 POOLINGS = ("last", "mean")
 _SWITCHES = (
     "ignore_eos",

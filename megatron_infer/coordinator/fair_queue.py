@@ -17,7 +17,7 @@ class FairQueue:
     """Waiting requests, those that have ended included until they are taken.
 
     Within a priority each caller gets one request served in turn, so that a call of a thousand prompts delays the
-    request of another caller by one request. A caller that comes anew waits for one turn of the others.
+    request of another caller by one request. The first request of a caller waits for one request of each other caller.
     """
 
     def __init__(self) -> None:

@@ -129,7 +129,7 @@ class ClientState:
     name: str
     incarnation: int
     nonce: bytes
-    """Of its hello."""
+    """The nonce of its hello; the same hello again changes nothing."""
     last_heard: float
     requests: dict[int, PendingRequest] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class ReplicaState:
     name: str
     incarnation: int
     nonce: bytes
-    """Of its hello."""
+    """The nonce of its hello; the same hello again changes nothing."""
     last_heard: float
     register: Register | None = None
     view: ReplicaView | None = None

@@ -1,4 +1,4 @@
-"""Which files new weights are read from: those below a root that whoever started the process has named."""
+"""Which files new weights are read from: those below a root, an option of the process."""
 
 from __future__ import annotations
 

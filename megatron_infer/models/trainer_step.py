@@ -118,7 +118,7 @@ def without_gradient_sync(chain: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 def starts_new_weights(model: Any) -> None:
-    """Transformer Engine's linears cast their weights anew in the next forward, as at a step's first micro-batch."""
+    """Transformer Engine's linears cast their weights again in the next forward, as at a step's first micro-batch."""
     if hasattr(model, "set_is_first_microbatch"):
         model.set_is_first_microbatch()
 

@@ -31,7 +31,7 @@ from megatron_infer.scheduler.request import VersionSpan
 
 AUTO = "auto"
 SESSION_SHARE = 0.02
-"""Of finished samples, for the meter of a session that was not told otherwise."""
+"""Share of finished samples that the meter of a session measures by default."""
 SESSION_TOKENS = 1024
 """Such a meter compares no more of a sample, the last ones: it is not to need more memory than a step."""
 SESSION_SAMPLES = 64
@@ -132,7 +132,7 @@ class MismatchMeter:
         self._kept: deque[dict[str, Any]] = deque(maxlen=SESSION_SAMPLES)
         """See `keep`."""
         self._window = Tally()
-        """Of the calls of `measure` since its last report."""
+        """What the calls of `measure` since its last report have found."""
         self._why_off = ""
         """Why `measure` does nothing any more."""
 

@@ -3,7 +3,7 @@
     load_weights(path)                                    finish_weights(version) -> settle_weights()
     begin_weights(), write_weights(a piece) ...           cancel_weights(): as it was before, also after a finish
 
-`load_weights` reads below `weights_root` only, which whoever starts the process chooses; without one it reads nothing.
+`load_weights` reads below `weights_root` only, an option of the process; without one it reads nothing.
 An update can be cancelled until `settle_weights`, so that a controller of several replicas finishes it on all or on
 none. An error on one rank is raised on all ranks, and what was written is put back.
 """

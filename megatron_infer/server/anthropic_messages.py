@@ -180,7 +180,7 @@ class MessagesReply:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         for _ in self.events(0, outputs[0]):
             pass
-        content = [self._content(block) for block in self._blocks.blocks]
+        content = [_shown(block, empty=False) for block in self._blocks.blocks]
         return {**self._head(), "content": content, **self._end(outputs[0]), "usage": self._usage(outputs[0])}
 
     def first_events(self) -> Iterator[dict[str, Any]]:
@@ -212,9 +212,6 @@ class MessagesReply:
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._model}
-
-    def _content(self, block: Block) -> dict[str, Any]:
-        return _shown(block, empty=False)
 
     def _end(self, output: RequestOutput) -> dict[str, Any]:
         one = output.outputs[0]

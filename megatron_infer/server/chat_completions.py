@@ -20,7 +20,7 @@ from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
 from megatron_infer.server.openai_protocol import ChatBody, MegatronChatBody
-from megatron_infer.server.reply_fields import DeltaReader, StreamUsage, sampled_logprobs, usage_of, version_spans_of
+from megatron_infer.server.reply_fields import CallUsage, DeltaReader, sampled_logprobs, version_spans_of
 from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.sampling_fields import check_limit, params_from, sampling_of
@@ -145,8 +145,7 @@ class ChatReply:
         self._body, self._model, self._token_texts = body, model, token_texts
         self._splitters, self._raw_prompt = chat.splitters, chat.raw_prompt
         self._has_tokens = bool(body.return_token_ids or body.return_tokenized_data)
-        self._shows_cached = chat.shows_cached
-        self._usage = StreamUsage(body.stream_options, shows_cached=chat.shows_cached)
+        self._usage = CallUsage(body.stream_options, shows_cached=chat.shows_cached)
         self._readers = [DeltaReader() for _ in self._splitters]
         self._latest: RequestOutput | None = None
 
@@ -158,8 +157,7 @@ class ChatReply:
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
         reply = self._head("chat.completion")
-        usage = usage_of(outputs, shows_cached=self._shows_cached)
-        reply |= {"choices": [self._choice(output, one) for one in output.outputs], "usage": usage}
+        reply |= {"choices": [self._choice(output, one) for one in output.outputs], "usage": self._usage.of(outputs)}
         if self._body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = by_id(output.prompt_logprobs)
         if self._has_tokens:
@@ -209,8 +207,7 @@ class ChatReply:
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         if self._usage.at_end and self._latest is not None:
-            usage = usage_of([self._latest], shows_cached=self._shows_cached)
-            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
+            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage.of([self._latest])}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         usage = self._usage.of_chunk([] if self._latest is None else [self._latest])

@@ -19,12 +19,10 @@ from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, completion_logprobs
 from megatron_infer.server.openai_protocol import CompletionBody, MegatronCompletionBody
 from megatron_infer.server.reply_fields import (
+    CallUsage,
     Delta,
     DeltaReader,
-    StreamUsage,
-    num_output_tokens,
     sampled_logprobs,
-    usage_of,
     version_spans_of,
 )
 from megatron_infer.server.routes import Routes
@@ -130,22 +128,17 @@ class CompletionReply:
         shows_cached: bool,
     ) -> None:
         """echoed: each prompt as text, with `echo`. shows_cached: see `usage_of`."""
-        self._shows_cached = shows_cached
         self.id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._body, self._model, self._echoed, self._token_texts = body, model, echoed, token_texts
         self._num_sequences = requests[0].params.n
-        self._stream_usage = StreamUsage(body.stream_options, shows_cached=shows_cached)
         self._hides_output = body.max_tokens == 0
+        self._usage = CallUsage(body.stream_options, shows_cached=shows_cached, hides_output=self._hides_output)
         self._readers = [[DeltaReader() for _ in range(self._num_sequences)] for _ in requests]
         self._latest: dict[int, RequestOutput] = {}
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self._created, "model": self._model}
-
-    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        num_hidden = num_output_tokens(outputs) if self._hides_output else 0
-        return usage_of(outputs, num_hidden=num_hidden, shows_cached=self._shows_cached)
 
     # ------------------------------------------------------------------ whole reply
 
@@ -155,7 +148,7 @@ class CompletionReply:
             for one in _best(output.outputs, self._body.n or 1):
                 echoed = self._echoed[request_index] if self._body.echo else ""
                 choices.append(self._choice(len(choices), echoed, output, one))
-        return {**self._head(), "choices": choices, "usage": self._usage(outputs)}
+        return {**self._head(), "choices": choices, "usage": self._usage.of(outputs)}
 
     def _choice(self, index: int, echoed: str, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         body = self._body
@@ -193,11 +186,11 @@ class CompletionReply:
                 yield self._chunk(self._choice_of_delta(choice_index, output, one, delta))
 
     def last_events(self) -> Iterator[dict[str, Any]]:
-        if self._stream_usage.at_end:
-            yield {**self._head(), "choices": [], "usage": self._usage([*self._latest.values()])}
+        if self._usage.at_end:
+            yield {**self._head(), "choices": [], "usage": self._usage.of(self._latest.values())}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head(), "choices": [choice], **self._stream_usage.of_chunk(self._latest.values())}
+        return {**self._head(), "choices": [choice], **self._usage.of_chunk(self._latest.values())}
 
     def _choice_of_delta(
         self, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta

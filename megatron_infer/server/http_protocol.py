@@ -27,7 +27,7 @@ IDLE_TIMEOUT_S = 30.0
 MAX_PIPELINED = 16
 """Most requests of a connection that wait for the reply to the one before."""
 MAX_DESCRIPTORS = 1 << 20
-"""Of the process, where the system sets no limit."""
+"""Limit of the process where the system sets none."""
 SPARE_DESCRIPTORS = 64
 """Kept for everything that is no connection of a client: files, the coordinator, threads."""
 LOG_EVERY_S = 60.0
@@ -50,11 +50,9 @@ class Connections:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.num_refused = 0
         self._last_logged = float("-inf")
 
     def refused(self, count: int) -> None:
-        self.num_refused += 1
         if time.monotonic() - self._last_logged >= LOG_EVERY_S:
             self._last_logged = time.monotonic()
             log.warning("%d connections are open, the limit: further ones get 503 until some close", count)

@@ -21,9 +21,9 @@ class Block:
     index: int
     kind: BlockKind
     id: str = ""
-    """Of a call."""
+    """Id of a call."""
     name: str = ""
-    """Of the called function."""
+    """Name of the called function."""
     text: str = ""
     """Reasoning, text, or the arguments of a call as JSON, so far."""
 

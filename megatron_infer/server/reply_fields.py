@@ -50,20 +50,25 @@ def sampled_logprobs(entries: Iterable[dict[int, Logprob]]) -> list[float]:
     return [next(iter(entry.values())).logprob for entry in entries]
 
 
-class StreamUsage:
-    """`usage` of the chunks of a stream, as its stream_options ask."""
+class CallUsage:
+    """`usage` of a call's reply, and of the chunks of its stream as its stream_options ask."""
 
-    def __init__(self, options: StreamOptions | None, *, shows_cached: bool) -> None:
-        """shows_cached: see `usage_of`."""
-        self._shows_cached = shows_cached
+    def __init__(self, options: StreamOptions | None, *, shows_cached: bool, hides_output: bool = False) -> None:
+        """shows_cached: see `usage_of`. hides_output: no sampled token is in the reply, and none counts."""
+        self._shows_cached, self._hides_output = shows_cached, hides_output
         self.at_end = options is not None and bool(options.include_usage)
         """Whether a last chunk without choices has the usage of the call."""
         self._in_every = self.at_end and options is not None and bool(options.continuous_usage_stats)
 
+    def of(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        outputs = list(outputs)
+        num_hidden = num_output_tokens(outputs) if self._hides_output else 0
+        return usage_of(outputs, num_hidden=num_hidden, shows_cached=self._shows_cached)
+
     def of_chunk(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
         """The field of a chunk before the last. outputs: the newest of each request."""
         if self._in_every:
-            return {"usage": usage_of(outputs, shows_cached=self._shows_cached)}
+            return {"usage": self.of(outputs)}
         return {"usage": None} if self.at_end else {}
 
 

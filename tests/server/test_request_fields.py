@@ -217,6 +217,13 @@ def test_usage_of_a_stream_comes_at_its_end_or_in_every_chunk(case):
         assert chunks[-2]["choices"] and chunks[-2]["usage"]["completion_tokens"] == 4
 
 
+def test_tokens_that_an_echo_without_output_hides_count_in_no_chunk(case):
+    asked = {"prompt": [1, 2], "max_tokens": 0, "echo": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = stream(case, COMPLETION, **asked, stream_options=options)
+    assert len(chunks) > 1 and {chunk["usage"]["completion_tokens"] for chunk in chunks} == {0}
+
+
 def test_megatron_paths_have_megatron_values(case):
     asked = {"model": "", "messages": HI, "temperature": 1.0, "top_p": 0.0, "seed": 1, "max_tokens": 3}
     extra = {"skip_prompt_log_probs": True, "add_BOS": False, "return_tokenized_data": True, "return_raw_text": True}

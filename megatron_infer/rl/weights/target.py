@@ -78,7 +78,7 @@ class UpdateTarget:
             self.engine.set_weight_version(version, running)
 
     def restore(self, version: int) -> None:
-        """As `accept`, for the weights from before an update: that their version is an earlier one is no mistake."""
+        """`accept` for the weights from before an update: an earlier version is expected, and nothing warns."""
         if self.engine is None:
             return
         weights = self.engine.weights
