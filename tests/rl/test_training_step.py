@@ -308,13 +308,17 @@ def test_the_loop_that_readme_prints_trains_as_a_plain_megatron_loop(name, monke
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (block,) = [one for one in blocks if "session.score_and_backward(" in one]
     place = block.index("with session.generating()")
-    reports, scored = [], RolloutSession.score_and_backward
+    found = {"score_and_backward": [], "step": []}
 
-    def recorded(*given, **how):
-        reports.append(scored(*given, **how))
-        return reports[-1]
+    def recording(name, call):
+        def recorded(*given, **how):
+            found[name].append(call(*given, **how))
+            return found[name][-1]
 
-    monkeypatch.setattr(RolloutSession, "score_and_backward", recorded)
+        return recorded
+
+    for call in found:
+        monkeypatch.setattr(RolloutSession, call, recording(call, getattr(RolloutSession, call)))
     ours, plain = TRAINERS[name](), TRAINERS[name]()
     is_megatron = isinstance(plain, MegatronTrainer)
     for trainer in (ours, plain):
@@ -342,11 +346,13 @@ def test_the_loop_that_readme_prints_trains_as_a_plain_megatron_loop(name, monke
                 loss=loss,
                 finalize=finalize_model_grads if is_megatron else None,
             )
+            norm = torch.cat([grad.flatten() for grad in gradients(plain.model).values()]).norm()
             plain.optimizer.step()
             plain.optimizer.zero_grad()
             if is_megatron:
                 plain.model.zero_grad_buffer()
-        assert reports[step].loss == pytest.approx(want, rel=1e-5)
+        assert found["score_and_backward"][step].loss == pytest.approx(want, rel=1e-5)
+        assert found["step"][step].grad_norm == pytest.approx(float(norm), rel=1e-4)
     assert names["session"].weight_version == 5
     got, wanted = (dict(trainer.model.named_parameters()) for trainer in (ours, plain))
     assert_equal(got, wanted, tolerance=1e-5)
