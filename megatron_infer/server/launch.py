@@ -59,7 +59,7 @@ class EngineOptions:
             "control": settings.control,
             "weights_root": settings.weights_root,
         }
-        return ProcessSpec(name=f"replica{index}", role="engine", options=options, is_worker=True)
+        return ProcessSpec(name=f"replica{index}", role="engine", options=options, is_worker=True, hang_timeout_s=30.0)
 
 
 def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str], None]) -> None:

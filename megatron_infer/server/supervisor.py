@@ -44,8 +44,9 @@ class ProcessSpec:
     """Arguments of the role."""
     is_worker: bool = False
     """Listed by /health; engines are."""
-    hang_timeout_s: float = 30.0
-    """Seconds without a beat after which it is killed; LOADING_FACTOR times as many until it serves."""
+    hang_timeout_s: float | None = None
+    """Seconds without a beat after which it is killed; LOADING_FACTOR times as many from its start until it
+    serves. None: never, for a role that sends no beats."""
 
 
 def coordinator_process(options: dict[str, Any]) -> ProcessSpec:
@@ -65,7 +66,7 @@ class Process:
         self.error: str | None = None
         self.last_exit: str | None = None
         self.last_beat: float | None = None
-        """When it last said that it runs; None at first, and for a role that sends no beats."""
+        """When it was started or last said that it runs; None while it does not run."""
         self.next_start = 0.0
         self.is_given_up = False
         self._popen: subprocess.Popen[str] | None = None
@@ -75,8 +76,8 @@ class Process:
 
     def start(self) -> None:
         """The process is killed when the calling thread ends."""
-        self.ready, self.error, self.last_beat, self._started = None, None, None, time.monotonic()
-        self._is_hanging = False
+        self.ready, self.error, self._is_hanging = None, None, False
+        self.last_beat = self._started = time.monotonic()
         command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
         self._popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -121,8 +122,11 @@ class Process:
 
     def kill_if_hanging(self, now: float) -> None:
         """Kill it if it has been silent for too long. now: on time.monotonic's clock."""
-        silent = 0.0 if self.last_beat is None else now - self.last_beat
-        if silent > self.spec.hang_timeout_s * (1 if self.ready is not None else LOADING_FACTOR):
+        limit = self.spec.hang_timeout_s
+        if limit is None or self.last_beat is None:
+            return
+        silent = now - self.last_beat
+        if silent > limit * (1 if self.ready is not None else LOADING_FACTOR):
             log.error("%s hangs: it has said nothing for %.0f s and is killed", self.spec.name, silent)
             self._is_hanging, self.last_beat = True, None
             self.signal(signal.SIGKILL)
@@ -177,10 +181,9 @@ class Process:
                 continue
             if popen is not self._popen:
                 continue
+            self.last_beat = time.monotonic()
             if "ready" in message:
                 self.ready, self.was_ready = message["ready"], True
-            if "beat" in message:
-                self.last_beat = time.monotonic()
             self.error = message.get("error", self.error)
         popen.stdout.close()
 
