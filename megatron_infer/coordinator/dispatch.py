@@ -46,7 +46,7 @@ class Dispatcher:
             self.router = Router(options.policy, 0.5 if options.alpha is None else options.alpha)
         self.counts = Counts()
         self.num_waiting = 0
-        self._waiting_of: Counter[tuple[bytes, str]] = Counter()
+        self._waiting_of: Counter[tuple[bytes | str, str]] = Counter()
         """Waiting requests by caller."""
         self._unassigned = FairQueue()
         self._num_sent = self._num_seeds = 0
@@ -69,7 +69,7 @@ class Dispatcher:
             refusal = protocol.Failure("RequestError", text)
         elif not isinstance(priority, int):
             refusal = protocol.Failure("RequestError", f"priority is {priority!r}, it must be an integer")
-        elif submit.kept is None and (full := self._full_for((client.peer, submit.caller))) is not None:
+        elif submit.kept is None and (full := self._full_for(client.caller(submit.caller))) is not None:
             self.counts.refused += 1
             refusal = protocol.Failure("Overloaded", f"{full}; wait and submit it again")
         if refusal is not None:
@@ -82,7 +82,7 @@ class Dispatcher:
         self.counts.submitted += 1
         self._assign(request)
 
-    def _full_for(self, caller: tuple[bytes, str]) -> str | None:
+    def _full_for(self, caller: tuple[bytes | str, str]) -> str | None:
         """Why a caller's next request cannot wait here; None: it can."""
         limit = self._options.max_queue
         if self.num_waiting >= limit:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron_infer.coordinator.peers import PendingRequest
 
 _Calls = OrderedDict[str, "deque[PendingRequest]"]
-_Callers = OrderedDict["tuple[bytes, str]", _Calls]
+_Callers = OrderedDict["tuple[bytes | str, str]", _Calls]
 
 
 class FairQueue:
@@ -52,7 +52,7 @@ class FairQueue:
         caller = next(reversed(self._levels[level]))
         return self._take(level, caller, next(reversed(self._levels[level][caller])), first=False)
 
-    def _take(self, level: int, caller: tuple[bytes, str], call: str, *, first: bool) -> PendingRequest:
+    def _take(self, level: int, caller: tuple[bytes | str, str], call: str, *, first: bool) -> PendingRequest:
         callers = self._levels[level]
         calls = callers[caller]
         requests = calls[call]

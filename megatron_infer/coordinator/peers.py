@@ -118,9 +118,9 @@ class PendingRequest:
         return number
 
     @property
-    def caller(self) -> tuple[bytes, str]:
-        """Whose turn it takes: its client, and the caller that the client names."""
-        return self.client.peer, self.submit.caller
+    def caller(self) -> tuple[bytes | str, str]:
+        """Whose turn it takes."""
+        return self.client.caller(self.submit.caller)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +132,11 @@ class ClientState:
     """The nonce of its hello; the same hello again changes nothing."""
     last_heard: float
     requests: dict[int, PendingRequest] = field(default_factory=dict)
+
+    def caller(self, named: str) -> tuple[bytes | str, str]:
+        """Whose turn a request takes: a caller that it names is the same in all clients of one name, such as the HTTP
+        processes of a server; without one it is this client's."""
+        return (self.name, named) if named else (self.peer, "")
 
 
 @dataclass(slots=True, eq=False)

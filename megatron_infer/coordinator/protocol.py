@@ -160,7 +160,7 @@ class Kept(_Message):
 class Submit(_Message):
     """A client's request, with either prompt (token ids) or text. id: the client's own number.
 
-    caller: of the client's callers the one that it comes from; call: of the caller's calls. See `FairQueue`.
+    caller: whom it comes from, among all clients of the client's name; call: of the caller's calls. See `FairQueue`.
     kept: None for a new request; for one that is handed in again after its coordinator was lost, the output that the
     client has of each sequence, [] where there is none.
     """

@@ -39,8 +39,8 @@ class World:
     def take(self, peer):
         return self.inboxes.pop(peer, [])
 
-    def client(self, peer=b"client"):
-        self.core.enter(peer, "client", "c", os.urandom(8))
+    def client(self, peer=b"client", *, name="c"):
+        self.core.enter(peer, "client", name, os.urandom(8))
         return peer
 
     def replica(self, peer, *, capacity=2, version=0, state="running"):
@@ -349,18 +349,32 @@ def test_requests_wait_by_priority_and_then_by_arrival():
 def test_callers_take_turns_and_a_callers_calls_do_within_a_priority():
     world = World()
     world.client()
-    world.client(b"other")
+    world.client(b"other", name="d")
     for number in range(100, 120):
         world.submit(number, caller="a", call="batch")
     for number in (1, 2):
         world.submit(number, caller="a", call="single")
     for number in (11, 12, 13):
         world.submit(number, caller="b", call=f"{number}")
-    world.submit(21, client=b"other", caller="a", call="batch")  # another client's callers are others
+    world.submit(21, client=b"other", caller="a", call="batch")  # the callers of another name are others
     world.submit(31, caller="c", priority=1)
     world.submit(41, caller="a", call="late", priority=-1)
     order = world.served(b"one", world.replica(b"one"))
     assert order == [41, 100, 11, 21, 1, 12, 101, 13, 2, *range(102, 120), 31]
+    world.core.check()
+
+
+def test_a_caller_is_one_in_all_clients_of_a_name_and_who_names_none_is_its_client():
+    world = World(max_queue=16)
+    clients = [world.client(peer) for peer in (b"http0", b"http1")]
+    for number in range(100, 120):
+        world.submit(number, client=clients[number % 2], caller="a")
+    refused = [m for peer in clients for m in world.take(peer)]
+    assert len(refused) == 6 and all("14 requests of this caller" in m.refused.message for m in refused)
+    for number in (1, 2):
+        world.submit(number, client=clients[number - 1])
+    order = world.served(b"one", world.replica(b"one"))
+    assert order[:4] == [100, 1, 2, 101] and len(order) == 16
     world.core.check()
 
 
