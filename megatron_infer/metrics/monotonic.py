@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from megatron_infer.metrics.registry import Counter, Family, Gauge, Histogram, Labels, Metric
 
@@ -69,11 +69,17 @@ class MonotonicCounts:
         return {name: name in self._present for name in self._sources}
 
     def families(self) -> list[Family]:
-        return merged(
-            family
-            for name, source in self._sources.items()
-            for family in (*source.counts(), *(source.gauges() if name in self._present else ()))
-        )
+        """The series of all sources, which have labels of their own."""
+        return merged(self._all())
+
+    def totals(self) -> list[Family]:
+        """The series of all sources, added up where their labels are equal."""
+        return summed(self._all())
+
+    def _all(self) -> Iterator[Family]:
+        for name, source in self._sources.items():
+            yield from source.counts()
+            yield from source.gauges() if name in self._present else ()
 
 
 def merged(families: Iterable[Family]) -> list[Family]:
@@ -83,6 +89,17 @@ def merged(families: Iterable[Family]) -> list[Family]:
         one = by_name.setdefault(family.name, Family(family.name, family.kind, family.help, {}))
         one.help = one.help or family.help
         one.series.update(family.series)
+    return list(by_name.values())
+
+
+def summed(families: Iterable[Family]) -> list[Family]:
+    """One family per name; the series of equal labels are added up, gauges as well."""
+    by_name: dict[str, Family] = {}
+    for family in families:
+        one = by_name.setdefault(family.name, Family(family.name, family.kind, family.help, {}))
+        one.help = one.help or family.help
+        for key, metric in family.series.items():
+            one.series[key] = _sum(one.series[key], metric) if key in one.series else metric
     return list(by_name.values())
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -105,6 +106,40 @@ class Family:
     kind: str
     help: str
     series: dict[Labels, Metric]
+
+
+def plain_of(families: Iterable[Family]) -> list[Any]:
+    """Families as lists, texts and numbers, for another process (`families_of`)."""
+    return [
+        [one.name, one.kind, one.help, [[labels, _plain_value(metric)] for labels, metric in one.series.items()]]
+        for one in families
+    ]
+
+
+def families_of(plain: Iterable[Any]) -> list[Family]:
+    """What `plain_of` made."""
+    found = []
+    for name, kind, help, series in plain:
+        family = Family(name, kind, help, {})
+        for given, value in series:
+            labels: Labels = tuple((label, text) for label, text in given)
+            family.series[labels] = _metric_of(name, kind, labels, value)
+        found.append(family)
+    return found
+
+
+def _plain_value(metric: Metric) -> Any:
+    return [metric.bounds, metric.counts, metric.total] if isinstance(metric, Histogram) else metric.value
+
+
+def _metric_of(name: str, kind: str, labels: Labels, value: Any) -> Metric:
+    if kind == "histogram":
+        histogram = Histogram(name, value[0], labels)
+        histogram.counts, histogram.total = list(value[1]), value[2]
+        return histogram
+    metric = Counter(name, labels) if kind == "counter" else Gauge(name, labels)
+    metric.value = value
+    return metric
 
 
 class Registry:

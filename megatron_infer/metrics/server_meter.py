@@ -113,10 +113,15 @@ class ServerMeter:
             self._coordinator.set_present([""])
             self._replicas = metrics.families()
 
+    def own_families(self) -> list[Family]:
+        """What this process counts of its calls and requests."""
+        with self._lock:
+            return [copied(family) for family in self._own.families()]
+
     def families(self) -> list[Family]:
         """All metrics, with their values now."""
+        own = self.own_families()
         with self._lock:
-            own = [copied(family) for family in self._own.families()]
             engines, coordinator = self._engines.families(), self._coordinator.families()
             return merged([*own, *engines, *coordinator, *self._replicas, *self._workers])
 

@@ -87,7 +87,7 @@ def create_app(client: EngineClient, settings: ServerConfig, *, modules: Sequenc
     starlette.router.redirect_slashes = False
     inner: Any = starlette
     if settings.record is not None:
-        inner = TrafficLog(starlette, settings.record, max_body_bytes=settings.max_body_bytes)
+        inner = TrafficLog(starlette, settings.record, max_body_bytes=settings.max_body_bytes, started=client.started)
     open_paths = {operation.path for operation in routes.operations.values() if operation.open}
     return Middleware(inner, client, settings, open_paths=frozenset(open_paths))
 

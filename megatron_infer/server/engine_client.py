@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import AsyncInferenceClient
@@ -36,6 +36,9 @@ from megatron_infer.server.inflight import EngineRequest, InFlightCall
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.utils.process_memory import give_back
+
+if TYPE_CHECKING:
+    from megatron_infer.server.http_workers import FrontendLink
 
 T = TypeVar("T")
 
@@ -73,16 +76,19 @@ class EngineClient:
         *,
         model: str,
         processes: EngineProcesses | None = None,
+        started: float | None = None,
     ) -> None:
-        """processes: None where the engines were not started by this server."""
+        """processes: None where the engines were not started by this server. started: the server, by time.time."""
         self.coordinator, self.tokenizer, self.settings = coordinator, tokenizer, settings
         self.model_names = settings.served_model_name or (model,)
         """Names that requests may use; replies have the first one."""
-        self.started = int(time.time())
+        self.started = int(time.time() if started is None else started)
         self.stats: dict[str, Any] = {}
         """The coordinator's last report; POLL_S old, or older while the coordinator or this process is busy."""
         self.is_connected = False
         self.meter = ServerMeter()
+        self.frontend: FrontendLink | None = None
+        """Of one of several HTTP processes, to their parent."""
         self.admission_hooks: list[Callable[[], Awaitable[None]]] = []
         """Awaited before requests are submitted: each may wait, or raise ApiError."""
         self._processes = processes
@@ -218,7 +224,13 @@ class EngineClient:
 
     @property
     def num_calls(self) -> int:
+        """Calls that run in this process."""
         return len(self._calls)
+
+    @property
+    def num_server_calls(self) -> int:
+        """Calls that run in all HTTP processes of the server."""
+        return self.num_calls if self.frontend is None else self.frontend.num_calls
 
     # ------------------------------------------------------------------ requests
 

@@ -41,7 +41,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
     async def load(call: Call) -> Reply:
         """Calls in progress, under vLLM's name."""
-        return Reply({"server_load": client.num_calls})
+        return Reply({"server_load": client.num_server_calls})
 
     for path in ("/health", "/v1/health", "/ping", "/ready"):
         routes.add("GET", path, health, "Whether requests are served", statuses=(503,), open=True)

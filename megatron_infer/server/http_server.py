@@ -11,9 +11,10 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 for _needed in ("starlette", "uvicorn", "httptools", "msgspec", "zmq", "prometheus_client"):
     if find_spec(_needed) is None:
@@ -25,6 +26,7 @@ import uvicorn
 
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.metrics.registry import Family
 from megatron_infer.server.app import Module, create_app
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import unavailable
@@ -34,8 +36,12 @@ from megatron_infer.server.supervisor import Supervisor
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.utils.process_memory import full_collections_by_hand
 
+if TYPE_CHECKING:
+    from megatron_infer.server.http_workers import FrontendLink
+
 log = logging.getLogger("megatron_infer.server")
 
+TICK_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
 """Most seconds to send replies that are complete, after the drain."""
 
@@ -94,15 +100,20 @@ class HttpServer:
         tokenizer: Tokenizer | None,
         model: str,
         supervisor: Supervisor | None = None,
+        frontend: FrontendLink | None = None,
+        started: float | None = None,
         modules: Sequence[Module] = (),
     ) -> None:
         """coordinator: its address; key: its shared key. supervisor: of the engines' processes, if started here.
 
-        modules: register operations and fields after those of the package.
+        frontend: of one of several HTTP processes, to their parent. started: when the server was, on time.time's clock;
+        None: now. modules: register operations and fields after those of the package.
         """
         self._settings, self._coordinator, self._key = settings, coordinator, key
         self._tokenizer, self._model, self._supervisor = tokenizer, model, supervisor
+        self._frontend, self._started = frontend, time.time() if started is None else started
         self._modules = modules
+        self._last_pass = time.monotonic()
         self._draining: asyncio.Task[None] | None = None
         self.metrics_url: str | None = None
         """URL of a separate metrics server, which needs no key; None: this process has none."""
@@ -124,10 +135,17 @@ class HttpServer:
         async with (
             coordinator,
             EngineClient(
-                coordinator, self._tokenizer, self._settings, model=self._model, processes=self._supervisor
+                coordinator,
+                self._tokenizer,
+                self._settings,
+                model=self._model,
+                processes=self._supervisor or self._frontend,
+                started=self._started,
             ) as client,
+            contextlib.nullcontext() if self._frontend is None else self._frontend.joined(client),
         ):
-            exporter = _metrics_exporter(client, self._settings)
+            client.frontend = self._frontend
+            exporter = metrics_exporter(client.meter.families, self._settings)
             self.metrics_url = getattr(exporter, "url", None)
             limit = raise_descriptor_limit()
             log.info("at most %d connections at once (the hard limit of open files)", limit)
@@ -138,12 +156,24 @@ class HttpServer:
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.add_signal_handler(number, self._shut_down)
+            ticking = asyncio.create_task(self._tick())
             waiting = asyncio.create_task(self._wait_ready(server, client, lambda: on_ready(url_of(listening))))
             with exporter:
                 await server.serve(sockets=[listening])
+            ticking.cancel()
             waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await waiting
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds that the event loop has stood still, give or take TICK_S. From any thread."""
+        return time.monotonic() - self._last_pass
+
+    async def _tick(self) -> None:
+        while True:
+            self._last_pass = time.monotonic()
+            await asyncio.sleep(TICK_S)
 
     def shut_down(self) -> None:
         """Do what SIGTERM does; from any thread."""
@@ -181,14 +211,16 @@ class HttpServer:
         server.should_exit = True
 
 
-def _metrics_exporter(client: EngineClient, settings: ServerConfig) -> contextlib.AbstractContextManager[Any]:
+def metrics_exporter(
+    read: Callable[[], list[Family]], settings: ServerConfig
+) -> contextlib.AbstractContextManager[Any]:
     """The separate metrics server, if prometheus_metrics_mode asks for one. Raises ConfigError for a taken port."""
     if settings.prometheus_metrics_mode == "instrument_only":
         return contextlib.nullcontext()
     from megatron_infer.metrics.prometheus import PrometheusExporter
 
     exporter = PrometheusExporter(
-        client.meter.families,
+        read,
         mode=settings.prometheus_metrics_mode,
         port=settings.metrics_port,
         registry=prometheus_client.CollectorRegistry(),

@@ -1,6 +1,6 @@
 """`serve` on one machine: a coordinator, engines and HTTP, each in a process of its own; how they start and end.
 
-main thread            HTTP (HttpServer)
+main thread            HTTP (HttpServer), or with `http_workers` the parent of several HTTP processes (HttpFrontend)
 supervisor thread      starts and restarts the others:
     coordinator        spreads requests; needs no model
     replica0 ... N-1   one engine each
@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.http_server import HttpServer, listen
+from megatron_infer.server.http_workers import HttpFrontend
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import Process, ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.server.tokenizer_files import load_tokenizer
@@ -75,9 +76,14 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
     before = signal.signal(signal.SIGTERM, _interrupt)  # until the HTTP server handles it
     try:
         supervisor.start()
-        tokenizer = load_tokenizer(folder, **save_tokenizer_in_subprocess(options.model, folder))
-        server = HttpServer(
-            settings, coordinator=address, tokenizer=tokenizer, model=options.model, supervisor=supervisor
+        tokenizer = save_tokenizer_in_subprocess(options.model, folder)
+        server = http_server(
+            settings,
+            coordinator=address,
+            tokenizer=tokenizer,
+            folder=folder,
+            model=options.model,
+            supervisor=supervisor,
         )
         server.run(listening, on_ready=lambda url: note(f"serving {options.model} at {url}"))
         is_drained = not server.was_forced
@@ -86,6 +92,31 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
         supervisor.stop(number=signal.SIGTERM if is_drained else signal.SIGKILL, timeout_s=STOP_TIMEOUT_S)
         listening.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def http_server(
+    settings: ServerConfig,
+    *,
+    coordinator: str,
+    tokenizer: dict[str, Any],
+    folder: str,
+    model: str,
+    key: bytes | None = None,
+    supervisor: Supervisor | None = None,
+) -> HttpServer | HttpFrontend:
+    """HTTP in this process, or with `http_workers` in several. tokenizer: arguments of `load_tokenizer`."""
+    if settings.http_workers > 1:
+        return HttpFrontend(
+            settings,
+            coordinator=coordinator,
+            key=key,
+            tokenizer=tokenizer,
+            folder=folder,
+            model=model,
+            supervisor=supervisor,
+        )
+    loaded = load_tokenizer(folder, **tokenizer)
+    return HttpServer(settings, coordinator=coordinator, key=key, tokenizer=loaded, model=model, supervisor=supervisor)
 
 
 def _interrupt(*_: Any) -> None:
@@ -100,8 +131,10 @@ def attach(
     listening = listen(settings.host, settings.port)
     folder = tempfile.mkdtemp(prefix="megatron-infer-")
     try:
-        tokenizer = load_tokenizer(folder, **save_tokenizer_in_subprocess(options.model, folder))
-        server = HttpServer(settings, coordinator=coordinator, key=key, tokenizer=tokenizer, model=options.model)
+        tokenizer = save_tokenizer_in_subprocess(options.model, folder)
+        server = http_server(
+            settings, coordinator=coordinator, key=key, tokenizer=tokenizer, folder=folder, model=options.model
+        )
         server.run(listening, on_ready=lambda url: note(f"serving {options.model} at {url}"))
     finally:
         listening.close()

@@ -13,9 +13,12 @@ from megatron_infer.server.server_config import ServerConfig
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     async def metrics(call: Call) -> Response:
-        """Metrics of this process, the coordinator and every replica."""
-        await client.refresh()
+        """Metrics of all HTTP processes, the coordinator and every replica."""
         accept = call.request.headers.get("accept", "")
+        if client.frontend is not None:
+            data, content_type = await client.frontend.metrics(accept)
+            return Response(data, headers={"Content-Type": content_type})
+        await client.refresh()
         data, content_type = await client.run_in_thread(exposition, client.meter.families, accept)
         return Response(data, headers={"Content-Type": content_type})
 

@@ -27,6 +27,9 @@ class ServerConfig:
     """Address to listen at. Other machines reach any address but loopback: set an API key with it."""
     port: int = 8000
     """Port to listen at; 0: the system chooses one."""
+    http_workers: int = 1
+    """HTTP processes that share the port. Limits on connections, threads and bodies hold for each of them; callers,
+    queues and metrics are those of all. More than one cannot be had with control, whose state is one process's."""
     api_key: str | None = field(default=None, repr=False)
     """Key that clients must send as "Authorization: Bearer KEY". None: no key is needed."""
     allowed_host: tuple[str, ...] = ()
@@ -103,6 +106,7 @@ class ServerConfig:
             message = unknown_name("prometheus_metrics_mode", self.prometheus_metrics_mode, METRICS_MODES)
             raise ConfigError(f"{message}; one of {', '.join(METRICS_MODES)}")
         sizes = (
+            "http_workers",
             "max_queue",
             "max_body_bytes",
             "max_reply_bytes",
@@ -130,6 +134,9 @@ class ServerConfig:
             raise ConfigError("api_key is empty; None means no key")
         if self.control and self.api_key is None and not self.is_local:
             raise ConfigError(f"control at {self.host} needs an API key: others could control the engines; set api_key")
+        if self.control and self.http_workers > 1:
+            text = f"control with {self.http_workers} HTTP processes: the state of the engines is kept by one"
+            raise ConfigError(f"{text}; leave http_workers at 1")
         for origin in self.allow_origin:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
                 raise ConfigError(

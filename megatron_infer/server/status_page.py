@@ -64,7 +64,7 @@ def _status(routes: Routes, client: EngineClient) -> dict[str, Any]:
         "max_model_len": client.max_length,
         "time": time.time(),
         "started": client.started,
-        "calls": client.num_calls,
+        "calls": client.num_server_calls,
         "waiting": client.stats.get("waiting", 0) if client.is_connected else 0,
         "controls": sorted(operation.path for operation in routes.operations.values() if operation.control),
         "replicas": [_replica(replica) for replica in client.replicas],

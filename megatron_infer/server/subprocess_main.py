@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -147,20 +148,50 @@ def http(
     model: str,
 ) -> None:
     """Serve HTTP for the engines of all ranks until SIGTERM. tokenizer: arguments of `load_tokenizer`."""
-    from megatron_infer.server.http_server import HttpServer, listen
+    from megatron_infer.server.http_server import listen
+    from megatron_infer.server.launch import http_server
+    from megatron_infer.server.server_config import ServerConfig
+
+    log_to_stderr("megatron_infer.server", times=True)
+    config, secret = ServerConfig(**settings), None if key is None else key.encode()
+    server = http_server(config, coordinator=coordinator, key=secret, tokenizer=tokenizer, folder=folder, model=model)
+    server.run(listen(config.host, config.port), on_ready=lambda url: report(ready={"url": url}))
+
+
+def http_worker(
+    *,
+    settings: dict[str, Any],
+    coordinator: str,
+    key: str | None,
+    tokenizer: dict[str, Any],
+    folder: str,
+    model: str,
+    name: str,
+    listening: int,
+    started: float,
+) -> None:
+    """One of several HTTP processes. listening: the descriptor of their socket. started: see `HttpServer`."""
+    beat = Beat()
+    from megatron_infer.server.http_server import HttpServer
+    from megatron_infer.server.http_workers import MAX_PASS_S, FrontendLink
     from megatron_infer.server.server_config import ServerConfig
     from megatron_infer.server.tokenizer_files import load_tokenizer
 
     log_to_stderr("megatron_infer.server", times=True)
-    config = ServerConfig(**settings)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
+    shared = socket.socket(fileno=listening)
+    shared.set_inheritable(False)
     server = HttpServer(
-        config,
+        ServerConfig(**settings),
         coordinator=coordinator,
         key=None if key is None else key.encode(),
         tokenizer=load_tokenizer(folder, **tokenizer),
         model=model,
+        frontend=FrontendLink(folder, name=name),
+        started=started,
     )
-    server.run(listen(config.host, config.port), on_ready=lambda url: report(ready={"url": url}))
+    beat.is_alive = lambda: server.pass_s < MAX_PASS_S
+    server.run(shared, on_ready=lambda url: report(ready={"url": url}))
 
 
 ROLES: dict[str, Callable[..., None]] = {
@@ -168,6 +199,7 @@ ROLES: dict[str, Callable[..., None]] = {
     "tokenizer": tokenizer,
     "engine": engine,
     "http": http,
+    "http_worker": http_worker,
 }
 
 if __name__ == "__main__":

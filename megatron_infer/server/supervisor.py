@@ -43,7 +43,9 @@ class ProcessSpec:
     options: dict[str, Any]
     """Arguments of the role."""
     is_worker: bool = False
-    """Listed by /health; engines are."""
+    """Listed by /health; engines are, and the processes of `http_workers`."""
+    inherited: tuple[int, ...] = ()
+    """File descriptors of this process that it gets, under the same numbers."""
     hang_timeout_s: float | None = None
     """Seconds without a beat after which it is killed; LOADING_FACTOR times as many from its start until it
     serves. None: never, for a role that sends no beats."""
@@ -80,7 +82,12 @@ class Process:
         self.last_beat = self._started = time.monotonic()
         command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
         self._popen = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            pass_fds=self.spec.inherited,
         )
         options = json.dumps({**self.spec.options, "parent": os.getpid()})
         assert self._popen.stdin is not None
@@ -207,7 +214,7 @@ class Supervisor:
         return next(process for process in self.processes if process.spec.name == name)
 
     def failure(self) -> str | None:
-        """Why no engine will serve again; None while one serves or may still come up."""
+        """Why no worker will serve again; None while one serves or may still come up."""
         lost = [process for process in self.processes if process.is_given_up and not process.spec.is_worker]
         if not lost and not (self._workers and all(process.is_given_up for process in self._workers)):
             return None
@@ -216,16 +223,17 @@ class Supervisor:
 
     @property
     def was_ready(self) -> bool:
-        """Whether any engine has served."""
+        """Whether any worker has served."""
         return any(process.was_ready for process in self._workers)
 
     def status(self) -> list[dict[str, Any]]:
         return [process.status() for process in self._workers]
 
-    def terminate(self, name: str) -> None:
-        """Send SIGTERM to one process; none is restarted any more."""
+    def terminate(self, *names: str) -> None:
+        """Send SIGTERM to processes; none is restarted any more."""
         self._is_stopping = True
-        self.process(name).signal(signal.SIGTERM)
+        for name in names:
+            self.process(name).signal(signal.SIGTERM)
 
     def stop(self, *, number: int, timeout_s: float) -> None:
         """End all: signal `number` to each, then SIGKILL to those that still run after timeout_s seconds."""

@@ -20,12 +20,13 @@ class TrafficLog:
     Headers and refused calls, whose body may be anything, are not written.
     """
 
-    def __init__(self, inner: Any, path: str, *, max_body_bytes: int) -> None:
+    def __init__(self, inner: Any, path: str, *, max_body_bytes: int, started: float) -> None:
         """Appends to the file, which only its owner can read from now on. Raises ConfigError if it cannot be written.
 
-        max_body_bytes: of a call that is not refused for its size.
+        max_body_bytes: of a call that is not refused for its size. started: when the server was, on time.time's clock.
         """
-        self._inner, self._began, self._max_body_bytes = inner, time.monotonic(), max_body_bytes
+        self._inner, self._max_body_bytes = inner, max_body_bytes
+        self._began = time.monotonic() - (time.time() - started)
         try:
             self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab", buffering=0)
             os.fchmod(self._file.fileno(), 0o600)  # a file that was there before may be open to others

@@ -1,0 +1,291 @@
+"""Several HTTP processes at one socket (`http_workers`); their parent watches them and adds up their figures.
+
+HttpFrontend (parent)        asks every worker for its figures, each second and for every scrape
+    |  FrontendLink          what a worker asks its parent: the state of all processes, the sum of the figures
+HttpServer (worker)          serves HTTP; a client of the coordinator
+
+All workers accept from one listening socket, which the parent holds open: a worker that dies loses the connections that
+it has accepted, and no other one is refused. Parent and workers ask each other over sockets in the server's folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from megatron_infer.coordinator.client import AsyncInferenceClient
+from megatron_infer.errors import ModelError
+from megatron_infer.metrics.monotonic import MonotonicCounts, summed
+from megatron_infer.metrics.prometheus import exposition
+from megatron_infer.metrics.registry import Family, families_of, plain_of
+from megatron_infer.server.engine_client import POLL_S, EngineClient
+from megatron_infer.server.http_errors import unavailable
+from megatron_infer.server.http_server import CLOSE_TIMEOUT_S, EnginesFailed, metrics_exporter, url_of
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.supervisor import ProcessSpec, Supervisor
+
+log = logging.getLogger("megatron_infer.server")
+
+GATHER_S = 1.0
+"""Seconds between two times that the parent asks for figures, and most seconds that one worker's are waited for."""
+HANG_S = 20.0
+"""Seconds without a beat after which a worker is killed; it sends none once its loop has stood still for MAX_PASS_S."""
+MAX_PASS_S = 60.0
+"""Seconds that a worker's event loop may stand still. The coordinator keeps its streams for as long."""
+
+
+class HttpFrontend:
+    """The parent of `http_workers` HTTP processes; its methods are those of an `HttpServer`."""
+
+    def __init__(
+        self,
+        settings: ServerConfig,
+        *,
+        coordinator: str,
+        key: bytes | None,
+        tokenizer: dict[str, Any],
+        folder: str,
+        model: str,
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        """tokenizer: arguments of `load_tokenizer`. folder: only this user can open it."""
+        self._settings, self._coordinator, self._key = settings, coordinator, key
+        self._tokenizer, self._folder, self._model, self._engines = tokenizer, folder, model, supervisor
+        self._http = Supervisor(())
+        self._figures = MonotonicCounts()
+        self._calls: dict[str, int] = {}
+        self._client: EngineClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ends_at: float | None = None
+        """When workers that still drain are killed, on time.monotonic's clock; None before SIGTERM."""
+        self.was_forced = False
+        """Whether a second signal ended it without waiting for running calls."""
+
+    def run(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
+        asyncio.run(self.serve(listening, on_ready=on_ready))
+
+    async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
+        """Serve until SIGTERM or Ctrl-C. on_ready: called with the URL once an engine serves and all workers do.
+
+        Raises EnginesFailed if no engine ever serves, ModelError if every worker was given up.
+        """
+        self._http = Supervisor([self._worker(index, listening) for index in range(self._settings.http_workers)])
+        coordinator = AsyncInferenceClient(self._coordinator, key=self._key, name="http-frontend")
+        async with (
+            coordinator,
+            EngineClient(coordinator, None, self._settings, model=self._model, processes=self) as self._client,
+        ):
+            self._loop = asyncio.get_running_loop()
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    self._loop.add_signal_handler(number, self._shut_down)
+            with metrics_exporter(self._families, self._settings):
+                answering = await answer(frontend_path(self._folder), self._reply)
+                try:
+                    self._http.start()
+                    await self._watch(lambda: on_ready(url_of(listening)))
+                finally:
+                    answering.close()
+                    await asyncio.to_thread(self._http.stop, number=signal.SIGKILL, timeout_s=CLOSE_TIMEOUT_S)
+
+    # ------------------------------------------------------------------ processes
+
+    def failure(self) -> str | None:
+        """Why no call will be served again; None while one is or may be."""
+        return (None if self._engines is None else self._engines.failure()) or self._http.failure()
+
+    def status(self) -> list[dict[str, Any]]:
+        return [*(() if self._engines is None else self._engines.status()), *self._http.status()]
+
+    def _worker(self, index: int, listening: socket.socket) -> ProcessSpec:
+        settings = dataclasses.replace(self._settings, prometheus_metrics_mode="instrument_only", http_workers=1)
+        options = {
+            "settings": {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)},
+            "coordinator": self._coordinator,
+            "key": None if self._key is None else self._key.decode(),
+            "tokenizer": self._tokenizer,
+            "folder": self._folder,
+            "model": self._model,
+            "name": f"http{index}",
+            "listening": listening.fileno(),
+            "started": time.time(),
+        }
+        return ProcessSpec(
+            name=f"http{index}",
+            role="http_worker",
+            options=options,
+            is_worker=True,
+            hang_timeout_s=HANG_S,
+            inherited=(listening.fileno(),),
+        )
+
+    async def _watch(self, on_ready: Callable[[], None]) -> None:
+        """Until all workers have ended after a signal."""
+        assert self._client is not None
+        is_announced, gathered = False, 0.0
+        while self._ends_at is None or any(process.is_running for process in self._http.processes):
+            now = time.monotonic()
+            if self._ends_at is not None and now > self._ends_at:
+                return
+            if self._ends_at is None:
+                self._raise_failure()
+                is_ready = all(process.ready or process.is_given_up for process in self._http.processes)
+                if is_ready and not is_announced and self._client.state == "ok":
+                    is_announced = True
+                    on_ready()
+            if now - gathered > GATHER_S:
+                await self._gather()
+                gathered = time.monotonic()
+            await asyncio.sleep(0.05 if self._ends_at is None else 0.01)
+
+    def _raise_failure(self) -> None:
+        if self._engines is not None and not self._engines.was_ready and (failure := self._engines.failure()):
+            raise EnginesFailed(failure)
+        if failure := self._http.failure():
+            raise ModelError(failure)
+
+    def shut_down(self) -> None:
+        """Do what SIGTERM does; from any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._shut_down)
+
+    def _shut_down(self) -> None:
+        assert self._client is not None
+        if self._ends_at is not None:
+            self.was_forced, self._ends_at = True, 0.0
+            return
+        log.info("shutting down: %d calls are running", sum(self._calls.values()))
+        self._client.begin_drain()
+        self._ends_at = time.monotonic() + self._settings.drain_timeout_s + 2 * CLOSE_TIMEOUT_S
+        self._http.terminate(*(process.spec.name for process in self._http.processes))
+
+    # ------------------------------------------------------------------ figures
+
+    async def _gather(self) -> None:
+        """Ask every worker for its figures. One that does not answer keeps its last ones, without gauges."""
+        names = [process.spec.name for process in self._http.processes]
+        found = await asyncio.gather(*(ask(worker_path(self._folder, name), {}, GATHER_S) for name in names))
+        present = {name: one for name, one in zip(names, found, strict=True) if one is not None}
+        for name, one in present.items():
+            self._figures.update(name, one["born"], families_of(one["families"]))
+        self._figures.set_present(present)
+        self._calls = {name: one["calls"] for name, one in present.items()}
+
+    def _families(self) -> list[Family]:
+        """All metrics, those of the workers as of the last `_gather`."""
+        assert self._client is not None
+        return summed([*self._client.meter.families(), *self._figures.totals()])
+
+    async def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
+        """To a worker's FrontendLink."""
+        accept = question.get("metrics")
+        if accept is None:
+            return {"failure": self.failure(), "processes": self.status(), "calls": sum(self._calls.values())}
+        assert self._client is not None
+        await asyncio.gather(self._client.refresh(), self._gather())
+        text, content_type = exposition(self._families, accept)
+        return {"text": text.decode(), "content_type": content_type}
+
+
+class FrontendLink:
+    """A worker's link to its parent: the state of all processes, GATHER_S old at most, and the sum of all metrics."""
+
+    def __init__(self, folder: str, *, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._born = time.time()
+        self._state: dict[str, Any] = {"failure": None, "processes": [], "calls": 0}
+
+    def failure(self) -> str | None:
+        failure: str | None = self._state["failure"]
+        return failure
+
+    def status(self) -> list[dict[str, Any]]:
+        processes: list[dict[str, Any]] = self._state["processes"]
+        return processes
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that run in all HTTP processes."""
+        number: int = self._state["calls"]
+        return number
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        """The text of a scrape, of all processes, and its Content-Type. Raises ApiError 503."""
+        reply = await ask(frontend_path(self._folder), {"metrics": accept}, 4 * GATHER_S)
+        if reply is None:
+            raise unavailable("the process that adds up the metrics does not answer", "no_metrics")
+        return reply["text"].encode(), reply["content_type"]
+
+    @contextlib.asynccontextmanager
+    async def joined(self, client: EngineClient) -> AsyncIterator[None]:
+        """Answer the parent with this process's figures, and keep its state up to date."""
+
+        async def figures(question: dict[str, Any]) -> dict[str, Any]:
+            plain = plain_of(client.meter.own_families())
+            return {"born": self._born, "calls": client.num_calls, "families": plain}
+
+        answering = await answer(worker_path(self._folder, self._name), figures)
+        await self._refresh()
+        polling = asyncio.create_task(self._poll())
+        try:
+            yield
+        finally:
+            polling.cancel()
+            answering.close()
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        self._state = await ask(frontend_path(self._folder), {}, GATHER_S) or self._state
+
+
+# ---------------------------------------------------------------------- questions between processes
+
+
+def frontend_path(folder: str) -> str:
+    return os.path.join(folder, "frontend")
+
+
+def worker_path(folder: str, name: str) -> str:
+    return os.path.join(folder, name)
+
+
+async def answer(path: str, reply: Callable[[dict[str, Any]], Awaitable[Any]]) -> asyncio.Server:
+    """Answer questions at a Unix socket: a line of JSON, and JSON back. The folder says who may ask."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # who asked is gone, or has not asked
+            writer.write(msgspec.json.encode(await reply(msgspec.json.decode(await reader.readline()))))
+            await writer.drain()
+        writer.close()
+
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of a process before
+    return await asyncio.start_unix_server(serve, path)
+
+
+async def ask(path: str, question: dict[str, Any], timeout_s: float) -> Any:
+    """The answer; None if none comes in time."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                writer.write(msgspec.json.encode(question) + b"\n")
+                return msgspec.json.decode(await reader.read())
+            finally:
+                writer.close()
+    return None

@@ -1,0 +1,174 @@
+"""Several HTTP processes at one port: calls, figures, a process that dies or hangs, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import httpx
+import pytest
+from coordinator_case import coordinator, replica, wait_for
+from server_case import events
+
+from megatron_infer.errors import ConfigError
+from megatron_infer.server import http_workers
+from megatron_infer.server.http_server import listen, url_of
+from megatron_infer.server.http_workers import HttpFrontend
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.testing.echo import EchoEngine, echo_tokens
+
+COMPLETION = "/v1/completions"
+
+
+@contextlib.contextmanager
+def workers(folder, *, step_s=0.0, count=2, **settings):
+    """A server of `count` HTTP processes in front of an EchoEngine without a tokenizer: .url, .frontend, .pids()."""
+    config = ServerConfig(port=0, log_requests=False, http_workers=count, **settings)
+    with (
+        mock.patch.object(http_workers, "GATHER_S", 0.3),
+        coordinator(heartbeat_s=0.2, timeout_s=20.0) as one,
+        replica(one.address, EchoEngine(step_s=step_s)),
+        contextlib.closing(listen(config.host, config.port)) as listening,
+    ):
+        tokenizer = {"name": "echo", "eos_ids": None}
+        frontend = HttpFrontend(
+            config, coordinator=one.address, key=None, tokenizer=tokenizer, folder=str(folder), model="echo"
+        )
+        ready = threading.Event()
+        run = lambda: frontend.run(listening, on_ready=lambda url: ready.set())  # noqa: E731
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            assert ready.wait(60), "it did not come up"
+            processes = frontend._http.processes
+            pids = lambda: [process.pid for process in processes]  # noqa: E731
+            yield SimpleNamespace(url=url_of(listening), frontend=frontend, pids=pids, thread=thread)
+        finally:
+            frontend.shut_down()
+            thread.join(5)
+            frontend.shut_down()
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def stopped(pid):
+    """Only other processes answer meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def ask(url, number=1, **changes):
+    body = {"prompt": [number, 2], "max_tokens": 8, "temperature": 0, "return_token_ids": True, **changes}
+    return httpx.post(url + COMPLETION, json=body, timeout=60)
+
+
+def tokens_of(reply):
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["token_ids"]
+
+
+def figures(url):
+    """Series -> value, of a scrape."""
+    lines = httpx.get(url + "/metrics", timeout=60).raise_for_status().text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] != "#")}
+
+
+CALLS = 'megatron_infer_http_requests_total{code="200",method="POST",route="/v1/completions"}'
+TOKENS = "megatron_infer_output_tokens_total"
+
+
+def test_processes_answer_at_one_port_and_any_of_them_shows_the_figures_of_all(tmp_path):
+    with workers(tmp_path) as case:
+        first, second = case.pids()
+        for silent, number in ((first, 1), (second, 2)):
+            with stopped(silent):
+                assert tokens_of(ask(case.url, number)) == echo_tokens([number, 2], 8)
+        assert figures(case.url)[CALLS] == 2
+        for silent in (first, second):
+            with stopped(silent):  # its last figures are in the sum, without its gauges
+                wait_for(lambda: figures(case.url)["megatron_infer_http_calls"] == 1)
+                found = figures(case.url)
+                assert found[CALLS] == 2 and found[TOKENS] == 16
+                assert found['megatron_infer_engine_output_tokens_total{replica="r"}'] == 16
+        health = httpx.get(case.url + "/health").json()
+        assert [one["name"] for one in health["workers"]] == ["http0", "http1"] and health["status"] == "ok"
+
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: case.pids()[0] != first)
+        with stopped(case.pids()[0]):
+            assert tokens_of(ask(case.url, 3)) == echo_tokens([3, 2], 8)
+        assert figures(case.url)[CALLS] == 3, "what a process that is gone had counted is lost"
+        wait_for(lambda: httpx.get(case.url + "/health").json()["workers"][0]["restarts"] == 1)
+        wait_for(lambda: case.frontend.status()[0]["state"] == "running")
+        with stopped(second):
+            assert tokens_of(ask(case.url, 4)) == echo_tokens([4, 2], 8)
+            assert figures(case.url)[CALLS] == 4
+
+
+class Streams:
+    """Streams in threads, one connection each."""
+
+    def __init__(self, url, count, num_tokens):
+        self.found = [None] * count
+        self._url, self._num_tokens = url, num_tokens
+        self.threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, number):
+        body = {"prompt": [number, 2], "max_tokens": self._num_tokens, "temperature": 0, "return_token_ids": True}
+        try:
+            with httpx.stream("POST", self._url + COMPLETION, json={**body, "stream": True}, timeout=60) as reply:
+                chunks = events(list(reply.iter_lines()))
+            self.found[number] = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+        except httpx.HTTPError as error:
+            self.found[number] = error
+
+    def join(self):
+        for thread in self.threads:
+            thread.join()
+        return self.found
+
+
+def test_killed_process_ends_its_own_streams_alone_and_sigterm_waits_for_all(tmp_path):
+    with workers(tmp_path, step_s=0.01) as case:
+        first, second = case.pids()
+        with stopped(second):
+            lost = Streams(case.url, 2, 10_000)
+            wait_for(lambda: case.frontend._calls.get("http0") == 2)
+        with stopped(first):
+            kept = Streams(case.url, 3, 300)
+            wait_for(lambda: case.frontend._calls.get("http1") == 3)
+        wait_for(lambda: httpx.get(case.url + "/load").json()["server_load"] == 5)
+        os.kill(first, signal.SIGKILL)
+        assert all(isinstance(one, httpx.HTTPError) for one in lost.join())
+        assert kept.join() == [echo_tokens([number, 2], 300) for number in range(3)]
+        wait_for(lambda: case.frontend.status()[0]["restarts"] == 1 and case.frontend.status()[0]["state"] == "running")
+
+        last = Streams(case.url, 4, 100)
+        wait_for(lambda: sum(case.frontend._calls.values()) == 4)
+        case.frontend.shut_down()
+        assert last.join() == [echo_tokens([number, 2], 100) for number in range(4)]
+        ended = time.monotonic()
+        case.thread.join(20)
+        assert time.monotonic() - ended < 3.0, "a machine with nothing else to do takes 0.5 s"
+        assert not case.frontend.was_forced
+
+
+def test_more_processes_than_one_are_refused_where_state_would_be_divided():
+    for changes, text in (
+        ({"http_workers": 0}, "http_workers is 0"),
+        ({"http_workers": 2, "control": True}, "leave http_workers at 1"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            ServerConfig(**changes)
