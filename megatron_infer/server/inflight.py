@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -39,29 +40,35 @@ class LatestOutputs:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._items: dict[int, RequestOutput | BaseException] = {}
-        self._has_items = asyncio.Event()
-        self._is_signalled = False
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the `take` that waits."""
 
     def put(self, index: int, item: RequestOutput | BaseException) -> None:
         """From any thread; never waits."""
         with self._lock:
+            is_first = not self._items
             self._items[index] = item
-            if self._is_signalled:
-                return
-            self._is_signalled = True
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._has_items.set)
+        if is_first and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self, *, is_late: bool = False) -> None:
+        """End the wait of `take`, if there is something or it is too late."""
+        if (self._items or is_late) and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def take(self, timeout_s: float | None = None) -> dict[int, RequestOutput | BaseException]:
         """Everything put since the last call, waiting until there is something; {} after timeout_s seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._has_items.wait()
-        except TimeoutError:
-            return {}
+        if not self._items:  # a `put` from now on wakes it, as the loop runs `_wake` later
+            self._waiter = self._loop.create_future()
+            timer = None
+            if timeout_s is not None:
+                timer = self._loop.call_later(timeout_s, partial(self._wake, is_late=True))
+            try:
+                await self._waiter
+            finally:
+                if timer is not None:  # less than asyncio.timeout costs, for every token of a stream
+                    timer.cancel()
         with self._lock:
-            self._has_items.clear()
-            self._is_signalled = False
             items, self._items = self._items, {}
         return items
 
