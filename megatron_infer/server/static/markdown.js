@@ -216,6 +216,7 @@ function backticks(text) {
   return {
     closing(length, from) {
       const runs = places.get(length);
+      if (!runs) return -1; // a part of a run whose first one is escaped
       while (runs.next < runs.all.length && runs.all[runs.next] < from) runs.next += 1;
       return runs.next < runs.all.length ? runs.all[runs.next] : -1;
     },
@@ -290,7 +291,7 @@ function build(node) {
   if (typeof node === "string") return document.createTextNode(node);
   const made = document.createElement(node.tag);
   if (node.tag === "pre") return codeBlock(made, node);
-  made.append(...node.children.map(build));
+  for (const child of node.children) made.append(build(child));
   if (node.tag === "a") {
     made.href = node.href;
     made.target = "_blank";
