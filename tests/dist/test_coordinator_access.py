@@ -67,7 +67,7 @@ def test_coordinator_without_a_key_makes_one_that_only_its_user_finds(home, tmp_
             with InferenceClient(address) as stranger, pytest.raises(protocol.AccessRefused, match="asks for a key"):
                 stranger.generate([[1]], GREEDY)
             with replica(address, name="intruder") as intruder:
-                intruder.thread.join(5)
+                intruder.thread.join(60)
                 assert isinstance(intruder.failure, protocol.AccessRefused)
             assert [one["name"] for one in client.stats()["replicas"]] == ["r"]
 

@@ -76,7 +76,7 @@ def test_every_request_is_answered_once_and_rightly_while_replicas_are_killed_an
         wreckers = Wreckers(one.address, rng)
         stack.callback(wreckers.end)
         client = stack.enter_context(InferenceClient(one.address))
-        wait_for(lambda: len(client.stats()["replicas"]) == 3, 30)
+        wait_for(lambda: len(client.stats()["replicas"]) == 3)
         wreckers.thread.start()
         answers: dict[int, list[list[int]]] = {}
         streams: list[threading.Thread] = []
@@ -121,7 +121,7 @@ def moved_midway(kind: int, timeout_s: float) -> float:
     with coordinator(policy="round_robin", timeout_s=timeout_s) as one, InferenceClient(one.address) as client:
         child = Child(one.address, "echo", "victim", step_s=0.01)
         try:
-            wait_for(lambda: client.stats()["replicas"], 30)
+            wait_for(lambda: client.stats()["replicas"])
             gap, last, sent = 0.0, None, False
             expected = echo_tokens([1, 2, 3], 200)
             with replica(one.address, EchoEngine(step_s=0.01), name="heir"):
@@ -177,7 +177,7 @@ def test_stopped_replica_returns_with_a_new_incarnation_and_its_late_messages_ar
     with coordinator(policy="round_robin", timeout_s=0.6) as one, InferenceClient(one.address) as client:
         child = Child(one.address, "echo", "victim", step_s=0.01)
         try:
-            wait_for(lambda: client.stats()["replicas"], 30)
+            wait_for(lambda: client.stats()["replicas"])
             incarnation = client.stats()["replicas"][0]["incarnation"]
             future = client.submit([1, 2], SamplingParams(max_tokens=100, temperature=0.0))
             time.sleep(0.3)
@@ -185,7 +185,7 @@ def test_stopped_replica_returns_with_a_new_incarnation_and_its_late_messages_ar
             wait_for(lambda: not client.stats()["replicas"])
             assert client.stats()["waiting"] == 1 and not future.done()
             child.signal(signal.SIGCONT)
-            assert future.result(10).outputs[0].token_ids == echo_tokens([1, 2], 100)
+            assert future.result(60).outputs[0].token_ids == echo_tokens([1, 2], 100)
             stats = client.stats()
             assert stats["replicas"][0]["incarnation"] > incarnation
             assert stats["fenced"] >= 1 and stats["finished"] == 1
@@ -198,13 +198,13 @@ def test_work_continues_while_most_replicas_are_lost_at_once():
     with cluster(1) as (one, _, client):
         children = [Child(one.address, "echo", f"c{i}", step_s=0.01) for i in range(2)]
         try:
-            wait_for(lambda: len(client.stats()["replicas"]) == 3, 30)
+            wait_for(lambda: len(client.stats()["replicas"]) == 3)
             futures = [client.submit([i], SamplingParams(max_tokens=40, temperature=0.0)) for i in range(60)]
             time.sleep(0.15)
             for child in children:
                 child.signal(signal.SIGKILL)
             for i, future in enumerate(futures):
-                assert future.result(20).outputs[0].token_ids == echo_tokens([i], 40)
+                assert future.result(60).outputs[0].token_ids == echo_tokens([i], 40)
             one.core.check()
         finally:
             for child in children:

@@ -44,7 +44,7 @@ def play(
         return everyone
 
     def run(rank: int) -> None:
-        links = connect(rank, size, lambda text: gather(rank, text), timeout_s=5.0)
+        links = connect(rank, size, lambda text: gather(rank, text), timeout_s=20.0)
         lockstep = Lockstep(links, timeout_s=timeout_s, give_up=lambda: give_up(rank))
         try:
             results[rank] = act(lockstep)
@@ -132,16 +132,17 @@ def test_a_closed_rank_is_named_by_all_others(victim: int):
 
 
 def test_a_rank_that_lives_but_does_not_come_is_named_after_the_deadline():
+    is_named = threading.Event()
+
     def act(lockstep: Lockstep) -> Any:
         if lockstep.rank == 1:
-            time.sleep(2.5)
-            return None
-        started = time.monotonic()
+            return is_named.wait(20)
         with pytest.raises(RankFailure, match=r"it lives, in .*, but has not come to step") as caught:
             lockstep.meet("step()")
-        return caught.value.rank, time.monotonic() - started < 2.5
+        is_named.set()
+        return caught.value.rank
 
-    assert play(2, act, timeout_s=1.0)[0] == (1, True)
+    assert play(2, act, timeout_s=1.0) == [1, True]
 
 
 def test_whoever_follows_waits_as_long_as_the_leader_lives():
@@ -151,7 +152,7 @@ def test_whoever_follows_waits_as_long_as_the_leader_lives():
             return lockstep.meet("resume()").call
         return lockstep.meet("follow()").call
 
-    assert play(2, act, timeout_s=0.5) == ["resume()"] * 2
+    assert play(2, act, timeout_s=1.0) == ["resume()"] * 2
 
 
 def test_a_failed_step_is_everyones_or_the_end():
@@ -203,9 +204,9 @@ def test_a_rank_that_broke_off_is_named_at_once_and_waits_for_it_are_ended(victi
         lockstep.step_failed(RuntimeError("communicator was aborted"), 0.5, fatal=True)
 
     started = time.monotonic()
-    for error in play(3, act, give_up=give_up):
+    for error in play(3, act, give_up=give_up, timeout_s=20.0):
         assert isinstance(error, RankFailure) and error.rank == victim and "no room" in str(error), error
-    assert time.monotonic() - started < 4, "less than timeout_s"
+    assert time.monotonic() - started < 15, "less than timeout_s"
 
 
 def test_a_rank_whose_step_alone_raised_names_itself_and_not_those_that_wait_for_it(monkeypatch):
@@ -246,7 +247,7 @@ def test_a_rank_that_dies_behind_the_goodbye_of_another_is_missed_all_the_same()
         if lockstep.rank == 2:
             lockstep.close()
             return
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             try:
                 lockstep._watch.check()
@@ -255,7 +256,7 @@ def test_a_rank_that_dies_behind_the_goodbye_of_another_is_missed_all_the_same()
                 break
         lockstep.check_alive(goodbyes=False)  # of the goodbye it has heard
         if lockstep.rank == 1:
-            left.wait(5)
+            left.wait(20)
             lockstep._links.close()
             return
         left.set()

@@ -151,7 +151,7 @@ def test_body_that_takes_long_to_decode_is_refused_undecoded(case, body, what):
     began = time.perf_counter()
     reply = case.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 413 and what in reply.json()["error"]["message"]
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 5
 
 
 def test_recorded_traffic_is_readable_by_its_owner_alone_also_in_a_file_that_was_there(tmp_path):
@@ -384,12 +384,12 @@ def test_a_call_of_many_prompts_does_not_stand_before_another_caller():
     engine = EchoEngine(step_s=0.005, max_requests=4)
     with serving(engine, max_queue=512) as case, asking_from(case, "127.0.0.2") as other:
         done = []
-        prompts = [[i + 1] for i in range(200)]
+        prompts = [[i + 1] for i in range(400)]
         batch = threading.Thread(
             target=lambda: done.append(post(case, COMPLETION, prompt=prompts, max_tokens=4, temperature=0))
         )
         batch.start()
-        wait_for(lambda: case.coordinator.core.dispatch.num_waiting > 150)
+        wait_for(lambda: case.coordinator.core.dispatch.num_waiting > 350)
         began = time.monotonic()
         assert other.post(COMPLETION, json={"prompt": [7], "max_tokens": 2}).status_code == 200
         alone = time.monotonic() - began
@@ -398,7 +398,7 @@ def test_a_call_of_many_prompts_does_not_stand_before_another_caller():
         assert post(case, COMPLETION, prompt=[8], max_tokens=2).status_code == 200, "nor does another call of the same"
         assert time.monotonic() - began < 20 * alone + 1
         batch.join()
-        assert done[0].status_code == 200 and len(done[0].json()["choices"]) == 200
+        assert done[0].status_code == 200 and len(done[0].json()["choices"]) == 400
 
 
 def cached_tokens(client, **body):

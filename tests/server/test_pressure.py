@@ -119,7 +119,7 @@ def test_slow_reader_loses_nothing_and_slows_no_other_call():
 
 
 def test_call_over_its_time_is_aborted_with_an_error():
-    with serving(EchoEngine(step_s=0.05), request_timeout_s=0.5, keep_alive_s=0.1) as case:
+    with serving(EchoEngine(step_s=0.05), request_timeout_s=1.0, keep_alive_s=0.1) as case:
         reply = post(case, COMPLETION, **ask(max_tokens=1000))
         assert reply.status_code == 504 and "request_timeout_s" in reply.json()["error"]["message"]
         chunks = stream(case, COMPLETION, **ask(max_tokens=1000))

@@ -11,6 +11,8 @@ import sys
 import pytest
 from server_case import free_blocks, serving, wait_for
 
+from megatron_infer.testing.echo import EchoEngine
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("schemathesis") is None, reason="the package schemathesis is not installed"
 )
@@ -37,6 +39,7 @@ def run(case, folder, *, examples, seed=1):
     options = [f"{case.url}/openapi.json", "--checks", ",".join(CHECKS), "-H", f"Authorization: Bearer {KEY}"]
     options += ["--phases", "coverage,fuzzing", "--max-examples", str(examples), "--seed", str(seed)]
     options += ["--generation-database", "none", "--suppress-health-check", "all", "--warnings", "off", "--no-shrink"]
+    options += ["--request-timeout", "60"]
     for path in ALIASES:
         options += ["--exclude-path", path]
     environment = {**os.environ, "COLUMNS": "200"}
@@ -45,7 +48,7 @@ def run(case, folder, *, examples, seed=1):
 
 
 def test_openapi_document_matches_what_is_served(tmp_path):
-    with serving(api_key=KEY) as case:
+    with serving(EchoEngine(num_blocks=64), api_key=KEY) as case:
         case.http.headers["Authorization"] = f"Bearer {KEY}"
         before = free_blocks(case)
         code, text = run(case, tmp_path, examples=int(os.environ.get("SCHEMATHESIS_EXAMPLES", "10")))
