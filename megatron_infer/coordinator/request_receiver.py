@@ -89,17 +89,17 @@ class RequestReceiver:
         return news.finished
 
     def _add_times(self, times: protocol.StageTimes, now: float) -> None:
-        """A replica's times on this clock, late by the message's way; of several replicas the first to get there."""
+        """A replica's times on this clock: late by the way of the fastest message, of several replicas the first."""
         metrics = self._metrics
         if times.attempt != self._attempt:
             is_first = not self._output.events
             payload = {"replica": times.replica}
             self._add_event("ASSIGN" if is_first else "REASSIGN", time.time() - times.arrived, payload)
             self._attempt = times.attempt
-        if metrics.first_scheduled_time is None and times.scheduled is not None:
-            metrics.first_scheduled_time = now - times.scheduled
-        if metrics.first_token_time is not None and times.first_token is not None:
-            metrics.first_token_time = min(metrics.first_token_time, now - times.first_token)
+        if times.scheduled is not None:
+            metrics.first_scheduled_time = _earlier(metrics.first_scheduled_time, now - times.scheduled)
+        if times.first_token is not None:
+            metrics.first_token_time = _earlier(metrics.first_token_time, now - times.first_token)
         if times.finished is not None:
             metrics.finished_time = now - times.finished
         metrics.num_pauses, metrics.num_evictions = times.num_pauses, times.num_evictions
@@ -136,6 +136,10 @@ class RequestReceiver:
             submit.prompt, submit.text = protocol.ids_to_bytes(self._output.prompt_token_ids), None
             submit.kept = kept
         return submit
+
+
+def _earlier(known: float | None, new: float) -> float:
+    return new if known is None else min(known, new)
 
 
 def _append(one: CompletionOutput, piece: protocol.Piece) -> None:

@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_infer.outputs.request_output import RequestOutput
 
@@ -34,7 +35,7 @@ MAX_REQUEST_SPANS = 64
 """Most engine requests of one call with spans of their own; the call's span has the number of all."""
 MAX_MESSAGE = 300
 """Most characters of an error in a span."""
-FLUSH_S = 0.5
+FLUSH_S = 1.0
 """Seconds that the last spans have to leave the process when the server ends."""
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -159,6 +160,17 @@ class CallSpan:
         span.end()
 
 
+class _Clocks(NamedTuple):
+    """One moment on time.monotonic's clock and on that of spans."""
+
+    s: float
+    ns: int
+
+    @classmethod
+    def now(cls) -> _Clocks:
+        return cls(time.monotonic(), time.time_ns())
+
+
 class RequestSpans:
     """The spans of the engine requests of one call, made by `end` of what `put` was given."""
 
@@ -167,7 +179,7 @@ class RequestSpans:
 
         self._tracer, self._model, self._stream = tracing.tracer, tracing.model, stream
         self._context, self._requests = set_span_in_context(call), requests[:MAX_REQUEST_SPANS]
-        self._began, self._epoch_ns = time.monotonic(), time.time_ns() - time.monotonic_ns()
+        self._began = self._ended = _Clocks.now()
         self._outputs: dict[int, RequestOutput] = {}
         self._errors: dict[int, BaseException] = {}
 
@@ -180,32 +192,38 @@ class RequestSpans:
 
     def end(self) -> None:
         """Make the spans. A request that has not ended ends now, aborted."""
-        now = time.monotonic()
+        self._ended = _Clocks.now()
         for index, request in enumerate(self._requests):
-            self._add(request, self._outputs.get(index), self._errors.get(index), now)
+            self._add(request, self._outputs.get(index), self._errors.get(index))
 
-    def _ns(self, at: float) -> int:
-        """A time on time.monotonic's clock -> on that of spans."""
-        return self._epoch_ns + int(at * 1e9)
+    def _stages(self, output: RequestOutput | None) -> list[tuple[str, int]]:
+        """Where the stages of a request that were reached begin, in ns, and at the end ("", where the last one ends).
 
-    def _add(
-        self, request: EngineRequest, output: RequestOutput | None, error: BaseException | None, now: float
-    ) -> None:
+        None is before the one before it, or outside the time that this process has seen, whatever clocks do.
+        """
+        first, last = self._began, self._ended
+        times: list[tuple[str, float | None]] = [("wait", first.s)]
+        end = last.s
+        if output is not None:
+            metrics = output.metrics
+            times += [("prefill", metrics.first_scheduled_time), ("decode", metrics.first_token_time)]
+            end = metrics.finished_time or end
+        stages, before = [], first.ns
+        for name, at in (*times, ("", end)):
+            if at is not None:
+                before = min(last.ns, max(before, last.ns - int(1e9 * (last.s - at))))
+                stages.append((name, before))
+        return stages
+
+    def _add(self, request: EngineRequest, output: RequestOutput | None, error: BaseException | None) -> None:
         from opentelemetry.trace import StatusCode, set_span_in_context
 
         operation = OPERATIONS.get(request.route, "text_completion")
-        metrics = None if output is None else output.metrics
-        stages: list[tuple[str, float]] = [("wait", self._began if metrics is None else metrics.arrival_time)]
-        end = now
-        if metrics is not None:
-            times = (("prefill", metrics.first_scheduled_time), ("decode", metrics.first_token_time))
-            stages += [(name, at) for name, at in times if at is not None]
-            end = metrics.finished_time or now
-        end = max(end, stages[-1][1])
+        stages = self._stages(output)
         span = self._tracer.start_span(
             f"{operation} {self._model}",
             context=self._context,
-            start_time=self._ns(stages[0][1]),
+            start_time=stages[0][1],
             attributes=_asked(request, operation, self._model, self._stream) | _given(output, error),
         )
         error = error if error is not None or output is None else output.error
@@ -214,10 +232,9 @@ class RequestSpans:
         for event in () if output is None else output.events:
             span.add_event(event.kind.lower(), event.payload, timestamp=int(event.time_s * 1e9))
         inner = set_span_in_context(span)
-        for (name, at), (_, until) in zip(stages, [*stages[1:], ("", end)], strict=True):
-            stage = self._tracer.start_span(name, context=inner, start_time=self._ns(at))
-            stage.end(self._ns(max(at, until)))
-        span.end(self._ns(end))
+        for (name, at), (_, until) in pairwise(stages):
+            self._tracer.start_span(name, context=inner, start_time=at).end(until)
+        span.end(stages[-1][1])
 
 
 def _asked(request: EngineRequest, operation: str, model: str, stream: bool) -> dict[str, Any]:
