@@ -158,6 +158,8 @@ class Dispatcher:
         if output.prompt is not None and request.prompt is None:
             request.prompt = output.prompt
         client, request_id = request.client.peer, request.submit.id
+        if output.times is not None:
+            output.times.replica, output.times.attempt = replica.name, request.attempts
         if output.finished:
             if output.refused is None:
                 self.counts.finished += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.coordinator import protocol
 from megatron_infer.errors import InferenceError
-from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from megatron_infer.outputs.token_outputs import Kind, TokenOutput, pack, values_in
 from megatron_infer.requests.drawn_sequence import DrawnSequence
 
@@ -131,6 +132,8 @@ class ServedRequest:
         self._sequences = [_SentSequence(run.kept[i] if run.kept else None) for i in range(params.n)]
         self._sent_prompt = run.prompt is not None
         self._sent_prompt_logprobs = params.prompt_logprobs is None
+        self._sent_times = False
+        self._metrics: RequestMetrics | None = None
         self.held: protocol.Output | None = None
         """Output held back to be sent with more, for a client that does not stream."""
 
@@ -165,7 +168,10 @@ class ServedRequest:
         pieces = [piece for one in output.outputs if (piece := self._piece(one)) is not None]
         if not pieces and not output.finished:
             return None
-        run, prompt, prompt_logprobs = self.run, None, None
+        run, prompt, prompt_logprobs, times = self.run, None, None, None
+        self._metrics = output.metrics
+        if output.finished or not self._sent_times:
+            times, self._sent_times = stage_times(output.metrics), True
         if not self._sent_prompt:
             prompt, self._sent_prompt = protocol.ids_to_bytes(output.prompt_token_ids), True
         if not self._sent_prompt_logprobs and output.prompt_logprobs is not None:
@@ -181,12 +187,20 @@ class ServedRequest:
             output.num_cached_tokens,
             prompt_logprobs,
             protocol.floats_to_bytes(output.pooled) if output.finished else None,
+            times=times,
         )
 
     def hold(self, output: protocol.Output) -> protocol.Output:
         """Hold an output back -> everything held, as one output."""
         self.held = output if self.held is None else _merged(self.held, output)
         return self.held
+
+    def take_held(self) -> protocol.Output | None:
+        """The output held back, to be sent now."""
+        held, self.held = self.held, None
+        if held is not None and held.times is not None and self._metrics is not None:
+            held.times = stage_times(self._metrics)
+        return held
 
     def _piece(self, one: CompletionOutput) -> protocol.Piece | None:
         sequence = self._sequences[one.index]
@@ -230,6 +244,23 @@ def params_of(run: protocol.Run) -> SamplingParams:
     return dataclasses.replace(SamplingParams.from_dict(run.params), seed=run.seed)
 
 
+def stage_times(metrics: RequestMetrics) -> protocol.StageTimes:
+    """For a message that is sent now."""
+    now = time.monotonic()
+
+    def age(at: float | None) -> float | None:
+        return None if at is None else now - at
+
+    return protocol.StageTimes(
+        now - metrics.arrival_time,
+        age(metrics.first_scheduled_time),
+        age(metrics.first_token_time),
+        age(metrics.finished_time),
+        metrics.num_pauses,
+        metrics.num_evictions,
+    )
+
+
 def _drawn(kept: protocol.Kept) -> DrawnSequence:
     return DrawnSequence(
         token_ids=protocol.bytes_to_ids(kept.tokens),
@@ -270,6 +301,7 @@ def _merged(first: protocol.Output, second: protocol.Output) -> protocol.Output:
         prompt=first.prompt if second.prompt is None else second.prompt,
         num_cached=max(first.num_cached, second.num_cached),
         prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+        times=first.times if second.times is None else second.times,
     )
 
 

@@ -231,6 +231,22 @@ class Failure(_Message):
     message: str
 
 
+class StageTimes(msgspec.Struct, array_like=True, gc=False):
+    """When a request came to its replica, and when its stages there were over: in seconds before the message was sent,
+    which needs no common clock. None: not yet."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_pauses: int = 0
+    num_evictions: int = 0
+    replica: str = ""
+    """Its name; the coordinator writes it, and `attempt`."""
+    attempt: int = 0
+    """How many replicas the coordinator has sent the request to, this one included."""
+
+
 class Output(_Message):
     """New output of a request. number: the coordinator's from a replica, the client's own to the client."""
 
@@ -249,6 +265,8 @@ class Output(_Message):
     """fp32, with the last output."""
     seed: int | None = None
     """To the client: the seed of the request, with which it can be handed in again."""
+    times: StageTimes | None = None
+    """With a replica's first and last tokens of the request."""
 
 
 class Abort(_Message):

@@ -297,8 +297,7 @@ class Replica:
             return
         self._next_flush = now + HOLD_S
         for request in list(self._requests.values()):
-            held, request.held = request.held, None
-            if held is not None:
+            if (held := request.take_held()) is not None:
                 self._send(held)
 
     def _report_changes(self) -> None:

@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 
 from megatron_infer.coordinator import protocol
-from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.outputs.request_output import (
+    CompletionOutput,
+    Logprob,
+    RequestEvent,
+    RequestMetrics,
+    RequestOutput,
+)
 from megatron_infer.outputs.token_outputs import (
     TOKEN_OUTPUTS,
     Kind,
@@ -32,6 +38,8 @@ class RequestReceiver:
     def __init__(self, submit: protocol.Submit, prompt: str | None, sink: Sink) -> None:
         self._submit, self._sink = submit, sink
         self.is_aborted = False
+        self._attempt = 0
+        """`StageTimes.attempt` of the replica that draws now; 0: none has drawn yet."""
         ids = [] if submit.prompt is None else protocol.bytes_to_ids(submit.prompt)
         self._metrics = RequestMetrics(arrival_time=time.monotonic(), num_prompt_tokens=len(ids))
         self._output = RequestOutput(
@@ -65,6 +73,8 @@ class RequestReceiver:
         metrics.num_output_tokens = sum(len(one.token_ids) for one in output.outputs)
         if metrics.first_token_time is None and metrics.num_output_tokens:
             metrics.first_token_time = now
+        if news.times is not None:
+            self._add_times(news.times, now)
         if news.prompt_logprobs is not None:
             output.prompt_logprobs = [_unpacked(one) for one in news.prompt_logprobs]
         if news.pooled is not None:
@@ -72,11 +82,30 @@ class RequestReceiver:
         output.num_cached_tokens = metrics.num_cached_tokens = max(output.num_cached_tokens, news.num_cached)
         output.error = None if news.error is None else protocol.error_of(news.error)
         output.finished = news.finished
-        if news.finished:
+        if news.finished and metrics.finished_time is None:
             metrics.finished_time = now
         if news.finished or self._submit.stream:
             self._sink(_copy(output))
         return news.finished
+
+    def _add_times(self, times: protocol.StageTimes, now: float) -> None:
+        """A replica's times on this clock: late by the way of the fastest message, of several replicas the first."""
+        metrics = self._metrics
+        if times.attempt != self._attempt:
+            is_first = not self._output.events
+            payload = {"replica": times.replica}
+            self._add_event("ASSIGN" if is_first else "REASSIGN", time.time() - times.arrived, payload)
+            self._attempt = times.attempt
+        if times.scheduled is not None:
+            metrics.first_scheduled_time = _earlier(metrics.first_scheduled_time, now - times.scheduled)
+        if times.first_token is not None:
+            metrics.first_token_time = _earlier(metrics.first_token_time, now - times.first_token)
+        if times.finished is not None:
+            metrics.finished_time = now - times.finished
+        metrics.num_pauses, metrics.num_evictions = times.num_pauses, times.num_evictions
+
+    def _add_event(self, kind: str, time_s: float, payload: dict[str, Any]) -> None:
+        self._output.events = [*self._output.events, RequestEvent(kind, time_s, payload)]
 
     def fail(self, error: BaseException) -> None:
         self._sink(error)
@@ -90,6 +119,8 @@ class RequestReceiver:
 
     def handed_in_again(self) -> protocol.Submit:
         """The request with the output that has come, for a coordinator that does not know it."""
+        self._add_event("HAND_IN_AGAIN", time.time(), {"why": "the coordinator was lost"})
+        self._attempt = 0
         kept = [
             protocol.Kept(
                 protocol.ids_to_bytes(one.token_ids),
@@ -105,6 +136,10 @@ class RequestReceiver:
             submit.prompt, submit.text = protocol.ids_to_bytes(self._output.prompt_token_ids), None
             submit.kept = kept
         return submit
+
+
+def _earlier(known: float | None, new: float) -> float:
+    return new if known is None else min(known, new)
 
 
 def _append(one: CompletionOutput, piece: protocol.Piece) -> None:

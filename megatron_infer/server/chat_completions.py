@@ -76,7 +76,7 @@ class ChatCompletions:
         await self._fields.apply(ROUTE, body, parsed)
         self._apply_limits(body, parsed.sampling)
         params = params_from(parsed.sampling)
-        ids = await client.run_in_thread(
+        ids = await client.tokenize(
             prompt_ids,
             client.require_tokenizer(),
             body.messages,

@@ -42,6 +42,12 @@ class Call:
         client = self.request.client
         return "" if client is None else str(client.host)
 
+    @property
+    def route(self) -> str:
+        """The path of its operation, as registered."""
+        route: str = self.request.scope["state"]["route"]
+        return route
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:

@@ -18,7 +18,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -34,6 +34,7 @@ from megatron_infer.server.endpoint import Call
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest, InFlightCall
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.tracing import Tracing
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.utils.process_memory import give_back
 
@@ -77,8 +78,10 @@ class EngineClient:
         model: str,
         processes: EngineProcesses | None = None,
         started: float | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
-        """processes: None where the engines were not started by this server. started: the server, by time.time."""
+        """processes: None where the engines were not started by this server. started: the server, by time.time.
+        tracing: None: no call is traced."""
         self.coordinator, self.tokenizer, self.settings = coordinator, tokenizer, settings
         self.model_names = settings.served_model_name or (model,)
         """Names that requests may use; replies have the first one."""
@@ -86,7 +89,7 @@ class EngineClient:
         self.stats: dict[str, Any] = {}
         """The coordinator's last report; POLL_S old, or older while the coordinator or this process is busy."""
         self.is_connected = False
-        self.meter = ServerMeter()
+        self.meter, self.tracing = ServerMeter(), tracing
         self.frontend: FrontendLink | None = None
         """Of one of several HTTP processes, to their parent."""
         self.admission_hooks: list[Callable[[], Awaitable[None]]] = []
@@ -255,7 +258,13 @@ class EngineClient:
         bounded = call_limits.within_reply(requests, limits, settings.max_reply_bytes)
         caller, isolated = call.caller, settings.isolate_prefix_cache
         return [
-            replace(one, caller=caller, call_id=call.id, cache_salt=_salt(caller, one.cache_salt, isolated=isolated))
+            replace(
+                one,
+                caller=caller,
+                call_id=call.id,
+                route=call.route,
+                cache_salt=_salt(caller, one.cache_salt, isolated=isolated),
+            )
             for one in bounded
         ]
 
@@ -282,6 +291,7 @@ class EngineClient:
             meter=self.meter,
             abort_ids=frozenset(abort_ids),
             detokenizer=self._detokenizer,
+            spans=None if self.tracing is None else self.tracing.begin_requests(requests, stream=stream),
         )
         self._calls.add(call)
         self._was_busy = True
@@ -300,6 +310,15 @@ class EngineClient:
         """Run a computation in a thread, so that the event loop goes on with streams."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
 
+    def _tokenizing(self) -> AbstractContextManager[Any]:
+        """The span of tokenizing in the trace of the current call."""
+        return nullcontext() if self.tracing is None else self.tracing.span("tokenize")
+
+    async def tokenize(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """`run_in_thread` for a call's prompt: its trace shows how long it took."""
+        with self._tokenizing():
+            return await self.run_in_thread(function, *args, **kwargs)
+
     def require_tokenizer(self) -> Tokenizer:
         """Raises ApiError 400 for a model without one."""
         if self.tokenizer is None:
@@ -308,9 +327,15 @@ class EngineClient:
 
     async def encode(self, text: str, *, field: str = "prompt", add_special: bool = True) -> list[int]:
         """Raises ApiError 400 for a text far beyond the context length."""
-        encode = call_limits.encode_within
-        tokenizer, limits = self.require_tokenizer(), self.limits
-        return await self.run_in_thread(encode, tokenizer, text, limits, field=field, add_special=add_special)
+        return (await self._encode([text], field, add_special))[0]
+
+    async def _encode(self, texts: Sequence[str], field: str, add_special: bool) -> list[list[int]]:
+        encode, tokenizer, limits = call_limits.encode_within, self.require_tokenizer(), self.limits
+        with self._tokenizing():
+            return [
+                await self.run_in_thread(encode, tokenizer, text, limits, field=field, add_special=add_special)
+                for text in texts
+            ]
 
     async def encode_prompts(self, given: Any, *, field: str, add_special: bool = True) -> list[list[int]]:
         """A body's text, token ids, or list of either -> the token ids of each prompt. Raises ApiError 400."""
@@ -332,7 +357,7 @@ class EngineClient:
         tokenizer = self.require_tokenizer()
         for text in given:
             call_limits.check_num_chars(len(text), self.limits, tokenizer, field=field)
-        return [await self.encode(text, field=field, add_special=add_special) for text in given]
+        return await self._encode(given, field, add_special)
 
     async def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         tokenizer = self.require_tokenizer()

@@ -33,6 +33,7 @@ from megatron_infer.server.http_errors import unavailable
 from megatron_infer.server.http_protocol import IDLE_TIMEOUT_S, Connections, protocol_of, raise_descriptor_limit
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import Supervisor
+from megatron_infer.server.tracing import tracing_to
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.utils.process_memory import full_collections_by_hand
 
@@ -132,18 +133,23 @@ class HttpServer:
         Signals are handled if this is the main thread. Raises EnginesFailed if no engine ever serves.
         """
         coordinator = AsyncInferenceClient(self._coordinator, key=self._key, name="http")
-        async with (
-            coordinator,
-            EngineClient(
-                coordinator,
-                self._tokenizer,
-                self._settings,
-                model=self._model,
-                processes=self._supervisor or self._frontend,
-                started=self._started,
-            ) as client,
-            contextlib.nullcontext() if self._frontend is None else self._frontend.joined(client),
-        ):
+        async with contextlib.AsyncExitStack() as stack:
+            endpoint, names = self._settings.otlp_traces_endpoint, self._settings.served_model_name or (self._model,)
+            tracing = stack.enter_context(tracing_to(endpoint, model=names[0]))
+            await stack.enter_async_context(coordinator)
+            client = await stack.enter_async_context(
+                EngineClient(
+                    coordinator,
+                    self._tokenizer,
+                    self._settings,
+                    model=self._model,
+                    processes=self._supervisor or self._frontend,
+                    started=self._started,
+                    tracing=tracing,
+                )
+            )
+            if self._frontend is not None:
+                await stack.enter_async_context(self._frontend.joined(client))
             client.frontend = self._frontend
             exporter = metrics_exporter(client.meter.families, self._settings)
             self.metrics_url = getattr(exporter, "url", None)

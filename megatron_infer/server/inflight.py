@@ -20,6 +20,7 @@ from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.metrics.server_meter import RequestMeter, ServerMeter
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server.detokenize import OutputDetokenizer, RequestDetokenizer, without_text
+from megatron_infer.server.tracing import RequestSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class EngineRequest:
     """Whom it is served for: requests of several callers are served in turn."""
     call_id: str = ""
     """Of the HTTP call it belongs to."""
+    route: str = ""
+    """Of that call, as registered."""
 
 
 class LatestOutputs:
@@ -88,9 +91,12 @@ class InFlightCall:
         meter: ServerMeter,
         abort_ids: frozenset[str] = frozenset(),
         detokenizer: OutputDetokenizer | None = None,
+        spans: RequestSpans | None = None,
     ) -> None:
-        """abort_ids: see `EngineClient.abort`. detokenizer: None leaves all detokenization to the engines."""
+        """abort_ids: see `EngineClient.abort`. detokenizer: None leaves all detokenization to the engines. spans: None
+        for a call that is not traced."""
         self.abort_ids = abort_ids
+        self._spans = spans
         self._detokenizer = detokenizer
         self._detokenizers: dict[int, RequestDetokenizer] = {}
         self._client, self._requests, self._stream, self._meter = client, requests, stream, meter
@@ -121,11 +127,13 @@ class InFlightCall:
             detokenizer = self._detokenizer.for_request(request.prompt_ids, params)
             if detokenizer is not None:
                 params, self._detokenizers[index] = without_text(params), detokenizer
-        latest, meter = self._latest, self._meter.request(stream=self._stream)
+        latest, meter, spans = self._latest, self._meter.request(stream=self._stream), self._spans
         self._meters[index] = meter
 
         def sink(item: RequestOutput | BaseException) -> None:
             _record(meter, item)
+            if spans is not None:
+                spans.put(index, item)
             latest.put(index, item)
 
         self._numbers[index] = self._client.begin(
@@ -147,11 +155,15 @@ class InFlightCall:
             meter.abandoned()
         self.abort()
         self._numbers.clear()
+        if self._spans is not None:
+            self._spans.end()
 
     def fail(self, error: BaseException) -> None:
         """Fail every unfinished request with `error`; on the event loop."""
         for index in self._numbers:
             self._meters[index].failed("error")
+            if self._spans is not None:
+                self._spans.put(index, error)
             self._latest.put(index, error)
 
     async def updates(self, keep_alive_s: float) -> AsyncIterator[dict[int, RequestOutput]]:

@@ -8,12 +8,13 @@ import logging
 import re
 import time
 import uuid
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from megatron_infer.metrics.server_meter import CLIENT_LEFT, ServerMeter
+from megatron_infer.metrics.server_meter import CLIENT_LEFT
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.request_body import discard
@@ -62,7 +63,7 @@ class Middleware:
             await send({"type": "http.response.body"})
             return
         cors = self._sites.cors(scope["headers"])
-        call = _WrappedCall(scope, send, self._log_requests, self._client.meter, headers=cors)
+        call = _WrappedCall(scope, send, self._log_requests, self._client, headers=cors)
         await call.run(self._inner, receive, self._refusal(scope))
 
     def _refusal(self, scope: Any) -> ApiError | None:
@@ -79,17 +80,18 @@ class Middleware:
 
 class _WrappedCall:
     def __init__(
-        self, scope: Any, send: Any, is_logged: bool, meter: ServerMeter, *, headers: list[tuple[bytes, bytes]]
+        self, scope: Any, send: Any, is_logged: bool, client: EngineClient, *, headers: list[tuple[bytes, bytes]]
     ) -> None:
         """headers: of the reply, besides its own."""
-        self._scope, self._send, self._is_logged, self._meter = scope, send, is_logged, meter
-        meter.call_began()
+        self._scope, self._send, self._is_logged, self._meter = scope, send, is_logged, client.meter
+        self._meter.call_began()
         self._status = 0
         self._began = time.perf_counter()
         given = (_header(scope, b"x-request-id") or b"").decode("latin-1")
         self._headers = headers
         self._id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = self._id
+        self._span = None if client.tracing is None else client.tracing.begin_call(scope, self._id)
 
     async def run(self, inner: Any, receive: Any, refusal: ApiError | None) -> None:
         try:
@@ -98,7 +100,8 @@ class _WrappedCall:
                     await discard(receive)
                 await self._refuse(refusal, receive)
             else:
-                await inner(self._scope, receive, self._send_with_id)
+                with nullcontext() if self._span is None else self._span.active():
+                    await inner(self._scope, receive, self._send_with_id)
         except Exception:
             log.exception("request %s failed", self._id)
             if not self._status:
@@ -127,6 +130,8 @@ class _WrappedCall:
         status = CLIENT_LEFT if state.get("disconnected") or not self._status else self._ended_with
         seconds = time.perf_counter() - self._began
         self._meter.call_ended(self._scope["method"], state.get("route"), status, seconds)
+        if self._span is not None:
+            self._span.end(route=state.get("route"), status=status, error=state.get("error"))
 
     @property
     def _ended_with(self) -> int:

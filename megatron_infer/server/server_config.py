@@ -8,8 +8,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.text.reasoning_parsers import REASONING
@@ -93,6 +95,9 @@ class ServerConfig:
     record: str | None = None
     """File that every completed generation call is appended to (JSONL: time, path, body, duration), for
     bench-serve --replay. It holds prompts, but no headers and no keys; only its owner can read it."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318: spans of every POST
+    call are sent there. Needs megatron-infer[otel]. None: no traces."""
     log_requests: bool = True
     """Log a line for every call to standard error, without prompts, texts and keys."""
 
@@ -142,6 +147,8 @@ class ServerConfig:
                 raise ConfigError(
                     f"allow_origin is {origin!r}; an origin is like https://app.example:8443, without a path"
                 )
+        if self.otlp_traces_endpoint is not None:
+            object.__setattr__(self, "otlp_traces_endpoint", _traces_url(self.otlp_traces_endpoint))
         if self.weights_root is not None and not Path(self.weights_root).is_dir():
             raise ConfigError(f"weights_root is {self.weights_root!r}, which is no directory")
 
@@ -152,6 +159,20 @@ class ServerConfig:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def _traces_url(given: str) -> str:
+    """The URL that spans are posted to; one without a path gets OTLP's own. Raises ConfigError."""
+    for needed in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        if find_spec(needed) is None:
+            raise ConfigError(f"otlp_traces_endpoint needs {needed}: pip install 'megatron-infer[otel]'")
+    url = urlsplit(given)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ConfigError(
+            f"otlp_traces_endpoint is {given!r}; it is the http:// or https:// URL of a collector's OTLP over HTTP "
+            "(port 4318; gRPC, port 4317, is not spoken here)"
+        )
+    return given if url.path.strip("/") else f"{given.rstrip('/')}/v1/traces"
 
 
 def _checked(item: dataclasses.Field[Any], value: Any) -> Any:

@@ -57,7 +57,7 @@ async def _token_ids(body: TokenizeBody, client: EngineClient, call_format: Call
     if body.add_special_tokens is not None:
         text = "add_special_tokens goes with prompt; the chat template writes its own"
         raise bad_request(text, "add_special_tokens")
-    return await client.run_in_thread(
+    return await client.tokenize(
         prompt_ids,
         client.require_tokenizer(),
         body.messages,

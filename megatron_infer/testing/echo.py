@@ -72,8 +72,7 @@ class _EchoRequest:
     text: bool = True
     pooled: list[float] | None = None
     aborted: bool = False
-    has_begun: bool = False
-    came: float = field(default_factory=time.monotonic)
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
 
     @property
     def finished(self) -> bool:
@@ -222,6 +221,7 @@ class EchoEngine:
         pooled = None if params.pooling is None else [float(len(prompt)), float(prompt[-1])]
         logprobs = params.logprobs is not None
         request = _EchoRequest(request_id, prompt, salt, sequences, logprobs, params.detokenize, pooled)
+        request.metrics.num_prompt_tokens = len(prompt)
         self._requests[request_id] = request
         self._waiting.extend((request, one) for one in sequences if not one.finished)
 
@@ -253,6 +253,7 @@ class EchoEngine:
             if not self._admit(request, one):
                 break
             self._waiting.popleft()
+            request.metrics.first_scheduled_time = request.metrics.first_scheduled_time or time.monotonic()
             self._running.append((request, one))
             seconds += (len(one.tokens) - one.num_cached) * self.prefill_s_per_token
         if seconds:
@@ -276,12 +277,13 @@ class EchoEngine:
             touched[request.id] = request
             drawn.append(f"{request.id} {id(one)}")
         self._running = [pair for pair in self._running if not pair[1].finished]
-        self.meter.tokens(drawn, time.monotonic())
+        now = time.monotonic()
+        self.meter.tokens(drawn, now)
         for request in touched.values():
-            if not request.has_begun:
-                request.has_begun = True
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
                 cached = request.sequences[0].num_cached
-                waited = time.monotonic() - request.came
+                waited = now - request.metrics.arrival_time
                 self.meter.first_token(waited, prompt=len(request.prompt), cached=cached)
             outputs[request.id] = self._output(request)
         return list(outputs.values())
@@ -334,7 +336,8 @@ class EchoEngine:
             del self._requests[request.id]
             ids = [f"{request.id} {id(one)}" for one in request.sequences]
             outcome = "abort" if request.aborted else "length"
-            self.meter.end(outcome, time.monotonic() - request.came, ids)
+            request.metrics.finished_time = time.monotonic()
+            self.meter.end(outcome, request.metrics.finished_time - request.metrics.arrival_time, ids)
         return RequestOutput(
             request_id=request.id,
             prompt=None,
@@ -342,7 +345,7 @@ class EchoEngine:
             prompt_logprobs=None,
             outputs=outputs,
             finished=request.finished,
-            metrics=RequestMetrics(arrival_time=0.0, num_prompt_tokens=len(request.prompt)),
+            metrics=request.metrics,
             num_cached_tokens=request.sequences[0].num_cached,
             pooled=request.pooled if request.finished else None,
         )
