@@ -10,6 +10,7 @@ import hmac
 import json
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -23,6 +24,8 @@ from megatron_infer.errors import RankFailure
 _LENGTH = struct.Struct("!I")
 _ACCEPT_SLICE_S = 0.2
 MAX_MESSAGE_BYTES = 1 << 30
+HELLO_TIMEOUT_S = 5.0
+"""Seconds that a connection has to show the token."""
 MAX_HELLO_BYTES = 4096
 """Largest first message of a connection that has not shown the token."""
 
@@ -54,7 +57,7 @@ class RankLink:
     def receive(self, wait_s: float, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Any | None:
         """The next message; None if none comes within `wait_s` seconds.
 
-        Raises LinkClosed after the last one, and for one larger than `max_bytes`.
+        Raises LinkClosed after the last one, for one larger than `max_bytes` and for one that is no JSON.
         """
         while True:
             buffer = self._buffer
@@ -64,7 +67,10 @@ class RankLink:
                     raise LinkClosed(f"a message of {size:,} bytes, the limit is {max_bytes:,}")
                 end = _LENGTH.size + size
                 if len(buffer) >= end:
-                    message = json.loads(buffer[_LENGTH.size : end])
+                    try:
+                        message = json.loads(buffer[_LENGTH.size : end])
+                    except (ValueError, RecursionError) as error:
+                        raise LinkClosed(f"a damaged message: {error}") from None
                     del buffer[:end]
                     return message
             try:
@@ -77,6 +83,10 @@ class RankLink:
             if not data:
                 raise LinkClosed("end of file")
             buffer += data
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()
@@ -108,7 +118,7 @@ def connect(rank: int, size: int, gather: Gather, *, timeout_s: float, hosts: Se
         local = machines[rank] == machines[0]
         return _connect_to_leader(rank, size, leader, local=local, deadline=time.monotonic() + timeout_s)
     is_one_machine = all(machine == machines[0] for machine in machines)
-    with socket.create_server(("127.0.0.1" if is_one_machine else "", 0), backlog=2 * size) as server:
+    with socket.create_server(("127.0.0.1" if is_one_machine else "", 0), backlog=max(128, 2 * size)) as server:
         offer = {"port": server.getsockname()[1], "token": token, "hosts": list(dict.fromkeys(hosts))}
         gather(json.dumps(offer))
         return _accept_ranks(server, size, token, deadline=time.monotonic() + timeout_s)
@@ -116,25 +126,44 @@ def connect(rank: int, size: int, gather: Gather, *, timeout_s: float, hosts: Se
 
 def _accept_ranks(server: socket.socket, size: int, token: str, *, deadline: float) -> RankLinks:
     links = RankLinks(0, size, {}, {})
-    server.settimeout(_ACCEPT_SLICE_S)
-    while len(links.calls) + len(links.heartbeats) < 2 * (size - 1):
-        try:
-            link = RankLink(server.accept()[0])
-        except TimeoutError:
+    waiting: dict[RankLink, float] = {}  # connections without a hello, and when they are closed
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while len(links.calls) + len(links.heartbeats) < 2 * (size - 1):
             if time.monotonic() > deadline:
                 missing = next(r for r in range(1, size) if r not in links.calls or r not in links.heartbeats)
-                raise RankFailure(missing, "start", "it did not connect") from None
-            continue
-        try:
-            hello = link.receive(5.0, max_bytes=MAX_HELLO_BYTES)
-        except (LinkClosed, ValueError):
-            hello = None
-        if not isinstance(hello, dict) or not hmac.compare_digest(str(hello.get("token")), token):
-            link.close()  # not a rank of this engine
-            continue
-        (links.calls if hello["for"] == "calls" else links.heartbeats)[hello["rank"]] = link
-        link.send("welcome")
+                raise RankFailure(missing, "start", "it did not connect")
+            ready = [key.fileobj for key, _ in selector.select(_ACCEPT_SLICE_S)]
+            if server in ready:
+                link = RankLink(server.accept()[0])
+                waiting[link] = time.monotonic() + HELLO_TIMEOUT_S
+                selector.register(link, selectors.EVENT_READ)
+            for link, until in list(waiting.items()):
+                hello = _hello_of(link, token) if link in ready else None
+                if hello is None and time.monotonic() < until:
+                    continue
+                selector.unregister(link)
+                del waiting[link]
+                if not hello:  # not a rank of this engine
+                    link.close()
+                    continue
+                (links.calls if hello["for"] == "calls" else links.heartbeats)[hello["rank"]] = link
+                link.send("welcome")
+    for link in waiting:
+        link.close()
     return links
+
+
+def _hello_of(link: RankLink, token: str) -> dict[str, Any] | None:
+    """The first message of a connection; {} if it does not hold the token, None: it has not come."""
+    try:
+        hello = link.receive(0.0, max_bytes=MAX_HELLO_BYTES)
+    except LinkClosed:
+        return {}
+    if hello is None:
+        return None
+    shown = str(hello.get("token")) if isinstance(hello, dict) else ""
+    return hello if hmac.compare_digest(shown.encode("utf-8", "replace"), token.encode()) else {}
 
 
 def _connect_to_leader(rank: int, size: int, leader: dict[str, Any], *, local: bool, deadline: float) -> RankLinks:
@@ -158,7 +187,7 @@ def _dial(hosts: Sequence[str], port: int, hello: dict[str, Any]) -> RankLink | 
             if link.receive(5.0) == "welcome":
                 return link
             link.close()
-        except (OSError, LinkClosed, ValueError):
+        except (OSError, LinkClosed):
             continue
     time.sleep(_ACCEPT_SLICE_S)
     return None

@@ -243,8 +243,12 @@ def _pack(arrays: Mapping[str, Tensor | np.ndarray]) -> bytes:
 
 
 def _unpack(content: bytes) -> dict[str, Tensor | np.ndarray]:
+    """What `_pack` was given. Raises StageLost for anything else."""
     file, arrays = io.BytesIO(content), {}
-    for name, is_tensor in json.loads(file.readline() or b"[]"):
-        array = np.load(file, allow_pickle=False)
-        arrays[name] = torch.from_numpy(array) if is_tensor else array
+    try:
+        for name, is_tensor in json.loads(file.readline() or b"[]"):
+            array = np.lib.format.read_array(file, allow_pickle=False)
+            arrays[name] = torch.from_numpy(array) if is_tensor else array
+    except Exception as error:  # numpy reads a header with several parsers, each with its own errors
+        raise StageLost(f"the last stage has sent a damaged result: {error}") from error
     return arrays

@@ -90,6 +90,8 @@ class _Session:
             receiver = self._receivers.get(message.number)
             if receiver is not None and receiver.add(message):
                 self._receivers.pop(message.number, None)
+                if not message.finished:
+                    self.connection.send(protocol.Abort(message.number))
         elif isinstance(message, protocol.ControlResult | protocol.Report):
             future = self._answers.pop(message.id, None)
             if future is not None and future.set_running_or_notify_cancel():  # else it was cancelled

@@ -24,6 +24,9 @@ from megatron_infer.coordinator.router import Availability, Router
 
 log = logging.getLogger("megatron_infer.coordinator")
 
+MAX_SIZE = 1 << 24
+"""Most requests at once, and tokens of a block, that a replica can claim."""
+
 
 class CoordinatorCore:
     """Spreads the requests of clients over replicas. The owner reports peers it cannot send to with `unreachable`."""
@@ -272,8 +275,10 @@ class CoordinatorCore:
 def _what_is_wrong(replica: ReplicaState, register: protocol.Register) -> str:
     if replica.view is not None:
         return "it has registered before"
-    if register.capacity < 1 or register.block_size < 1:
-        return f"capacity {register.capacity}, block size {register.block_size}; both are at least 1"
+    if not (1 <= register.capacity <= MAX_SIZE and 1 <= register.block_size <= MAX_SIZE):
+        return f"capacity {register.capacity}, block size {register.block_size}; both are 1 to {MAX_SIZE:,}"
+    if register.limits and not all(register.limits.get(name, 0) > 0 for name in ("max_sequence_length", "vocab_size")):
+        return "limits without max_sequence_length and vocab_size, which are at least 1"
     if register.policy not in {policy.value for policy in Policy} or not 0.0 <= register.alpha <= 1.0:
         return f"policy {register.policy[:40]!r} with alpha {register.alpha}"
     return ""

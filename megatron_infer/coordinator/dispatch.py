@@ -151,7 +151,7 @@ class Dispatcher:
         if request is None:
             self.counts.fenced += 1
             return True
-        if not all(_continues(piece, request) for piece in output.pieces):
+        if not all(_continues(piece, request) for piece in output.pieces) or len(output.prompt or b"") % 4:
             return False
         for piece in output.pieces:
             request.sequences[piece.index].add(piece)
@@ -164,7 +164,7 @@ class Dispatcher:
             if output.refused is None:
                 self.counts.finished += 1
                 self.counts.prompt_tokens += len(request.prompt or b"") // 4
-                self.counts.cached_tokens += output.num_cached
+                self.counts.cached_tokens += max(0, min(output.num_cached, len(request.prompt or b"") // 4))
             self._remove(request)
         self._send(client, msgspec.structs.replace(output, number=request_id, incarnation=0, seed=request.seed))
         return True

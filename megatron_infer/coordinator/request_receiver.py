@@ -53,10 +53,20 @@ class RequestReceiver:
         )
 
     def add(self, news: protocol.Output) -> bool:
-        """Add a message and pass the output on -> whether it was the last."""
+        """Add a message and pass the output on -> whether it is the last. One that makes no sense is: the request fails."""
         if news.refused is not None:
             self._sink(protocol.error_of(news.refused))
             return True
+        try:
+            self._take(news)
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:  # its fields do not fit together
+            self._sink(protocol.BadMessage(f"an output of request {news.number} makes no sense: {error}"))
+            return True
+        if news.finished or self._submit.stream:
+            self._sink(_copy(self._output))
+        return news.finished
+
+    def _take(self, news: protocol.Output) -> None:
         output, metrics, now = self._output, self._metrics, time.monotonic()
         if news.seed is not None:
             self._submit.seed = news.seed
@@ -66,9 +76,7 @@ class RequestReceiver:
         for piece in news.pieces:
             one = output.outputs[piece.index]
             if piece.offset != len(one.token_ids):
-                text = f"token {piece.offset} of request {news.number} came, {len(one.token_ids)} was next"
-                self._sink(protocol.BadMessage(text))
-                return True
+                raise protocol.BadMessage(f"token {piece.offset} came, {len(one.token_ids)} was next")
             _append(one, piece)
         metrics.num_output_tokens = sum(len(one.token_ids) for one in output.outputs)
         if metrics.first_token_time is None and metrics.num_output_tokens:
@@ -84,9 +92,6 @@ class RequestReceiver:
         output.finished = news.finished
         if news.finished and metrics.finished_time is None:
             metrics.finished_time = now
-        if news.finished or self._submit.stream:
-            self._sink(_copy(output))
-        return news.finished
 
     def _add_times(self, times: protocol.StageTimes, now: float) -> None:
         """A replica's times on this clock: late by the way of the fastest message, of several replicas the first."""

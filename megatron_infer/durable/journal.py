@@ -14,6 +14,7 @@ generation before that it contains. Whenever the process is killed, a load finds
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -207,9 +208,11 @@ def _record(file: Path, salt: str, number: int, line: bytes) -> dict[str, Any]:
     text = _text(salt, number, line)
     if text is None:
         raise SnapshotError(file, f"damaged in line {number}")
-    record = json.loads(text)
-    assert isinstance(record, dict)
-    return record
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(text)
+        if isinstance(record, dict):
+            return record
+    raise SnapshotError(file, f"line {number} is no record")
 
 
 def _refuse_whole(file: Path, salt: str, number: int, torn: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,8 @@ from megatron_infer.metrics.engine_meter import E2E_BOUNDS, ITL_BOUNDS, TTFT_BOU
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.metrics.monotonic import MonotonicCounts, copied, merged
 from megatron_infer.metrics.registry import Family
+
+log = logging.getLogger("megatron_infer.server")
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 OTHER = "other"
@@ -39,6 +42,8 @@ class ServerMeter:
         self._coordinator = MonotonicCounts()
         self._replicas: list[Family] = coordinator_families(None)
         self._workers: list[Family] = []
+        self._unread: set[str] = set()
+        """Replicas whose figures could not be read, for one line in the log each."""
 
     # ------------------------------------------------------------------ calls
 
@@ -86,7 +91,10 @@ class ServerMeter:
     # ------------------------------------------------------------------ engines
 
     def update(self, stats: Mapping[str, Any] | None, workers: Iterable[Mapping[str, Any]] = ()) -> None:
-        """stats: the coordinator's report, None if it does not answer. workers: status of the engines' processes."""
+        """stats: the coordinator's report, None if it does not answer; figures in it that cannot be read are removed.
+
+        workers: status of the engines' processes.
+        """
         with self._lock:
             self._workers = _worker_families(workers)
             if stats is None:
@@ -97,10 +105,8 @@ class ServerMeter:
             names = _names(stats["replicas"])
             for name, replica in names.items():
                 self._engines.add(name)
-                figures = replica["stats"].get("figures")
-                if figures:
-                    snapshot = EngineSnapshot.from_dict(figures)
-                    self._engines.update(name, snapshot.born, engine_families(snapshot, replica=name))
+                if replica["stats"].get("figures"):
+                    self._update_engine(name, replica["stats"])
             self._engines.set_present(names)
             metrics = MetricSet()
             for name, is_present in self._engines.sources.items():
@@ -117,6 +123,16 @@ class ServerMeter:
         """What this process counts of its calls and requests."""
         with self._lock:
             return [copied(family) for family in self._own.families()]
+
+    def _update_engine(self, name: str, stats: dict[str, Any]) -> None:
+        try:
+            snapshot = EngineSnapshot.from_dict(stats["figures"])
+            self._engines.update(name, snapshot.born, engine_families(snapshot, replica=name))
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of another release
+            del stats["figures"]
+            if name not in self._unread:
+                self._unread.add(name)
+                log.warning("the figures of replica %r cannot be read, metrics go without them: %r", name, error)
 
     def families(self) -> list[Family]:
         """All metrics, with their values now."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from megatron_infer.errors import ModelError, unknown_name
+from megatron_infer.errors import InferenceError, ModelError, unknown_name
 from megatron_infer.model_loader.checkpoint import CheckpointSource, is_checkpoint
 from megatron_infer.model_loader.gguf import GGUFWeights
 from megatron_infer.model_loader.hf_config import description_from_config
@@ -43,6 +44,17 @@ class ModelSource(Protocol):
         ...
 
 
+@contextmanager
+def _damage_named(name: str) -> Iterator[None]:
+    """What readers raise where a file holds values that nobody would write, as ModelError."""
+    try:
+        yield
+    except (InferenceError, NotImplementedError):
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError) as error:
+        raise ModelError(f"{name}: damaged: {type(error).__name__}: {error}") from error
+
+
 class HFDirectory:
     """A Hugging Face model directory: config.json, *.safetensors, tokenizer.json."""
 
@@ -50,11 +62,12 @@ class HFDirectory:
         self.path = Path(path)
         self.name = name or str(path)
         generation = self.path / "generation_config.json"
-        self._description = description_from_config(
-            read_json(self.path / "config.json"),
-            read_json(generation) if generation.is_file() else None,
-            name=self.name,
-        )
+        with _damage_named(self.name):
+            self._description = description_from_config(
+                read_json(self.path / "config.json"),
+                read_json(generation) if generation.is_file() else None,
+                name=self.name,
+            )
         self._reader: SafetensorsReader | None = None
 
     def config(self) -> ModelDescription:
@@ -67,7 +80,8 @@ class HFDirectory:
         load_weights(model, self._open(), self._description, shard)
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_directory(self.path, eos_ids=self._description.eos_ids, name=self.name)
+        with _damage_named(self.name):
+            return Tokenizer.from_directory(self.path, eos_ids=self._description.eos_ids, name=self.name)
 
     def _open(self) -> SafetensorsReader:
         if self._reader is None:
@@ -81,7 +95,8 @@ class GGUFSource:
     def __init__(self, path: str | Path, *, name: str = "") -> None:
         self.path = Path(path)
         self.name = name or str(path)
-        self._weights = GGUFWeights(path, name=self.name)
+        with _damage_named(self.name):
+            self._weights = GGUFWeights(path, name=self.name)
 
     def config(self) -> ModelDescription:
         return self._weights.description
@@ -93,7 +108,8 @@ class GGUFSource:
         load_weights(model, self._weights, self._weights.description, shard)
 
     def tokenizer(self) -> Tokenizer:
-        return tokenizer_from_metadata(self._weights.metadata, name=self.name)
+        with _damage_named(self.name):
+            return tokenizer_from_metadata(self._weights.metadata, name=self.name)
 
 
 def _stream(reader: TensorReader) -> Iterator[tuple[str, Tensor]]:

@@ -166,7 +166,10 @@ class RemoteWeights:
         return {"version": version, "num_tensors": report.num_tensors, "bytes_copied": report.bytes_copied}
 
     def settle_weights(self) -> None:
-        """Make the update final: drop the copy of the old weights."""
+        """Make the update final: drop the copy of the old weights. One that has not ended could not be undone then."""
+        if self._update is not None and self._update.is_open:
+            text = "settle_weights before finish_weights: the update is under way; finish or cancel it"
+            raise WrongState(text, state=self._engine.state.value)
         self._update = self._partial = None
 
     def cancel_weights(self, version: int | None = None) -> None:

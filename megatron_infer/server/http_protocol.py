@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from megatron_infer.server.http_errors import ApiError, unavailable
 
@@ -77,6 +77,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._refusal: ApiError | None = None
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests without a whole reply: the one that runs, and those behind it."""
         self._head_timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------ the connection
@@ -91,6 +93,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
+        self._end_cycles()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -108,7 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """uvicorn's reply to what is no HTTP, or to what a callback below has refused."""
         if self._refusal is None:
-            super().send_400_response(msg)
+            self._end(ApiError(400, msg, code="invalid_http"))
 
     # ------------------------------------------------------------------ the parser's callbacks
 
@@ -126,6 +129,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection", code="pipeline"))
         super().on_headers_complete()
+        self._cycles = [one for one in self._cycles if not one.response_complete]
+        self._cycles.append(self.cycle)
 
     # ------------------------------------------------------------------ refusals
 
@@ -161,6 +166,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:  # else it would stand within another reply
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
+        self._end_cycles()
+
+    def _end_cycles(self) -> None:
+        """No reply reaches the client any more. uvicorn tells the last request alone, which may not even run."""
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
 
 _REASONS = {

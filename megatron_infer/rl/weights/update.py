@@ -67,6 +67,11 @@ class WeightUpdate:
         self._version_before = self.target.version
         self.target.hold()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has neither ended nor failed."""
+        return self._is_open
+
     # ------------------------------------------------------------------ writing
 
     def check(self, look: Callable[[], object]) -> None:

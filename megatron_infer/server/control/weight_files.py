@@ -77,7 +77,7 @@ def _entry(name: str, about: dict[str, Any], base: int) -> TensorEntry:
     dtype: Any = about.get("dtype")
     shape: Any = about.get("shape")
     offsets: Any = about.get("data_offsets")
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _no_safetensors(f"{name} is {str(dtype)[:40]}; known are {', '.join(DTYPE_BYTES)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > 8:
         raise _no_safetensors(f"{name} has no shape and data_offsets")

@@ -1,0 +1,175 @@
+"""The coordinator's wire: damaged messages of strangers, clients and replicas end no other's requests."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from typing import Any
+
+import msgspec
+import zmq
+from coordinator_case import cluster, wait_for
+from mutations import Rounds, altered, damaged, no_errors_logged, rounds, shown
+from server_case import post, serving
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.errors import InferenceError
+from megatron_infer.testing.echo import EchoEngine, echo_tokens
+
+__all__ = ["rounds"]
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+IDS = protocol.ids_to_bytes([1, 2, 3])
+PARAMS = {"n": 1, "max_tokens": 8, "temperature": 0.0, "stop": ["x"], "logit_bias": {"5": 1.0}, "priority": 0}
+HELLO = protocol.Hello(protocol.SCHEMA, "client", "fuzz", b"n")
+KEPT = protocol.Kept(IDS, 3, -1.0, None, None)
+FROM_CLIENTS: tuple[protocol.Message, ...] = (
+    HELLO,
+    protocol.Ping(),
+    protocol.Submit(1, IDS, None, "", PARAMS, None, True, "caller", "call"),
+    protocol.Submit(2, None, "a text", "salt", PARAMS, 5, False),
+    protocol.Submit(3, IDS, None, "", PARAMS, 7, True, kept=[KEPT]),
+    protocol.Abort(1),
+    protocol.Control(9, "reset_prefix_cache", {}, 0.1),
+    protocol.Query(10),
+)
+REGISTER = protocol.Register(1, 16, 4, b"root", 0, "running", "tiny", "first_prefix_block", 0.5, {"vocab_size": 9})
+FIGURES = {"born": 1.0, "state": "running", "ended": {"stop": 1}, "ttft": {"bounds": [1.0], "counts": [1, 0], "total": 0.5},
+           "beside": [{"name": "a", "kind": "gauge", "help": "", "value": 1.0, "labels": [["a", "b"]]}],
+           **dict.fromkeys(("weight_version", "num_waiting", "num_running", "num_paused", "capacity", "blocks_used",
+                            "blocks_cached", "blocks_paused", "blocks_free"), 0)}  # fmt: skip
+FROM_REPLICAS: tuple[protocol.Message, ...] = (
+    protocol.Beat(1, 4, 0, b"root", 0, "running", 0.0, {"figures": FIGURES}),
+    protocol.PrefixNews(1, b"root", True, b"", bytes(64)),
+    protocol.Done(1, 1, protocol.Answer(ok=True, value={"a": 1})),
+    protocol.Pong(),
+)
+
+
+class RawPeer:
+    """A connection that sends whatever it is given."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(address)
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart(frames)
+
+    def say(self, message: protocol.Message) -> None:
+        self.send(*protocol.frames_of([protocol.encode(message)]))
+
+    def read(self, timeout_ms: int = 0) -> list[protocol.Message]:
+        """What has come."""
+        found: list[protocol.Message] = []
+        while self._socket.poll(timeout_ms):
+            found += map(protocol.decode, protocol.messages_of(self._socket.recv_multipart()))
+            timeout_ms = 0
+        return found
+
+    def enter(self, role: str, rng: random.Random) -> int:
+        """Say hello -> the incarnation."""
+        self.say(msgspec.structs.replace(HELLO, role=role, nonce=rng.randbytes(8)))
+        for _ in range(100):
+            for message in self.read(100):
+                if isinstance(message, protocol.Welcome):
+                    return message.incarnation
+        raise AssertionError("no welcome")
+
+    def __enter__(self) -> RawPeer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def wire_of(message: protocol.Message, rng: random.Random) -> list[bytes]:
+    """Frames of a message that is damaged in its fields or in its bytes."""
+    data = protocol.encode(message)
+    if rng.random() < 0.7 and message.__struct_fields__:
+        with contextlib.suppress(OverflowError, msgspec.MsgspecError):
+            fields = dict(enumerate(msgspec.msgpack.decode(data)[1:]))
+            for _ in range(rng.randrange(1, 3)):
+                name = rng.choice(list(fields))
+                fields[name] = altered(fields[name], rng)
+            data = msgspec.msgpack.encode([type(message).__name__.lower(), *fields.values()])
+    else:
+        data = damaged(data, rng)
+    frames = protocol.frames_of([data])
+    if rng.random() < 0.1:
+        frames.insert(rng.randrange(len(frames) + 1), bytes(rng.choice((0, 3, protocol.MAX_FRAME))))
+    return frames
+
+
+def is_served(client: Any, count: int = 1) -> None:
+    outputs = client.generate([[i + 1, 2] for i in range(count)], GREEDY)
+    assert [one.outputs[0].token_ids for one in outputs] == [echo_tokens([i + 1, 2], 8) for i in range(count)]
+
+
+def test_damaged_messages_of_strangers_and_clients_change_nothing_for_others(rounds: Rounds) -> None:
+    with no_errors_logged(), cluster(2, timeout_s=20.0) as (one, replicas, client):
+        for rng in rounds(quick=12):
+            with RawPeer(one.address) as peer:
+                if rng.random() < 0.8:
+                    peer.enter("client", rng)
+                for _ in range(60):
+                    frames = wire_of(rng.choice(FROM_CLIENTS), rng)
+                    with shown(frames):
+                        peer.send(*frames)
+                peer.read(1)
+                is_served(client)
+        assert not any(replica.failure for replica in replicas)
+        wait_for(lambda: client.stats()["clients"] == 1)
+        one.core.check()
+        assert [state["running"] + state["waiting"] for state in client.stats()["replicas"]] == [0, 0]
+
+
+def test_damaged_messages_of_a_replica_cost_its_own_requests_at_most(rounds: Rounds) -> None:
+    """It holds the key: its answers count. Those that make no sense do not reach other requests, nor end a client."""
+    with no_errors_logged(), serving(EchoEngine(max_requests=4)) as case, InferenceClient(case.coordinator.address) as client:
+        for rng in rounds(quick=10):
+            with RawPeer(case.coordinator.address) as peer:
+                incarnation = peer.enter("replica", rng)
+                register = msgspec.structs.replace(REGISTER, incarnation=incarnation)
+                peer.send(*wire_of(register, rng)) if rng.random() < 0.2 else peer.say(register)
+                futures = [client.submit([i + 1, 2], GREEDY) for i in range(8)]
+                for _ in range(12):
+                    for message in peer.read(1):
+                        if isinstance(message, protocol.Run):
+                            for frames in answers(message, incarnation, rng):
+                                with shown(frames):
+                                    peer.send(*frames)
+                    said = rng.choice(FROM_REPLICAS)
+                    if hasattr(said, "incarnation"):
+                        said = msgspec.structs.replace(said, incarnation=incarnation)
+                    peer.send(*wire_of(said, rng))
+                if rng.random() < 0.2:  # time for the server to read the report
+                    time.sleep(0.6)
+                    assert {case.http.get(path).status_code for path in ("/health", "/v1/status", "/metrics")} == {200}
+            for future in futures:
+                with contextlib.suppress(InferenceError):
+                    future.result(20)
+            wait_for(lambda: len(client.stats()["replicas"]) == 1)
+            is_served(client)
+        assert post(case, "/v1/completions", prompt=[1, 2], max_tokens=2).status_code == 200
+        assert not any(replica.failure for replica in case.replicas)
+        case.coordinator.core.check()
+
+
+def answers(run: protocol.Run, incarnation: int, rng: random.Random) -> list[list[bytes]]:
+    """Outputs of a request, damaged."""
+    values = protocol.TokenValues("float32", [], bytes(4))
+    piece = protocol.Piece(
+        0, 0, IDS[:4], "a", None, None, -1.0, [[(1, -0.5, 1, "a")]], [(0, 1, 1, 0)], {"sampled_logprobs": values}
+    )
+    output = protocol.Output(run.number, incarnation, [piece], False, prompt=IDS, prompt_logprobs=[None, [(1, 0.0, 1, "")]])
+    last = msgspec.structs.replace(output, pieces=[msgspec.structs.replace(piece, offset=1)], finished=True, pooled=bytes(8))
+    failed = protocol.Output(run.number, incarnation, [], True, error=protocol.Failure("InferenceError", "why"))
+    first = [protocol.frames_of([protocol.encode(output)])] if rng.random() < 0.5 else []
+    return [*first, *(wire_of(rng.choice((output, last, failed)), rng) for _ in range(rng.randrange(4)))]

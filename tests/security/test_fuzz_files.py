@@ -1,0 +1,273 @@
+"""Files that came from elsewhere: damaged and altered ones are an error of the package, and run nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+import torch
+from control_case import WEIGHTS, safetensors
+from durable_case import PROMPT, Collector, make_engine, make_model
+from mutations import Rounds, altered, damaged, rounds, shown, within
+from safetensors.torch import save_file
+from test_sample_file import make_groups, make_sample
+from vocabularies import byte_level
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.durable import file_format, journal
+from megatron_infer.errors import InferenceError
+from megatron_infer.model_loader.checkpoint import save_checkpoint
+from megatron_infer.model_loader.checkpoint_files import tensors_only
+from megatron_infer.model_loader.sources import open_source
+from megatron_infer.rl import sample_codec, sample_file
+from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.server.control.weight_files import entries_of
+from megatron_infer.testing.inspect import inspect
+
+__all__ = ["rounds"]
+pytestmark = pytest.mark.security
+
+
+@contextlib.contextmanager
+def refused_or_read(what: Any, *, limit_s: float = 3.0) -> Iterator[None]:
+    with shown(what), within(limit_s), contextlib.suppress(InferenceError):
+        yield
+
+
+# ---------------------------------------------------------------------- saved requests
+
+
+def test_saved_requests_that_are_altered_are_refused_or_served(rounds: Rounds, tmp_path: Path) -> None:
+    """With a right checksum: who writes the file can make one. The engine that read them computes on."""
+    source = make_engine(make_model())
+    source.keep_snapshots(tmp_path / "kept")
+    source.add_request(PROMPT[:9], SamplingParams(max_tokens=9, n=2, logprobs=1, prompt_logprobs=0, seed=3))
+    source.add_request(PROMPT[:4], SamplingParams(max_tokens=2, temperature=0.0), stream="delta")
+    Collector().step(source, 4)
+    source.save_requests(tmp_path / "saved", kv=True)
+    source.add_request(PROMPT[:3], SamplingParams(max_tokens=4))
+    manifest, tensors = file_format.read(tmp_path / "saved")
+    records = json.loads(tensors["records"].numpy().tobytes())
+    kept_lines = journal.journal_path(tmp_path / "kept").read_bytes()
+    model = make_model()
+    engine = make_engine(model)
+    path = tmp_path / "altered"
+    for rng in rounds(quick=120):
+        new = altered(records, rng) if rng.random() < 0.7 else records
+        content = torch.frombuffer(bytearray(json.dumps(new).encode()), dtype=torch.uint8)
+        about = altered(manifest, rng) if new is records else manifest
+        file_format.write(path, about if isinstance(about, dict) else {}, {**tensors, "records": content})
+        with refused_or_read(new if new is not records else about):
+            engine.load_requests(path)
+            while engine.has_unfinished():
+                engine.step()
+            engine = make_engine(model)
+        with refused_or_read(about):
+            file_format.read_manifest(path)
+        if rng.random() < 0.2:
+            journal.journal_path(tmp_path / "kept").write_bytes(_journal(kept_lines, rng))
+            with refused_or_read("the journal"):
+                inspect(engine).snapshots.read(tmp_path / "kept")
+
+
+def _journal(content: bytes, rng: random.Random) -> bytes:
+    """Its lines with altered records and right checks."""
+    first, *rest = content.splitlines()
+    begin = json.loads(first)["record"]
+    salt = f"{begin['generation'][0]}/{begin['generation'][1]}"
+    lines = [first + b"\n"]
+    for number, line in enumerate(rest, start=2):
+        lines.append(journal._line(salt, number, altered(json.loads(line)["record"], rng)))
+    return b"".join(lines)
+
+
+# ---------------------------------------------------------------------- samples
+
+
+def test_samples_that_are_altered_are_refused_or_read(rounds: Rounds) -> None:
+    rng = random.Random(1)
+    sample = make_sample(rng, [1, 2], 5, logprobs=True, raw=True, support=True, routing=True, reward=True)
+    sample.text = "an answer"
+    message = sample_codec.encode_sample(sample)
+    whole = sample_file.encode(make_groups(3))
+    for rng in rounds(quick=300):
+        data = msgspec.msgpack.encode(altered(msgspec.msgpack.decode(message), rng))
+        with refused_or_read(data):
+            sample_codec.decode_sample(data)
+        for decode, content in ((sample_codec.decode_sample, message), (sample_file.decode, whole)):
+            data = damaged(content, rng)
+            with refused_or_read(data):
+                decode(data)  # type: ignore[operator]
+
+
+# ---------------------------------------------------------------------- models
+
+
+def write_gguf(path: Path) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    tokenizer = byte_level().backend
+    tokens = sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda entry: entry[1])
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([token for token, _ in tokens])
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(["h e", "l l"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages[0].content }}")
+    writer.add_array("a.b", [[1, 2], [3]])
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((32, 32), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def look_at(path: Path) -> None:
+    """What serving a model reads of its files before there is a model."""
+    source = open_source(path)
+    source.config()
+    with contextlib.suppress(InferenceError):
+        source.tokenizer().encode("hello")
+    for _ in source.tensors():
+        pass
+
+
+def test_damaged_gguf_files_are_refused_or_read(rounds: Rounds, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    good = path.read_bytes()
+    look_at(path)
+    for rng in rounds(quick=150):
+        begin = rng.choice((0, 0, good.index(b"tokenizer.ggml.model"), len(good) - 4000))
+        data = good[:begin] + damaged(good[begin : begin + 700], rng) + good[begin + 700 :]
+        path.write_bytes(data)
+        with refused_or_read(data[begin : begin + 700]):
+            look_at(path)
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 262, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64, "hidden_act": "silu", "rope_theta": 10000.0, "eos_token_id": [1, 2],
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "tie_word_embeddings": True, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def test_damaged_model_directories_are_refused_or_read(rounds: Rounds, tmp_path: Path) -> None:
+    byte_level().save(tmp_path)
+    tensors = {"model.embed_tokens.weight": torch.zeros(262, 32), "model.norm.weight": torch.zeros(32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = {
+        "config.json": CONFIG,
+        "generation_config.json": {"eos_token_id": 2},
+        "tokenizer.json": json.loads((tmp_path / "tokenizer.json").read_text()),
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<|end|>",
+                                  "eos_token": {"content": "<|user|>"}, "chat_template": [{"name": "default", "template": "a"}]},
+        "model.safetensors.index.json": {"weight_map": dict.fromkeys(tensors, "model.safetensors")},
+    }  # fmt: skip
+    for name, value in files.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    look_at(tmp_path)
+    for rng in rounds(quick=150):
+        name = rng.choice([*files, "config.json", "model.safetensors"])
+        if name in files and rng.random() < 0.8:
+            data = json.dumps(altered(files[name], rng)).encode()
+        else:
+            data = damaged(contents[name][:400], rng) + contents[name][400:]
+        (tmp_path / name).write_bytes(data)
+        with refused_or_read((name, data)):
+            look_at(tmp_path)
+        (tmp_path / name).write_bytes(contents[name])
+
+
+class Ran:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_damaged_checkpoint_metadata_run_nothing(rounds: Rounds, tmp_path: Path) -> None:
+    folder, ran = tmp_path / "checkpoint", tmp_path / "ran"
+    save_checkpoint(make_model(), folder)
+    good = (folder / ".metadata").read_bytes()
+    attack = pickle.dumps(Ran(ran), protocol=2)[2:-1]
+    for rng in rounds(quick=60):
+        at = rng.randrange(len(good))
+        data = damaged(good, rng) if rng.random() < 0.5 else good[:at] + attack + good[at:]
+        (folder / ".metadata").write_bytes(data)
+        with refused_or_read(data), tensors_only(folder):
+            pass
+        assert not ran.exists(), data
+
+
+# ---------------------------------------------------------------------- bundles of weights
+
+
+def test_damaged_bodies_of_weights_are_refused_or_read(rounds: Rounds) -> None:
+    good = safetensors(**WEIGHTS)
+    head = json.loads(good[8 : 8 + int.from_bytes(good[:8], "little")])
+    for rng in rounds(quick=300):
+        text = json.dumps(altered(head, rng)).encode()
+        for data in (damaged(good, rng), len(text).to_bytes(8, "little") + text + bytes(14)):
+            with refused_or_read(data):
+                for entry in entries_of(data):
+                    assert sum(len(chunk["data"]) for chunk in entry.chunks(data)) == entry.end - entry.start
+
+
+PIECE = {"name": "embedding.word_embeddings.weight", "dtype": "F32", "shape": [128, 64], "offset": 0, "data": bytes(64)}
+COMMANDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("begin_weights", {}),
+    ("write_weights", PIECE),
+    ("write_weights", {**PIECE, "offset": 64}),
+    ("finish_weights", {"version": 3, "running": "keep"}),
+    ("settle_weights", {}),
+    ("cancel_weights", {"version": 0}),
+    ("check_weights", {"action": "snapshot"}),
+    ("load_weights", {"path": "../model.safetensors"}),
+)
+
+
+def test_damaged_weight_commands_leave_the_weights_as_they_were(rounds: Rounds, tmp_path: Path) -> None:
+    from megatron_infer.coordinator import protocol
+    from megatron_infer.coordinator.commands import execute
+
+    engine = make_engine(make_model())
+    weights = RemoteWeights(engine, weights_root=tmp_path)
+    greedy = SamplingParams(max_tokens=3, temperature=0.0)
+    before = weights.check_weights("checksum"), engine.generate([PROMPT], greedy)[0].outputs[0].token_ids
+    for rng in rounds(quick=10):
+        for _ in range(20):
+            name, args = rng.choice(COMMANDS)
+            if name == "finish_weights" and rng.random() < 0.7:
+                continue
+            changed = altered(args, rng)
+            given = changed if isinstance(changed, dict) else args
+            with shown((name, given)), within(3.0):
+                command = protocol.Command(1, 1, name, {str(key): value for key, value in given.items()}, 5.0)
+                answer = execute(engine, weights.commands(), command, time.monotonic())
+                msgspec.msgpack.encode(answer)
+        weights.cancel_weights()
+        after = weights.check_weights("checksum"), engine.generate([PROMPT], greedy)[0].outputs[0].token_ids
+        assert before == after
