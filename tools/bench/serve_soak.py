@@ -2,11 +2,11 @@
 
     python tools/bench/serve_soak.py [--model smollm2] [--clients 200] [--seconds 180] [--http-workers 1] [--json FILE]
 
-CLIENTS streaming clients, each with one request after the other, beside 8 that leave in the middle, 4 that read 256 bytes
-a second, 4 that send what is refused and 40 silent connections. Every KILL_S (30) a process is killed (SIGKILL), each
-kind in turn: an engine, the coordinator, and with --http-workers one of these. Every stream that ends must have the text
-of offline generation; those on connections that a killed HTTP process had accepted are counted apart. Memory (RSS) of
-every process is sampled from its start on.
+CLIENTS streaming clients, each with one request after the other, beside 8 that leave in the middle, 4 that read 256
+bytes a second, 4 that send what is refused and 40 silent connections. Every KILL_S (30) a process is killed (SIGKILL),
+each kind in turn: an engine, the coordinator, and with --http-workers one of these. Every stream that ends must have
+the text of offline generation; those on connections that a killed HTTP process had accepted are counted apart. Memory
+(RSS) of every process is sampled from its start on.
 """
 
 from __future__ import annotations
