@@ -16,7 +16,7 @@ CATCH_UP_S = 300.0
 
 
 class InForce:
-    """The commands in force, and the newest version that was set. A replica keeps them, too, for the next coordinator."""
+    """The commands in force, and the newest version that was set. Replicas keep them, too: for the next coordinator."""
 
     def __init__(self) -> None:
         self.commands: dict[str, dict[str, Any]] = {}

@@ -102,7 +102,8 @@ async def _read(
     if announced.isdigit() and int(announced) > limit:
         await discard(receive)
         raise _too_large(limit, option, f"{int(announced):,}")
-    parts, total = [], 0
+    parts: list[bytes] = []
+    total = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
