@@ -15,7 +15,7 @@ CATCH_UP_S = 300.0
 """Seconds that a replica that joins has for each of them."""
 
 
-class InForce:
+class CommandsInForce:
     """The commands in force, and the newest version that was set. Replicas keep them, too: for the next coordinator."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Broadcasts:
         self._send, self._clock = send, clock
         self._running: dict[int, _Broadcast] = {}
         self._num_started = 0
-        self.in_force = InForce()
+        self.in_force = CommandsInForce()
 
     def start(self, client: bytes, control: Control, replicas: Iterable[ReplicaState]) -> None:
         """Send the command to every replica; the client gets one result."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_infer.context.prefix_events import PrefixReport
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.broadcast import InForce
+from megatron_infer.coordinator.broadcast import CommandsInForce
 from megatron_infer.coordinator.commands import execute
 from megatron_infer.coordinator.connection import CoordinatorConnection
 from megatron_infer.coordinator.engine_adapter import (
@@ -64,7 +64,7 @@ class Replica:
             raise ConfigError("commands for a replica that takes none; give control=True")
         self.engine = engine
         self._commands = dict(commands or {}) if control else None
-        self._in_force = InForce()
+        self._in_force = CommandsInForce()
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
