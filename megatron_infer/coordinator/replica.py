@@ -19,8 +19,7 @@ from typing import Any
 
 from megatron_infer.context.prefix_events import PrefixReport
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.broadcast import CommandsInForce
-from megatron_infer.coordinator.commands import execute
+from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.coordinator.connection import CoordinatorConnection
 from megatron_infer.coordinator.engine_adapter import (
     EngineAdapter,
@@ -63,8 +62,7 @@ class Replica:
         if commands and not control:
             raise ConfigError("commands for a replica that takes none; give control=True")
         self.engine = engine
-        self._commands = dict(commands or {}) if control else None
-        self._in_force = CommandsInForce()
+        self._commands = ReplicaCommands(dict(commands or {}) if control else None)
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
@@ -198,9 +196,7 @@ class Replica:
         elif isinstance(message, protocol.Cancel):
             self._cancel(message)
         elif isinstance(message, protocol.Command) and message.incarnation == self._incarnation:
-            answer = execute(self.engine, self._commands, message, came)
-            if answer.ok:
-                self._in_force.record(message.command, message.args)
+            answer = self._commands.execute(self.engine, message, came)
             self._report_changes()  # before the answer, so that the coordinator has the new state with it
             self.connection.send(protocol.Done(message.number, message.incarnation, answer))
         elif isinstance(message, protocol.Refused):
@@ -209,7 +205,8 @@ class Replica:
     def _register(self) -> None:
         info = self._info = info_of(self.engine)
         fields = {name: getattr(info, name) for name in protocol.Register.__struct_fields__ if hasattr(info, name)}
-        fields |= {"in_force": self._in_force.commands, "set_version": self._in_force.weight_version}
+        in_force = self._commands.in_force
+        fields |= {"in_force": in_force.commands, "set_version": in_force.weight_version}
         self.connection.send(protocol.Register(incarnation=self._incarnation, **fields))
         if self._prefix_events is not None:
             self._send_prefix_news(self._prefix_events.everything())
