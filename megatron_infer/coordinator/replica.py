@@ -254,11 +254,12 @@ class Replica:
             outputs = self.engine.step()
         finally:
             self._step_began = None
-        for output in outputs:
-            request = self._requests.get(output.request_id)
-            if request is not None:
-                self._deliver(request, output)
-        self._report_changes()
+        with self.connection.one_batch():
+            for output in outputs:
+                request = self._requests.get(output.request_id)
+                if request is not None:
+                    self._deliver(request, output)
+            self._report_changes()
 
     def _deliver(self, request: ServedRequest, output: RequestOutput) -> None:
         try:
