@@ -4,12 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_infer.coordinator.peers import ReplicaState
 from megatron_infer.coordinator.protocol import COMMANDS, Answer, Command, Control, ControlResult, Message
 
 INVERSE = {"pause": "unpause", "suspend": "resume"}
 """Commands that hold until their inverse: replicas that join meanwhile get them too."""
+CATCH_UP_S = 300.0
+"""Seconds that a replica that joins has for each of them."""
+
+
+class CommandsInForce:
+    """The commands in force, and the newest version that was set. Replicas keep them, too: for the next coordinator."""
+
+    def __init__(self) -> None:
+        self.commands: dict[str, dict[str, Any]] = {}
+        """Those of INVERSE, with their arguments."""
+        self.weight_version = 0
+        """Replicas below it have old weights."""
+
+    def record(self, command: str, args: dict[str, Any]) -> None:
+        """A command was carried out."""
+        if command in INVERSE:
+            self.commands[command] = args
+        for one, inverse in INVERSE.items():
+            if command == inverse:
+                self.commands.pop(one, None)
+        version = args.get("version")
+        if not isinstance(version, int):
+            return
+        if command == "set_weight_version":
+            self.weight_version = max(self.weight_version, version)
+        elif command in ("finish_weights", "cancel_weights"):  # a cancel restores the old version
+            self.weight_version = version
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +57,7 @@ class Broadcasts:
         self._send, self._clock = send, clock
         self._running: dict[int, _Broadcast] = {}
         self._num_started = 0
-        self._in_force: dict[str, Control] = {}
-        """Commands of INVERSE in force, by command."""
-        self.weight_version = 0
-        """Newest version that was set: replicas below it have old weights."""
+        self.in_force = CommandsInForce()
 
     def start(self, client: bytes, control: Control, replicas: Iterable[ReplicaState]) -> None:
         """Send the command to every replica; the client gets one result."""
@@ -52,9 +77,15 @@ class Broadcasts:
         self._finish_if_answered(number)
 
     def catch_up(self, replica: ReplicaState) -> None:
-        """Send a replica that has just joined the commands in force."""
-        for control in self._in_force.values():
-            self._send_command(replica, 0, control)
+        """Send a replica that has just joined the commands in force. A coordinator that was started again has sent none
+        yet, and takes what the replica still carries out of those of the coordinator before."""
+        assert replica.register is not None
+        if not self._num_started:
+            self.in_force.commands |= replica.register.in_force
+            self.in_force.weight_version = max(self.in_force.weight_version, replica.register.set_version)
+        for command, args in self.in_force.commands.items():
+            if command not in replica.register.in_force or replica.state == "running":
+                self._send_command(replica, 0, Control(0, command, args, CATCH_UP_S))
 
     def answer(self, peer: bytes, number: int, answer: Answer) -> None:
         broadcast = self._running.get(number)
@@ -94,18 +125,7 @@ class Broadcasts:
         control = broadcast.control
         if broadcast.answers and not any(answer.ok for answer in broadcast.answers.values()):
             return
-        if control.command in INVERSE:
-            self._in_force[control.command] = control
-        for command, inverse in INVERSE.items():
-            if control.command == inverse:
-                self._in_force.pop(command, None)
-        version = control.args.get("version")
-        if not isinstance(version, int):
-            return
-        if control.command == "set_weight_version":
-            self.weight_version = max(self.weight_version, version)
-        elif control.command in ("finish_weights", "cancel_weights"):  # a cancel restores the old version
-            self.weight_version = version
+        self.in_force.record(control.command, control.args)
 
 
 def _free_name(name: str, taken: dict[str, Answer]) -> str:

@@ -8,18 +8,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_infer.coordinator import protocol
+from megatron_infer.coordinator.broadcast import CommandsInForce
 from megatron_infer.coordinator.engine_adapter import EngineAdapter
 from megatron_infer.errors import RequestError, TransitionTimeout
 
 
-def execute(
+class ReplicaCommands:
+    """What a replica does for commands, and which of them are in force."""
+
+    def __init__(self, further: Mapping[str, Callable[..., Any]] | None) -> None:
+        """further: commands besides the engine's methods, by name. None: every command is refused."""
+        self._further = further
+        self.in_force = CommandsInForce()
+
+    def execute(self, engine: EngineAdapter, command: protocol.Command, came: float) -> protocol.Answer:
+        """Run a command between two steps -> its answer, also if it fails. came: on time.monotonic's clock."""
+        answer = _execute(engine, self._further, command, came)
+        if answer.ok:
+            self.in_force.record(command.command, command.args)
+        return answer
+
+
+def _execute(
     engine: EngineAdapter, commands: Mapping[str, Callable[..., Any]] | None, command: protocol.Command, came: float
 ) -> protocol.Answer:
-    """Run a command between two steps -> its answer, also if it fails.
-
-    commands: further ones than the engine's methods, by name; None: every command is refused. came: its arrival on
-    time.monotonic's clock.
-    """
     left = command.timeout_s - (time.monotonic() - came)
     try:
         if commands is None:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import zmq
@@ -65,7 +65,7 @@ class CoordinatorConnection:
         self._nonce = protocol.new_nonce()
         self._num_closed_handshakes = 0
         self._outbox: deque[bytes] = deque()
-        self._stopping = False
+        self._stopping = self._is_holding = False
         self._last_heard = self._last_hello = 0.0
         self._context = zmq.Context()
         self._wake_socket = self._context.socket(zmq.PAIR)
@@ -79,7 +79,19 @@ class CoordinatorConnection:
     def send(self, message: protocol.Message) -> None:
         """Queue a message for the connection's thread. Raises MessageTooLarge."""
         self._outbox.append(protocol.encode(message, limit=self.max_message))
-        self.wake()
+        if not self._is_holding:
+            self.wake()
+
+    @contextlib.contextmanager
+    def one_batch(self) -> Iterator[None]:
+        """What is sent within leaves together at its end: the connection's thread does not interrupt the caller's for
+        every message."""
+        self._is_holding = True
+        try:
+            yield
+        finally:
+            self._is_holding = False
+            self.wake()
 
     def drop_unsent(self) -> None:
         """Drop the queued messages, which belong to an earlier incarnation."""

@@ -218,7 +218,7 @@ class CoordinatorCore:
             if replica.view is None:
                 continue
             before = replica.view.availability
-            if replica.draining or replica.weight_version < self.broadcasts.weight_version:
+            if replica.draining or replica.weight_version < self.broadcasts.in_force.weight_version:
                 replica.view.availability = Availability.CLOSED
             else:
                 is_running = replica.state == "running"

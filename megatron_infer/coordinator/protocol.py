@@ -308,6 +308,10 @@ class Register(_Message):
     """Limits on requests: max_sequence_length, vocab_size, num_blocks, num_ranks."""
     dtype: str = ""
     """Dtype of the weights."""
+    in_force: dict[str, dict[str, Any]] = {}
+    """Commands of a coordinator that it still carries out (pause, suspend), with their arguments."""
+    set_version: int = 0
+    """Version that a coordinator's command has set last."""
 
 
 class Beat(_Message):

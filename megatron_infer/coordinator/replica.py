@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_infer.context.prefix_events import PrefixReport
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.commands import execute
+from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.coordinator.connection import CoordinatorConnection
 from megatron_infer.coordinator.engine_adapter import (
     EngineAdapter,
@@ -62,7 +62,7 @@ class Replica:
         if commands and not control:
             raise ConfigError("commands for a replica that takes none; give control=True")
         self.engine = engine
-        self._commands = dict(commands or {}) if control else None
+        self._commands = ReplicaCommands(dict(commands or {}) if control else None)
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
@@ -196,7 +196,7 @@ class Replica:
         elif isinstance(message, protocol.Cancel):
             self._cancel(message)
         elif isinstance(message, protocol.Command) and message.incarnation == self._incarnation:
-            answer = execute(self.engine, self._commands, message, came)
+            answer = self._commands.execute(self.engine, message, came)
             self._report_changes()  # before the answer, so that the coordinator has the new state with it
             self.connection.send(protocol.Done(message.number, message.incarnation, answer))
         elif isinstance(message, protocol.Refused):
@@ -204,7 +204,9 @@ class Replica:
 
     def _register(self) -> None:
         info = self._info = info_of(self.engine)
-        fields = {name: getattr(info, name) for name in protocol.Register.__struct_fields__ if name != "incarnation"}
+        fields = {name: getattr(info, name) for name in protocol.Register.__struct_fields__ if hasattr(info, name)}
+        in_force = self._commands.in_force
+        fields |= {"in_force": in_force.commands, "set_version": in_force.weight_version}
         self.connection.send(protocol.Register(incarnation=self._incarnation, **fields))
         if self._prefix_events is not None:
             self._send_prefix_news(self._prefix_events.everything())
@@ -252,11 +254,12 @@ class Replica:
             outputs = self.engine.step()
         finally:
             self._step_began = None
-        for output in outputs:
-            request = self._requests.get(output.request_id)
-            if request is not None:
-                self._deliver(request, output)
-        self._report_changes()
+        with self.connection.one_batch():
+            for output in outputs:
+                request = self._requests.get(output.request_id)
+                if request is not None:
+                    self._deliver(request, output)
+            self._report_changes()
 
     def _deliver(self, request: ServedRequest, output: RequestOutput) -> None:
         try:

@@ -12,6 +12,7 @@ launch_multiproc_server  several processes (ranks, replicas of a host) write int
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.metrics.definitions import engine_families
@@ -186,8 +188,29 @@ class PrometheusExporter:
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(f"cannot serve metrics at {self._host} port {self._port}: {reason}") from None
+        if _is_loopback(self._host):
+            self._server[0].set_app(_asked_by_address(prometheus_client.make_wsgi_app(registry)))
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{self._server[0].server_port}/metrics"
+
+
+def _asked_by_address(app: Any) -> Any:
+    """Refuses a Host that is a name: a page of another site may have led it here (DNS rebinding)."""
+
+    def checked(environ: dict[str, Any], start_response: Any) -> Any:
+        with contextlib.suppress(ValueError):
+            if _is_loopback(urlsplit(f"//{environ.get('HTTP_HOST', 'localhost')}").hostname or ""):
+                return app(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"ask by 127.0.0.1 or localhost\n"]
+
+    return checked
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 class _SharedFolder:

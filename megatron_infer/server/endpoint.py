@@ -81,18 +81,24 @@ class Endpoint:
         settings: ServerConfig,
         fields: FieldTable,
         *,
+        room: request_body.BodyRoom,
         optional_body: bool = False,
         body_limit: str = "max_body_bytes",
     ) -> None:
-        """body: msgspec type, None for raw bytes. The rest: see `Operation`."""
+        """body: msgspec type, None for raw bytes. room: of all endpoints. The rest: see `Operation`."""
+        self._room = room
         self._handler, self._body, self._settings = handler, body, settings
         self._fields, self._optional_body, self._body_limit = fields, optional_body, body_limit
         self._decoder = None if body is None else msgspec.json.Decoder(body)
         self._acting = [] if body is None else [one.encode_name for one in msgspec.structs.fields(body)]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        with self._room.reserve() as add:
+            await self._serve(scope, receive, send, add)
+
+    async def _serve(self, scope: Any, receive: Any, send: Any, add: Callable[[int], None]) -> None:
         try:
-            body, ignored = await self._read(scope, receive)
+            body, ignored = await self._read(scope, receive, add)
         except request_body.Disconnected:
             return
         except ApiError as error:
@@ -113,10 +119,11 @@ class Endpoint:
             with contextlib.suppress(asyncio.CancelledError):
                 await replying
 
-    async def _read(self, scope: Any, receive: Any) -> tuple[Any, list[str]]:
+    async def _read(self, scope: Any, receive: Any, add: Callable[[int], None]) -> tuple[Any, list[str]]:
         """The decoded body, and its fields that have no effect. Raises ApiError."""
         headers, option = dict(scope["headers"]), self._body_limit
-        data = await request_body.read_body(headers, receive, limit=getattr(self._settings, option), option=option)
+        limit, counted = getattr(self._settings, option), {"add": add} if option == "max_body_bytes" else {}
+        data = await request_body.read_body(headers, receive, limit=limit, option=option, **counted)
         if self._decoder is None:
             return data, []
         if not data and self._optional_body:
@@ -124,6 +131,8 @@ class Endpoint:
         request_body.check_content_type(headers.get(b"content-type"))
         request_body.check_structure(data)
         try:
+            if len(data) > request_body.INLINE_BYTES:
+                return await asyncio.to_thread(self._decoded, data)
             return self._decoded(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise of_validation(error, self._body) from None

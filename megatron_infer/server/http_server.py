@@ -214,6 +214,8 @@ class HttpServer:
         except TimeoutError:
             log.warning("%d calls have not finished within %g s", client.num_calls, self._settings.drain_timeout_s)
             client.fail_all(unavailable("the server is shutting down", "shutting_down"))
+        if self._supervisor is not None:  # they end while the connections are closed
+            self._supervisor.terminate_workers()
         server.should_exit = True
 
 

@@ -168,7 +168,7 @@ class HttpFrontend:
         log.info("shutting down: %d calls are running", sum(self._calls.values()))
         self._client.begin_drain()
         self._ends_at = time.monotonic() + self._settings.drain_timeout_s + 2 * CLOSE_TIMEOUT_S
-        self._http.terminate(*(process.spec.name for process in self._http.processes))
+        self._http.terminate_workers()
 
     # ------------------------------------------------------------------ figures
 

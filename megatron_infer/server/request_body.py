@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from megatron_infer.server.http_errors import ApiError
+from megatron_infer.server.http_errors import ApiError, unavailable
 
 BODY_TIMEOUT_S = 60.0
 DISCARD_TIMEOUT_S, DISCARD_BYTES = 5.0, 64 << 20
@@ -18,6 +18,40 @@ MAX_VALUES, MAX_FIELDS = 1 << 20, 1 << 17
 some 50 ms, for which all other calls wait."""
 
 Receive = Callable[[], Awaitable[Any]]
+
+
+INLINE_BYTES = 64 << 10
+"""A longer body is decoded in a thread: one with fields without an action is decoded twice and searched, object by
+object."""
+
+
+class BodyRoom:
+    """The bytes of the bodies of all calls that are under way."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: max_bodies_bytes."""
+        self._limit, self._held = limit, 0
+
+    @contextlib.contextmanager
+    def reserve(self) -> Iterator[Callable[[int], None]]:
+        """A call's share: a function that adds bytes to it, which are given back at the end of the context.
+
+        The function raises ApiError 503 where they do not fit.
+        """
+        share = 0
+
+        def add(num_bytes: int) -> None:
+            nonlocal share
+            if self._held + num_bytes > self._limit:
+                text = f"calls under way hold bodies of {self._held:,} bytes, the limit is {self._limit:,}"
+                raise unavailable(f"{text} (max_bodies_bytes); ask again in a moment", "too_many_bodies")
+            self._held += num_bytes
+            share += num_bytes
+
+        try:
+            yield add
+        finally:
+            self._held -= share
 
 
 class Disconnected(Exception):
@@ -42,23 +76,34 @@ def check_structure(data: bytes) -> None:
 
 
 async def read_body(
-    headers: dict[bytes, bytes], receive: Receive, *, limit: int, option: str = "max_body_bytes"
+    headers: dict[bytes, bytes],
+    receive: Receive,
+    *,
+    limit: int,
+    option: str = "max_body_bytes",
+    add: Callable[[int], None] = lambda num_bytes: None,
 ) -> bytes:
-    """The body, holding `limit` bytes at most. Raises ApiError 413 or 408, Disconnected. option: that sets `limit`."""
+    """The body, holding `limit` bytes at most. option: that sets `limit`. add: is called with the bytes that come.
+
+    Raises ApiError 413 or 408, Disconnected, and what `add` raises.
+    """
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read(headers, receive, limit, option)
+            return await _read(headers, receive, limit, option, add)
     except TimeoutError:
         message = f"the body has not come within {BODY_TIMEOUT_S:g} s"
         raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
 
 
-async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int, option: str) -> bytes:
+async def _read(
+    headers: dict[bytes, bytes], receive: Receive, limit: int, option: str, add: Callable[[int], None]
+) -> bytes:
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and int(announced) > limit:
         await discard(receive)
         raise _too_large(limit, option, f"{int(announced):,}")
-    parts, total = [], 0
+    parts: list[bytes] = []
+    total = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -69,6 +114,13 @@ async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int, optio
             if message.get("more_body", False):
                 await discard(receive)
             raise _too_large(limit, option, f"more than {limit:,}")
+        try:
+            add(len(part))
+        except ApiError:
+            parts.clear()
+            if message.get("more_body", False):
+                await discard(receive)
+            raise
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)

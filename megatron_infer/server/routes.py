@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from megatron_infer.server.endpoint import Endpoint, Handler
 from megatron_infer.server.extra_fields import ExtraFields
+from megatron_infer.server.request_body import BodyRoom
 from megatron_infer.server.request_fields import NO_FIELDS, FieldTable
 from megatron_infer.server.server_config import ServerConfig
 
@@ -72,12 +73,14 @@ class Routes:
 
     def starlette_routes(self) -> list[Route]:
         paths: dict[str, dict[str, Endpoint]] = {}
+        room = BodyRoom(self._settings.max_bodies_bytes)
         for operation in self.operations.values():
             endpoint = Endpoint(
                 operation.handler,
                 self.body_of(operation),
                 self._settings,
                 operation.fields,
+                room=room,
                 optional_body=operation.optional_body,
                 body_limit=operation.body_limit,
             )

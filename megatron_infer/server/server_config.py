@@ -61,6 +61,8 @@ class ServerConfig:
     """Say in `usage` how many prompt tokens came from the prefix cache, which tells a caller what others have sent."""
     max_body_bytes: int = 8 << 20
     """Most bytes in a call's body."""
+    max_bodies_bytes: int = 256 << 20
+    """Most bytes in the bodies of all calls under way in an HTTP process, weights not counted; further ones get 503."""
     max_reply_bytes: int = 128 << 20
     """Most bytes of a reply, or of all events of a stream, as estimated from prompts, n, max_tokens and log
     probabilities; a call that may have more is answered 400."""
@@ -114,6 +116,7 @@ class ServerConfig:
             "http_workers",
             "max_queue",
             "max_body_bytes",
+            "max_bodies_bytes",
             "max_reply_bytes",
             "max_prompts",
             "max_n",
@@ -142,6 +145,9 @@ class ServerConfig:
         if self.control and self.http_workers > 1:
             text = f"control with {self.http_workers} HTTP processes: the state of the engines is kept by one"
             raise ConfigError(f"{text}; leave http_workers at 1")
+        if self.max_bodies_bytes < self.max_body_bytes:
+            text = f"max_bodies_bytes is {self.max_bodies_bytes:,}, less than one body may have"
+            raise ConfigError(f"{text} (max_body_bytes, {self.max_body_bytes:,})")
         for origin in self.allow_origin:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
                 raise ConfigError(

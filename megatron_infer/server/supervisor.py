@@ -229,11 +229,16 @@ class Supervisor:
     def status(self) -> list[dict[str, Any]]:
         return [process.status() for process in self._workers]
 
-    def terminate(self, *names: str) -> None:
-        """Send SIGTERM to processes; none is restarted any more."""
+    def terminate(self, name: str) -> None:
+        """Send SIGTERM to one process; none is restarted any more."""
         self._is_stopping = True
-        for name in names:
-            self.process(name).signal(signal.SIGTERM)
+        self.process(name).signal(signal.SIGTERM)
+
+    def terminate_workers(self) -> None:
+        """Send SIGTERM to every worker; no process is restarted any more."""
+        self._is_stopping = True
+        for process in self._workers:
+            process.signal(signal.SIGTERM)
 
     def stop(self, *, number: int, timeout_s: float) -> None:
         """End all: signal `number` to each, then SIGKILL to those that still run after timeout_s seconds."""

@@ -182,3 +182,21 @@ def test_output_so_far_that_does_not_fit_the_request_is_refused(kept, named):
         dispatch._send = lambda peer, message: sent.append(message)
         dispatch.submit(state, protocol.Submit(1, b"abcd", None, "", {"n": 1}, None, True, kept=kept))
         assert named in sent[0].refused.message
+
+
+def test_restarted_coordinator_is_told_by_its_replicas_of_the_pause_and_of_the_version_that_was_set():
+    with case(EchoEngine()) as (restarted, client):
+        client.set_weight_version(5)
+        client.pause()
+        restarted.restart()
+        wait_for(lambda: len(restarted.one.core.stats()["replicas"]) == 1)
+        with replica(restarted.one.address, name="late"):
+            wait_for(lambda: [one["state"] for one in client.stats()["replicas"]] == ["paused"] * 2)
+            client.unpause()
+            futures = [client.submit([number], SamplingParams(max_tokens=4, temperature=0.0)) for number in range(6)]
+            assert [tokens_of(future.result(10)) for future in futures] == [echo_tokens([n], 4) for n in range(6)]
+            sent = {one["name"]: one["stats"]["figures"]["output_tokens"] for one in client.stats()["replicas"]}
+            assert sent["late"] == 0, "a replica with old weights has served"
+            client.set_weight_version(6)
+            restarted.restart()  # the pause has ended, and the new one is not told of it
+            wait_for(lambda: [one["state"] for one in restarted.one.core.stats()["replicas"]] == ["running"] * 2)

@@ -17,7 +17,7 @@ LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is():
     policy = ("--prefix-caching-coordinator-policy", "longest_prefix")
     engine = ("--dtype", "float32", "--max-sequence-length", "512", "--buffer-size-gb", "0.2")
-    command = Command("smollm2", "--dp", "2", "--show-cached-tokens", *policy, *engine, launcher=LAUNCHER)
+    command = Command("smollm2", "--dp", "2", "--http-workers", "2", "--show-cached-tokens", *policy, *engine, launcher=LAUNCHER)
     try:
         url = command.wait_ready()
         wait_for(lambda: len(httpx.get(f"{url}/health").json()["replicas"]) == 2, 60)
@@ -31,6 +31,7 @@ def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is
                 texts[i].add(reply["choices"][0]["text"])
                 cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert all(len(found) == 1 for found in texts.values()) and cached >= 64
+        assert [one["name"] for one in httpx.get(f"{url}/health").json()["workers"]] == ["http0", "http1"]
         assert command.matches("routing by longest_prefix") and len(command.matches("replica replica[01] joined")) == 2
     finally:
         command.end()

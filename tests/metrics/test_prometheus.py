@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -206,6 +208,10 @@ def test_launched_server_shows_the_current_state_of_the_engine(model):
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
         assert read(exporter.url)["engine_output_tokens_total"] == 4
         port = int(exporter.url.rpartition(":")[2].split("/")[0])
+        for host, is_served in (("localhost", True), ("[::1]:1", True), ("127.evil.example", False), ("[", False)):
+            asked = urllib.request.Request(exporter.url, headers={"Host": host})
+            with contextlib.nullcontext() if is_served else pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(asked).close()
         with pytest.raises(ConfigError, match=f"port {port}"):
             PrometheusExporter.of_engine(engine, mode="launch_server", port=port, registry=registry)
 

@@ -20,6 +20,7 @@ from control_case import (
 )
 
 from megatron_infer.coordinator.client import InferenceClient
+from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 OCTETS = {"Content-Type": "application/octet-stream"}
@@ -316,7 +317,7 @@ def test_without_an_engine_a_change_is_503_and_the_state_stays(case):
 def test_replicas_that_take_no_commands_are_a_403_that_says_how_to_start_them():
     """As with `serve --coordinator --control` in front of replicas without --control."""
     with serving_with_control(EchoEngine()) as case:
-        case.replicas[0]._commands = None
+        case.replicas[0]._commands = ReplicaCommands(None)
         error = call(case, "/pause", expected=403)["error"]
         assert error["code"] == "refused_by_engine" and "r0: this replica takes no commands (pause)" in error["message"]
         assert "--control" in error["message"] and state_of(case) == "SERVING"

@@ -14,6 +14,7 @@ import pytest
 from server_case import post, serving, tokenizer, wait_for
 
 from megatron_infer.server import engine_client, http_protocol
+from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.testing.echo import EchoEngine
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -152,6 +153,39 @@ def test_body_that_takes_long_to_decode_is_refused_undecoded(case, body, what):
     reply = case.http.post(CHAT, content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 413 and what in reply.json()["error"]["message"]
     assert time.perf_counter() - began < 5
+
+
+def test_bodies_of_calls_under_way_are_bounded_together_and_given_back():
+    def padded(number):
+        return {"prompt": [number], "max_tokens": 400, "ignore_eos": True, "user": "x" * 15_000}
+
+    limits = {"max_body_bytes": 20_000, "max_bodies_bytes": 30_000}
+    with serving(EchoEngine(step_s=0.01), **limits) as one, httpx.Client(base_url=one.url, timeout=60) as other:
+        with other.stream("POST", COMPLETION, json={**padded(1), "stream": True}) as first:
+            assert first.status_code == 200
+            refused = post(one, COMPLETION, **padded(2))
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+            assert "the limit is 30,000 (max_bodies_bytes)" in refused.json()["error"]["message"]
+            part = json.dumps(padded(3)).encode()
+            chunked = one.http.post(
+                COMPLETION, content=iter([part[:9000], part[9000:]]), headers={"Content-Type": "application/json"}
+            )
+            assert chunked.status_code == 503, "a body without a length is counted as it comes"
+            assert post(one, COMPLETION, prompt=[4], max_tokens=1).status_code == 200
+        wait_for(lambda: post(one, COMPLETION, **padded(5) | {"max_tokens": 1}).status_code == 200)
+
+
+def test_long_body_with_fields_without_an_action_is_taken_apart_beside_the_event_loop(case, monkeypatch):
+    threads, real = [], FieldTable.settle
+    monkeypatch.setattr(
+        FieldTable, "settle", lambda *args, **how: (threads.append(threading.current_thread()), real(*args, **how))[1]
+    )
+    reply = post(case, COMPLETION, prompt=[1, 2], user="me", max_tokens=1)
+    assert reply.headers["x-ignored-fields"] == "user"
+    error = refusal(case, COMPLETION, {"prompt": [1] * 40_000, "user": "me", "max_tokens": 1})
+    assert error["code"] == "context_length_exceeded"
+    small, large = threads
+    assert large is not small, "it ran on the event loop"
 
 
 def test_recorded_traffic_is_readable_by_its_owner_alone_also_in_a_file_that_was_there(tmp_path):

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -38,12 +39,12 @@ def engine(address: str, step_s: float, name: str) -> None:
 
 
 def clients(url: str, count: int, seconds: float, pipe: Any) -> None:
-    """Streams one after the other on `count` connections -> (tokens of whole streams, events, longest gaps)."""
+    """Streams one after the other on `count` connections -> tokens, events, seconds of each stream, gaps."""
     pipe.send(asyncio.run(_clients(url, count, seconds)))
 
 
 async def _clients(url: str, count: int, seconds: float) -> dict[str, Any]:
-    end, found = time.perf_counter() + seconds, {"tokens": 0, "events": 0, "gaps": []}
+    end, found = time.perf_counter() + seconds, {"tokens": 0, "events": 0, "seconds": [], "gaps": []}
 
     async def one(number: int) -> None:
         reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
@@ -51,6 +52,7 @@ async def _clients(url: str, count: int, seconds: float) -> dict[str, Any]:
         data = json.dumps(body).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         while time.perf_counter() < end:
+            began = time.perf_counter()
             writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             last, tail = 0.0, b""
             while b"[DONE]" not in tail:
@@ -63,6 +65,7 @@ async def _clients(url: str, count: int, seconds: float) -> dict[str, Any]:
                 last, tail = now, (tail + piece)[-64:]
             await reader.readuntil(b"0\r\n\r\n") if not tail.endswith(b"0\r\n\r\n") else None
             found["tokens"] += MAX_TOKENS
+            found["seconds"].append(time.perf_counter() - began)
         writer.close()
 
     await asyncio.gather(*(one(number) for number in range(count)))
@@ -95,7 +98,7 @@ def measure(url: str, pids: dict[str, list[int]], streams: int, args: argparse.N
     cpu = {name: round((after[name] - before[name]) / seconds, 2) for name in after}
     return {
         "streams": streams,
-        "tokens_per_s": round(tokens / seconds),
+        "tokens_per_s": round(streams * MAX_TOKENS / statistics.mean(s for one in found for s in one["seconds"])),
         "asked_per_s": round(streams * 1000 / args.step_ms),
         "tokens_per_event": round(tokens / sum(one["events"] for one in found), 2),
         "gap_ms": {f"p{share}": round(1e3 * quantile(gaps, share / 100), 1) for share in (50, 99)},

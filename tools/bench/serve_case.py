@@ -45,7 +45,7 @@ class Server:
         for child in one.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 words = " ".join(child.cmdline())
-                names[child.pid] = next((role for role in ("coordinator", "worker") if role in words), "other")
+                names[child.pid] = next((role for role in ("coordinator", "engine") if role in words), "other")
         return names
 
 

@@ -131,7 +131,7 @@ def main() -> int:
     shares = [one["server"] / one["offline"] for one in rounds]
     spent = {name: sum(one["cpu_s"][name] for one in rounds) for name in rounds[0]["cpu_s"]}
     all_s = sum(seconds for name, seconds in spent.items() if name != "offline")
-    print(f"CPU: offline {spent['offline']:.1f} s; server {all_s:.1f} s, of these the engine {spent['worker']:.1f}: "
+    print(f"CPU: offline {spent['offline']:.1f} s; server {all_s:.1f} s, of these the engine {spent['engine']:.1f}: "
           f"{spent['offline'] / all_s:.1%} of offline by CPU time alone")  # fmt: skip
     print(f"median {statistics.median(shares):.1%} of offline (target 90 %), {min(shares):.1%} to {max(shares):.1%}; "
           f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {args.threads} threads")  # fmt: skip
