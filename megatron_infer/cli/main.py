@@ -30,6 +30,7 @@ COMMANDS = {
     "replica": "serve a model behind a coordinator",
     "demo": "three prompts answered by a 135M model",
     "replay": "replay a recording and compare every token",
+    "convert": "write a checkpoint as safetensors with a Hugging Face config",
     "plan": "sizes of an engine, from the model, the options and the memory",
     "env": "versions, CPU features, and the chosen kernels with reasons",
 }

@@ -97,9 +97,9 @@ class RequestReceiver:
         """A replica's times on this clock: late by the way of the fastest message, of several replicas the first."""
         metrics = self._metrics
         if times.attempt != self._attempt:
-            is_first = not self._output.events
+            is_again = any(event.kind == "ASSIGN" for event in self._output.events)
             payload = {"replica": times.replica}
-            self._add_event("ASSIGN" if is_first else "REASSIGN", time.time() - times.arrived, payload)
+            self._add_event("REASSIGN" if is_again else "ASSIGN", time.time() - times.arrived, payload)
             self._attempt = times.attempt
         if times.scheduled is not None:
             metrics.first_scheduled_time = _earlier(metrics.first_scheduled_time, now - times.scheduled)

@@ -30,7 +30,10 @@ import torch
 from megatron_infer.errors import ModelError
 from megatron_infer.text.tokenizer import read_json
 
-REMEDY = "if you trust it, load it in Megatron and save it with save_checkpoint, or give its weights as safetensors"
+REMEDY = (
+    "if you trust it, load it in Megatron and save it with save_checkpoint; or give its weights as safetensors, which "
+    "`megatron-infer convert` makes of a checkpoint that can be read"
+)
 _DCP = "torch.distributed.checkpoint"
 _VALUES = {
     f"{_DCP}.metadata": (

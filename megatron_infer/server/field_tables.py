@@ -303,6 +303,8 @@ VLLM_GENERATE = FieldTable(
         ),
     },
 )
+TRL = FieldTable(_VLLM | {"images": refused(_NO_MEDIA, [])})
+TRL_SCORES = FieldTable({"temperature": refused("log probabilities are those of the model at temperature 1", 1.0)})
 SGLANG_GENERATE = FieldTable(
     _SGLANG
     | {
@@ -399,7 +401,9 @@ TABLES: dict[str, FieldTable] = {
     "/v1/score": SCORE,
     "/tokenize": TOKENIZE,
     "/generate": SGLANG_GENERATE,
-    "/inference/v1/generate": VLLM_GENERATE,
+    "/inference/v1/generate, /skyrl/v1/generate": VLLM_GENERATE,
+    "/generate/, /chat/": TRL,
+    "/get_sequence_logprobs/": TRL_SCORES,
     "/update_weights_from_disk": UPDATE_FROM_DISK,
     "/continue_generation": CONTINUE,
     "/abort_request": ABORT,

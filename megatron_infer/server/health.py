@@ -23,7 +23,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
         It is what this process knows: nothing is asked, so that the reply does not wait for a busy coordinator.
         """
-        return Reply(_report(client), 200 if client.state == "ok" else 503)
+        return Reply(report_of(client), 200 if client.state == "ok" else 503)
 
     async def generate(call: Call) -> Reply:
         """Generates one token, through the queue, the coordinator, an engine and the model."""
@@ -45,12 +45,13 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
     for path in ("/health", "/v1/health", "/ping", "/ready"):
         routes.add("GET", path, health, "Whether requests are served", statuses=(503,), open=True)
+    routes.add("POST", "/ping", health, "The same, as SageMaker asks", statuses=(503,), open=True)
     routes.add("GET", "/health_generate", generate, "Generate one token", statuses=(429, 503))
     routes.add("GET", "/load", load, "Calls in progress")
     routes.add("GET", "/version", version, "The server's version", open=True)
 
 
-def _report(client: EngineClient) -> dict[str, Any]:
+def report_of(client: EngineClient) -> dict[str, Any]:
     """Figures without names of files and hosts: every client that reaches the port can read them."""
     fields = ("state", "weight_version", "running", "waiting", "capacity", "free_rows")
     return {

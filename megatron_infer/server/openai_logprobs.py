@@ -34,7 +34,7 @@ def chat_content(entries: Sequence[dict[int, Logprob]], texts: TokenTexts, *, nu
     content = []
     for entry in entries:
         sampled = next(iter(entry))
-        top = sorted(entry.items(), key=_by_rank)[:num_top]
+        top = sorted(entry.items(), key=by_rank)[:num_top]
         shown = [_one(token, value, texts) for token, value in top]
         content.append({**_one(sampled, entry[sampled], texts), "top_logprobs": shown})
     return content
@@ -72,14 +72,14 @@ def _top(entry: Entry, texts: TokenTexts, num_top: int) -> dict[str, float] | No
     found: dict[str, float] = {}
     sampled = next(iter(entry))
     # As with OpenAI, the sampled token is included even where it is not among the top ones.
-    chosen = [*sorted(entry.items(), key=_by_rank)[:num_top], (sampled, entry[sampled])]
+    chosen = [*sorted(entry.items(), key=by_rank)[:num_top], (sampled, entry[sampled])]
     for token, value in chosen:
         text = texts.text(token)
         found[text] = max(value.logprob, found.get(text, value.logprob))
     return found
 
 
-def _by_rank(item: tuple[int, Logprob]) -> tuple[int, float]:
+def by_rank(item: tuple[int, Logprob]) -> tuple[int, float]:
     return (item[1].rank or 1 << 30, -item[1].logprob)
 
 

@@ -26,6 +26,8 @@ class Block:
     """Name of the called function."""
     text: str = ""
     """Reasoning, text, or the arguments of a call as JSON, so far."""
+    is_last: bool = False
+    """Whether the sequence ended within it, or right behind it."""
 
 
 class Change(Enum):
@@ -53,7 +55,8 @@ class BlockReader:
                 if "id" in call:
                     yield from self._start(BlockKind.CALL, call["id"], function["name"])
                 yield from self._grow(BlockKind.CALL, function["arguments"])
-        if finished:
+        if finished and self._open is not None:
+            self._open.is_last = True
             yield from self._close()
 
     def _grow(self, kind: BlockKind, text: str) -> Iterator[tuple[Change, Block, str]]:

@@ -117,6 +117,10 @@ class ResponsesReply:
         reason = None if self._latest is None else self._latest.outputs[0].finish_reason
         return "incomplete" if reason in ("length", "abort") else "completed"
 
+    def _status_of(self, block: Block) -> str:
+        """Of a closed block: what ends a sequence too early cuts its last one."""
+        return self._status() if block.is_last else "completed"
+
     def _events_of(
         self, change: Change, block: Block, text: str, logprobs: list[dict[str, Any]]
     ) -> Iterator[dict[str, Any]]:
@@ -147,7 +151,7 @@ class ResponsesReply:
                 extra = {"logprobs": self._logprobs} if block.kind is BlockKind.TEXT else {}
                 yield self._event(f"response.{name}.done", **part, text=block.text, **extra)
                 yield self._event("response.content_part.done", **part, part=_part(block, self._logprobs))
-            item = self._item(block, "completed")
+            item = self._item(block, self._status_of(block))
             yield self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -183,7 +187,7 @@ class ResponsesReply:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "model": self._model,
-            "output": [] if status == "in_progress" else [self._item(one, status) for one in self._blocks.blocks],
+            "output": [self._item(one, self._status_of(one)) for one in self._blocks.blocks],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},

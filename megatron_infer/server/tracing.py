@@ -35,7 +35,7 @@ MAX_REQUEST_SPANS = 64
 """Most engine requests of one call with spans of their own; the call's span has the number of all."""
 MAX_MESSAGE = 300
 """Most characters of an error in a span."""
-FLUSH_S = 1.0
+FLUSH_S = 0.5
 """Seconds that the last spans have to leave the process when the server ends."""
 OPERATIONS = {
     "/v1/chat/completions": "chat",

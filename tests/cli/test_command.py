@@ -128,7 +128,9 @@ def test_contradiction_the_user_wrote_is_still_refused():
         machine_config({"max_requests": 65, "max_tokens": 64}, is_cuda=False, available_bytes=8 << 30)
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("env", "coordinator", "bench-serve")])
+@pytest.mark.parametrize(
+    "command", [name for name in COMMANDS if name not in ("env", "coordinator", "bench-serve", "convert")]
+)
 def test_unknown_option_is_answered_with_the_nearest(capsys, command):
     assert "did you mean '--block-size-tokens'" in _misuse(capsys, command, "model", "--blok-size-tokens", "16")
 

@@ -56,7 +56,13 @@ def test_two_engines_behind_a_coordinator_give_the_tokens_and_logprobs_of_one_an
             wait_for(lambda: client.stats()["replicas"], 120)
             with replica(one.address, engine, name="here"):
                 wait_for(lambda: len(client.stats()["replicas"]) == 2)
-                same(client.generate(prompts, params), expected)
+                outputs = client.generate(prompts, params)
+                same(outputs, expected)
+                for output in outputs:  # the engine's own times, on the client's clock
+                    times = output.metrics
+                    assert times.arrival_time < times.first_scheduled_time < times.first_token_time
+                    assert times.first_token_time < times.finished_time
+                    assert [event.kind for event in output.events] == ["ASSIGN"]
                 stats = client.stats()
                 assert stats["cached_tokens"] > 0 and stats["policy"] == "longest_prefix"
                 assert all(r["cached_blocks"] for r in stats["replicas"])

@@ -80,6 +80,10 @@ def test_requests_of_every_kind_go_on_behind_their_tokens_when_the_coordinator_i
             assert drawn == [echo_tokens([i], 120, seed=i, index=index) for index in range(2)]
         assert tokens_of(unseeded.result(60)) == echo_tokens([5, 5], 120, seed=seed)
         assert {one.result().outputs[0].finish_reason for one in greedy} == {"length"}
+        for one in greedy:
+            times, kinds = one.result().metrics, [event.kind for event in one.result().events]
+            assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time < times.finished_time
+            assert "HAND_IN_AGAIN" in kinds and kinds.count("ASSIGN") == 1
         restarted.one.core.check()
 
 

@@ -225,6 +225,13 @@ def test_routed_experts_come_for_every_position():
         routed = np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), np.int32)
         routed = routed.reshape(len(PROMPT) + 5 - 1, 2, 2)
         assert routed.min() >= 0 and routed.max() < 4
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5, "temperature": 0, "logprobs": 0}}
+        (choice,) = call(case, "/skyrl/v1/generate", body)["choices"]
+        packed = choice["routed_experts"]
+        assert (packed["shape"], packed["dtype"]) == ([len(PROMPT) + 5 - 1, 2, 2], "uint8")
+        assert base64.b64decode(packed["data"]) == routed.astype(np.uint8).tobytes(), "as SkyRL unpacks them"
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 5
+        call(case, "/skyrl/v1/generate", body | {"stream": True}, expected=400)
 
 
 def test_engine_with_half_written_weights_stays_paused_whichever_route_began_the_update(case, versions):

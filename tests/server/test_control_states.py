@@ -42,6 +42,9 @@ TABLE = [
     ("POST", "/reset_prefix_cache", None, AT_ALL),
     ("POST", "/reset_prefix_cache?reset_running_requests=true", None, AT_ALL),
     ("GET", "/get_world_size", None, ALWAYS),
+    ("GET", "/get_world_size/", None, ALWAYS),
+    ("GET", "/health/", None, ALWAYS),
+    ("POST", "/reset_prefix_cache/", None, AT_ALL),
     ("POST", "/init_weight_transfer_engine", {"init_info": {"backend": "disk"}}, ALWAYS),
     ("POST", "/start_weight_update", None, WHOLE),
     ("POST", "/update_weights", {"update_info": {"path": "step1"}}, BRACKET),
@@ -87,6 +90,7 @@ TABLE = [
     ("GET", "/v1/health", None, ALWAYS),
     ("POST", "/generate", {"input_ids": [1], "sampling_params": SHORT}, DRAWS),
     ("POST", "/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}, DRAWS),
+    ("POST", "/generate/", {"prompts": [[1]], "max_tokens": 1}, DRAWS),
     ("POST", "/v1/completions", {"prompt": [1], "max_tokens": 1}, DRAWS),
     ("POST", "/v1/embeddings", {"input": [1]}, DRAWS),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}, DRAWS),
@@ -132,6 +136,7 @@ def test_table_has_every_route_of_control():
     with serving_with_control() as case, serving() as plain:
         added = routes_of(case) - routes_of(plain)
     listed = {(method, path.partition("?")[0]) for method, path, _, _ in TABLE}
+    listed |= {("POST", path) for path in ("/chat/", "/get_sequence_logprobs/", "/skyrl/v1/generate")}  # as /generate/
     refused = {("POST", path) for path in (*CHANNELS, *sglang_routes.NOT_SERVED, *vllm_routes.NOT_SERVED)}
     assert added - refused - {("POST", "/get_weight_version")} <= listed and refused < added
 

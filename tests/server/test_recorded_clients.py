@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import importlib.util
 import json
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from client_server import served_tiny
 
@@ -39,6 +41,68 @@ def test_calls_of_a_training_loop_are_answered_with_what_it_reads(http, recorded
         assert reply.status_code == call.get("status", 200), (call, reply.text)
         for path in call["reads"]:
             assert found(reply.json(), path) is not None, (call, path)
+
+
+def test_old_trls_routes_say_what_openais_say(http):
+    """Tokens, log probabilities and scores in both forms; n, a regex, and parameters that go before others."""
+    ids, seed = [[5, 6, 7], [9, 10]], {"seed": 11}
+    own = http.post(
+        "/generate/", json={"prompts": ids, "n": 2, "max_tokens": 5, "logprobs": 1, "generation_kwargs": seed}
+    )
+    theirs = http.post(
+        "/v1/completions", json={"prompt": ids, "n": 2, "max_tokens": 5, "return_token_ids": True, **seed}
+    )
+    assert own.json()["prompt_ids"] == ids
+    assert own.json()["completion_ids"] == [one["token_ids"] for one in theirs.json()["choices"]]
+    for tokens, names, values in zip(
+        *(own.json()[name] for name in ("completion_ids", "logprob_token_ids", "logprobs")), strict=True
+    ):
+        assert all(token in row for token, row in zip(tokens, names, strict=True))
+        assert all(row == sorted(row, reverse=True) and len(row) in (1, 2) for row in values)
+    body = {"messages": [[{"role": "user", "content": "Hi"}]], "max_tokens": 40, "structured_outputs_regex": "[ab]{3}"}
+    (drawn,) = http.post("/chat/", json=body).json()["completion_ids"]
+    assert {chr(token) for token in drawn[:3]} <= {"a", "b"} and len(drawn) in (3, 4)
+
+    body = {"sequences": [[5, 6, 7, 8], [9, 10]], "prompt_lengths": [1, 1], "top_logprobs": 3}
+    plain = http.post("/get_sequence_logprobs/", json=body).json()
+    packed = http.post("/get_sequence_logprobs/", json={**body, "response_format": "binary"}).json()
+    assert packed["shape"] == [2, 3, 3] and packed["completion_lengths"] == [3, 1]
+    top, own_values = (
+        np.frombuffer(base64.b64decode(packed[name]), np.float32).reshape(2, 3, -1)
+        for name in ("logprobs_b64", "actual_logprobs_b64")
+    )
+    top_ids = np.frombuffer(base64.b64decode(packed["token_ids_b64"]), np.int32).reshape(2, 3, 3)
+    scored = http.post("/v1/completions", json={"prompt": [5, 6, 7, 8], "echo": True, "logprobs": 0, "max_tokens": 0})
+    assert own_values[0, :, 0].tolist() == pytest.approx(scored.json()["choices"][0]["logprobs"]["token_logprobs"][1:])
+    assert np.isneginf(top[1, 1:]).all() and np.isneginf(own_values[1, 1:]).all()
+    for place, count in ((0, 3), (1, 1)):
+        for at in range(count):
+            assert top[place, at].tolist() == pytest.approx(plain["logprobs"][place][at][:3])
+            assert top_ids[place, at].tolist() == plain["logprob_token_ids"][place][at][:3]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/generate/", {"prompts": []}, "prompts"),
+        ("/generate/", {"prompts": ["a", [5]]}, "prompts"),
+        ("/generate/", {"prompts": ["a"], "images": [["AAAA"]]}, "images"),
+        ("/generate/", {"prompts": ["a"], "generation_kwargs": {"seeed": 1}}, "generation_kwargs"),
+        ("/generate/", {"prompts": ["a"], "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+        ("/chat/", {"messages": [[]]}, "messages"),
+        ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": []}, "prompt_lengths"),
+        ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": [2]}, "prompt_lengths"),
+        ("/get_sequence_logprobs/", {"sequences": [[5]], "prompt_lengths": [1], "top_logprobs": 50}, "top_logprobs"),
+        (
+            "/get_sequence_logprobs/",
+            {"sequences": [[5]], "prompt_lengths": [1], "top_logprobs": 1, "temperature": 2.0},
+            "temperature",
+        ),
+    ],
+)
+def test_old_trls_routes_name_what_they_cannot_do(http, path, body, named):
+    reply = http.post(path, json=body)
+    assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
 
 
 @pytest.mark.long

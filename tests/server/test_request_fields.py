@@ -23,6 +23,8 @@ LEAST = {
     "/tokenize": {"messages": HI},
     "/generate": {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}},
     "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    "/generate/": {"prompts": [[1]], "max_tokens": 1},
+    "/get_sequence_logprobs/": {"sequences": [[1]], "prompt_lengths": [1], "top_logprobs": 1},
     "/update_weights_from_disk": {"model_path": "step1"},
     "/continue_generation": {},
     "/abort_request": {"rid": "nobody"},

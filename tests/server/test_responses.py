@@ -115,6 +115,21 @@ def test_cut_answers_say_so_and_logprobs_come_where_asked_for(client, engine):
     assert len(whole.output[0].content[0].logprobs) == 4
 
 
+@pytest.mark.parametrize("rest", ["It may rain in Bonn.", CALL], ids=["text", "call"])
+def test_of_a_cut_answer_only_the_last_item_is_incomplete(client, engine, rest):
+    """Also in the events: an agent must not run a call whose arguments were cut."""
+    engine.set_script(f"<think>Hm.</think>{rest}", 4)
+    for num_tokens in (6, 8, 14, 17):
+        whole, events = both(client, input="Rain?", tools=[WEATHER], max_output_tokens=num_tokens)
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [one.status for one in done] == [one.status for one in whole.output]
+        if whole.status == "incomplete":
+            assert [one.status for one in done] == [*["completed"] * (len(done) - 1), "incomplete"]
+    engine.set_script(f"<think>Hm.</think>{rest}", 50)
+    whole, events = both(client, input="Rain?", tools=[WEATHER])
+    assert whole.status == "completed" and {one.status for one in whole.output} == {"completed"}
+
+
 def test_form_of_the_answer_is_held_as_in_chats(client, engine):
     class Person(pydantic.BaseModel):
         name: str

@@ -9,7 +9,14 @@ WeightUpdates --> ControlMachine (state_machine.py)               generation.py
 
 from __future__ import annotations
 
-from megatron_infer.server.control import server_info, sglang_generate, sglang_routes, vllm_generate, vllm_routes
+from megatron_infer.server.control import (
+    server_info,
+    sglang_generate,
+    sglang_routes,
+    trl_routes,
+    vllm_generate,
+    vllm_routes,
+)
 from megatron_infer.server.control.control_routes import ControlRoutes
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.control.weight_updates import WeightUpdates
@@ -30,4 +37,5 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     server_info.register(control_routes, machine)
     fields = StructuredOutputFields(client, settings)
     vllm_generate.register(control_routes, machine, fields)
+    trl_routes.register(control_routes, machine, fields)
     sglang_generate.register(control_routes, machine, fields)

@@ -1,16 +1,19 @@
-"""vLLM's POST /inference/v1/generate: token ids in, token ids out, without text."""
+"""vLLM's POST /inference/v1/generate, and SkyRL's form of it: token ids in, token ids out, without text."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Events, Reply
+from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import VLLM_GENERATE
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
@@ -58,35 +61,59 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         optional_body=False,
         media_types=("application/json", "text/event-stream"),
     )
+    control_routes.add(
+        "POST",
+        "/skyrl/v1/generate",
+        VllmGenerate(machine, fields, with_experts=True).reply,
+        "Continue token ids, with the experts of each position (SkyRL's API)",
+        body=VllmGenerateBody,
+        fields=VLLM_GENERATE,
+        optional_body=False,
+    )
+
+
+async def vllm_params(
+    given: Sequence[VllmSampling], fields: StructuredOutputFields, client: EngineClient, **further: Any
+) -> SamplingParams:
+    """Parameters of a request whose reply has no text. given: a later one goes before those before it.
+
+    Raises ApiError 400 for values beyond the server's limits.
+    """
+    settings = client.settings
+    values = {name: value for one in given for name in PARAMS if (value := getattr(one, name)) is not None}
+    check_lists(values, settings)
+    values["detokenize"] = bool(values.get("stop"))  # stop texts are matched in the text
+    if values.get("stop"):
+        client.require_tokenizer()
+    structured = next((one.structured_outputs for one in reversed(given) if one.structured_outputs is not None), None)
+    if structured is not None:
+        values["structured"] = await fields.of_structured_outputs(structured)
+    params = params_from(values | further)
+    check_limit("n", params.n, settings.max_n, "max_n")
+    for name in ("logprobs", "prompt_logprobs"):
+        check_limit(name, getattr(params, name) or 0, settings.max_logprobs, "max_logprobs")
+    return params
 
 
 class VllmGenerate:
     """The handler: a body -> one engine request."""
 
-    def __init__(self, machine: ControlMachine, fields: StructuredOutputFields) -> None:
-        self._machine, self._fields = machine, fields
+    def __init__(self, machine: ControlMachine, fields: StructuredOutputFields, *, with_experts: bool = False) -> None:
+        """with_experts: replies have `routed_experts`, as SkyRL reads them."""
+        self._machine, self._fields, self._with_experts = machine, fields, with_experts
 
     async def reply(self, call: Call) -> Reply | Events:
         QueryParams(call).end()
         body: VllmGenerateBody = call.body
         client = self._machine.client
-        settings = client.settings
         client.check_model(body.model)
         check_stream_options(body)
-        sampling = body.sampling_params or VllmSampling()
-        values = {name: value for name in PARAMS if (value := getattr(sampling, name)) is not None}
-        check_lists(values, settings)
-        values["detokenize"] = bool(values.get("stop"))  # the reply has no text, but stop texts are matched in it
-        if values.get("stop"):
-            client.require_tokenizer()
-        if body.priority is not None:
-            values["priority"] = body.priority
-        if sampling.structured_outputs is not None:
-            values["structured"] = await self._fields.of_structured_outputs(sampling.structured_outputs)
-        params = params_from(values)
-        check_limit("n", params.n, settings.max_n, "max_n")
-        for name in ("logprobs", "prompt_logprobs"):
-            check_limit(name, getattr(params, name) or 0, settings.max_logprobs, "max_logprobs")
+        further = {} if body.priority is None else {"priority": body.priority}
+        if self._with_experts:
+            further["return_routing"] = True
+            if body.stream:
+                raise bad_request("routed experts come with whole replies only; give no stream: true", "stream")
+        params = await vllm_params((body.sampling_params or VllmSampling(),), self._fields, client, **further)
         if body.stream and params.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs comes with whole replies only; give no stream: true", "prompt_logprobs")
         salt = body.cache_salt or ""
@@ -145,6 +172,15 @@ class VllmReply:
         if self._num_top is not None and entries is not None:
             choice["logprobs"] = {"content": chat_content(entries, self._token_texts, num_top=self._num_top)}
         if one.finish_reason is not None:
+            if one.routing is not None:
+                choice["routed_experts"] = _packed_experts(one.routing)
             choice["version_spans"] = version_spans_of(one)
             choice["weight_version"] = self._machine.shown_version(one.spans[-1].policy_version if one.spans else None)
         return choice
+
+
+def _packed_experts(routing: Any) -> dict[str, Any]:
+    """Expert ids [positions, layers, top-k] in the smallest dtype that SkyRL knows and that holds them."""
+    dtype = "uint8" if not routing.size or int(routing.max()) < 1 << 8 else "int16"
+    data = base64.b64encode(routing.astype(dtype).tobytes()).decode("ascii")
+    return {"data": data, "shape": list(routing.shape), "dtype": dtype}

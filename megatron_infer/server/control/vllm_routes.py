@@ -83,7 +83,8 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, updates: We
     add("GET", "/is_sleeping", routes.is_sleeping, "Whether memory is released")
     add("POST", "/reset_prefix_cache", routes.reset_prefix_cache, "Empty the prefix cache", body=ResetBody)
     add("POST", "/finish_session", routes.finish_session, "Nothing is kept of a session")
-    add("GET", "/get_world_size", routes.world_size, "Ranks of all engines together")
+    for path in ("/get_world_size", "/get_world_size/"):  # TRL's own server has the second
+        add("GET", path, routes.world_size, "Ranks of all engines together")
     add(
         "POST",
         "/init_weight_transfer_engine",
@@ -111,11 +112,8 @@ NOT_SERVED = {
     "/v1/chat/completions/render": "send the messages to /tokenize, which has the token ids of their prompt",
     "/start_draft_weight_update": "there is no draft model with weights of its own",
     **dict.fromkeys(
-        (
-            *("/generate/", "/chat/", "/get_sequence_logprobs/", "/init_communicator/", "/close_communicator/"),
-            *("/update_named_param/", "/batch_update_named_params/", "/reset_prefix_cache/"),
-        ),
-        "this is an older TRL's own server; TRL 1.16 calls /v1/completions and /v1/chat/completions, which are here",
+        ("/init_communicator/", "/close_communicator/", "/update_named_param/", "/batch_update_named_params/"),
+        "weights do not come by NCCL; send them to /update_weights (ServerWeights of megatron_infer.rl.adapters.trl)",
     ),
     "/start_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
     "/stop_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
