@@ -117,6 +117,27 @@ def test_grammar_whose_text_never_ends_holds_no_thread(grammars: GrammarCache, g
         matcher.compute_bitmask()
 
 
+@pytest.mark.parametrize("number", ["-9223372036854775808", "-9223372036854775799", "-9.223372036854775e18"])
+@pytest.mark.parametrize("where", ['{"const": %s}', '{"type": "integer", "minimum": %s, "maximum": -9223372036854775800}'])
+def test_number_that_would_end_the_process_is_refused(where: str, number: str) -> None:
+    schema = where % number
+    grammar = f"start: %json {schema}"
+    tricked = '{"const": 1, "x": ' + schema + "}"
+    for given in ({"json_schema": schema}, {"json_schema": json.loads(schema)}, {"grammar": grammar}, {"json_schema": tricked}):
+        with pytest.raises(RequestError, match="in a schema: those from"):
+            StructuredOutput.from_dict(given)
+    StructuredOutput(json_schema={"const": -(2**61), "description": f"not {number}"})
+
+
+@pytest.mark.parametrize("values", [[1048581], [1009, 10007], [100000.01], [2147483647, 0.01]])
+def test_multiples_that_need_millions_of_states_are_refused(values: list[float]) -> None:
+    schema = {"allOf": [{"type": "number", "multipleOf": value} for value in values]}
+    for given in ({"json_schema": schema}, {"grammar": f"start: %json {json.dumps(schema)}"}):
+        with pytest.raises(RequestError, match=r"multipleOf: .* the limit is 131,072"):
+            StructuredOutput.from_dict(given)
+    StructuredOutput(json_schema={"allOf": [{"multipleOf": 0.01}, {"multipleOf": 5}, {"multipleOf": 0}]})
+
+
 def test_division_by_a_callers_variable_is_the_callers_error() -> None:
     with pytest.raises(InvalidPrompt, match="division"):
         chat_template.render("{{ 1 / y }}", MESSAGES, add_generation_prompt=True, variables={"y": 0})
