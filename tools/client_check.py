@@ -32,6 +32,7 @@ SCRIPTS = {
     "langchain_sdk": "langchain_openai",
     "trl_client": "trl",
     "areal_engines": "areal",
+    "guidellm_load": "guidellm",
 }
 """Script -> the package that it needs."""
 TIMEOUT_S = 300

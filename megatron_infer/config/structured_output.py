@@ -7,8 +7,11 @@ Only the form is checked here; `sampling.grammar` finds out whether a schema or 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any
 
 from megatron_infer.errors import RequestError, unknown_name
@@ -18,6 +21,9 @@ MAX_BYTES = 256 << 10
 MAX_DEPTH = 64
 """The deepest nesting of objects and lists in a schema."""
 MAX_CHOICES = 4096
+MAX_MULTIPLE = 1 << 17
+"""The largest common multiple of the multipleOf of a schema."""
+_REFUSED = (-(2.0**64), -(2.0**62))
 _KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 
@@ -98,12 +104,14 @@ def check_schema(schema: Any, *, max_depth: int = MAX_DEPTH) -> None:
     """Raise RequestError for parsed JSON that is not a schema or is nested deeper than max_depth."""
     if not isinstance(schema, dict | bool):
         raise RequestError(f"json_schema is a JSON object or a boolean, got a {type(schema).__name__}")
-    layer, depth = [schema], 0
+    layer, depth, multiples = [schema], 0, []
     while layer:
         if depth > max_depth:
             raise RequestError(f"json_schema is nested deeper than {max_depth} levels; name its parts in $defs")
+        multiples += [one["multipleOf"] for one in layer if isinstance(one, dict) and "multipleOf" in one]
         nested = (list(one.values()) if isinstance(one, dict) else one for one in layer if isinstance(one, dict | list))
         layer, depth = [item for items in nested for item in items], depth + 1
+    _check_multiples(multiples)
 
 
 def check_size(name: str, text: str, *, max_bytes: int = MAX_BYTES) -> None:
@@ -116,6 +124,30 @@ def check_size(name: str, text: str, *, max_bytes: int = MAX_BYTES) -> None:
         raise RequestError(f"{name} has {size:,} bytes, the limit is {max_bytes:,}; make it smaller")
 
 
+def _number(text: str) -> float:
+    """A number of a schema. Raises RequestError for one next to the least of int64: llguidance 1.9.1 ends the process."""
+    number = float(text)
+    if _REFUSED[0] <= number <= _REFUSED[1]:
+        refused = f"the number {text[:40]} in a schema: those from -2**64 to -2**62 are not supported"
+        raise RequestError(f"{refused}; take a smaller or a larger one")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number)
+
+
+def _check_multiples(values: Sequence[Any]) -> None:
+    """Raise RequestError where texts would be matched by an automaton with a state for each remainder of too large a
+    number: the least common multiple, as allOf joins them. values: of multipleOf, wherever they stand."""
+    given = [value for value in values if isinstance(value, int | float) and 0 < abs(value) < 1e300]
+    numbers = [abs(Decimal(repr(float(value)))) for value in given]
+    digits = max((-int(number.normalize().as_tuple().exponent) for number in numbers), default=0)
+    whole = [int(number.scaleb(max(digits, 0))) for number in numbers]
+    if whole and (common := math.lcm(*whole)) > MAX_MULTIPLE:
+        text = f"multipleOf: the least common multiple, without its point, is {str(common)[:20]}"
+        raise RequestError(f"{text}, the limit is {MAX_MULTIPLE:,}; leave one out")
+
+
 def _schema_text(value: object) -> str:
     text = value
     if not isinstance(value, str):
@@ -126,7 +158,7 @@ def _schema_text(value: object) -> str:
     assert isinstance(text, str)
     check_size("json_schema", text)
     try:
-        schema = json.loads(text)
+        schema = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise RequestError(f"json_schema is not JSON: {error}") from None
     except RecursionError:
@@ -141,6 +173,12 @@ def _text(name: str, value: object) -> None:
     if not value:
         raise RequestError(f"{name} is empty; leave it out to draw freely")
     check_size(name, value)
+    for found in re.finditer(r"%json\s*", value) if name == "grammar" else ():
+        try:
+            schema, _ = _DECODER.raw_decode(value, found.end())
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise RequestError(f"grammar: what follows %json at {found.start():,} is not JSON: {error}") from None
+        check_schema(schema)
 
 
 def _choices(value: object) -> tuple[str, ...]:

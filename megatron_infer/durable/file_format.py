@@ -99,7 +99,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _manifest(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    with contextlib.suppress(json.JSONDecodeError):
+    with contextlib.suppress(json.JSONDecodeError, RecursionError):
         manifest = json.loads(metadata["manifest"])
         if isinstance(manifest, dict):
             return manifest

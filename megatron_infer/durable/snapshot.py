@@ -175,7 +175,9 @@ class Archive:
         manifest, tensors = file_format.read(path)
         try:
             content = self._decode(path, manifest, tensors)
-        except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        except (
+            TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError, StopIteration
+        ) as error:  # fmt: skip
             if isinstance(error, SnapshotError):
                 raise
             raise SnapshotError(path, f"its content cannot be understood ({type(error).__name__}: {error})") from error
@@ -217,6 +219,9 @@ class Archive:
         ):
             if manifest[name] != here:
                 raise SnapshotError(path, f"saved with {name} {manifest[name]}, this engine's is {here}")
+        weights, counts = manifest["weights"], [manifest["num_seeds"], manifest["num_ids"]]
+        if not all(type(count) is int and 0 <= count < 1 << 62 for count in (weights["version"], *counts)):
+            raise ValueError(f"weights {weights}, num_seeds and num_ids {counts}")
         records = json.loads(tensors["records"].numpy().tobytes())
         numbers = Columns(tensors)
         requests = [decode_request(one, numbers, tokenizer=tokenizer, now=now) for one in records["requests"]]
@@ -225,10 +230,10 @@ class Archive:
         journal = JournalRecords() if generation is None else read_journal(path, generation)
         requests, finished = self._replay(journal, requests, finished, now=now)
         memory = self._kv.read(path, manifest, tensors)
-        counts = num_places(memory.kv, memory.tensors)
+        places = num_places(memory.kv, memory.tensors)
         for kv in (saved.kv for request in requests for saved in request.saved):
             if kv is not None and memory.unusable is None:
-                check_places(kv, counts)
+                check_places(kv, places)
         return Content(
             path=path,
             generation=generation,
@@ -237,7 +242,7 @@ class Archive:
             num_records=journal.num_records,
             num_seeds=max(manifest["num_seeds"], journal.num_seeds),
             num_ids=max(manifest["num_ids"], journal.num_ids),
-            weights=manifest["weights"],
+            weights={"version": weights["version"], "sums": weights["sums"]},
             memory=memory,
             notes=journal.notes,
         )

@@ -51,7 +51,9 @@ def _damage_named(name: str) -> Iterator[None]:
         yield
     except (InferenceError, NotImplementedError):
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError) as error:
+    except (
+        TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError, OSError
+    ) as error:  # fmt: skip
         raise ModelError(f"{name}: damaged: {type(error).__name__}: {error}") from error
 
 
@@ -74,7 +76,7 @@ class HFDirectory:
         return self._description
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return _stream(self._open())
+        return _stream(self._open(), self.name)
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         load_weights(model, self._open(), self._description, shard)
@@ -85,7 +87,8 @@ class HFDirectory:
 
     def _open(self) -> SafetensorsReader:
         if self._reader is None:
-            self._reader = SafetensorsReader(self.path, base=base_prefix(self._description))
+            with _damage_named(self.name):
+                self._reader = SafetensorsReader(self.path, base=base_prefix(self._description))
         return self._reader
 
 
@@ -102,7 +105,7 @@ class GGUFSource:
         return self._weights.description
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return _stream(self._weights)
+        return _stream(self._weights, self.name)
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         load_weights(model, self._weights, self._weights.description, shard)
@@ -112,9 +115,11 @@ class GGUFSource:
             return tokenizer_from_metadata(self._weights.metadata, name=self.name)
 
 
-def _stream(reader: TensorReader) -> Iterator[tuple[str, Tensor]]:
+def _stream(reader: TensorReader, source: str) -> Iterator[tuple[str, Tensor]]:
     for name in reader.shapes():
-        yield name, reader.read(name)
+        with _damage_named(source):
+            tensor = reader.read(name)
+        yield name, tensor
 
 
 ALIASES: Mapping[str, tuple[str, str, str]] = {

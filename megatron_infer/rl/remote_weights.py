@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_infer.coordinator.protocol import WEIGHT_COMMANDS
 from megatron_infer.coordinator.weight_paths import weights_path
-from megatron_infer.errors import ConfigError, WeightUpdateError, WrongState, unknown_name
+from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState, unknown_name
 from megatron_infer.model_loader.hf_weights import SafetensorsReader
 from megatron_infer.rl.weights import WeightUpdate, as_source
 from megatron_infer.rl.weights.digest import checksum_of, model_digests
@@ -89,8 +89,14 @@ class RemoteWeights:
         return {CALL: lambda given: self._run(given["command"], **given["args"])}
 
     def _load_below_root(self, path: str, **args: Any) -> Any:
-        """Refuse a path before other ranks hear of it."""
-        return self._run("load_weights", path=weights_path(path, self._root), **args)
+        """Refuse a path before other ranks hear of it. Errors name files from the root on, not where it is."""
+        path = weights_path(path, self._root)
+        try:
+            return self._run("load_weights", path=path, **args)
+        except InferenceError as error:
+            root = os.path.realpath(str(self._root)) + os.sep
+            error.args = tuple(one.replace(root, "") if isinstance(one, str) else one for one in error.args)
+            raise
 
     def _run(self, command: str, *, timeout_s: float | None = None, **args: Any) -> Any:
         """Run a command on every rank. timeout_s: sent with every command, not used here."""

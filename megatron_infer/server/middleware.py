@@ -24,6 +24,11 @@ from megatron_infer.server.sites import Sites
 log = logging.getLogger("megatron_infer.server")
 
 
+def one_line(text: str) -> str:
+    """A caller's text for the log: what is not printable (line ends, terminal sequences, other directions) escaped."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 class ApiKey:
     """Checks the Authorization header in constant time; without a key every call is allowed."""
 
@@ -144,8 +149,8 @@ class _WrappedCall:
         state, ms = self._scope["state"], 1e3 * (time.perf_counter() - self._began)
         how = " (the client disconnected)" if state.get("disconnected") else ""
         how += " in its stream" if "failed_status" in state else ""
-        reason = f": {state['error'][:300]}" if "error" in state else ""
-        path = self._scope["path"][:200].encode("unicode_escape").decode()
+        reason = f": {one_line(state['error'][:300])}" if "error" in state else ""
+        path = one_line(self._scope["path"][:200])
         method, status = self._scope["method"], self._ended_with
         log.info("%s %s %s %d %.0f ms%s%s", self._id, method, path, status, ms, how, reason)
 

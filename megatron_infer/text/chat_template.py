@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, NoReturn
 
@@ -59,21 +60,28 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
+@contextlib.contextmanager
+def _model_errors() -> Iterator[None]:
+    """What jinja2, and Python's compiler behind it, raise for a template, as ModelError."""
     try:
-        return _environment().from_string(template)
+        yield
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(f"chat template: line {error.lineno}: {error.message}") from error
+    except (RecursionError, MemoryError, SyntaxError, ValueError, TypeError, ArithmeticError) as error:
+        raise ModelError(f"chat template: it does not compile: {type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    with _model_errors():
+        return _environment().from_string(template)
 
 
 @lru_cache(maxsize=16)
 def reads(template: str, variable: str) -> bool:
-    """Whether a template uses a variable. Raises ModelError for one that does not parse."""
-    try:
+    """Whether a template uses a variable. Raises ModelError for one that does not compile."""
+    with _model_errors():
         return variable in jinja2.meta.find_undeclared_variables(_environment().parse(template))
-    except jinja2.TemplateSyntaxError as error:
-        raise ModelError(f"chat template: line {error.lineno}: {error.message}") from error
 
 
 def render(
@@ -89,7 +97,8 @@ def render(
     `variables` are further names the template may use (bos_token, eos_token, enable_thinking, ...).
     Raises ModelError for a template that does not parse, InvalidPrompt for messages that it refuses.
     """
-    if isinstance(messages, (str, bytes)) or not all(isinstance(message, Mapping) for message in messages):
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not all(isinstance(message, Mapping) for message in messages):
         raise InvalidPrompt("messages: expected a list of {'role': ..., 'content': ...} objects")
     if not messages:
         raise InvalidPrompt("messages: the conversation is empty; give at least one message")
@@ -106,5 +115,7 @@ def render(
         )
     except RecursionError:
         raise InvalidPrompt("the chat template refused the messages: they are nested too deep") from None
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (
+        jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError
+    ) as error:  # fmt: skip
         raise InvalidPrompt(f"the chat template refused the messages: {error}") from error

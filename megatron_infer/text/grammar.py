@@ -112,7 +112,7 @@ def _grammar_text(wanted: StructuredOutput) -> str:
     if wanted.regex is not None:
         text = LLMatcher.grammar_from_regex(wanted.regex)
     elif wanted.grammar is not None:
-        text = LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
+        text = LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar) + _NO_FORCING)
     elif wanted.choice is not None:
         text = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in wanted.choice))
     else:
@@ -125,6 +125,11 @@ def _grammar_text(wanted: StructuredOutput) -> str:
         overrides = {"whitespace_flexible": not wanted.compact, "lenient": False, "coerce_one_of": False}
         text = LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
     return text
+
+
+_NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+"""Of several such lines the last counts. llguidance looks ahead for text that a grammar forces: in one whose text never
+ends, such as `/a+/ /a/`, without end."""
 
 
 def one_line(text: str) -> str:

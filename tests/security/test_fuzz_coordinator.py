@@ -8,8 +8,9 @@ import time
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
-from coordinator_case import cluster, wait_for
+from coordinator_case import cluster, replica, wait_for
 from mutations import Rounds, altered, damaged, no_errors_logged, rounds, shown
 from server_case import post, serving
 
@@ -21,6 +22,7 @@ from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 __all__ = ["rounds"]
 
+pytestmark = pytest.mark.security
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 IDS = protocol.ids_to_bytes([1, 2, 3])
 PARAMS = {"n": 1, "max_tokens": 8, "temperature": 0.0, "stop": ["x"], "logit_bias": {"5": 1.0}, "priority": 0}
@@ -36,7 +38,8 @@ FROM_CLIENTS: tuple[protocol.Message, ...] = (
     protocol.Control(9, "reset_prefix_cache", {}, 0.1),
     protocol.Query(10),
 )
-REGISTER = protocol.Register(1, 16, 4, b"root", 0, "running", "tiny", "first_prefix_block", 0.5, {"vocab_size": 9})
+LIMITS = {"max_sequence_length": 2048, "vocab_size": 1000}
+REGISTER = protocol.Register(1, 16, 4, b"root", 0, "running", "tiny", "first_prefix_block", 0.5, LIMITS)
 FIGURES = {"born": 1.0, "state": "running", "ended": {"stop": 1}, "ttft": {"bounds": [1.0], "counts": [1, 0], "total": 0.5},
            "beside": [{"name": "a", "kind": "gauge", "help": "", "value": 1.0, "labels": [["a", "b"]]}],
            **dict.fromkeys(("weight_version", "num_waiting", "num_running", "num_paused", "capacity", "blocks_used",
@@ -133,7 +136,7 @@ def test_damaged_messages_of_strangers_and_clients_change_nothing_for_others(rou
 def test_damaged_messages_of_a_replica_cost_its_own_requests_at_most(rounds: Rounds) -> None:
     """It holds the key: its answers count. Those that make no sense do not reach other requests, nor end a client."""
     with no_errors_logged(), serving(EchoEngine(max_requests=4)) as case, InferenceClient(case.coordinator.address) as client:
-        for rng in rounds(quick=10):
+        for rng in rounds(quick=5):
             with RawPeer(case.coordinator.address) as peer:
                 incarnation = peer.enter("replica", rng)
                 register = msgspec.structs.replace(REGISTER, incarnation=incarnation)
@@ -173,3 +176,47 @@ def answers(run: protocol.Run, incarnation: int, rng: random.Random) -> list[lis
     failed = protocol.Output(run.number, incarnation, [], True, error=protocol.Failure("InferenceError", "why"))
     first = [protocol.frames_of([protocol.encode(output)])] if rng.random() < 0.5 else []
     return [*first, *(wire_of(rng.choice((output, last, failed)), rng) for _ in range(rng.randrange(4)))]
+
+
+# ---------------------------------------------------------------------- what was found
+
+
+def test_output_that_makes_no_sense_fails_its_request_and_not_the_client() -> None:
+    """One of these once ended the connection of the HTTP process for good."""
+    with no_errors_logged(), cluster(0, timeout_s=20.0) as (one, _, client):
+        with RawPeer(one.address) as peer:
+            incarnation = peer.enter("replica", random.Random(0))
+            peer.say(msgspec.structs.replace(REGISTER, incarnation=incarnation))
+            future = client.submit([1, 2], GREEDY)
+            run = next(one for _ in range(100) for one in peer.read(100) if isinstance(one, protocol.Run))
+            values = {"support": protocol.TokenValues("no dtype", [], b"a")}
+            piece = protocol.Piece(0, 0, IDS[:4], "a", token_outputs=values)
+            peer.say(protocol.Output(run.number, incarnation, [piece], False))
+            with pytest.raises(protocol.BadMessage, match="makes no sense"):
+                future.result(10)
+            cancel = next(one for _ in range(100) for one in peer.read(100) if isinstance(one, protocol.Cancel))
+            assert cancel.number == run.number
+        with replica(one.address):
+            is_served(client)
+
+
+@pytest.mark.parametrize("change", [{"capacity": 2**64 - 1}, {"block_size": 2**62}, {"limits": {"vocab_size": 9}}])
+def test_replica_that_claims_impossible_sizes_is_refused_and_the_coordinator_goes_on(change: dict[str, Any]) -> None:
+    with cluster(1, timeout_s=20.0) as (one, _, client), RawPeer(one.address) as peer:
+        incarnation = peer.enter("replica", random.Random(0))
+        peer.say(msgspec.structs.replace(REGISTER, incarnation=incarnation, **change))
+        refused = next(one for _ in range(100) for one in peer.read(100) if isinstance(one, protocol.Refused))
+        assert "cannot register" in refused.message and len(client.stats()["replicas"]) == 1
+        is_served(client)
+
+
+def test_figures_of_a_replica_that_cannot_be_read_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as case, RawPeer(case.coordinator.address) as peer:
+        incarnation = peer.enter("replica", random.Random(0))
+        peer.say(msgspec.structs.replace(REGISTER, incarnation=incarnation))
+        for figures in ({"a": 1}, {**FIGURES, "ended": [1]}, {**FIGURES, "ttft": {"bounds": 1}}):
+            peer.say(protocol.Beat(incarnation, 4, 0, b"root", 0, "running", 0.0, {"figures": figures}))
+            wait_for(lambda: len(case.http.get("/v1/status").json()["replicas"]) == 2)
+        wait_for(lambda: "cannot be read" in caplog.text)
+        assert case.http.get("/metrics").status_code == 200
+    assert caplog.text.count("cannot be read") == 1

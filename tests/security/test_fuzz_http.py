@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import random
 import re
 import selectors
@@ -16,8 +17,11 @@ from typing import Any
 
 import pytest
 from mutations import HOSTILE, Rounds, altered, damaged, no_errors_logged, rounds, shown, within
-from server_case import post, serving
+from durable_case import make_engine, make_model
+from server_case import free_blocks, post, raw_stream, serving, wait_for
 
+from megatron_infer.errors import InferenceError
+from megatron_infer.rl.remote_weights import RemoteWeights
 from megatron_infer.server import http_protocol, request_body
 from megatron_infer.testing.echo import EchoEngine
 
@@ -201,3 +205,64 @@ def test_damaged_fields_are_a_client_error_or_an_answer(case: SimpleNamespace, r
                     if reply.status_code >= 400 and "json" in reply.headers.get("content-type", ""):
                         assert "error" in reply.json()
             serves_as_before(case)
+
+
+# ---------------------------------------------------------------------- what was found
+
+
+def test_running_request_ends_with_its_connection_though_others_wait_behind_it() -> None:
+    """uvicorn tells the last request of a connection alone that its client has left."""
+    with serving(EchoEngine(step_s=0.01)) as case:
+        before = free_blocks(case)
+        connection = raw_stream(case, "/v1/completions", prompt=[1, 2], max_tokens=1000)
+        wait_for(lambda: free_blocks(case) != before)
+        connection.sendall(raw("GET", "/version") * 3)
+        time.sleep(0.1)
+        connection.close()
+        began = time.monotonic()
+        wait_for(lambda: free_blocks(case) == before)
+        assert time.monotonic() - began < 5, "it was generated to its end"
+
+
+def test_bytes_that_are_no_http_do_not_stand_within_a_reply_that_flows() -> None:
+    with no_errors_logged(), serving(EchoEngine(step_s=0.01)) as case:
+        with contextlib.closing(raw_stream(case, "/v1/completions", prompt=[1, 2], max_tokens=500)) as connection:
+            got = connection.recv(1 << 12)
+            connection.sendall(b"\0 no http\r\n\r\n" * 3)
+            with contextlib.suppress(ConnectionError):
+                while piece := connection.recv(1 << 16):
+                    got += piece
+        assert got.startswith(b"HTTP/1.1 200 ") and got.count(b"HTTP/1.1") == 1
+        wait_for(lambda: case.server._running[2].num_calls == 0)
+
+
+def test_what_is_no_http_is_answered_as_every_other_mistake(case: SimpleNamespace) -> None:
+    (got,) = replies(case.port, [b"\x16\x03\x01 hello\r\n\r\n"])
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_line_of_the_log_stays_one_line_whatever_a_caller_sends(caplog: pytest.LogCaptureFixture) -> None:
+    false = "a\n12:00:00 x POST /v1/completions 200 1 ms\x1b[2J\u202e"
+    with serving(EchoEngine(), log_requests=True) as case, caplog.at_level(logging.INFO, "megatron_infer.server"):
+        for body in ({"prompt": "a", false: 1}, {"prompt": "a", "stream_options": {false: 1}, "stream": True}):
+            assert post(case, "/v1/completions", **body).status_code == 400
+        assert case.http.get("/x%0aGET%20/%1b[2J").status_code == 404
+        wait_for(lambda: len(lines_of(caplog)) == 3)
+    assert all(line.isprintable() for line in lines_of(caplog))
+    assert sum(r"a\n12:00:00" in line and r"\x1b[2J\u202e" in line for line in lines_of(caplog)) == 2
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Those of calls."""
+    return [one.getMessage() for one in caplog.records if " ms" in one.getMessage()]
+
+
+def test_weights_that_cannot_be_read_do_not_say_where_their_root_is(tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "model.safetensors").write_bytes(b"x" * 100)
+    engine = make_engine(make_model())
+    weights = RemoteWeights(engine, weights_root=tmp_path)
+    with pytest.raises(InferenceError, match=r"bad/model\.safetensors: damaged") as caught:
+        weights.commands()["load_weights"](path="bad", timeout_s=5.0)
+    assert str(tmp_path) not in str(caught.value)

@@ -1,0 +1,59 @@
+"""GuideLLM, vLLM's load generator: chats and completions at 1 and at 4 at once, streamed; each must succeed."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+NUM_REQUESTS, NUM_TOKENS = 12, 8
+
+
+def bytes_tokenizer(folder: str) -> None:
+    """One token per byte, as the server's small model has."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={one: index for index, one in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+
+
+def run(url: str, folder: str, path: str, streams: int) -> list[dict]:
+    report = Path(folder) / "report.json"
+    options = {
+        "--backend": f"kind=openai_http,target={url},request_format={path}",
+        "--profile": f"kind=concurrent,streams={streams}",
+        "--constraint": f"kind=max_requests,count={NUM_REQUESTS}",
+        "--tokenizer": f"kind=hf_auto,model={folder}",
+        "--data": f"kind=synthetic_text,prompt_tokens=64,output_tokens={NUM_TOKENS}",
+        "--output": f"kind=json,path={report}",
+    }
+    command = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-progress", "--disable-console"]
+    done = subprocess.run([*command, *sum(options.items(), ())], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    requests = json.loads(report.read_text())["benchmarks"][0]["requests"]
+    assert not requests["errored"] and not requests["incomplete"], requests["errored"][:1]
+    return requests["successful"]
+
+
+def main(url: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        bytes_tokenizer(folder)
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            for streams in (1, 4):
+                replies = run(url, folder, path, streams)
+                assert len(replies) == NUM_REQUESTS
+                assert {one["output_metrics"]["text_tokens"] for one in replies} == {NUM_TOKENS}
+    return {
+        "client": "guidellm",
+        "version": importlib.metadata.version("guidellm"),
+        "ran": "`run`, profile concurrent: chats and completions streamed at 1 and at 4 at once, none failed",
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))
