@@ -63,7 +63,7 @@ class Browser:
 
     def look(self, width, height, *, dark=False, phone=False):
         """The size of the page, the system's colours, and a phone's screen."""
-        scale = 2 if phone else 1
+        scale = 1.5 if phone else 1
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
         self.devtools("Emulation.setDeviceMetricsOverride", **size)
         wanted = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
