@@ -49,8 +49,8 @@ STEERS = [("/pause", {}), ("/sleep", {})]
 ADDED = """
 const server = window.fetch;
 window.added = {};
-window.fetch = (path, options = {}) =>
-  server(path, options.body ? { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ...window.added }) } : options);
+const withAdded = (body) => body && JSON.stringify({ ...JSON.parse(body), ...window.added });
+window.fetch = (path, options = {}) => server(path, { ...options, body: withAdded(options.body) });
 """
 """What is in `window.added` goes with the page's calls, so that the model can be made to write a given text."""
 WATCH = """
@@ -73,18 +73,21 @@ if ("pwned" in window) found.push("a script ran");
 const hosts = performance.getEntriesByType("resource").map((entry) => new URL(entry.name).host);
 return [...found, ...hosts.filter((host) => host !== location.host)];
 """
-"""What an answer must not become: other elements, other attributes, other links; scripts that ran; what was loaded from elsewhere."""
+"""What an answer must not become: other elements, attributes or links, scripts that ran, loads from elsewhere."""
 FAINT = """
 const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
 const rgb = (color) => {
   canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
   return [...canvas.getImageData(0, 0, 1, 1).data];
 };
-const light = ([r, g, b]) => [r, g, b].map((v) => v / 255).map((v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
-  .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+const light = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
 const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
 const behind = (one) => {
-  for (; one; one = one.parentElement) { const c = rgb(getComputedStyle(one).backgroundColor); if (c[3] === 255) return c; }
+  for (; one; one = one.parentElement) {
+    const color = rgb(getComputedStyle(one).backgroundColor);
+    if (color[3] === 255) return color;
+  }
   return [255, 255, 255, 255];
 };
 const faint = [];
@@ -154,7 +157,9 @@ def check_hostile_answers(page: Browser) -> None:
         answer = say(page, "Go.", guided_choice=[attack], max_tokens=400)
         assert page.shown(".turn .failure") == [] and len(answer) > len(attack) // 3, (attack, page.text("#log"))
         assert page.run(FOREIGN, sorted(TAGS)) == [], attack
-    show = "const {show} = await import('/static/markdown.js'); const box = document.querySelector('.assistant .text'); "
+    show = (
+        "const {show} = await import('/static/markdown.js'); const box = document.querySelector('.assistant .text'); "
+    )
     for attack in (*texts, "\n\n".join(texts)):
         page.run(show + "show(box, arguments[0])", attack)
         assert page.run(FOREIGN, sorted(TAGS)) == [], attack
@@ -251,7 +256,8 @@ def check_looks(page: Browser) -> None:
     """No part is wider than the screen, no text is faint, at any size, in both colours, with all kinds of Markdown."""
     say(page, "Go.", guided_choice=[SHOWCASE], max_tokens=400)
     wide = "return Math.max(document.documentElement.scrollWidth, document.body.scrollWidth) - innerWidth"
-    inner = "return [...document.querySelectorAll('#log, #engines, #ask')].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.id)"
+    parts = "[...document.querySelectorAll('#log, #engines, #ask')]"
+    inner = f"return {parts}.filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.id)"
     for width, height in (DESKTOP, (1024, 600), (768, 1024), PHONE, (320, 568)):
         for dark in (False, True):
             page.look(width, height, dark=dark, phone=width < 500)
@@ -396,7 +402,9 @@ def check_other_sites(page: Browser, server: Server) -> None:
     page.open(f"http://localhost:{port}/")
     own = page.run(CALLS, "", READS + USES, "same-origin", "application/json")
     assert set(own.values()) == {200}, own
-    print(f"other sites: {EVIL} got 403 {len(rebound)} times, page.evil.example nothing; localhost, the same calls: 200")
+    print(
+        f"other sites: {EVIL} got 403 {len(rebound)} times, page.evil.example nothing; localhost, the same calls: 200"
+    )
     page.complaints()
 
 

@@ -88,7 +88,9 @@ class Browser:
     def double_click(self, selector):
         where = {"type": "pointerMove", "x": 0, "y": 0, "duration": 0, "origin": {ELEMENT: self._find(selector)}}
         click = [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
-        self._call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [where, *click, *click]}]})
+        self._call(
+            "POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [where, *click, *click]}]}
+        )
 
     def text(self, selector):
         return self.run("const one = document.querySelector(arguments[0]); return one && one.innerText", selector)

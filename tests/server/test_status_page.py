@@ -60,7 +60,9 @@ def test_what_the_scripts_use_is_there():
         assert used <= ids, f"{name}: {used - ids}"
         reached |= set(re.findall(r'from "\./([^"]*)"', script))
         for names, other in re.findall(r'import \{([^}]*)\} from "\./([^"]*)"', script):
-            given = set(re.findall(r"^export (?:async )?(?:function\*?|const|class) (\w+)", SCRIPTS[other], re.MULTILINE))
+            given = set(
+                re.findall(r"^export (?:async )?(?:function\*?|const|class) (\w+)", SCRIPTS[other], re.MULTILINE)
+            )
             assert {one.strip() for one in names.split(",")} <= given, f"{name} and {other}"
     assert reached == set(SCRIPTS), "each is loaded, none is missing"
     labels = set(re.findall(r'(?:for|aria-labelledby|aria-describedby)="([^"]*)"', page))
