@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import http.server
 import json
 import os
@@ -31,22 +30,27 @@ from browser_case import Browser, browser, missing, wait_until  # noqa: E402
 from hostile_markdown import ATTACKS, SHOWCASE, TAGS  # noqa: E402
 from serve_case import Server, ask, served  # noqa: E402
 
-OPTIONS = ("--max-sequence-length", "1024", "--buffer-size-gb", "0.25", "--control")
+OPTIONS = ("--max-sequence-length", "1024", "--buffer-size-gb", "0.5", "--control")
 QUESTIONS = (
     "What is the capital of France? One sentence.",
-    "Write a Python function that adds two numbers, and explain it in a list of two points.",
+    "How do I read a text file in Python? Give a short code block and a list of two hints.",
 )
 MAX_BYTES = 150 * 1024
 DESKTOP, PHONE = (1440, 900), (390, 844)
 ENTER, SHIFT, TAB, ESCAPE = "\ue007", "\ue008", "\ue004", "\ue00c"
 EVIL = "127.evil.example"
-READERS = ("/", "/v1/status", "/v1/models", "/metrics", "/health", "/static/page.js")
-WRITERS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/pause", "/sleep")
+READS = [(path, None) for path in ("/", "/v1/status", "/v1/models", "/metrics", "/health", "/static/page.js")]
+USES = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+    ("/tokenize", {"prompt": "a"}),
+]
+STEERS = [("/pause", {}), ("/sleep", {})]
 ADDED = """
 const server = window.fetch;
 window.added = {};
-window.fetch = (path, options = {}) =>
-  server(path, options.body ? { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ...window.added }) } : options);
+const withAdded = (body) => body && JSON.stringify({ ...JSON.parse(body), ...window.added });
+window.fetch = (path, options = {}) => server(path, { ...options, body: withAdded(options.body) });
 """
 """What is in `window.added` goes with the page's calls, so that the model can be made to write a given text."""
 WATCH = """
@@ -69,18 +73,21 @@ if ("pwned" in window) found.push("a script ran");
 const hosts = performance.getEntriesByType("resource").map((entry) => new URL(entry.name).host);
 return [...found, ...hosts.filter((host) => host !== location.host)];
 """
-"""What an answer must not become: other elements, other attributes, other links; scripts that ran; what was loaded from elsewhere."""
+"""What an answer must not become: other elements, attributes or links, scripts that ran, loads from elsewhere."""
 FAINT = """
 const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
 const rgb = (color) => {
   canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
   return [...canvas.getImageData(0, 0, 1, 1).data];
 };
-const light = ([r, g, b]) => [r, g, b].map((v) => v / 255).map((v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
-  .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+const light = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
 const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
 const behind = (one) => {
-  for (; one; one = one.parentElement) { const c = rgb(getComputedStyle(one).backgroundColor); if (c[3] === 255) return c; }
+  for (; one; one = one.parentElement) {
+    const color = rgb(getComputedStyle(one).backgroundColor);
+    if (color[3] === 255) return color;
+  }
   return [255, 255, 255, 255];
 };
 const faint = [];
@@ -107,9 +114,9 @@ FOCUS = """
 const one = document.activeElement;
 const style = getComputedStyle(one);
 window.reached ||= new Set();
-window.reached.add(one);
+if (one !== document.body) window.reached.add(one); // it has the focus between the last and the first
 return [window.reached.size, one.id || one.className || one.innerText,
-        style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
+        one === document.body || style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
 """
 
 
@@ -144,17 +151,20 @@ def check_chat(page: Browser) -> None:
 
 def check_hostile_answers(page: Browser) -> None:
     """The model writes each attack; it is shown as text, nothing of it runs or is loaded."""
-    for attack in ATTACKS:
+    texts = [attack.encode("utf-8", "ignore").decode() for attack in ATTACKS]  # JSON has no half characters
+    for attack in texts:
         page.click("#clear")
-        text = attack.encode("utf-8", "ignore").decode().replace("\x00", "")
-        say(page, "Go.", guided_choice=[text], max_tokens=400)
+        answer = say(page, "Go.", guided_choice=[attack], max_tokens=400)
+        assert page.shown(".turn .failure") == [] and len(answer) > len(attack) // 3, (attack, page.text("#log"))
         assert page.run(FOREIGN, sorted(TAGS)) == [], attack
-    show = "const {show} = await import('/static/markdown.js'); const box = document.querySelector('.assistant .text'); "
-    for attack in (*ATTACKS, "\n\n".join(ATTACKS)):
+    show = (
+        "const {show} = await import('/static/markdown.js'); const box = document.querySelector('.assistant .text'); "
+    )
+    for attack in (*texts, "\n\n".join(texts)):
         page.run(show + "show(box, arguments[0])", attack)
         assert page.run(FOREIGN, sorted(TAGS)) == [], attack
     assert page.complaints() == []
-    print(f"hostile Markdown: {len(ATTACKS)} texts written by the model and {len(ATTACKS) + 1} given to the page: text")
+    print(f"hostile Markdown: {len(texts)} texts written by the model, and all at once: shown as text")
 
 
 def check_following(page: Browser) -> None:
@@ -182,11 +192,12 @@ def check_following(page: Browser) -> None:
     page.press(ESCAPE)
     wait_until(lambda: page.shown("#send"))
     assert "stopped" in page.text(".assistant .who") and page.shown("#stop") == []
+    page.click("#clear")
     page.type("#text", "Another long story.")
     page.double_click("#send")
-    wait_until(lambda: page.run("return document.querySelectorAll('.assistant .text').length") == 2)
+    wait_until(lambda: page.run("return document.querySelectorAll('.assistant .text').length") == 1)
     time.sleep(1)
-    assert page.shown("#stop"), "a double click on Send stopped the answer"
+    assert page.shown("#stop"), f"a double click on Send stopped the answer: {page.text('#log')}"
     page.click("#stop")
     wait_until(lambda: page.shown("#send"))
     page.run("window.added = {}")
@@ -215,7 +226,7 @@ def check_keyboard(page: Browser, url: str) -> None:
     assert page.run("return document.activeElement.id") == "text" and "stopped" in page.text(".assistant .who")
     page.run("document.getElementById('text').blur(); window.reached = new Set()")
     wanted = page.run(CAN_HAVE_FOCUS)
-    for _ in range(wanted):
+    for _ in range(wanted + 1):
         page.press(TAB)
         reached, name, is_seen = page.run(FOCUS)
         assert is_seen, f"the focus of {name} cannot be seen"
@@ -245,7 +256,8 @@ def check_looks(page: Browser) -> None:
     """No part is wider than the screen, no text is faint, at any size, in both colours, with all kinds of Markdown."""
     say(page, "Go.", guided_choice=[SHOWCASE], max_tokens=400)
     wide = "return Math.max(document.documentElement.scrollWidth, document.body.scrollWidth) - innerWidth"
-    inner = "return [...document.querySelectorAll('#log, #engines, #ask')].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.id)"
+    parts = "[...document.querySelectorAll('#log, #engines, #ask')]"
+    inner = f"return {parts}.filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.id)"
     for width, height in (DESKTOP, (1024, 600), (768, 1024), PHONE, (320, 568)):
         for dark in (False, True):
             page.look(width, height, dark=dark, phone=width < 500)
@@ -333,47 +345,66 @@ def check_server_gone(page: Browser, server: Server) -> None:
 
 
 CALLS = """
+const [server, calls, mode, type] = arguments;
 const answers = {};
-const post = (body, type) => ({ method: "POST", headers: { "Content-Type": type }, body, mode: arguments[3], signal: AbortSignal.timeout(20000) });
-const body = JSON.stringify({ prompt: "a", messages: [{ role: "user", content: "a" }], max_tokens: 1 });
-for (const [paths, options] of [[arguments[1], { mode: arguments[3] }], [arguments[2], post(body, arguments[4])]]) {
-  for (const path of paths) {
-    answers[path] = await fetch(arguments[0] + path, options).then((reply) => reply.status, () => "no reply");
-  }
+for (const [path, body] of calls) {
+  const post = { method: "POST", headers: { "Content-Type": type }, body: JSON.stringify(body) };
+  const options = { mode, signal: AbortSignal.timeout(20000), ...(body ? post : {}) };
+  answers[path] = await fetch(server + path, options).then((reply) => reply.status, () => "no reply");
 }
 return answers;
 """
 """What a page's script gets from the server: of each path the status, 0 where the browser hides it, or "no reply"."""
 
 
+class EmptyPage(http.server.BaseHTTPRequestHandler):
+    """What another site serves."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def at_rest(server: Server) -> list[tuple[str, int]]:
+    """State and tokens drawn of each replica, once a second and a half changes nothing."""
+
+    def figures() -> list[tuple[str, int]]:
+        return [(one["state"], one["output_tokens"]) for one in server.get("/v1/status")["replicas"]]
+
+    last, now = None, figures()
+    while last != now:
+        time.sleep(1.5)
+        last, now = now, figures()
+    return now
+
+
 def check_other_sites(page: Browser, server: Server) -> None:
     """A page that has a name leading here (DNS rebinding), and one of another site, get nothing and steer nothing."""
     port = urlsplit(server.url).port
-    before = server.get("/v1/status")["replicas"]
+    before = at_rest(server)
     page.open(f"http://{EVIL}:{port}/")
     assert page.run("return location.hostname") == EVIL and "host_not_allowed" in page.text("body")
-    rebound = page.run(CALLS, "", READERS, WRITERS, "same-origin", "application/json")
+    rebound = page.run(CALLS, "", READS + USES + STEERS, "same-origin", "application/json")
     assert set(rebound.values()) == {403}, rebound
-    after = server.get("/v1/status")["replicas"]
-    assert [(one["state"], one["output_tokens"]) for one in after] == [(one["state"], one["output_tokens"]) for one in before]
-
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tempfile.gettempdir() + "/nowhere")
-    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), EmptyPage) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         page.open(f"http://page.evil.example:{other.server_port}/")
-        asked = page.run(CALLS, server.url, READERS, WRITERS, "cors", "application/json")
+        asked = page.run(CALLS, server.url, READS + USES + STEERS, "cors", "application/json")
         assert set(asked.values()) == {"no reply"}, asked
-        sent = page.run(CALLS, server.url, READERS, WRITERS, "no-cors", "text/plain")
+        sent = page.run(CALLS, server.url, READS + USES + STEERS, "no-cors", "text/plain")
         assert set(sent.values()) <= {0, "no reply"}, sent
         other.shutdown()
-    after = server.get("/v1/status")["replicas"]
-    assert [(one["state"], one["output_tokens"]) for one in after] == [(one["state"], one["output_tokens"]) for one in before]
+    assert at_rest(server) == before
 
     page.open(f"http://localhost:{port}/")
-    own = page.run(CALLS, "", READERS, WRITERS[:3], "same-origin", "application/json")
+    own = page.run(CALLS, "", READS + USES, "same-origin", "application/json")
     assert set(own.values()) == {200}, own
-    print(f"other sites: {EVIL} got 403 {len(rebound)} times, page.evil.example nothing; localhost, the same calls: 200")
+    print(
+        f"other sites: {EVIL} got 403 {len(rebound)} times, page.evil.example nothing; localhost, the same calls: 200"
+    )
     page.complaints()
 
 

@@ -63,7 +63,7 @@ class Browser:
 
     def look(self, width, height, *, dark=False, phone=False):
         """The size of the page, the system's colours, and a phone's screen."""
-        scale = 2 if phone else 1
+        scale = 1.5 if phone else 1
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
         self.devtools("Emulation.setDeviceMetricsOverride", **size)
         wanted = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
@@ -88,7 +88,9 @@ class Browser:
     def double_click(self, selector):
         where = {"type": "pointerMove", "x": 0, "y": 0, "duration": 0, "origin": {ELEMENT: self._find(selector)}}
         click = [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
-        self._call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [where, *click, *click]}]})
+        self._call(
+            "POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [where, *click, *click]}]}
+        )
 
     def text(self, selector):
         return self.run("const one = document.querySelector(arguments[0]); return one && one.innerText", selector)

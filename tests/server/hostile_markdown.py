@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-TAGS = frozenset(
-    "p h3 h4 h5 h6 hr blockquote ul ol li pre table thead tbody tr th td strong em del code a".split()
-)
+TAGS = frozenset("p h3 h4 h5 h6 hr blockquote ul ol li pre table thead tbody tr th td strong em del code a".split())
 """What an answer may become; the page adds boxes around code and tables, and a button that copies."""
 
 ATTACKS = (
@@ -21,9 +19,10 @@ ATTACKS = (
     "[a](java\tscript:window.pwned=1) [a](java\nscript:window.pwned=1) [a]( javascript:window.pwned=1 )",
     "[a](data:text/html,<script>window.pwned=1</script>) [a](data:text/html;base64,PHNjcmlwdD4=)",
     "[a](vbscript:x) [a](file:///etc/passwd) [a](blob:https://evil.example/x) [a](about:blank) [a](ftp://evil.example)",
-    "[a](//evil.example) [a](/pause) [a](#text) [a](?x) [a](\\\\evil.example) [a](http:evil.example) [a](https:/evil.example)",
+    "[a](//evil.example) [a](/pause) [a](#text) [a](?x) [a](\\\\evil.example)",
+    "[a](http:evil.example) [a](https:/evil.example) [a](https://) [a](https:///evil.example)",
     "[a](https://bank.example@evil.example/) [a](https://bank.example\\@evil.example) [a](https://b\u0430nk.example)",
-    '[a](https://evil.example/"onmouseover="window.pwned=1) [a](https://evil.example/\'onclick=\'window.pwned=1)',
+    "[a](https://evil.example/\"onmouseover=\"window.pwned=1) [a](https://evil.example/'onclick='window.pwned=1)",
     '[a](https://evil.example "t" onclick="window.pwned=1") [a](https://evil.example/><script>window.pwned=1</script>)',
     "![a](https://evil.example/pixel.png) ![a](x onerror=window.pwned=1) ![](javascript:window.pwned=1)",
     "<javascript:window.pwned=1> <https://evil.example/<script>window.pwned=1</script>>",
@@ -31,7 +30,7 @@ ATTACKS = (
     "[a]: javascript:window.pwned=1\n[a] [a][a]",
     "`<script>window.pwned=1</script>` ``` <img src=x onerror=window.pwned=1>",
     "```html\n<script>window.pwned = 1</script>\n</code></pre><img src=x onerror=window.pwned=1>\n```",
-    "```\" onclick=\"window.pwned=1\" x=\"\n</pre><script>window.pwned=1</script>",
+    '```" onclick="window.pwned=1" x="\n</pre><script>window.pwned=1</script>',
     "# <script>window.pwned=1</script>\n> <img src=x onerror=window.pwned=1>\n- <svg/onload=window.pwned=1>",
     "| <script>window.pwned=1</script> | b |\n|---|---|\n| <img src=x onerror=window.pwned=1> | [a](javascript:1) |",
     "| a | b |\n|:-onclick=window.pwned=1-:|---|\n| 1 | 2 |",
@@ -40,7 +39,8 @@ ATTACKS = (
 )
 HUGE = (
     "**a ", "*a **b ", "_a ", "~~a ", "* ", "`", "` `` ", "[", "[](", "![a](", "[a](b", "[](a(b)[](b)", "((", "<https:",
-    "https://a.", "https://a)))", "> ", "> - ", "- ", "1. ", "  - a\n", "- a\n\n", "- a\n ", "# ", " #", "|", "|-", "a|b\n-|-\n",
+    "https://a.", "https://a)))", "> ", "> - ", "- ", "1. ", "  - a\n", "- a\n\n", "- a\n ", "# ", " #", "|", "|-",
+    "a|b\n-|-\n",
     "```\n", "~~~a`\n", "\\", "\n", "   \n", "a  \n", "---\n", "a*", "*a_b~~", "<", "&", "\t", "é*",
 )  # fmt: skip
 """Texts of one of these many times over take time in proportion to their length."""

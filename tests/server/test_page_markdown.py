@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SCRIPT = (resources.files("megatron_infer.server") / "static" / "markdown.js").read_text(encoding="utf-8")
+A = "<li><p>a</p>"
 ATTRIBUTES = {"tag", "children", "href", "host", "start", "language", "align"}
 
 
@@ -64,19 +65,31 @@ def check(tree):
     ("text", "shown"),
     [
         ("# Hi *x* ##\nand", "<h3>Hi <em>x</em></h3><p>and</p>"),
-        ("***a*** __b__ ~~c~~ d_e_f 2 * 3 **open", "<p><em><strong>a</strong></em> <strong>b</strong> <del>c</del> d_e_f 2 * 3 **open</p>"),
-        ("*a **b*** `*c*` ``d`e`` `f", "<p><em>a <strong>b</strong></em> <code>*c*</code> <code>d`e</code> `f</p>"),
-        ("3. a\n   - b\n   c\n\n   d\n4. e\n\nf", "<ol start=3><li><p>a</p><ul><li><p>b\nc</p></li></ul><p>d</p></li><li><p>e</p></li></ol><p>f</p>"),
-        ("- a\n  ```py\n  x\n    y\n  ```\n* b", "<ul><li><p>a</p><pre language=py>x\n  y</pre></li></ul><ul><li><p>b</p></li></ul>"),
-        ("in\n1984. b\n> q\n> > r\n***", "<p>in\n1984. b</p><blockquote><p>q</p><blockquote><p>r</p></blockquote></blockquote><hr></hr>"),
-        ("a|b\n-|-:\n`c`|d\\|e|f\n", "<table><thead><tr><th>a</th><th align=right>b</th></tr></thead><tbody><tr><td><code>c</code></td><td align=right>d|e</td></tr></tbody></table>"),
-        ("[a *b*](https://x.y/z_(w)) see https://x.y/a_b_c.", "<p><a href=https://x.y/z_(w)>a <em>b</em></a> see <a href=https://x.y/a_b_c>https://x.y/a_b_c</a>.</p>"),
-        ("![cat](http://x.y/c.png) <http://x.y> [c](/c)", "<p><a href=http://x.y/c.png>cat</a> <a href=http://x.y>http://x.y</a> [c](/c)</p>"),
+        ("***a*** __b__ ~~c~~", "<p><em><strong>a</strong></em> <strong>b</strong> <del>c</del></p>"),
+        ("d_e_f 2 * 3 **open", "<p>d_e_f 2 * 3 **open</p>"),
+        ("*a **b*** `*c*`", "<p><em>a <strong>b</strong></em> <code>*c*</code></p>"),
+        ("``d`e`` `f \\``a`", "<p><code>d`e</code> `f `<code>a</code></p>"),
+        (
+            "3. a\n   - b\n   c\n4. e\n\nf",
+            f"<ol start=3>{A}<ul><li><p>b\nc</p></li></ul></li><li><p>e</p></li></ol><p>f</p>",
+        ),
+        ("- a\n  ```py\n  x\n    y\n  ```", f"<ul>{A}<pre language=py>x\n  y</pre></li></ul>"),
+        ("- a\n\n  b\n* c", f"<ul>{A}<p>b</p></li></ul><ul><li><p>c</p></li></ul>"),
+        ("in\n1984. b\n***", "<p>in\n1984. b</p><hr></hr>"),
+        ("> q\n> > r", "<blockquote><p>q</p><blockquote><p>r</p></blockquote></blockquote>"),
+        (
+            "a|b\n-|-:\n`c`|d\\|e|f\n",
+            "<table><thead><tr><th>a</th><th align=right>b</th></tr></thead>"
+            "<tbody><tr><td><code>c</code></td><td align=right>d|e</td></tr></tbody></table>",
+        ),
+        ("[a *b*](https://x.y/z_(w))", "<p><a href=https://x.y/z_(w)>a <em>b</em></a></p>"),
+        ("see https://x.y/a_b_c.", "<p>see <a href=https://x.y/a_b_c>https://x.y/a_b_c</a>.</p>"),
+        ("![cat](http://x.y/c.png) [c](/c)", "<p><a href=http://x.y/c.png>cat</a> [c](/c)</p>"),
+        ("<http://x.y>", "<p><a href=http://x.y>http://x.y</a></p>"),
         ("\\*a\\* \\(x^2\\) <b>&lt;</b>", "<p>*a* \\(x^2\\) <b>&lt;</b></p>"),
-        ("\\``a` \\*", "<p>`<code>a</code> *</p>"),
         ("```\nnot closed\n\n**yet**", "<pre>not closed\n\n**yet**</pre>"),
     ],
-)  # fmt: skip
+)
 def test_markdown_becomes_nodes(nodes, text, shown):
     assert html(nodes(text)) == shown
 

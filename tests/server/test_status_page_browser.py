@@ -22,6 +22,7 @@ def test_chat_grows_while_tokens_arrive_and_control_buttons_are_off_without_cont
         page.open(case.url)
         wait_until(lambda: page.text("#state") == "ok")
         assert page.shown("#controls button") == [] and page.shown("#key-form") == []
+        page.run("document.getElementById('max-tokens').value = 200")
         page.type("#text", "Hello\ue007")  # Enter
         lengths = []
         wait_until(lambda: page.shown("#stop") == ["Stop"])

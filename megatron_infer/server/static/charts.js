@@ -26,9 +26,9 @@ function sized(svg, height) {
 }
 
 function roundAbove(value) {
-  // The next of 1, 2, 5, 10, 20, 50, ...
+  // The next number that is easy to read, and its half too.
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.999);
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= value * 0.999);
 }
 
 // points: [{time, rate}], oldest first; times in seconds.
@@ -116,7 +116,7 @@ export class Replica {
       entry.dataset.kind = kind;
       const swatch = document.createElement("span");
       swatch.className = `swatch ${kind}`;
-      entry.append(swatch, document.createElement("span"));
+      entry.append(swatch, kind, document.createElement("span"));
       this.entries.append(entry);
     }
     for (const [begin, end] of [["pointerover", "pointerout"], ["focusin", "focusout"]]) {
@@ -133,7 +133,7 @@ export class Replica {
       `weights version ${status.weight_version}`;
     this.each = drawBlocks(this.map, status.blocks);
     for (const entry of this.entries.children) {
-      entry.lastChild.textContent = `${entry.dataset.kind} ${status.blocks[entry.dataset.kind].toLocaleString()}`;
+      entry.lastChild.textContent = status.blocks[entry.dataset.kind].toLocaleString();
     }
     const counts = Object.keys(KINDS).map((kind) => `${status.blocks[kind]} ${kind}`);
     this.map.setAttribute("aria-label", `Blocks of the cache: ${counts.join(", ")}`);

@@ -4,10 +4,12 @@ import { show } from "./markdown.js";
 import { call, events, inWords } from "./server.js";
 
 const REDRAW_MS = 40;
+const DOUBLE_CLICK_MS = 400;
 const $ = (id) => document.getElementById(id);
 
 let messages = [];
 let pending = null; // AbortController of the running reply
+let clickedAt = -Infinity; // when Send was clicked
 let askKey = () => {};
 
 // ---------------------------------------------------------------- the log
@@ -127,6 +129,7 @@ async function ask(text) {
     if (error.name === "AbortError") reason = "stopped";
     else failed = inWords(error);
     if (error.status === 401) askKey();
+    if (error.code === "context_length_exceeded") failed += ". Ask for fewer tokens, or begin a new chat.";
   }
   const figures = [];
   if (usage) {
@@ -138,7 +141,7 @@ async function ask(text) {
   if (reason === "length") figures.push(`ended at the limit of ${limit} tokens`);
   if (chat === messages && failed && !$("text").value) {
     $("text").value = text;
-    failed += " Your message is in the box again.";
+    failed += `${/[.!?]$/.test(failed) ? "" : "."} Your message is in the box again.`;
   }
   answer.end(figures, failed);
   if (answer.text) chat.push({ role: "assistant", content: answer.text });
@@ -191,8 +194,12 @@ export function startChat({ onKeyMissing }) {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && pending && !event.isComposing) pending.abort();
   });
+  $("send").addEventListener("click", (event) => {
+    if (event.detail) clickedAt = performance.now();
+  });
   $("stop").addEventListener("click", (event) => {
-    if (pending && event.detail < 2) pending.abort(); // the second click of a double click meant Send
+    const isSecondOfTwo = event.detail && performance.now() - clickedAt < DOUBLE_CLICK_MS; // the first was on Send
+    if (pending && !isSecondOfTwo) pending.abort();
   });
   $("clear").addEventListener("click", newChat);
   $("newest").addEventListener("click", () => {

@@ -9,9 +9,9 @@ export function useKey(given) {
 export const hasKey = () => key !== "";
 
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, code, message) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, code });
   }
 }
 
@@ -22,17 +22,19 @@ export async function call(path, { body, signal } = {}) {
   const method = body === undefined ? "GET" : "POST";
   const sent = body === undefined ? undefined : JSON.stringify(body);
   const reply = await fetch(path, { method, headers, body: sent, signal, cache: "no-store", redirect: "error" });
-  if (!reply.ok) throw new Refused(reply.status, await reason(reply));
+  if (!reply.ok) throw await refused(reply);
   return reply;
 }
 
-async function reason(reply) {
+async function refused(reply) {
   const wait = reply.headers.get("Retry-After");
   const later = wait ? ` Try again in ${wait} s.` : "";
   try {
-    return `${(await reply.json()).error.message} (${reply.status})${later ? "." : ""}${later}`;
+    const { message, code } = (await reply.json()).error;
+    return new Refused(reply.status, code, `${message} (${reply.status})${later && "."}${later}`);
   } catch {
-    return `The server answered ${reply.status} ${reply.statusText} and gave no reason.${later}`;
+    const message = `The server answered ${reply.status} ${reply.statusText} and gave no reason.${later}`;
+    return new Refused(reply.status, "", message);
   }
 }
 
