@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from megatron_infer.context.copies import Copy, CopyKind
@@ -32,6 +32,8 @@ class PrefillDraft:
     """Tokens taken."""
     max_chunks: int | None = None
     """None: any number."""
+    among: Collection[Request] | None = None
+    """Only these may take part; None: all."""
     stop_at: int = 0
     """Prompts are left to other micro-batches once no more than this is left."""
     chunks: list[PrefillChunk] = field(default_factory=list)
@@ -76,20 +78,22 @@ class PrefillPlanner:
         self._waited: dict[Request, int] = {}
         """Requests that wait for a state that is being computed -> tokens they had to compute when they began to."""
 
-    def plan(self, budget: int, num_decode: int, in_flight: int, root: bytes) -> PrefillDraft:
-        """The prompt part of a step of at most `budget` tokens, so many decode rows among them.
+    def plan(
+        self, budget: int, num_decode: int, in_flight: int, root: bytes, among: Collection[Request] | None
+    ) -> PrefillDraft:
+        """The prompt part of a step of at most `budget` tokens, so many decode rows among them; of requests in `among`.
 
         One of several micro-batches takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
         running_set, queue, count = self._running_set, self._queue, self._num_micro_batches
         if not running_set.prefilling and not queue.requests:
             return _NOTHING
-        draft = PrefillDraft(left=budget - num_decode, budget=budget)
+        draft = PrefillDraft(left=budget - num_decode, budget=budget, among=among)
         if self._room is not None:
             room, draft.max_chunks = self._room(num_decode)
             draft.left = min(draft.left, room)
         if count > 1:
-            total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_MICRO_BATCH * count * draft.left)
+            total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_MICRO_BATCH * count * draft.left, among)
             draft.stop_at = max(0, draft.left - policy.prompt_share(total, count))
         if draft.left and running_set.prefilling:
             self._continue_prompts(draft)
@@ -98,13 +102,14 @@ class PrefillPlanner:
             self._admit(draft, root)
         return draft
 
-    def _num_waiting_tokens(self, limit: int) -> int:
+    def _num_waiting_tokens(self, limit: int, among: Collection[Request] | None) -> int:
         """Known tokens to compute of prompts begun and of those next in the queue; counted to `limit` or a little more.
 
         Tokens that will be found in the prefix cache count too.
         """
-        total = sum(len(request.tokens) - request.scheduled for request in self._running_set.prefilling)
-        for request in self._queue.candidates(self._context.num_free_rows):
+        begun = [one for one in self._running_set.prefilling if among is None or one in among]
+        total = sum(len(request.tokens) - request.scheduled for request in begun)
+        for request in self._queue.candidates(self._context.num_free_rows, among):
             if total >= limit:
                 break
             total += len(request.tokens)
@@ -115,6 +120,8 @@ class PrefillPlanner:
         for request in list(self._running_set.prefilling):
             if draft.is_full:
                 return
+            if draft.among is not None and request not in draft.among:
+                continue
             self._catch_up(request)
             remaining = len(request.tokens) - request.scheduled
             self._take_chunk(draft, request, min(remaining, draft.left - draft.stop_at), first=False)
@@ -136,7 +143,7 @@ class PrefillPlanner:
         admitted: set[Request] = set()
         skipped: list[Request] = []
         overtaken = self._queue.overtaken
-        for request in self._queue.candidates(self._context.num_free_rows):
+        for request in self._queue.candidates(self._context.num_free_rows, draft.among):
             if draft.is_full or not self._context.num_free_rows:
                 break
             if self._try_admit(draft, request, root):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
@@ -249,12 +249,12 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.queue.requests or self.running_set.num_running or self.running_set.paused)
 
-    def schedule(self) -> StepPlan:
-        """The next step. num_tokens is 0 when nothing can run: all is finished, or waits for a step in flight."""
-        plan = self._plan_step()
-        while not plan.num_tokens and self.running_set.paused and not self._num_uncommitted:
-            self.preemption.break_deadlock()
-            plan = self._plan_step()
+    def schedule(self, among: Collection[Request] | None = None) -> StepPlan:
+        """The next step, of requests in `among` only (None: of all); others keep their memory unless these lack it.
+        num_tokens is 0 when nothing can run: all is finished, or waits for a step in flight."""
+        plan = self._plan_step(among)
+        while not plan.num_tokens and not self._num_uncommitted and self.preemption.make_way(among):
+            plan = self._plan_step(among)
         if plan.num_tokens:
             self._num_uncommitted += 1
             self._prompt_tokens_in_flight += plan.num_tokens - len(plan.decode)
@@ -299,15 +299,15 @@ class Scheduler:
             taken = [index for index, request in enumerate(plan.sampled) if request not in dropped]
         return Committed(taken, self.running_set.finish_ended(ended) if ended else ended)
 
-    def _plan_step(self) -> StepPlan:
+    def _plan_step(self, among: Collection[Request] | None) -> StepPlan:
         running_set, context = self.running_set, self.context
         if context.states is not None:
             context.states.begin_step()
         if running_set.paused or context.num_free_blocks < len(running_set.decoding):
             self.preemption.make_room()
-        decode, starts = self._decodes.plan(self.budget.tokens, num_in_flight=self._num_uncommitted)
+        decode, starts = self._decodes.plan(self.budget.tokens, among, num_in_flight=self._num_uncommitted)
         num_decode = len(decode)
-        draft = self._prefills.plan(self.budget.tokens, num_decode, self._prompt_tokens_in_flight, self.root)
+        draft = self._prefills.plan(self.budget.tokens, num_decode, self._prompt_tokens_in_flight, self.root, among)
         num_tokens = num_decode + draft.num_tokens
         return StepPlan(
             step=self.stats.steps,

@@ -99,9 +99,10 @@ class WaitingQueue:
         self._siblings = {leader: siblings for leader, siblings in self._siblings.items() if siblings}
         self.insert_group(self.pop_siblings(request))
 
-    def candidates(self, num_rows: int) -> list[Request]:
-        """The requests that may be tried for `num_rows` free rows in this step, in order."""
-        return list(islice(self.requests, num_rows + policy.LOOKAHEAD))
+    def candidates(self, num_rows: int, among: Collection[Request] | None = None) -> list[Request]:
+        """The requests that may be tried for `num_rows` free rows in this step, in order; of those in `among`."""
+        chosen = self.requests if among is None else (request for request in self.requests if request in among)
+        return list(islice(chosen, num_rows + policy.LOOKAHEAD))
 
     def remove_admitted(self, admitted: Collection[Request]) -> None:
         requests, kept = self.requests, []
