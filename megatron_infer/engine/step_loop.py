@@ -9,12 +9,14 @@ from typing import Protocol
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.engine.executor import Executor, FailedStep
 from megatron_infer.errors import InferenceError
 from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
+from megatron_infer.runner.model_runner import Runner
 from megatron_infer.sampling.grammar import Grammars
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import FinishReason, Request
@@ -73,6 +75,21 @@ class StepLoop:
         """Launched and not committed, oldest first; one more than `_ahead` only within a step or after an interrupt."""
         self._unlaunched: StepPlan | None = None
         """Scheduled after those and not launched: cancelled once they are committed (see `_cancel_unlaunched`)."""
+
+    @property
+    def runner(self) -> Runner:
+        """What the steps are run with."""
+        return self._executor.runner
+
+    @property
+    def cache(self) -> DynamicInferenceContext:
+        """Which sequence holds which rows and blocks."""
+        return self._scheduler.context
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that stay in flight when a step returns."""
+        return self._ahead
 
     @property
     def num_in_flight(self) -> int:
