@@ -55,6 +55,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("entrypoints", "LLM and AsyncLLM"),
     ("rl", "rollouts, weight updates and the mismatch meter of a training loop"),
     ("server", "OpenAI-compatible HTTP"),
+    ("pipelines", "one configuration tree over engines and servers, and pipelines of models of one's own"),
     ("debug", "recorded runs and environment reports"),
     ("testing", "tiny models and stand-ins for tests"),
     ("cli", "the megatron-infer command"),
