@@ -184,6 +184,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
             context.status = GenerationStatus.CANCELLED
             if engine.loop.num_in_flight:
                 engine.drain()  # its memory is that of the step in flight until then
+        engine.loop.backlog = [output for output in engine.loop.backlog if output.request_id != request_id]
 
     def _run(self, contexts: Sequence[TextContext]) -> None:
         """One step of the engine, whose outputs are put with those that are unread."""

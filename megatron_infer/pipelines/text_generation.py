@@ -221,9 +221,9 @@ class TextTokenizer:
 
 
 def _tokenizer_of(model: str) -> Tokenizer:
-    from megatron_infer.model_loader.sources import open_source
+    from megatron_infer.model_loader.sources import open_tokenizer
 
-    return open_source(model).tokenizer()
+    return open_tokenizer(model)
 
 
 class GenerationLoop:
@@ -237,21 +237,24 @@ class GenerationLoop:
             raise RequestError("two of the requests have the same request_id; each needs its own")
         self._pipeline = pipeline
         self._contexts = [pipeline.tokenizer.new_context(request) for request in requests]
+        self._unfinished = {context.request_id: context for context in self._contexts}
+        """Those whose last output was not seen: another caller's step may have ended them already."""
         self._outputs: dict[RequestID, TextGenerationOutput] = {}
 
     @property
     def is_running(self) -> bool:
-        return any(not context.is_done for context in self._contexts)
+        return bool(self._unfinished)
 
     def step(self) -> list[TextGenerationOutput]:
         """One `execute` of what is unfinished -> what is new."""
-        active = [context for context in self._contexts if not context.is_done]
-        news = list(self._pipeline.execute_own(active).values())
+        news = list(self._pipeline.execute_own(list(self._unfinished.values())).values())
         for output in news:
             if output.request_id in self._outputs:
                 self._outputs[output.request_id].extend(output)
             else:
                 self._outputs[output.request_id] = replace(output, tokens=list(output.tokens))
+            if output.is_done:
+                del self._unfinished[output.request_id]
         return news
 
     def outputs(self) -> list[TextGenerationOutput]:
