@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_infer.context.prefix_hash import salted
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import CapacityError, DuplicateRequest, UnknownRequest, WrongState
+from megatron_infer.errors import CapacityError, DuplicateRequest, RequestError, UnknownRequest, WrongState
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.runner.batch import Batch
 from megatron_infer.scheduler.request import CacheUse, Request
@@ -162,6 +163,12 @@ class PagedKVCacheManager:
             request.tokens[:] = context.tokens
             self.grow(request, len(context.tokens))
             work.append((request, context.start, context.active_length))
+        num_tokens, most = sum(n for *_, n in work), self.engine.sizes.max_tokens
+        if num_tokens > most:
+            raise RequestError(
+                f"a step of {num_tokens:,} tokens, the limit is {most:,} (max_tokens, max_batch_input_tokens); compute "
+                "fewer contexts in one step, or raise it"
+            )
         return PagedCacheInputs(self, _plan_of(work), self.engine.replay.model.specs)
 
     def step(self, contexts: Sequence[TextContext]) -> None:
@@ -221,7 +228,7 @@ class PagedKVCacheManager:
             seed=0,
             cache=CacheUse(allowed=shares),
         )
-        request.lease = cache.admit(request.tokens, root=self.engine.weights.root, use_cache=shares)
+        request.lease = cache.admit(request.tokens, root=salted(self.engine.weights.root, ""), use_cache=shares)
         if request.lease is None:
             raise InsufficientBlocksError(
                 f"no row is free for sequence {context.request_id!r}: {cache.num_rows} are held (max_requests); release "

@@ -23,6 +23,7 @@ from megatron_infer.pipelines.text_generation import (
     TextTokenizer,
 )
 from megatron_infer.testing.eager_recorder import EAGER
+from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt
 
 EMPTY = TextGenerationInputs.empty()
@@ -285,6 +286,7 @@ def test_warm_up_says_why_nothing_is_captured_and_captures_every_shape_where_it_
         asked = OverlapTextGenerationPipeline.of_engine(make_engine(num_cuda_graphs=4))
     assert asked.warmup_graph_capture() == "there are no graphs on a CPU"
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", EAGER)
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     one = OverlapTextGenerationPipeline.of_engine(make_engine(num_cuda_graphs=4))
     graphs = one.engine.loop.runner.graphs
     assert one.warmup_graph_capture() == ""
