@@ -71,7 +71,7 @@ class StepCache:
 class ForeignWeights(torch.nn.Module):
     """The modules of a model of one's own, as the engine watches their weights; `adopt` finds the model through it."""
 
-    def __init__(self, model: PipelineModel[Any], params: KVCacheParams | None) -> None:
+    def __init__(self, model: PipelineModel[Any], params: KVCacheParams) -> None:
         super().__init__()
         self._foreign = [model, params]  # in a list: it may be a module itself
         parts = {"model": model} if isinstance(model, torch.nn.Module) else vars(model)
@@ -93,17 +93,12 @@ class ForeignModel:
     num_adoptions = 1
     ssm_specs: Sequence[Any] = ()
 
-    def __init__(
-        self, model: PipelineModel[Any], params: KVCacheParams | None, *, live: ForeignWeights, name: str
-    ) -> None:
-        """params: None for a model that keeps no keys and values."""
+    def __init__(self, model: PipelineModel[Any], params: KVCacheParams, *, live: ForeignWeights, name: str) -> None:
         self.model, self.live, self.name = model, live, name
         self.device, self._dtype = model.devices[0], model.dtype
         self.shape = _shape_of(model, params)
-        spec = None if params is None else _spec_of(params)
-        self.specs = [] if spec is None or params is None else [spec] * params.num_layers
-        self.cache_order = ["blocks"] * len(self.specs)
-        self._keeps_cache = params is not None
+        self.specs = [_spec_of(params)] * params.num_layers
+        self.cache_order = ["blocks"] * params.num_layers
         self._inputs: ModelInputs | None = None
         self._rows = self._kv_lens = np.empty(0, dtype=np.int32)
         """Of the step that `_inputs` belongs to."""
@@ -124,7 +119,7 @@ class ForeignModel:
         """int64 [T, 1]: each token's place in the step, by which `logits` finds its row; the model executes here."""
         assert received_TD is None, "pipeline stages"
         meta, tokens_T = step.meta, step.token_ids_T
-        cache = StepCache(step, self.specs) if self._keeps_cache else None
+        cache = StepCache(step, self.specs)
         rows, kv_lens = meta.table_row[: meta.num_rows].copy(), meta.kv_len[: meta.num_rows].copy()
         before, self._inputs = self._inputs, None
         advances = meta.num_decode == meta.num_rows and np.array_equal(rows, self._rows)
@@ -218,24 +213,22 @@ class ForeignModel:
         return ()
 
 
-def _shape_of(model: PipelineModel[Any], params: KVCacheParams | None) -> ModelShape:
+def _shape_of(model: PipelineModel[Any], params: KVCacheParams) -> ModelShape:
     vocab_size = getattr(model.huggingface_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ModelError(f"{type(model).__name__}: config.json has no vocab_size; the sampler needs it")
-    kv_heads, head_dim = (1, 1) if params is None else (params.n_kv_heads, params.head_dim)
-    query_heads = kv_heads if params is None or params.n_heads is None else params.n_heads
+    kv_heads, layers, dtype = params.n_kv_heads, params.num_layers, params.dtype
+    query_heads = kv_heads if params.n_heads is None else params.n_heads
     if query_heads % kv_heads:
         raise ModelError(f"{type(model).__name__}: {query_heads} query heads are not a multiple of {kv_heads} kv heads")
-    layers = 0 if params is None else params.num_layers
-    dtype = model.dtype if params is None else params.dtype
     parts = [part for part in vars(model).values() if isinstance(part, torch.nn.Module)]
     return ModelShape(
         num_layers=layers,
         num_attention_layers=layers,
         num_query_heads=query_heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_size=query_heads * head_dim,
+        head_dim=params.head_dim,
+        hidden_size=query_heads * params.head_dim,
         vocab_size=vocab_size,
         padded_vocab_size=vocab_size,
         max_position=model.max_seq_len,
@@ -335,11 +328,9 @@ def foreign_engine(
     for option, what in refused.items():
         if getattr(config, option) is not None:
             raise NotImplementedError(f"{option}: {kind} is a model of one's own, which has no {what}; leave it None")
-    params = None
-    if hasattr(type(model), "get_kv_params"):
-        params = type(model).get_kv_params(
-            model.huggingface_config, len(model.devices), model.kv_cache_config, model.dtype
-        )
+    if not hasattr(type(model), "get_kv_params"):
+        raise NotImplementedError(f"{kind} keeps no keys and values (KVCacheMixin), which the engine pages")
+    params = type(model).get_kv_params(model.huggingface_config, len(model.devices), model.kv_cache_config, model.dtype)
     engine = DynamicInferenceEngine(
         ForeignWeights(model, params),
         config,
@@ -349,7 +340,7 @@ def foreign_engine(
         model_name=name or kind,
         owns_weights=True,
     )
-    model.kv_manager = None if params is None else PagedKVCacheManager(engine)
+    model.kv_manager = PagedKVCacheManager(engine)
     return engine
 
 

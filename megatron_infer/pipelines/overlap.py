@@ -120,16 +120,12 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
     @property
     def kv_manager(self) -> PagedKVCacheManager:
-        """Raises ConfigError for a model that keeps no keys and values."""
-        manager: PagedKVCacheManager | None = self.pipeline_model.kv_manager
-        if manager is None:
-            raise ConfigError(f"{type(self.pipeline_model).__name__} keeps no keys and values: it has no kv_manager")
+        manager: PagedKVCacheManager = self.pipeline_model.kv_manager
         return manager
 
     @property
     def kv_managers(self) -> list[PagedKVCacheManager]:
-        manager = self.pipeline_model.kv_manager
-        return [] if manager is None else [manager]
+        return [self.kv_manager]
 
     @property
     def overlap_active(self) -> bool:
@@ -173,8 +169,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         context = self._contexts.pop(request_id, None)
         self._unread.pop(request_id, None)
         self._owned.discard(request_id)
-        for manager in self.kv_managers:
-            manager.release(request_id)
+        self.kv_manager.release(request_id)
         engine = self.engine
         if context is None:
             return
@@ -204,8 +199,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         for context in new:
             self._check(context)
         for context in new:
-            for manager in self.kv_managers:  # what a caller allocated: the scheduler pages from here on
-                manager.release(context.request_id)
+            self.kv_manager.release(context.request_id)  # what a caller allocated: the scheduler pages from here on
             if self.engine.relay.is_leader:
                 prompt = context.tokens[: context.prompt_len]
                 self.engine.add_request(prompt, context.params, request_id=context.request_id, stream="delta")
