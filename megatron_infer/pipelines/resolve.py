@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
 
 LLM_OPTIONS = ("dtype", "device", "threads")
+SECRETS = ("api_key",)
+"""Options whose values are never shown."""
 LAYOUT_OPTIONS = ("dp", "tp", "pp", "ep")
 
 
@@ -48,8 +50,6 @@ class Asked:
     llm: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
-    hub: dict[str, Any] = field(default_factory=dict)
-    """Arguments of a download."""
     architectures: dict[str, Architecture] = field(default_factory=dict)
     force: bool = False
     chat_template: str | None = None
@@ -74,6 +74,9 @@ class Asked:
     def is_gguf(self, model: str) -> bool:
         return bool(model) and find_model(model).kind is Kind.GGUF
 
+    def is_hub(self, model: str) -> bool:
+        return bool(model) and find_model(model).kind is Kind.HUB
+
     def runnable_kernels(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
         """(names that can run on this machine, why the others cannot)."""
         if find_machine(self.llm.get("device", "auto")).is_cuda:
@@ -81,13 +84,17 @@ class Asked:
         return [], [f"{name}: for GPUs" for name in names]
 
 
-def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str]) -> Resolved:
-    """Raises ConfigError, ModelError or NotImplementedError; the config is not changed."""
+def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_bytes: int | None) -> Resolved:
+    """Raises ConfigError, ModelError or NotImplementedError; the config is not changed.
+
+    free_bytes: see `PipelineConfig.resolve`.
+    """
     asked, settings = Asked(), {}
     rows = list(_rows(config))
     for path, value, default, row in rows:
         if not (isinstance(row, mapping.Here) and row.needs_model):
             settings[path] = _applied(path, value, default, row, asked, sources)
+    del settings[OPTIONS,]
     _add_options(config, asked, settings, sources)
     if not asked.llm.get("model"):
         raise ConfigError("model_path is empty: give an alias (smollm2), a directory, a hub id or a .gguf file")
@@ -102,6 +109,8 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str]) -> Resolve
     with _told_by_both_names(given):
         server = ServerConfig(**asked.server)
     machine = find_machine(asked.llm.get("device", "auto"))
+    if free_bytes is not None:
+        machine = dataclasses.replace(machine, free_bytes=free_bytes)
     dtype = machine.dtype(asked.llm.get("dtype", "auto"))
     shape, estimate = None, None
     if asked.description is not None:
@@ -204,8 +213,9 @@ def _add_options(
         into: dict[str, Any] = asked.engine if name in engine_names else asked.server
         into = asked.llm if name in LLM_OPTIONS else asked.layout if name in LAYOUT_OPTIONS else into
         into[name] = value
+        shown = "(given)" if name in SECRETS else value
         settings[OPTIONS, name] = Setting(
-            requested=value, value=value, source=sources.get((OPTIONS, name), "argument"), note=""
+            requested=shown, value=shown, source=sources.get((OPTIONS, name), "argument"), note=""
         )
 
 
@@ -267,7 +277,8 @@ def _fit(
 ) -> MemoryEstimate:
     """Choose length, batch and buffer where they are left open. Raises CapacityError with values that would fit."""
     engine = asked.engine
-    free = machine.free_bytes // (1 if machine.is_cuda else layout.dp)
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "WORLD_SIZE" in os.environ else layout.dp
+    free = machine.free_bytes // (1 if machine.is_cuda else on_host)
     page = engine["block_size_tokens"]
     max_tokens = engine.get("max_tokens") or DEFAULT_MAX_TOKENS
     positions = shape.max_position

@@ -94,11 +94,11 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
         one.run()
 
 
-def tokenizer(*, model: str, folder: str) -> None:
-    """Write a model's tokenizer to a folder."""
+def tokenizer(*, model: str, folder: str, chat_template: str | None = None) -> None:
+    """Write a model's tokenizer to a folder. chat_template: goes before the model's own."""
     from megatron_infer.server.tokenizer_files import save_tokenizer
 
-    report(ready=save_tokenizer(model, folder))
+    report(ready=save_tokenizer(model, folder, chat_template))
 
 
 def engine(

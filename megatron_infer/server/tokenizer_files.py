@@ -8,8 +8,11 @@ from megatron_infer.errors import ModelError
 from megatron_infer.text.tokenizer import Tokenizer
 
 
-def save_tokenizer(model: str, folder: str) -> dict[str, Any]:
-    """Write a model's tokenizer -> arguments of `load_tokenizer`. Raises ModelError for an unknown model."""
+def save_tokenizer(model: str, folder: str, chat_template: str | None = None) -> dict[str, Any]:
+    """Write a model's tokenizer -> arguments of `load_tokenizer`. chat_template: goes before the model's own.
+
+    Raises ModelError for an unknown model.
+    """
     from megatron_infer.model_loader.sources import open_source  # imports torch
 
     source = open_source(model)
@@ -17,6 +20,8 @@ def save_tokenizer(model: str, folder: str) -> dict[str, Any]:
         tokenizer = source.tokenizer()
     except ModelError:
         return {"name": source.name, "eos_ids": None}
+    if chat_template is not None:
+        tokenizer.set_chat_template(chat_template)
     tokenizer.save(folder)
     return {"name": source.name, "eos_ids": list(tokenizer.eos_ids)}
 
