@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_infer.cli.config_flags import add_config_options, config_from
 from megatron_infer.cli.loading import DTYPES
 from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
+from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
 from megatron_infer.config.inference import InferenceConfig
@@ -123,6 +124,7 @@ def as_dict(
         "config": config.to_dict(),
         "model": asdict(shape),
         "sizes": {row.name: row._asdict() for row in sizes.table()},
+        "batching": asdict(BatchingLimits.of(config, sizes)),
         "graphs": {
             "pool_bytes": memory.pool_bytes(sizes.graph_shapes),
             "output_bytes": memory.output_bytes(sizes.graph_shapes),
@@ -159,6 +161,8 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
     console.print(table)
     changed = {key: value for key, value in config.to_dict().items() if value != InferenceConfig().to_dict()[key]}
     console.print(Text("options that differ from their defaults: " + ", ".join(f"{k}={v}" for k, v in changed.items())))
+    limits = {key: value for key, value in asdict(BatchingLimits.of(config, sizes)).items() if value is not None}
+    console.print(Text(f"batching {config.batching.value}" + "".join(f", {k} {v:,}" for k, v in limits.items())))
 
 
 def _print_graphs(model: ModelShape, sizes: ResolvedSizes, tensor_parallel_size: int) -> None:

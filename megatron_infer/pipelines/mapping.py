@@ -81,8 +81,6 @@ class Refused:
 
 Row = Engine | Server | Model | Layout | Request | Here | Refused
 
-PHASED = 'the engine has no phased batching yet; leave it out (batching="phased" will take it)'
-
 ROWS: Mapping[str, Row] = {
     "config_file": Here(meanings.read_before),
     "section_name": Here(meanings.read_before),
@@ -94,15 +92,15 @@ ROWS: Mapping[str, Row] = {
     "max_length": Engine("max_sequence_length"),
     "max_batch_size": Engine("max_requests"),
     "max_batch_input_tokens": Engine("max_tokens"),
-    "max_batch_total_tokens": Refused("the engine has no limit of that kind yet; max_batch_input_tokens limits a step"),
+    "max_batch_total_tokens": Engine("max_batch_total_tokens"),
     "max_num_steps": Refused("the engine launches one decode step at a time; leave it at -1", taken=(1,)),
-    "max_queue_size_tg": Refused(PHASED),
-    "min_batch_size_tg": Refused(PHASED),
-    "ce_delay_ms": Refused(PHASED),
-    "enable_prioritize_first_decode": Refused(PHASED),
+    "max_queue_size_tg": Engine("max_queue_size_tg"),
+    "min_batch_size_tg": Engine("min_batch_size_tg"),
+    "ce_delay_ms": Engine("ce_delay_ms"),
+    "enable_prioritize_first_decode": Engine("enable_prioritize_first_decode"),
     "enable_chunked_prefill": Engine("enable_chunked_prefill"),
-    "enable_in_flight_batching": Here(meanings.in_flight_batching),
-    "kvcache_ce_watermark": Refused("the engine admits prompts by its own rule; leave it at 0.95"),
+    "enable_in_flight_batching": Engine("batching", meanings.batching_policy),
+    "kvcache_ce_watermark": Engine("admission_watermark"),
     "execute_empty_batches": Here(meanings.empty_batches),
     "enable_overlap_scheduler": Engine("overlap"),
     "pipeline_role": Refused("a server here both prefills and decodes; take prefill_and_decode"),

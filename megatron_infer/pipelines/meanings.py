@@ -65,9 +65,10 @@ def chat_template(value: Path | None, asked: Asked) -> Effect:
     except ValueError:
         content = None
     if isinstance(content, dict):
-        text = content.get("chat_template")
-        if not isinstance(text, str):
+        held = content.get("chat_template")
+        if not isinstance(held, str):
             raise ConfigError(f"chat_template: {str(path)!r} is JSON without the key chat_template (a string)")
+        text = held
     try:
         check(text)
     except ModelError as error:
@@ -83,8 +84,9 @@ def legacy_module(value: bool, asked: Asked) -> Effect:
     )
 
 
-def in_flight_batching(value: bool, asked: Asked) -> Effect:
-    return True, "" if value else "every step takes prompts and decoding requests together"
+def batching_policy(in_flight: bool) -> str:
+    """The value of `batching`."""
+    return "mixed" if in_flight else "prefill_first"
 
 
 def empty_batches(value: bool, asked: Asked) -> Effect:
