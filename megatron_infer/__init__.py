@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_infer.config.inference import AttentionChoice as AttentionChoice
+    from megatron_infer.config.inference import BatchingPolicy as BatchingPolicy
     from megatron_infer.config.inference import GraphSizing as GraphSizing
     from megatron_infer.config.inference import InferenceConfig as InferenceConfig
     from megatron_infer.config.inference import KVCacheDtype as KVCacheDtype
@@ -58,6 +59,7 @@ _HOMES = {
     "AttentionChoice": "config.inference",
     "SamplingChoice": "config.inference",
     "GraphSizing": "config.inference",
+    "BatchingPolicy": "config.inference",
     "PreemptionMode": "config.inference",
     "PrefixCachingEvictionPolicy": "config.inference",
     "RequestOutput": "outputs.request_output",

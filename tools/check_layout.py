@@ -68,7 +68,18 @@ PEERS = ("models", "runner")
 """They never import each other: they meet in the protocols of kernels/base.py."""
 PATH = (
     "engine.step_loop",
-    "scheduler",
+    "scheduler.scheduler",
+    "scheduler.step_planner",
+    "scheduler.decode",
+    "scheduler.prefill",
+    "scheduler.preemption",
+    "scheduler.policy",
+    "scheduler.request",
+    "scheduler.running_set",
+    "scheduler.waiting_queue",
+    "scheduler.step_plan",
+    "scheduler.step_budget",
+    "scheduler.recompute_progress",
     "context.dynamic_context",
     "context.leases",
     "context.copies",
@@ -83,6 +94,8 @@ OPTIONAL = (
     "cuda_graphs",
     "parallel",
     "durable",
+    "scheduler.phases",
+    "runner.padded_steps",
     "context.build",
     "context.swap",
     "context.state_cache",
@@ -402,7 +415,8 @@ def read_modules(root: Path) -> tuple[list[Module], list[Module]]:
 
 
 def path_lines(modules: Iterable[Module]) -> int:
-    return sum(module.num_lines for module in modules if any_covers(PATH, module.name))
+    read = [one for one in modules if any_covers(PATH, one.name) and not any_covers(OPTIONAL, one.name)]
+    return sum(module.num_lines for module in read)
 
 
 def check_tree(own: list[Module], others: list[Module]) -> list[Violation]:

@@ -27,6 +27,9 @@ _AT_LEAST: dict[str, tuple[int, bool]] = {
     "cuda_graph_max_tokens": (1, False),
     "seed": (0, False),
     "vocab_size": (1, True),
+    "max_queue_size_tg": (1, True),
+    "min_batch_size_tg": (1, True),
+    "max_batch_total_tokens": (1, True),
 }
 """Integer field -> (smallest value, whether None is allowed)."""
 _GIGABYTES = {
@@ -36,6 +39,7 @@ _GIGABYTES = {
     "prefix_caching_mamba_gb": False,
 }
 """Field in GiB -> whether 0 is allowed."""
+_PHASED_OPTIONS = ("max_queue_size_tg", "min_batch_size_tg", "ce_delay_ms", "enable_prioritize_first_decode")
 LOGPROBS_MODES = ("raw", "processed")
 _GRAPH_OPTIONS = (
     "cuda_graph_mixed_prefill_count",
@@ -80,26 +84,7 @@ def check_values(config: InferenceConfig) -> None:
         raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
     if config.num_cuda_graphs == 0:
         raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 as many as are useful")
-    for name in ("attention_backend", "sampling_backend"):
-        asked = getattr(config, name).value
-        if config.batch_invariant and asked not in ("auto", "native"):
-            raise ConfigError(
-                f'{name}={asked!r} excludes batch_invariant=True, which has native kernels only; leave it "auto"'
-            )
-    if config.batch_invariant and config.use_flashinfer_fused_rope:
-        raise ConfigError(
-            "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate queries and keys "
-            "themselves; leave it False"
-        )
-    if config.batch_invariant and config.compile_layers:
-        raise ConfigError(
-            "compile_layers=True excludes batch_invariant=True: the compiler chooses the order of sums; leave it False"
-        )
-    if config.batch_invariant and config.kv_cache_dtype.value != "auto":
-        raise ConfigError(
-            f"kv_cache_dtype={config.kv_cache_dtype.value!r} excludes batch_invariant=True: a training forward does "
-            'not round keys and values; leave it "auto"'
-        )
+    _check_exact(config)
     if config.cuda_graph_all_prefills and not config.enable_chunked_prefill:
         raise ConfigError(
             "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt larger than every graph could "
@@ -108,9 +93,13 @@ def check_values(config: InferenceConfig) -> None:
     timeout_s = config.collective_timeout_s
     if not (_is_int(timeout_s) or isinstance(timeout_s, float)) or not 0 < timeout_s < math.inf:
         raise ConfigError(f"collective_timeout_s is {timeout_s!r}, it must be a finite number of seconds above 0")
-    alpha = config.prefix_caching_routing_alpha
-    if not (_is_int(alpha) or isinstance(alpha, float)) or not 0 <= alpha <= 1:
-        raise ConfigError(f"prefix_caching_routing_alpha is {alpha!r}, it must be a number from 0 to 1")
+    for name in ("prefix_caching_routing_alpha", "admission_watermark"):
+        share = getattr(config, name)
+        if share is None and getattr(type(config), name) is None:
+            continue
+        if not (_is_int(share) or isinstance(share, float)) or not 0 <= share <= 1:
+            raise ConfigError(f"{name} is {share!r}, it must be a number from 0 to 1")
+    _check_batching(config)
     if config.seed >= 2**64:
         raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
     if config.logprobs_mode not in LOGPROBS_MODES:
@@ -130,6 +119,45 @@ def check_values(config: InferenceConfig) -> None:
             f"request_metadata_types={config.request_metadata_types!r} needs per-request device metadata for custom "
             "controllers, which is not supported yet; leave it at None"
         )
+
+
+def _check_exact(config: InferenceConfig) -> None:
+    """Raise ConfigError for an option that excludes batch_invariant."""
+    if not config.batch_invariant:
+        return
+    for name in ("attention_backend", "sampling_backend"):
+        asked = getattr(config, name).value
+        if asked not in ("auto", "native"):
+            raise ConfigError(
+                f'{name}={asked!r} excludes batch_invariant=True, which has native kernels only; leave it "auto"'
+            )
+    if config.use_flashinfer_fused_rope:
+        raise ConfigError(
+            "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate queries and keys "
+            "themselves; leave it False"
+        )
+    if config.compile_layers:
+        raise ConfigError(
+            "compile_layers=True excludes batch_invariant=True: the compiler chooses the order of sums; leave it False"
+        )
+    if config.kv_cache_dtype.value != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype.value!r} excludes batch_invariant=True: a training forward does "
+            'not round keys and values; leave it "auto"'
+        )
+
+
+def _check_batching(config: InferenceConfig) -> None:
+    delay_ms = config.ce_delay_ms
+    if not (_is_int(delay_ms) or isinstance(delay_ms, float)) or not 0 <= delay_ms < math.inf:
+        raise ConfigError(f"ce_delay_ms is {delay_ms!r}, it must be a finite number of milliseconds, 0 or more")
+    for name in _PHASED_OPTIONS:
+        value = getattr(config, name)
+        if config.batching != "phased" and value != getattr(type(config), name):
+            raise ConfigError(
+                f'{name} is {value!r}, it acts only with batching="phased", which is {config.batching.value!r}; set '
+                f'batching="phased" or leave {name} at {getattr(type(config), name)!r}'
+            )
 
 
 def _check_gigabytes(config: InferenceConfig) -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_infer.config import checks
+from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.from_megatron import config_values
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import FP8_E4M3, ModelShape
@@ -76,6 +77,17 @@ class PreemptionMode(str, Enum):
     """They are dropped and recomputed."""
     SWAP = "swap"
     """They are kept in host memory, and recomputed only when the swap buffer is full."""
+
+
+class BatchingPolicy(str, Enum):
+    """What a step plans: decode, prompts, or both."""
+
+    MIXED = "mixed"
+    """Each step decodes, and prompts fill the rest of max_tokens: tokens keep coming while prompts are computed."""
+    PREFILL_FIRST = "prefill_first"
+    """Prompts alone while one can be computed, else decode alone: first tokens come sooner, later ones wait."""
+    PHASED = "phased"
+    """Decode alone while min_batch_size_tg requests decode, else prompts alone."""
 
 
 class AttentionChoice(str, Enum):
@@ -236,6 +248,27 @@ class InferenceConfig:
     overlap: bool = False
     """Commit a step while the next one runs on the device: this hides the host's work, results come one step later, and
     tokens stay the same."""
+    batching: BatchingPolicy = BatchingPolicy.MIXED
+    """What a step plans: mixed (decode, and prompts in the rest of max_tokens), prefill_first (prompts alone while one
+    can be computed, else decode alone) or phased (decode alone while min_batch_size_tg requests decode, else prompts
+    alone). Changes no token."""
+    max_queue_size_tg: int | None = None
+    """The most requests admitted at once, at most max_requests, which None is. Needs batching="phased"."""
+    min_batch_size_tg: int | None = None
+    """Requests that decode before prompts wait for them. None: max_queue_size_tg, so that prompts are computed as long
+    as more requests can be admitted. Needs batching="phased"."""
+    ce_delay_ms: int | float = 0.0
+    """Milliseconds that a new request waits, so that prompts that arrive shortly after it are computed in the same
+    step. Needs batching="phased"."""
+    enable_prioritize_first_decode: bool = False
+    """Requests whose prompt has just ended decode once by themselves before the others: their second token comes
+    sooner. Needs batching="phased"."""
+    max_batch_total_tokens: int | None = None
+    """The most tokens of all contexts of a step that prefills, decoding requests included; at least
+    max_sequence_length. Bounds what attention reads beside a prompt. None: no limit."""
+    admission_watermark: float | None = None
+    """Share of the cache, 0 to 1, that may be in use after a prompt is admitted while other requests run; 0 admits one
+    request at a time. None: a few blocks stay free, one for each eight requests and at most 1/16 of the cache."""
     seed: int = 0
     """Seed of requests without a seed of their own, 0 .. 2**64 - 1. The same seed gives the same tokens whatever else
     is in the batch."""
@@ -337,6 +370,7 @@ class InferenceConfig:
                 ConfigWarning,
                 stacklevel=2,
             )
+        BatchingLimits.of(self, sizes)
         return add_graphs(self, sizes, shape, tensor_parallel_size=tensor_parallel_size)
 
     def kv_dtype_of(self, shape: ModelShape) -> str:
@@ -350,6 +384,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
     "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
     "preemption_mode": PreemptionMode,
+    "batching": BatchingPolicy,
     "cuda_graph_sizing_distribution": GraphSizing,
     "attention_backend": AttentionChoice,
     "sampling_backend": SamplingChoice,

@@ -148,9 +148,6 @@ class StepGraphs:
         self.pool.ready(shape)
         return shape
 
-    def capture_all(self) -> list[str]:
-        return self.pool.capture_all()
-
     def launch(
         self, shape: GraphShape, batch: Batch, *, num_decode: int, received_TD: Tensor | None = None
     ) -> PaddedOutput:

@@ -20,8 +20,9 @@ from megatron_infer.comm.lockstep import ALONE_S
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.comm.startup_checks import agree_on_config
+from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.capacity import GIB, host_places
-from megatron_infer.config.inference import InferenceConfig, PreemptionMode, PrefixCachingEvictionPolicy
+from megatron_infer.config.inference import BatchingPolicy, InferenceConfig, PreemptionMode, PrefixCachingEvictionPolicy
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import add_graphs
@@ -33,6 +34,7 @@ from megatron_infer.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.durable.kv_restore import KVArchive
 from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
+from megatron_infer.engine.admission_delay import AdmissionDelay
 from megatron_infer.engine.build_graphs import step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.compile_layers import compile_layers
@@ -62,6 +64,7 @@ from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.token_masks import forbid
+from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.running_set import EventHook
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -71,8 +74,8 @@ from megatron_infer.weights.manager import WeightManager
 log = logging.getLogger("megatron_infer")
 
 NO_ROUTING = {
-    "return_routing": "the model has no mixture-of-experts layers, or has layers of a class of its own, whose choice is "
-    "not seen; leave it False"
+    "return_routing": "the model has no mixture-of-experts layers, or has layers of a class of its own, whose choice "
+    "is not seen; leave it False"
 }
 TRITON = "triton"
 """Name of the backends that are this package's own Triton kernels."""
@@ -141,13 +144,25 @@ def build_engine(
     if swaps and rank_group.groups.is_leader:
         set_costs = scheduler.set_costs if rank_group.size == 1 else outbox.set_costs
         observers = [CostMeter(runner.store, set_costs), stat_logger]
+    if config.ce_delay_ms:
+        scheduler.queue.release(0)
+        if rank_group.groups.is_leader:
+            release = scheduler.queue.release if rank_group.size == 1 else outbox.release
+            observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
     loop = StepLoop(scheduler, executor, weights, output_processor, input_processor.grammars, config, observers)
     kv_dtype = config.kv_dtype_of(adopted.shape)
     kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox)
-    relay = CommandRelay(rank_group.lockstep, outbox, loop, queue=intake.queue, set_costs=scheduler.set_costs)
+    relay = CommandRelay(
+        rank_group.lockstep,
+        outbox,
+        loop,
+        queue=intake.queue,
+        set_costs=scheduler.set_costs,
+        release=scheduler.queue.release,
+    )
     lifecycle = Lifecycle()
     suspension = Suspension(loop, lifecycle, executor, scheduler, weights, setup.device, setup.graphs, config)
     return BuiltEngine(
@@ -248,6 +263,7 @@ def make_scheduler(
 ) -> Scheduler:
     """costs: prices of evictions; None where requests are never swapped and the unit of the prices does not matter."""
     graphs, sizes, room = setup.graphs, setup.agreed.sizes, None
+    limits = BatchingLimits.of(config, sizes)
     if graphs is not None and config.cuda_graph_all_prefills:
         room = graphs.pool.index.prefill_room
     return Scheduler(
@@ -260,8 +276,19 @@ def make_scheduler(
         costs=costs,
         num_micro_batches=num_micro_batches_of(setup.rank_group.groups, config),
         prefill_room=room,
+        limits=limits,
+        phases=_phases_of(config, limits),
         on_event=on_event,
     )
+
+
+def _phases_of(config: InferenceConfig, limits: BatchingLimits) -> Phases | None:
+    if config.batching is BatchingPolicy.PREFILL_FIRST:
+        return PrefillFirst()
+    if limits.min_decoding is not None:
+        first = config.enable_prioritize_first_decode
+        return Phased(min_decoding=limits.min_decoding, prioritizes_first_decode=first)
+    return None
 
 
 def agreed_costs(setup: ModelSetup) -> CostModel:

@@ -42,6 +42,10 @@ class Outbox:
         """New prices of evictions, which the leader takes with the other ranks."""
         self._pass_on("price", costs=asdict(costs))
 
+    def release(self, arrival: int) -> None:
+        """Requests before `arrival` may be admitted from the next step on, by all ranks."""
+        self._pass_on("release", arrival=arrival)
+
     def _pass_on(self, kind: str, **values: Any) -> None:
         self.commands.append({"kind": kind, **values})
 
@@ -60,15 +64,17 @@ class CommandRelay:
         *,
         queue: Callable[..., str],
         set_costs: Callable[[CostModel], None],
+        release: Callable[[int], None],
     ) -> None:
         """queue(id, text, token ids, params, stream, salt): queues a request that the leader has checked. set_costs:
-        takes new prices of evictions."""
+        takes new prices of evictions. release: of requests that wait for `ce_delay_ms`."""
         self.is_leader = lockstep.is_leader
         self._lockstep, self._outbox, self._loop, self._queue = lockstep, outbox, loop, queue
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
             "add": self._add,
             "abort": lambda given: loop.abort(given["id"]),
             "price": lambda given: set_costs(CostModel(**given["costs"])),
+            "release": lambda given: release(given["arrival"]),
         }
         self._met: Meeting | None = None
         """A call of the leader that `follow` has received and whose method has not begun here."""
@@ -88,9 +94,7 @@ class CommandRelay:
         """
         self._meet(call, arguments, compare=compare)
 
-    def begin_step(
-        self, among: Collection[str] | None, *, running: bool
-    ) -> tuple[bool | None, Collection[str] | None]:
+    def begin_step(self, among: Collection[str] | None, *, running: bool) -> tuple[bool | None, Collection[str] | None]:
         """Receive the leader's commands -> (whether weights changed on any rank, None: the step itself checks; the
         requests that the leader lets run, see `DynamicInferenceEngine.step`)."""
         if self._lockstep.size == 1:
@@ -167,7 +171,7 @@ class CommandRelay:
     def _execute(self, met: Meeting) -> None:
         self._outbox.commands = []
         for command in met.commands:
-            if not self.is_leader or command["kind"] == "price":
+            if not self.is_leader or command["kind"] in ("price", "release"):
                 self._commands[command["kind"]](command)
 
 

@@ -9,14 +9,12 @@ from typing import Protocol
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.engine.executor import Executor, FailedStep
 from megatron_infer.errors import InferenceError
 from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
-from megatron_infer.runner.model_runner import Runner
 from megatron_infer.sampling.grammar import Grammars
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import FinishReason, Request
@@ -77,21 +75,6 @@ class StepLoop:
         """Scheduled after those and not launched: cancelled once they are committed (see `_cancel_unlaunched`)."""
 
     @property
-    def runner(self) -> Runner:
-        """What the steps are run with."""
-        return self._executor.runner
-
-    @property
-    def cache(self) -> DynamicInferenceContext:
-        """Which sequence holds which rows and blocks."""
-        return self._scheduler.context
-
-    @property
-    def num_ahead(self) -> int:
-        """Steps that stay in flight when a step returns."""
-        return self._ahead
-
-    @property
     def num_in_flight(self) -> int:
         """Steps whose outputs have not been read."""
         return len(self._in_flight)
@@ -136,9 +119,7 @@ class StepLoop:
         finally:
             outputs += news
 
-    def _step(
-        self, outputs: list[RequestOutput], weights_changed: bool | None, among: Collection[str] | None
-    ) -> None:
+    def _step(self, outputs: list[RequestOutput], weights_changed: bool | None, among: Collection[str] | None) -> None:
         executor, scheduler = self._executor, self._scheduler
         if self.is_idle:
             executor.leave_inference()

@@ -21,7 +21,7 @@ ALIASES: Mapping[str, tuple[str, str, str]] = {
 """Alias -> (Python package that contains the model, file in it, command that installs it)."""
 CHOICES = (
     f"an alias ({', '.join(ALIASES)}), a Hugging Face directory, a .gguf file, a torch_dist checkpoint directory "
-    "or a hub id (owner/name)"
+    "or a hub id (owner/name, owner/name@REVISION)"
 )
 
 
@@ -89,7 +89,7 @@ def _describe_gguf(path: Path, name: str, changed: int, size: int) -> ModelDescr
     from megatron_infer.model_loader.gguf_description import GGUFReader
     from megatron_infer.model_loader.gguf_file import GGUFFile
 
-    return GGUFReader(GGUFFile(path), name=name).describe()
+    return GGUFReader(GGUFFile(path, with_vocabulary=False), name=name).describe()
 
 
 def is_checkpoint(directory: Path) -> bool:

@@ -111,21 +111,27 @@ def open_source(name_or_path: str | os.PathLike[str]) -> ModelSource:
 
 
 def _open_hub(name: str) -> ModelSource:
+    return HFDirectory(fetch(name), name=name)
+
+
+def fetch(name: str, *, force: bool = False) -> str:
+    """The folder of a hub model, owner/name or owner/name@REVISION; force fetches it again. Raises ModelError."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ModelError(
             f"{name!r}: no such path, and huggingface_hub, which could fetch it, is not installed; give {CHOICES}"
         ) from error
+    hub_id, _, revision = name.partition("@")
     patterns = ["*.json", "*.safetensors", "*.jinja"]
     try:
-        folder = snapshot_download(name, allow_patterns=patterns)
+        folder = snapshot_download(hub_id, revision=revision or None, allow_patterns=patterns, force_download=force)
     except Exception as error:  # offline, unknown, gated, refused: many exception families
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"{name!r}: no such path, and it could not be fetched from the hub ({reason}); give {CHOICES}"
         ) from error
-    return HFDirectory(folder, name=name)
+    return str(folder)
 
 
 def open_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:

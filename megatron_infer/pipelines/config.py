@@ -118,7 +118,7 @@ class PipelineConfig(Section):
     """Adapters beside the model."""
     speculative: SpeculativeConfig | None = None
     """Tokens that are drafted and then verified."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Options of InferenceConfig, ServerConfig and LLM by their own names; they may also be given flat."""
 
     _layers: dict[FieldPath, tuple[str, Any]] = PrivateAttr(default_factory=dict)
@@ -151,16 +151,17 @@ class PipelineConfig(Section):
         if not self.defer_resolve:
             self.resolve()
 
-    def resolve(self) -> None:
+    def resolve(self, *, free_bytes: int | None = None) -> None:
         """Check everything and derive what is in effect; from then on the config is frozen. A second call does nothing.
 
-        Raises ConfigError, ModelError, or NotImplementedError.
+        free_bytes: free memory of the device to resolve for. None: as it is. Raises ConfigError, ModelError, or
+        NotImplementedError.
         """
         if self._resolved is not None:
             return
         from megatron_infer.pipelines.resolve import resolve
 
-        self._resolved = resolve(self, self._sources())
+        self._resolved = resolve(self, self._sources(), free_bytes=free_bytes)
         for section in (self, self.model, self.model.kv_cache, self.sampling, self.profiling):
             section.freeze()
 
@@ -269,14 +270,13 @@ SECTIONS: dict[FieldPath, type[Section]] = {
     ("lora",): LoRAConfig,
     ("speculative",): SpeculativeConfig,
 }
-OPTION_NAMES = frozenset(
-    [
-        *(item.name for item in dataclasses.fields(InferenceConfig)),
-        *(item.name for item in dataclasses.fields(ServerConfig)),
-        *("dtype", "device", "threads", "dp", "tp", "pp", "ep"),
-    ]
+_DECLARED = {item.name: str(item.type) for kind in (InferenceConfig, ServerConfig) for item in dataclasses.fields(kind)}
+NAMES = Names.of(
+    PipelineConfig,
+    SECTIONS,
+    options=frozenset([*_DECLARED, "dtype", "device", "threads", "dp", "tp", "pp", "ep"]),
+    texts=frozenset(["dtype", "device", *(name for name, kind in _DECLARED.items() if kind.startswith("str"))]),
 )
-NAMES = Names.of(PipelineConfig, SECTIONS, OPTION_NAMES)
 
 
 def _sections(tree: dict[str, Any], prefix: FieldPath = ()) -> dict[str, Any]:

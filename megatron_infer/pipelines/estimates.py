@@ -12,6 +12,10 @@ from megatron_infer.errors import CapacityError
 
 MOST_REQUESTS = 512
 """Requests at once by default, where memory and the tokens of a step allow more."""
+FEWER_TOKENS = 256
+"""Tokens of a step that are proposed where activations take too much."""
+SNAPSHOT_SHARE = 1 / 9
+"""Of the room, for recurrent states that the prefix cache keeps: at most an eighth of the buffer, on top of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,102 +28,117 @@ class MemoryEstimate:
     activations: int
     """Of a step of the most tokens."""
     cache: int
-    """Keys, values and recurrent states: the buffer."""
+    """Keys, values and recurrent states."""
 
     @property
     def total(self) -> int:
         return self.weights + self.activations + self.cache
 
 
-def weights_bytes(shape: ModelShape) -> int:
-    """The parameters of a rank."""
-    return shape.num_parameters * shape.kv_dtype_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """What fits beside one rank's share of a model."""
 
+    shape: ModelShape
+    free: int
+    """Free memory of the device, for one engine, in bytes."""
+    utilization: float
+    """Share of it for weights, activations and cache."""
+    page_size: int
+    kv_element_bytes: int
+    max_tokens: int
+    """Of a step."""
+    keeps_snapshots: bool
+    """The prefix cache keeps recurrent states, on top of the buffer."""
+    buffer: int | None = None
+    """The buffer asked for, in bytes. None: what the share leaves."""
 
-def activation_bytes(shape: ModelShape, *, max_tokens: int, max_length: int) -> int:
-    """What a step of so many prompt tokens needs beside weights and cache."""
-    memory = GraphMemory(model=shape, max_keys=max_length)
-    return memory.of(GraphShape(num_tokens=max_tokens, num_prefill=1, num_decode=0)).live
+    @property
+    def weights(self) -> int:
+        """Bytes of the parameters of the rank."""
+        return self.shape.num_parameters * self.shape.kv_dtype_bytes
 
+    def activations(self, max_length: int) -> int:
+        """Bytes that a step of the most tokens needs beside weights and cache."""
+        return self._activations(self.max_tokens, max_length)
 
-def page_bytes(shape: ModelShape, page_size: int) -> int:
-    """Keys and values of a block, over all layers of a rank."""
-    return kv_block_bytes(
-        num_layers=shape.num_attention_layers,
-        block_size=page_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype_bytes=shape.kv_dtype_bytes,
-    )
+    def _activations(self, max_tokens: int, max_length: int) -> int:
+        memory = GraphMemory(model=self.shape, max_keys=max_length)
+        return memory.of(GraphShape(num_tokens=max_tokens, num_prefill=1, num_decode=0)).live
 
+    @property
+    def page(self) -> int:
+        """Bytes of keys and values of a block, over all layers of the rank; 0 without attention layers."""
+        return kv_block_bytes(
+            num_layers=self.shape.num_attention_layers,
+            block_size=self.page_size,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype_bytes=self.kv_element_bytes,
+        )
 
-def sequence_bytes(shape: ModelShape, *, length: int, page_size: int) -> int:
-    """The cache of one request of so many tokens: its blocks, and its recurrent state."""
-    state = 0 if shape.state is None else shape.state.slot_bytes
-    return blocks_for(length, page_size) * page_bytes(shape, page_size) + state
+    @property
+    def state(self) -> int:
+        """Bytes of a request's recurrent state; 0 without Mamba layers."""
+        return 0 if self.shape.state is None else self.shape.state.slot_bytes
 
+    def room(self, max_length: int) -> int:
+        """Bytes for the buffer beside weights and activations; 0 or less: there is none.
 
-def room_for_cache(shape: ModelShape, *, free: int, utilization: float, max_tokens: int, max_length: int) -> int:
-    """What a share of the free memory leaves for the cache beside weights and activations; may be below 0.
+        At most the share that an engine takes of what is free once the weights are loaded.
+        """
+        most = int(AVAILABLE_SHARE_LIMIT * max(0, self.free - self.weights))
+        if self.buffer is not None:
+            return min(self.buffer, most)
+        left = min(int(self.free * self.utilization) - self.weights - self.activations(max_length), most)
+        return left - int(left * SNAPSHOT_SHARE) if self.keeps_snapshots else left
 
-    At most what the engine takes of the memory that is free once the weights are loaded.
-    """
-    weights = weights_bytes(shape)
-    left = int(free * utilization) - weights - activation_bytes(shape, max_tokens=max_tokens, max_length=max_length)
-    return min(left, int(AVAILABLE_SHARE_LIMIT * max(0, free - weights)))
+    def sequence(self, length: int) -> int:
+        """Bytes of the cache of one request of so many tokens: its blocks and its state."""
+        return blocks_for(length, self.page_size) * self.page + self.state
 
+    def longest(self, room: int) -> int:
+        """Tokens of the longest sequence that fits beside the dummy block and state; 0: none."""
+        if not self.page:
+            return (1 << 62) if room >= 2 * self.state else 0
+        return max(0, (room - 2 * self.state) // self.page - 1) * self.page_size
 
-def cache_bytes(shape: ModelShape, *, room: int, max_length: int, max_batch: int, page_size: int) -> int:
-    """The buffer: room for max_batch requests of max_length and the dummies beside them, no more than there is."""
-    spare = page_bytes(shape, page_size) + (0 if shape.state is None else shape.state.slot_bytes)
-    wanted = max_batch * sequence_bytes(shape, length=max_length, page_size=page_size) + spare
-    return min(room, wanted)
+    def batch_size(self, room: int) -> int:
+        """Requests at once that suit the memory: each has a block and its state, and states take half of it at most."""
+        limits = [MOST_REQUESTS, self.max_tokens]
+        if self.page:
+            limits.append(room // (self.page + self.state) - 1)
+        if self.state:
+            limits.append(room // 2 // self.state if self.page else room // self.state - 1)
+        return max(1, min(limits))
 
+    def buffer_bytes(self, room: int, *, max_length: int, max_batch: int) -> int:
+        """The buffer: max_batch requests of max_length and the dummies beside them, no more than there is room."""
+        return min(room, max_batch * self.sequence(max_length) + self.page + self.state)
 
-def longest_that_fits(shape: ModelShape, *, room: int, page_size: int) -> int:
-    """Tokens of the longest sequence whose cache fits beside the dummies; 0: not one block."""
-    state = 0 if shape.state is None else 2 * shape.state.slot_bytes
-    page = page_bytes(shape, page_size)
-    if not page:
-        return (1 << 62) if room >= state else 0
-    return max(0, (room - state) // page - 1) * page_size
-
-
-def batch_size(shape: ModelShape, *, room: int, max_tokens: int, page_size: int) -> int:
-    """Requests at once that suit the memory: each has a block and its state, states take half of it at most."""
-    page, state = page_bytes(shape, page_size), 0 if shape.state is None else shape.state.slot_bytes
-    limits = [MOST_REQUESTS, max_tokens]
-    if page:
-        limits.append(room // (page + state) - 1)
-    if state:
-        limits.append(room // 2 // state if page else room // state - 1)
-    return max(1, min(limits))
-
-
-def too_little(
-    shape: ModelShape, *, free: int, utilization: float, max_tokens: int, max_length: int, page_size: int
-) -> CapacityError:
-    """The error for memory that does not hold weights, activations and one sequence, with values that would fit."""
-    weights = weights_bytes(shape)
-    activations = activation_bytes(shape, max_tokens=max_tokens, max_length=max_length)
-    room = room_for_cache(shape, free=free, utilization=utilization, max_tokens=max_tokens, max_length=max_length)
-    cache = sequence_bytes(shape, length=max_length, page_size=page_size) + page_bytes(shape, page_size)
-    remedies = []
-    longest = longest_that_fits(shape, room=room, page_size=page_size)
-    if longest >= 2:
-        remedies.append(f"max_length={longest}")
-    least = (weights + activations + cache) / free if free else 2.0
-    if utilization < least <= 1.0 and weights + cache / AVAILABLE_SHARE_LIMIT <= free:
-        remedies.append(f"device_memory_utilization={min(1.0, int(least * 100 + 1) / 100)}")
-    if max_tokens > 256:
-        fewer = activation_bytes(shape, max_tokens=256, max_length=max_length)
-        if room + activations - fewer >= cache:
-            remedies.append("max_batch_input_tokens=256")
-    if shape.dtype == "float32" and free * utilization >= (weights + activations + cache) / 2:
-        remedies.append("quantization_encoding=bfloat16")
-    fits = "; what would fit: " + ", or ".join(remedies[:3]) if remedies else ""
-    return CapacityError(
-        f"{utilization:.0%} of {free / GIB:.2f} GiB (device_memory_utilization) do not hold the weights "
-        f"({weights / GIB:.2f} GiB), the activations of {max_tokens:,} tokens ({activations / GIB:.2f} GiB) and one "
-        f"sequence of {max_length:,} tokens ({cache / GIB:.2f} GiB){fits or '; take a smaller model or more memory'}"
-    )
+    def too_little(self, max_length: int) -> CapacityError:
+        """The error for memory that does not hold weights, activations and one sequence, with values that would fit."""
+        weights, activations, room = self.weights, self.activations(max_length), self.room(max_length)
+        cache = self.sequence(max_length) + self.page + self.state
+        remedies = []
+        if (longest := self.longest(room)) >= self.page_size:
+            remedies.append(f"max_length={longest}")
+        needed = weights + activations + cache
+        if self.buffer is not None:
+            remedies.append(f"buffer_size_gb={cache / GIB:.3f}")
+        elif self.free and self.utilization < needed / self.free <= AVAILABLE_SHARE_LIMIT:
+            remedies.append(f"device_memory_utilization={min(1.0, int(needed / self.free * 100 + 2) / 100)}")
+        fewer = self._activations(FEWER_TOKENS, max_length)
+        if self.max_tokens > FEWER_TOKENS and self.buffer is None and room + activations - fewer >= cache:
+            remedies.append(f"max_batch_input_tokens={FEWER_TOKENS}")
+        if self.shape.dtype == "float32" and self.free * self.utilization >= needed / 2:
+            remedies.append("quantization_encoding=bfloat16")
+        fits = f"what would fit: {', or '.join(remedies[:3])}" if remedies else "take a smaller model or more memory"
+        share = f"{self.utilization:.0%} of {self.free / GIB:.2f} GiB (device_memory_utilization) do"
+        if self.buffer is not None:
+            share = f"buffer_size_gb={self.buffer / GIB:.3f} beside the weights in {self.free / GIB:.2f} GiB does"
+        return CapacityError(
+            f"{share} not hold the weights ({weights / GIB:.2f} GiB), the activations of {self.max_tokens:,} tokens "
+            f"({activations / GIB:.2f} GiB) and the cache of one sequence of {max_length:,} tokens "
+            f"({cache / GIB:.2f} GiB); {fits}"
+        )

@@ -24,7 +24,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.base import AttendSpec, Ops
 from megatron_infer.memory.device import Device, choose_dtype
-from megatron_infer.model_loader.sources import open_source
+from megatron_infer.model_loader.sources import open_source, open_tokenizer
 from megatron_infer.pipelines.interfaces import KVCacheParams, ModelInputs, ModelOutputs, PipelineModel, ReturnLogits
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.paged_manager import PagedKVCacheManager, attend
@@ -130,7 +130,8 @@ class ForeignModel:
             bounds = meta.cu_q[: meta.num_rows + 1].tolist()
             spans = zip(bounds, bounds[1:], kv_lens.tolist(), strict=False)
             contexts = [
-                StepContext(next_tokens=tokens_T[begin:end], start=kv_len - (end - begin)) for begin, end, kv_len in spans
+                StepContext(next_tokens=tokens_T[begin:end], start=kv_len - (end - begin))
+                for begin, end, kv_len in spans
             ]
             inputs = self.model.prepare_initial_token_inputs(contexts, cache, 1)
         if inputs.kv_cache_inputs is not cache:
@@ -166,8 +167,8 @@ class ForeignModel:
         if tuple(logits.shape) != wanted:
             what = "each token" if is_all else "the last token of each sequence"
             raise ModelError(
-                f"{type(self.model).__name__}.execute returned logits of shape {tuple(logits.shape)}, it must be {wanted}: "
-                f"a row for {what}, a column for each of the vocabulary"
+                f"{type(self.model).__name__}.execute returned logits of shape {tuple(logits.shape)}, it must be "
+                f"{wanted}: a row for {what}, a column for each of the vocabulary"
             )
 
     # ------------------------------------------------------------------ what the engine asks of adopted models
@@ -207,7 +208,7 @@ class ForeignModel:
 
     def rotary_table(self, num_positions: int) -> None:
         """The model rotates by itself."""
-        return None
+        return
 
     def packable_weights(self) -> Iterable[Tensor]:
         return ()
@@ -267,11 +268,6 @@ def load_model(
     own_ids = () if eos_token_id is None else (eos_token_id,)
     cache_config = pipeline_config.model.kv_cache
     if issubclass(kind, McorePipelineModel):
-        if adapters:
-            raise ConfigError(
-                "weight_adapters: megatron-core's models read Hugging Face, GGUF and torch_dist names by themselves; "
-                "leave them empty"
-            )
         source = open_source(given["model"])
         encoding = str(choose_dtype(given.get("dtype", "auto"), device)).removeprefix("torch.")
         model = kind(
@@ -282,6 +278,7 @@ def load_model(
             session.devices,
             cache_config,
             source,
+            dict(adapters) or None,
             config=config,
             tokenizer=tokenizer,
             eos_ids=own_ids,
@@ -308,6 +305,18 @@ def load_model(
     )
     engine = foreign_engine(foreign, config, tokenizer=tokenizer, eos_ids=(*eos_ids_of(description), *own_ids))
     return foreign, engine
+
+
+def load_engine(**values: Any) -> DynamicInferenceEngine:
+    """The engine of a PipelineConfig of these values, of an architecture of one's own: for a server's process."""
+    from megatron_infer.pipelines.config import PipelineConfig
+
+    config = PipelineConfig(**values)
+    resolved = config.resolved
+    kind = resolved.architecture.pipeline_model
+    assert kind is not None, f"{resolved.architecture.name} is no architecture of one's own"
+    _, engine = load_model(config, kind, resolved.engine, None, {}, open_tokenizer(resolved.llm["model"]))
+    return engine
 
 
 def foreign_engine(

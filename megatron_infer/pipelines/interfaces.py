@@ -10,6 +10,7 @@ Legend: T tokens of a step, R sequences of it, N query heads, K kv heads, H head
 from __future__ import annotations
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class ModelInputs:
     """Ranks of these."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        own = [name for kind in reversed(type(self).__mro__) for name in kind.__dict__.get("__annotations__", ())]
+        own = [name for kind in reversed(type(self).__mro__) for name in inspect.get_annotations(kind)]
         base = list(ModelInputs.__annotations__)
         names = [*(name for name in [*own, *vars(self)] if name not in base), *base]
         values = (getattr(self, name, None) for name in dict.fromkeys(names))
@@ -140,8 +141,9 @@ class KVCacheMixin(Protocol):
         kv_cache_config: KVCacheConfig,
         cache_dtype: torch.dtype,
     ) -> int:
-        """Bytes that the cache takes of those available; by default all."""
-        return available_cache_memory
+        """Bytes that the cache takes of those available, by the configuration's estimate; all where it has none."""
+        estimate = pipeline_config.resolved.estimate
+        return available_cache_memory if estimate is None else min(estimate.cache, available_cache_memory)
 
     @classmethod
     @abstractmethod
@@ -184,7 +186,8 @@ class PipelineModel(ABC, Generic[ContextT]):
         adapter: Any = None,
         return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN,
     ) -> None:
-        """huggingface_config: the content of config.json. weights: names and tensors, through `adapter` if there is one."""
+        """huggingface_config: the content of config.json. weights: tensors by name. adapter: of their format, from
+        weight_adapters; None: there is none."""
         self.pipeline_config, self.session, self.huggingface_config = pipeline_config, session, huggingface_config
         self.encoding, self.devices, self.kv_cache_config = encoding, list(devices), kv_cache_config
         self.weights, self.adapter, self.return_logits = weights, adapter, return_logits
@@ -213,13 +216,15 @@ class PipelineModel(ABC, Generic[ContextT]):
 
     @classmethod
     def estimate_weights_size(cls, pipeline_config: PipelineConfig) -> int:
-        """Bytes of the weights; 0: unknown."""
-        return 0
+        """Bytes of the weights, by the configuration's estimate; 0: it has none."""
+        estimate = pipeline_config.resolved.estimate
+        return 0 if estimate is None else estimate.weights
 
     @classmethod
     def estimate_activation_memory(cls, pipeline_config: PipelineConfig, huggingface_config: Any) -> int:
-        """Bytes that a step needs beside weights and cache; 0: unknown."""
-        return 0
+        """Bytes that a step needs beside weights and cache, by the configuration's estimate; 0: it has none."""
+        estimate = pipeline_config.resolved.estimate
+        return 0 if estimate is None else estimate.activations
 
     @classmethod
     def infer_optimal_batch_size(
@@ -231,8 +236,9 @@ class PipelineModel(ABC, Generic[ContextT]):
         kv_cache_config: KVCacheConfig,
         cache_dtype: torch.dtype,
     ) -> int:
-        """Requests at once, where the configuration names no number."""
-        return 1
+        """Requests at once, by the sizes of the configuration's engine; 1: it has none."""
+        sizes = pipeline_config.resolved.sizes
+        return 1 if sizes is None else sizes.max_requests
 
     @abstractmethod
     def prepare_initial_token_inputs(
@@ -346,9 +352,7 @@ class GenerateMixin(Protocol):
         """`execute`, for one of several callers that share the pipeline -> outputs of `contexts` only."""
         ...
 
-    def generate(
-        self, prompts: TextGenerationRequest | Sequence[TextGenerationRequest]
-    ) -> list[TextGenerationOutput]:
+    def generate(self, prompts: TextGenerationRequest | Sequence[TextGenerationRequest]) -> list[TextGenerationOutput]:
         """Run prompts to the end -> their outputs, in order. Interrupted, it leaves no request behind."""
         from megatron_infer.pipelines.text_generation import GenerationLoop
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,42 @@ OPTIONS = "options"
 DRAFT, DRAFT_PREFIX = "draft_model", "draft_"
 
 
+class Kind(Enum):
+    """How a value is written as text."""
+
+    TEXT = "as it is"
+    LIST = "parts with commas between them"
+    VALUE = "as in YAML"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
     """Every name that a tree takes."""
 
-    paths: Mapping[FieldPath, type]
+    paths: Mapping[FieldPath, type[BaseModel]]
     """Fields, and the config that declares each."""
     sections: frozenset[FieldPath]
     """Nested configs."""
     options: frozenset[str]
     """Options by their own names: of InferenceConfig, ServerConfig and LLM."""
+    texts: frozenset[str]
+    """Those of them whose values are strings, however they look."""
 
     @classmethod
-    def of(cls, root: type[BaseModel], sections: Mapping[FieldPath, type[BaseModel]], options: frozenset[str]) -> Names:
-        paths: dict[FieldPath, type] = {}
+    def of(
+        cls,
+        root: type[BaseModel],
+        sections: Mapping[FieldPath, type[BaseModel]],
+        *,
+        options: frozenset[str],
+        texts: frozenset[str],
+    ) -> Names:
+        paths: dict[FieldPath, type[BaseModel]] = {}
         for prefix, section in {(): root, **sections}.items():
             for name in section.model_fields:
                 if (*prefix, name) not in sections:
                     paths[*prefix, name] = section
-        return cls(paths=paths, sections=frozenset(sections), options=options)
+        return cls(paths=paths, sections=frozenset(sections), options=options, texts=texts)
 
     def flat(self) -> dict[str, FieldPath]:
         """Name of a field as it is given flat -> its path."""
@@ -100,13 +118,18 @@ class Names:
         for name, path in {**{one: (OPTIONS, one) for one in self.options}, **self.flat()}.items():
             text = environment.get(ENV_PREFIX + name.upper())
             if text is not None and path != (OPTIONS,):
-                found[path] = parse_text(text, self.is_text(path), ENV_PREFIX + name.upper())
+                found[path] = parse_text(text, self.kind(path), ENV_PREFIX + name.upper())
         return found
 
-    def is_text(self, path: FieldPath) -> bool:
-        """Whether a field's value is a string, however it looks."""
+    def kind(self, path: FieldPath) -> Kind:
+        """How a field's value is written on a command line and in the environment."""
         section = self.paths.get(path)
-        return section is not None and section.model_fields[path[-1]].annotation in (str, str | None, Path | None)
+        if section is None:
+            return Kind.TEXT if path[-1] in self.texts else Kind.VALUE
+        annotation = section.model_fields[path[-1]].annotation
+        if annotation in (str, str | None, Path | None):
+            return Kind.TEXT
+        return Kind.LIST if annotation == list[str] else Kind.VALUE
 
 
 def flat_name(path: FieldPath) -> str:
@@ -114,12 +137,14 @@ def flat_name(path: FieldPath) -> str:
     return DRAFT_PREFIX + path[-1] if path[0] == DRAFT else path[-1]
 
 
-def parse_text(text: str, is_text: bool, where: str) -> Any:
-    """The value of a flag or variable: a string, or what YAML reads. Raises ConfigError."""
+def parse_text(text: str, kind: Kind, where: str) -> Any:
+    """The value of a flag or variable. Raises ConfigError."""
     if text.lower() in ("none", "null"):
         return None
-    if is_text:
+    if kind is Kind.TEXT:
         return text
+    if kind is Kind.LIST:
+        return [part.strip() for part in text.split(",") if part.strip()]
     import yaml
 
     try:

@@ -16,6 +16,7 @@ from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.pipelines.interfaces import (
     KVCacheInputs,
+    KVCacheMixin,
     KVCacheParams,
     ModelInputs,
     ModelOutputs,
@@ -47,7 +48,7 @@ class McoreInputs(ModelInputs):
         self.kv_cache_inputs = kv_cache_inputs
 
 
-class McorePipelineModel(PipelineModel[TextContext]):
+class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
     """A megatron-core model with its engine: the pipeline drives the engine, a loop by hand calls `execute`.
 
     By hand, one rank or tensor-parallel ranks that all call it alike; nothing of the engine may be in flight.
@@ -70,13 +71,10 @@ class McorePipelineModel(PipelineModel[TextContext]):
         tokenizer: Any = None,
         eos_ids: Sequence[int] = (),
     ) -> None:
-        """huggingface_config: the model's description. weights: a `ModelSource`. config: of the engine; None: as resolved.
-        engine: of a live model, in place of one made from configuration and weights. eos_ids: besides the model's own."""
+        """huggingface_config: the model's description. weights: a `ModelSource`. config: of the engine; None: as
+        resolved. engine: of a live model, instead of a new one. eos_ids: besides the model's own."""
         if adapter is not None:
-            raise ConfigError(
-                "weight_adapters: megatron-core's models read Hugging Face, GGUF and torch_dist names by themselves; "
-                "leave them empty"
-            )
+            raise ConfigError("weight_adapters: megatron-core's models read their formats' names; leave them empty")
         if engine is None:
             if config is None:
                 assert pipeline_config is not None, "neither an engine nor a configuration"
@@ -137,44 +135,6 @@ class McorePipelineModel(PipelineModel[TextContext]):
             return 0
         return upper_bounded_default(huggingface_config.max_sequence_length, pipeline_config.max_length)
 
-    # ------------------------------------------------------------------ estimates, as the configuration has them
-
-    @classmethod
-    def estimate_weights_size(cls, pipeline_config: PipelineConfig) -> int:
-        return _estimate(pipeline_config).weights
-
-    @classmethod
-    def estimate_activation_memory(cls, pipeline_config: PipelineConfig, huggingface_config: Any) -> int:
-        return _estimate(pipeline_config).activations
-
-    @classmethod
-    def estimate_kv_cache_size(
-        cls,
-        pipeline_config: PipelineConfig,
-        available_cache_memory: int,
-        devices: Sequence[torch.device],
-        huggingface_config: Any,
-        kv_cache_config: Any,
-        cache_dtype: torch.dtype,
-    ) -> int:
-        """Bytes of keys, values and states, at most those available."""
-        return min(_estimate(pipeline_config).cache, available_cache_memory)
-
-    @classmethod
-    def infer_optimal_batch_size(
-        cls,
-        pipeline_config: PipelineConfig,
-        available_cache_memory: int,
-        huggingface_config: Any,
-        devices: Sequence[torch.device],
-        kv_cache_config: Any,
-        cache_dtype: torch.dtype,
-    ) -> int:
-        """Requests that the engine holds at once."""
-        sizes = pipeline_config.resolved.sizes
-        assert sizes is not None, "an architecture of one's own has its own estimates"
-        return sizes.max_requests
-
     @classmethod
     def get_kv_params(
         cls, huggingface_config: ModelDescription, n_devices: int, kv_cache_config: Any, cache_dtype: torch.dtype
@@ -195,10 +155,6 @@ class McorePipelineModel(PipelineModel[TextContext]):
         """Attention layers."""
         layers: int = huggingface_config.transformer["num_layers"]
         return layers if huggingface_config.hybrid is None else huggingface_config.hybrid.pattern.count("*")
-
-    def load_kv_manager(self, session: InferenceSession, available_cache_memory: int | None) -> PagedKVCacheManager:
-        """The manager, whose memory the engine has taken by its own configuration."""
-        return self.kv_manager
 
     # ------------------------------------------------------------------ by hand
 
@@ -245,7 +201,7 @@ class McorePipelineModel(PipelineModel[TextContext]):
             batch.token_ids_T = model_inputs.tokens
             hidden_TD = adopted.hidden(batch)
             offsets = model_inputs.input_row_offsets
-            rows, row_offsets = self._returned(offsets, model_inputs.return_n_logits)
+            rows, row_offsets = _returned(self.return_logits, offsets, model_inputs.return_n_logits)
             last = offsets[1:] - 1
 
             def logits_of(at: Tensor | None) -> Tensor:
@@ -260,19 +216,14 @@ class McorePipelineModel(PipelineModel[TextContext]):
                 logits=logits, next_token_logits=logits.index_select(0, row_offsets[1:] - 1), logit_offsets=row_offsets
             )
 
-    def _returned(self, offsets: Tensor, return_n_logits: int) -> tuple[Tensor | None, Tensor | None]:
-        """(positions in the step whose logits are returned, None: all; their offsets by sequence, None: the last of each)."""
-        if self.return_logits is ReturnLogits.ALL:
-            return None, offsets
-        if self.return_logits is ReturnLogits.LAST_TOKEN:
-            return None, None
-        bounds = offsets.tolist()
-        kept = [range(max(begin, end - return_n_logits), end) for begin, end in zip(bounds, bounds[1:], strict=False)]
-        counts = torch.tensor([0, *map(len, kept)], device=offsets.device).cumsum(0)
-        return torch.tensor([at for span in kept for at in span], device=offsets.device), counts
 
-
-def _estimate(pipeline_config: PipelineConfig) -> Any:
-    estimate = pipeline_config.resolved.estimate
-    assert estimate is not None, "an architecture of one's own has its own estimates"
-    return estimate
+def _returned(mode: ReturnLogits, offsets: Tensor, return_n_logits: int) -> tuple[Tensor | None, Tensor | None]:
+    """(positions whose logits are returned, None: all; their offsets by sequence, None: the last of each)."""
+    if mode is ReturnLogits.ALL:
+        return None, offsets
+    if mode is ReturnLogits.LAST_TOKEN:
+        return None, None
+    bounds = offsets.tolist()
+    kept = [range(max(begin, end - return_n_logits), end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    counts = torch.tensor([0, *map(len, kept)], device=offsets.device).cumsum(0)
+    return torch.tensor([at for span in kept for at in span], device=offsets.device), counts

@@ -4,14 +4,13 @@ follows from the value there, and gives the value in effect and a note."""
 from __future__ import annotations
 
 import json
-import secrets
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import ConfigError, ModelError, unknown_name
 from megatron_infer.pipelines.architectures import custom_architectures
 from megatron_infer.pipelines.model_config import CacheStrategy, QuantizationEncoding, RopeType
+from megatron_infer.server.endpoint_base import checked_base
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.resolve import Asked
@@ -31,10 +30,6 @@ GGUF_ENCODINGS = (
     QuantizationEncoding.Q4_K,
     QuantizationEncoding.Q6_K,
 )
-MAX_IPC_PATH = 107
-"""Bytes of the path of a Unix socket, at most."""
-LONGEST_SUFFIX = "-coordinator"
-"""The longest that is put behind endpoint_base."""
 
 
 def read_before(value: Any, asked: Asked) -> Effect:
@@ -56,6 +51,8 @@ def architectures(value: list[str], asked: Asked) -> Effect:
 def chat_template(value: Path | None, asked: Asked) -> Effect:
     if value is None:
         return None, "the model's own"
+    from megatron_infer.text.chat_template import check  # imports jinja2
+
     path = value.expanduser()
     if not path.is_file():
         raise ConfigError(f"chat_template: {str(path)!r} is no file; give the path of a template, or leave it out")
@@ -68,15 +65,28 @@ def chat_template(value: Path | None, asked: Asked) -> Effect:
     except ValueError:
         content = None
     if isinstance(content, dict):
-        text = content.get("chat_template")
-        if not isinstance(text, str):
+        held = content.get("chat_template")
+        if not isinstance(held, str):
             raise ConfigError(f"chat_template: {str(path)!r} is JSON without the key chat_template (a string)")
+        text = held
+    try:
+        check(text)
+    except ModelError as error:
+        raise ConfigError(f"chat_template: {str(path)!r}: {error}") from None
     asked.chat_template = text
     return path, "goes before the model's own"
 
 
-def in_flight_batching(value: bool, asked: Asked) -> Effect:
-    return True, "" if value else "every step takes prompts and decoding requests together"
+def legacy_module(value: bool, asked: Asked) -> Effect:
+    return (
+        False,
+        "a model of files is built from the paged spec; a live model's stock classes are adopted in place",
+    )
+
+
+def batching_policy(in_flight: bool) -> str:
+    """The value of `batching`."""
+    return "mixed" if in_flight else "prefill_first"
 
 
 def empty_batches(value: bool, asked: Asked) -> Effect:
@@ -122,22 +132,11 @@ def pdl_level(value: str, asked: Asked) -> Effect:
 
 
 def endpoint_base(value: str, asked: Asked) -> Effect:
-    base = value or f"ipc://{tempfile.gettempdir()}/megatron-infer-{secrets.token_hex(9)}"
-    if not base.startswith(("ipc://", "tcp://")):
-        raise ConfigError(f"zmq_endpoint_base is {base!r}, it must begin with ipc:// (or be empty, to be generated)")
-    if base.startswith("tcp://"):
-        raise ConfigError(
-            f"zmq_endpoint_base is {base!r}: processes of one server talk over ipc://; start `megatron-infer "
-            "coordinator` for other machines"
-        )
-    path = base.removeprefix("ipc://") + LONGEST_SUFFIX
-    if len(path.encode()) > MAX_IPC_PATH:
-        raise ConfigError(
-            f"zmq_endpoint_base: {path!r} has {len(path.encode())} bytes, a socket's path has at most {MAX_IPC_PATH}; "
-            "take a shorter folder"
-        )
-    asked.endpoint_base = base
-    return base, "" if value else "generated"
+    if not value:
+        return value, "a folder of its own, made when the server starts"
+    checked_base(value)
+    asked.endpoint_base = value
+    return value, ""
 
 
 def weight_path(value: list[str], asked: Asked) -> Effect:
@@ -189,25 +188,37 @@ def cast(value: bool, asked: Asked) -> Effect:
 
 
 def revision(value: str, asked: Asked) -> Effect:
-    if value != "main":
-        asked.hub["revision"] = value
+    if value == "main":
+        return value, ""
+    model = str(asked.llm.get("model", ""))
+    if not asked.is_hub(model):
+        raise ConfigError(f"huggingface_model_revision is {value!r}, but {model!r} is no hub id; leave it out")
+    if "@" in model:
+        raise ConfigError(f"huggingface_model_revision is {value!r} beside model_path={model!r}; give one revision")
+    asked.llm["model"] = f"{model}@{value}"
     return value, ""
 
 
 def weight_revision(value: str, asked: Asked) -> Effect:
-    model = asked.hub.get("revision", "main")
-    if value not in ("main", model):
+    _, _, own = str(asked.llm.get("model", "")).partition("@")
+    if value not in ("main", own):
         raise ConfigError(
-            f"huggingface_weight_revision is {value!r}, huggingface_model_revision {model!r}: weights and description "
-            "come from one revision; give the same to both"
+            f"huggingface_weight_revision is {value!r}, huggingface_model_revision {own or 'main'!r}: weights and "
+            "description come from one revision; give the same to both"
         )
-    return model, "as huggingface_model_revision" if value != model else ""
+    return own or "main", "as huggingface_model_revision" if own else ""
 
 
 def force_download(value: bool, asked: Asked) -> Effect:
-    if value:
-        asked.hub["force_download"] = True
-    return value, ""
+    if not value:
+        return value, ""
+    model = str(asked.llm.get("model", ""))
+    if not asked.is_hub(model):
+        raise ConfigError(f"force_download: {model!r} is no hub id, nothing is downloaded; leave it False")
+    from megatron_infer.model_loader.sources import fetch
+
+    fetch(model, force=True)
+    return value, "fetched when the configuration was resolved"
 
 
 def devices(value: list[str], asked: Asked) -> Effect:

@@ -1,8 +1,8 @@
 """`OverlapTextGenerationPipeline`: drives an engine step by step; the caller says which requests each step runs.
 
-    execute(batch 1) ── launches step 1 ──────────────────────────> {}
-    execute(batch 2) ── launches step 2, then reads step 1 ────────> outputs of batch 1
-    execute(empty)   ── reads step 2 ──────────────────────────────> outputs of batch 2
+execute(batch 1) ── launches step 1 ──────────────────────────> {}
+execute(batch 2) ── launches step 2, then reads step 1 ────────> outputs of batch 1
+execute(empty)   ── reads step 2 ──────────────────────────────> outputs of batch 2
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_infer.pipelines.text_generation import (
     TextTokenizer,
 )
 from megatron_infer.sampling.grammar import Grammars
-from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
@@ -130,7 +130,8 @@ class OverlapTextGenerationPipeline(GenerateMixin):
     @property
     def overlap_active(self) -> bool:
         """Whether `execute` returns while its own batch is still in flight."""
-        return not self._disable_overlap and self.engine.loop.num_ahead > 0
+        engine = self.engine
+        return not self._disable_overlap and (engine.config.overlap or engine.rank_group.groups.pp_size > 1)
 
     @property
     def draft_kv_blocks(self) -> None:
@@ -139,7 +140,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
     def spec_decode_metrics(self) -> None:
         """None: nothing is drafted."""
-        return None
+        return
 
     # ------------------------------------------------------------------ execute
 
@@ -208,8 +209,8 @@ class OverlapTextGenerationPipeline(GenerateMixin):
     def _check(self, context: TextContext) -> None:
         if len(context.tokens) > context.prompt_len:
             raise RequestError(
-                f"context {context.request_id!r} has {len(context.generated):,} tokens that this pipeline did not draw; "
-                "make a new context with all tokens as its prompt"
+                f"context {context.request_id!r} has {len(context.generated):,} tokens that this pipeline did not "
+                "draw; make a new context with all tokens as its prompt"
             )
         if context.params.n != 1:
             raise RequestError(f"a context is one sequence, n is {context.params.n}; make n contexts")
@@ -278,7 +279,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         masks = self._grammars.masks([request])
         assert masks is not None
         bitmask[index] = masks.bits_GW[0]
-        self._grammars.forget(request)
+        request.finish(FinishReason.ABORT, None)  # its matcher goes with the next masks
 
     def _require_structured_output(self) -> None:
         config = self._pipeline_config
@@ -292,13 +293,15 @@ class OverlapTextGenerationPipeline(GenerateMixin):
     def warmup_graph_capture(self) -> str:
         """Capture every shape of a step now, the largest first -> "", or why none is captured."""
         engine = self.engine
-        graphs = engine.loop.runner.graphs
+        graphs: Any = engine.replay.runner.graphs
         if graphs is None:
             reasons = [row.reasons["graphs"] for row in engine.kernels.rows if "graphs" in row.reasons]
-            return reasons[0] if reasons else f"num_cuda_graphs is None: none is asked for on {engine.device.torch.type}"
+            return (
+                reasons[0] if reasons else f"num_cuda_graphs is None: none is asked for on {engine.device.torch.type}"
+            )
         engine.drain()
         with engine.replay.inference(engine.loop), torch.inference_mode():
-            refused = graphs.capture_all()
+            refused = graphs.pool.capture_all()
         return "; ".join(refused)
 
 
@@ -323,5 +326,3 @@ def _logprobs(sequence: CompletionOutput) -> LogProbabilities | None:
         token_log_probabilities=[entry[token].logprob for token, entry in pairs],
         top_log_probabilities=[{token: one.logprob for token, one in entry.items()} for entry in sequence.logprobs],
     )
-
-

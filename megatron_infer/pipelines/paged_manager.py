@@ -65,7 +65,11 @@ class PagedCacheInputs:
         requests = [chunk.request for chunk in self.plan.prefill] or list(self.plan.decode)
         for request, start in zip(requests, starts, strict=True):
             self.manager.grow(request, start + 1)
-        return replace(self, plan=_plan_of([(request, start, 1) for request, start in zip(requests, starts, strict=True)]), _batch=None)
+        return replace(
+            self,
+            plan=_plan_of([(request, start, 1) for request, start in zip(requests, starts, strict=True)]),
+            _batch=None,
+        )
 
 
 def attend(
@@ -107,8 +111,8 @@ class PagedKVCacheManager:
 
     @property
     def device_tensors(self) -> list[Tensor]:
-        """Keys and values [layers, 2, pages + 1, page, heads, head dim], and recurrent states where the model has any."""
-        store = self.engine.loop.runner.store
+        """Keys and values [layers, 2, pages + 1, page, heads, head dim], and recurrent states if the model has any."""
+        store = self.engine.replay.runner.store
         states = store.states
         return [store.kv_cache, *([] if states is None else [states.conv_SLCW, states.ssm_SLHPN])]
 
@@ -198,15 +202,15 @@ class PagedKVCacheManager:
         if not context.extend(request.lease, num_tokens):
             raise InsufficientBlocksError(
                 f"sequence {request.id!r} needs pages for {num_tokens:,} tokens, {context.num_free_blocks} of "
-                f"{context.num_blocks} pages of {context.block_size} tokens are free; release others, or give the cache "
-                "more memory"
+                f"{context.num_blocks} pages of {context.block_size} tokens are free; release others, or give the "
+                "cache more memory"
             )
 
     def build(self, plan: StepPlan) -> Batch:
         """The step on the device. Nothing of the engine may be in flight."""
         self.require_idle()
         with torch.inference_mode():
-            return self.engine.loop.runner.builder.build(plan, self._context.take_table_writes())
+            return self.engine.replay.runner.builder.build(plan, self._context.take_table_writes())
 
     def require_idle(self) -> None:
         """Raise WrongState while a step of the engine is in flight."""
@@ -231,8 +235,8 @@ class PagedKVCacheManager:
         request.lease = cache.admit(request.tokens, root=salted(self.engine.weights.root, ""), use_cache=shares)
         if request.lease is None:
             raise InsufficientBlocksError(
-                f"no row is free for sequence {context.request_id!r}: {cache.num_rows} are held (max_requests); release "
-                "others first"
+                f"no row is free for sequence {context.request_id!r}: {cache.num_rows} are held (max_requests); "
+                "release others first"
             )
         request.lease.publishes = shares
         return request
@@ -250,7 +254,7 @@ class PagedKVCacheManager:
 
     @property
     def _context(self) -> DynamicInferenceContext:
-        return self.engine.loop.cache
+        return self.engine.replay.context
 
 
 def _plan_of(work: Sequence[tuple[Request, int, int]]) -> StepPlan:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
-from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape
 from megatron_infer.config.sizing import DEFAULT_MAX_TOKENS
 from megatron_infer.errors import ConfigError
+from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.find import Kind, architecture_name, describe, find_model
-from megatron_infer.pipelines import estimates, mapping
+from megatron_infer.pipelines import mapping
 from megatron_infer.pipelines.architectures import Architecture
-from megatron_infer.pipelines.estimates import MemoryEstimate
+from megatron_infer.pipelines.estimates import Estimator, MemoryEstimate
 from megatron_infer.pipelines.layers import DRAFT, OPTIONS, FieldPath, flat_name
 from megatron_infer.pipelines.machine import Machine, find_machine
 from megatron_infer.pipelines.model_config import RopeType
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
 
 LLM_OPTIONS = ("dtype", "device", "threads")
+SECRETS = ("api_key",)
+"""Options whose values are never shown."""
 LAYOUT_OPTIONS = ("dp", "tp", "pp", "ep")
 
 
@@ -48,8 +51,6 @@ class Asked:
     llm: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)
-    hub: dict[str, Any] = field(default_factory=dict)
-    """Arguments of a download."""
     architectures: dict[str, Architecture] = field(default_factory=dict)
     force: bool = False
     chat_template: str | None = None
@@ -74,6 +75,9 @@ class Asked:
     def is_gguf(self, model: str) -> bool:
         return bool(model) and find_model(model).kind is Kind.GGUF
 
+    def is_hub(self, model: str) -> bool:
+        return bool(model) and find_model(model).kind is Kind.HUB
+
     def runnable_kernels(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
         """(names that can run on this machine, why the others cannot)."""
         if find_machine(self.llm.get("device", "auto")).is_cuda:
@@ -81,37 +85,45 @@ class Asked:
         return [], [f"{name}: for GPUs" for name in names]
 
 
-def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str]) -> Resolved:
-    """Raises ConfigError, ModelError or NotImplementedError; the config is not changed."""
+def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_bytes: int | None) -> Resolved:
+    """Raises ConfigError, ModelError or NotImplementedError; the config is not changed.
+
+    free_bytes: see `PipelineConfig.resolve`.
+    """
     asked, settings = Asked(), {}
     rows = list(_rows(config))
     for path, value, default, row in rows:
         if not (isinstance(row, mapping.Here) and row.needs_model):
             settings[path] = _applied(path, value, default, row, asked, sources)
+    del settings[OPTIONS,]
     _add_options(config, asked, settings, sources)
     if not asked.llm.get("model"):
         raise ConfigError("model_path is empty: give an alias (smollm2), a directory, a hub id or a .gguf file")
+    layout = Layout(**asked.layout)
+    _check_world(layout)
+    told = _ToldByBothNames(path for path, source in sources.items() if source != "default")
+    with told:
+        server = ServerConfig(**asked.server)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)  # told once, when all options are known
+            InferenceConfig(**asked.engine)
     architecture = _find_model(asked)
     for path, value, default, row in rows:
         if isinstance(row, mapping.Here) and row.needs_model:
             settings[path] = _applied(path, value, default, row, asked, sources)
     _require(architecture, config, settings, asked)
-    layout = Layout(**asked.layout)
-    _check_world(layout, sources)
-    given = {path for path, source in sources.items() if source != "default"}
-    with _told_by_both_names(given):
-        server = ServerConfig(**asked.server)
     machine = find_machine(asked.llm.get("device", "auto"))
+    if free_bytes is not None:
+        machine = dataclasses.replace(machine, free_bytes=free_bytes)
     dtype = machine.dtype(asked.llm.get("dtype", "auto"))
-    shape, estimate = None, None
-    if asked.description is not None:
-        from megatron_infer.model_loader.description_shape import shape_of
-
-        shape = shape_of(
-            asked.description, dtype=dtype, tensor_parallel_size=layout.tp, pipeline_parallel_size=layout.pp
-        )
-        estimate = _fit(asked, shape, machine, layout, settings)
-    with _told_by_both_names(given):
+    with told:
+        shape, estimator = None, None
+        if asked.description is not None:
+            shape = shape_of(
+                asked.description, dtype=dtype, tensor_parallel_size=layout.tp, pipeline_parallel_size=layout.pp
+            )
+            estimator = _estimator(asked, shape, machine, layout)
+            _fit(asked, estimator, tensor_parallel_size=layout.tp)
         engine = machine_config(
             asked.engine,
             shape,
@@ -119,14 +131,17 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str]) -> Resolve
             available_bytes=machine.free_bytes,
             tensor_parallel_size=layout.tp,
         )
-        available = None if estimate is None else estimate.free - estimate.weights
-        sizes = None
-        if shape is not None:
-            sizes = engine.resolve(shape, tensor_parallel_size=layout.tp, available_bytes=available)
-    effective = {
-        flat_name(path) if len(path) > 1 else path[0]: _in_effect(path, one, engine, server, layout, asked)
-        for path, one in settings.items()
-    }
+        sizes, estimate = None, None
+        if shape is not None and estimator is not None:
+            left = max(0, estimator.free - estimator.weights)
+            sizes = engine.resolve(shape, tensor_parallel_size=layout.tp, available_bytes=left)
+            estimate = MemoryEstimate(
+                free=estimator.free,
+                weights=estimator.weights,
+                activations=estimator.activations(sizes.max_sequence_length),
+                cache=sizes.kv_bytes + sizes.state_bytes,
+            )
+    effective = {flat_name(path): _in_effect(path, one, engine, server, layout) for path, one in settings.items()}
     return Resolved(
         engine=engine,
         server=server,
@@ -204,8 +219,9 @@ def _add_options(
         into: dict[str, Any] = asked.engine if name in engine_names else asked.server
         into = asked.llm if name in LLM_OPTIONS else asked.layout if name in LAYOUT_OPTIONS else into
         into[name] = value
+        shown = "(given)" if name in SECRETS else value
         settings[OPTIONS, name] = Setting(
-            requested=value, value=value, source=sources.get((OPTIONS, name), "argument"), note=""
+            requested=shown, value=shown, source=sources.get((OPTIONS, name), "argument"), note=""
         )
 
 
@@ -245,46 +261,53 @@ def _require(
         settings[path] = dataclasses.replace(applied, requested=one.requested, note=why)
 
 
-def _check_world(layout: Layout, sources: Mapping[FieldPath, str]) -> None:
+def _check_world(layout: Layout) -> None:
     for name, size in dataclasses.asdict(layout).items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            shown = next(field for field in (mapping.OWN_NAMES.get(name, name),))
-            raise ConfigError(f"{shown} is {size!r}, it must be an integer of at least 1")
+            raise ConfigError(f"{mapping.OWN_NAMES.get(name, name)} is {size!r}, it must be an integer of at least 1")
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if layout.ep > 1 and world == 1:
-        raise ConfigError(
-            f"ep_size is {layout.ep}, but there is 1 process: torchrun --nproc-per-node {layout.world_size}"
-        )
+    several = {mapping.OWN_NAMES.get(name, name): getattr(layout, name) for name in ("tp", "pp", "ep")}
+    for name, size in several.items():
+        if size > 1 and world == 1:
+            raise ConfigError(
+                f"{name} is {size}, but there is 1 process; start {layout.world_size}: "
+                f"torchrun --nproc-per-node {layout.world_size} -m megatron_infer serve ..."
+            )
     if world > 1 and layout.world_size != world:
         raise ConfigError(
             f"dp x tp x pp x ep = {layout.dp} x {layout.tp} x {layout.pp} x {layout.ep} = {layout.world_size} "
-            f"(data_parallel_degree, tp, pp, ep_size), but torchrun started {world} processes"
+            f"(data_parallel_degree, tp, pp, ep_size), but torchrun started {world} processes; start as many"
         )
 
 
-def _fit(
-    asked: Asked, shape: ModelShape, machine: Machine, layout: Layout, settings: dict[FieldPath, Setting]
-) -> MemoryEstimate:
-    """Choose length, batch and buffer where they are left open. Raises CapacityError with values that would fit."""
+def _estimator(asked: Asked, shape: ModelShape, machine: Machine, layout: Layout) -> Estimator:
     engine = asked.engine
-    free = machine.free_bytes // (1 if machine.is_cuda else layout.dp)
-    page = engine["block_size_tokens"]
-    max_tokens = engine.get("max_tokens") or DEFAULT_MAX_TOKENS
-    positions = shape.max_position
-    length = engine.get("max_sequence_length")
-    is_asked = length is not None
-    if not is_asked:
-        length = positions or InferenceConfig.max_sequence_length
-    if not all(isinstance(one, int) and one > 0 for one in (page, max_tokens, length)):
-        return MemoryEstimate(free=free, weights=0, activations=0, cache=0)  # InferenceConfig says what is wrong
-    _check_length(length, asked.description)
-    sizes = {"free": free, "utilization": asked.utilization, "max_tokens": max_tokens}
-    room = estimates.room_for_cache(shape, **sizes, max_length=length)
-    if "buffer_size_gb" in engine:
-        room = int(engine["buffer_size_gb"] * GIB)
-    longest = estimates.longest_that_fits(shape, room=room, page_size=page)
-    if longest < (length if is_asked else min(length, page)):
-        raise estimates.too_little(shape, **sizes, max_length=length, page_size=page)
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "WORLD_SIZE" in os.environ else layout.dp
+    is_fp8 = engine.get("kv_cache_dtype") == "fp8_e4m3"
+    return Estimator(
+        shape=shape,
+        free=machine.free_bytes // (1 if machine.is_cuda else on_host),
+        utilization=asked.utilization,
+        page_size=engine["block_size_tokens"],
+        kv_element_bytes=KV_DTYPE_BYTES[FP8_E4M3] if is_fp8 else shape.kv_dtype_bytes,
+        max_tokens=engine.get("max_tokens") or DEFAULT_MAX_TOKENS,
+        keeps_snapshots=shape.state is not None and bool(engine.get("enable_prefix_caching")),
+        buffer=int(engine["buffer_size_gb"] * GIB) if "buffer_size_gb" in engine else None,
+    )
+
+
+def _fit(asked: Asked, estimator: Estimator, *, tensor_parallel_size: int) -> None:
+    """Choose length, batch and buffer where they are left open. Raises CapacityError with values that would fit."""
+    engine, positions = asked.engine, estimator.shape.max_position
+    asked_length: int | None = engine.get("max_sequence_length")
+    length = asked_length or positions or InferenceConfig.max_sequence_length
+    if positions is not None and asked_length is not None and asked_length > positions:
+        _check_length(asked_length, asked.description)
+        length = positions
+    room = estimator.room(length)
+    longest = estimator.longest(room)
+    if longest < (length if asked_length is not None else min(length, estimator.page_size)):
+        raise estimator.too_little(length)
     if longest < length:
         warnings.warn(
             f"max_length: the model has {length:,} positions, the cache holds {longest:,} tokens: the latter is used",
@@ -292,19 +315,14 @@ def _fit(
             stacklevel=5,
         )
         length = longest
-    engine["max_sequence_length"] = length
-    requests = engine.get("max_requests")
+    if asked_length is None:
+        engine["max_sequence_length"] = length
+    requests: int | None = engine.get("max_requests")
     if requests is None:
-        requests = estimates.batch_size(shape, room=room, max_tokens=max_tokens, page_size=page)
-        engine["max_requests"] = max(requests // layout.tp, 1) * layout.tp
-    cache = estimates.cache_bytes(shape, room=room, max_length=length, max_batch=requests, page_size=page)
-    engine.setdefault("buffer_size_gb", cache / GIB)
-    return MemoryEstimate(
-        free=free,
-        weights=estimates.weights_bytes(shape),
-        activations=estimates.activation_bytes(shape, max_tokens=max_tokens, max_length=length),
-        cache=cache,
-    )
+        requests = max(estimator.batch_size(room) // tensor_parallel_size, 1) * tensor_parallel_size
+        engine["max_requests"] = requests
+    buffer = estimator.buffer_bytes(room, max_length=length, max_batch=requests)
+    engine.setdefault("buffer_size_gb", buffer / GIB)
 
 
 def _check_length(length: int, description: ModelDescription | None) -> None:
@@ -316,9 +334,7 @@ def _check_length(length: int, description: ModelDescription | None) -> None:
         )
 
 
-def _in_effect(
-    path: FieldPath, one: Setting, engine: InferenceConfig, server: ServerConfig, layout: Layout, asked: Asked
-) -> Setting:
+def _in_effect(path: FieldPath, one: Setting, engine: InferenceConfig, server: ServerConfig, layout: Layout) -> Setting:
     """The setting with the value that the counterpart has in the end."""
     row = mapping.ROWS.get(".".join(path))
     match row:
@@ -339,7 +355,7 @@ def _in_effect(
     return dataclasses.replace(one, value=value, source=source, note=note)
 
 
-class _told_by_both_names:
+class _ToldByBothNames:
     """Errors of options that were given by a field's name have that name in front."""
 
     def __init__(self, given: Iterable[FieldPath]) -> None:

@@ -1,4 +1,4 @@
-"""Requests of a pipeline: what a caller asks, the context of each while it runs, a batch of them, and what comes back."""
+"""Requests of a pipeline: what a caller asks, the context of each while it runs, batches, and what comes back."""
 
 from __future__ import annotations
 
@@ -166,7 +166,10 @@ class TextGenerationOutput:
         if news.log_probabilities is not None:
             mine = self.log_probabilities or LogProbabilities(token_log_probabilities=[], top_log_probabilities=[])
             self.log_probabilities = LogProbabilities(
-                token_log_probabilities=[*mine.token_log_probabilities, *news.log_probabilities.token_log_probabilities],
+                token_log_probabilities=[
+                    *mine.token_log_probabilities,
+                    *news.log_probabilities.token_log_probabilities,
+                ],
                 top_log_probabilities=[*mine.top_log_probabilities, *news.log_probabilities.top_log_probabilities],
             )
 

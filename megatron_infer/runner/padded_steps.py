@@ -38,10 +38,6 @@ class PaddedSteps(Protocol):
         """`shape_of`, for the step that is built next: prepares and counts it."""
         ...
 
-    def capture_all(self) -> list[str]:
-        """Prepare every shape now, in inference mode and with nothing in flight -> why some could not be."""
-        ...
-
     def launch(
         self, shape: GraphShape, batch: Batch, *, num_decode: int, received_TD: Tensor | None = None
     ) -> PaddedOutput:

@@ -106,10 +106,6 @@ class Grammars:
         text = "bad_token_ids, allowed_token_ids, stop_token_ids or min_tokens leave none of what it allows next"
         return RequestError(f"structured output has no token to draw: {text}")
 
-    def forget(self, request: Request) -> None:
-        """Drop a request's matcher."""
-        self._matches.pop(request.id, None)
-
     def _match(self, request: Request) -> _Match:
         found = self._matches.get(request.id)
         if found is None or found.request is not request:

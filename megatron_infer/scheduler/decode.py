@@ -19,18 +19,17 @@ class DecodePlanner:
         self._context, self._running_set, self._num_micro_batches = context, running_set, num_micro_batches
 
     def plan(
-        self, most: int, among: Collection[Request] | None, *, num_in_flight: int
+        self, most: int, *, num_in_flight: int, among: Collection[Request] | None = None
     ) -> tuple[list[Request], list[int]]:
-        """(requests, position of each one's query token), oldest first, at most `most`, of those in `among` (None: all).
+        """(requests, position of each one's query token), oldest first, at most `most`. among: None: of all.
 
         One of several micro-batches takes its share of the requests with nothing in flight: the token that the others
         need is still in the pipeline. No request is left out for long: one that is passed over is idle, each older one
         is planned once in as many steps as there are micro-batches, and their shares together are all requests.
         """
-        decoding = self._running_set.decoding
+        decoding = chosen = self._running_set.decoding
         if among is not None:
-            decoding = [request for request in decoding if request in among]
-        chosen = decoding
+            decoding = chosen = [request for request in decoding if request in among]
         if self._num_micro_batches > 1:
             chosen = [request for request in decoding if not request.in_flight]
             share = policy.decode_share(

@@ -97,25 +97,23 @@ class PreemptionPolicy:
         self._paused_since = {request: self._paused_since.get(request, now) for request in running_set.paused}
 
     def make_way(self, among: Collection[Request] | None) -> bool:
-        """Evict a request, since no unfinished one of `among` (None: of all) can run and nothing is in flight; False:
-        there is none to evict.
+        """Evict a request, as none of `among` (None: of all) can run and nothing is in flight; False: that is no help.
 
-        Those not in `among` go first, the youngest of the largest priority number before others. Else it is one of the
-        paused, which all wait for blocks of each other; one that frees nothing if all are such.
+        Those not in `among` go first, the younger before. Else it is one of the paused, which all wait for blocks of
+        each other; one that frees nothing if all are such.
         """
-        live = self._running_set.live()
-        if among is not None and any(request.status is not Status.FINISHED for request in among):
-            others = [request for request in live if request not in among]
-            if others:
+        live, paused = self._running_set.live(), self._running_set.paused
+        if others := [] if among is None else [request for request in live if request not in among]:
+            wants = len(others) < len(live) or bool(self._queue.candidates(0, among))
+            if wants:
                 self.evict(max(others, key=sort_key_of))
-                return True
-        paused = [one for one in self._running_set.paused if among is None or one in among]
-        if not paused:
-            return False
-        victims = self._victims((), num_needed=1) or sorted(paused, key=sort_key_of)[:0:-1]
-        assert victims, f"alone, {paused[0].id!r} does not fit the pool"
-        self.evict(victims[0])
-        return True
+            return wants
+        if paused:
+            victims = self._victims((), num_needed=1) or sorted(paused, key=sort_key_of)[:0:-1]
+            assert victims, f"alone, {paused[0].id!r} does not fit the pool"
+            self.evict(victims[0])
+            return True
+        return False
 
     def _grow(self, needy: Iterable[Request]) -> list[Request]:
         """Give each request room for its next token, oldest first, and resume the paused -> those left without."""

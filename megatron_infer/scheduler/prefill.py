@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.leases import Lease
@@ -28,6 +29,8 @@ class PrefillDraft:
     """Tokens the step may still take."""
     budget: int = 0
     """Tokens it may take in all."""
+    context_left: int | None = None
+    """Tokens that the contexts of further chunks may have; None: any number."""
     num_tokens: int = 0
     """Tokens taken."""
     max_chunks: int | None = None
@@ -45,7 +48,7 @@ class PrefillDraft:
         return self.left <= self.stop_at or len(self.chunks) == self.max_chunks
 
 
-_NOTHING = PrefillDraft(left=0)
+NOTHING = PrefillDraft(left=0)
 
 
 class PrefillPlanner:
@@ -66,6 +69,7 @@ class PrefillPlanner:
         chunked_prefill: bool,
         num_micro_batches: int,
         room: PrefillRoom | None,
+        limits: BatchingLimits,
     ) -> None:
         """num_micro_batches: they divide the prompts that wait. room: None where the budget is the only bound."""
         self._context = context
@@ -74,21 +78,30 @@ class PrefillPlanner:
         self._preemption = preemption
         self._chunked_prefill = chunked_prefill
         self._num_micro_batches = num_micro_batches
-        self._room = room
+        self._room, self._limits = room, limits
         self._waited: dict[Request, int] = {}
         """Requests that wait for a state that is being computed -> tokens they had to compute when they began to."""
 
     def plan(
-        self, budget: int, num_decode: int, in_flight: int, root: bytes, among: Collection[Request] | None
+        self,
+        budget: int,
+        decode_starts: Sequence[int],
+        in_flight: int,
+        root: bytes,
+        among: Collection[Request] | None = None,
     ) -> PrefillDraft:
-        """The prompt part of a step of at most `budget` tokens, so many decode rows among them; of requests in `among`.
+        """The prompt part of a step of at most `budget` tokens, of which decode rows take the positions given.
+        among: the requests that may take part; None: all.
 
         One of several micro-batches takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
         running_set, queue, count = self._running_set, self._queue, self._num_micro_batches
         if not running_set.prefilling and not queue.requests:
-            return _NOTHING
+            return NOTHING
+        num_decode = len(decode_starts)
         draft = PrefillDraft(left=budget - num_decode, budget=budget, among=among)
+        if self._limits.max_total_tokens is not None:
+            draft.context_left = self._limits.max_total_tokens - sum(decode_starts) - num_decode
         if self._room is not None:
             room, draft.max_chunks = self._room(num_decode)
             draft.left = min(draft.left, room)
@@ -109,7 +122,7 @@ class PrefillPlanner:
         """
         begun = [one for one in self._running_set.prefilling if among is None or one in among]
         total = sum(len(request.tokens) - request.scheduled for request in begun)
-        for request in self._queue.candidates(self._context.num_free_rows, among):
+        for request in self._queue.candidates(self._num_free_rows(), among):
             if total >= limit:
                 break
             total += len(request.tokens)
@@ -123,8 +136,11 @@ class PrefillPlanner:
             if draft.among is not None and request not in draft.among:
                 continue
             self._catch_up(request)
-            remaining = len(request.tokens) - request.scheduled
-            self._take_chunk(draft, request, min(remaining, draft.left - draft.stop_at), first=False)
+            n = min(len(request.tokens) - request.scheduled, draft.left - draft.stop_at)
+            if draft.context_left is not None and request.scheduled + n > draft.context_left:
+                draft.left = 0  # an admission would overtake it
+                return
+            self._take_chunk(draft, request, n, first=False)
 
     def _catch_up(self, request: Request) -> None:
         """Skip what others have published of this prompt since its last chunk was planned."""
@@ -143,8 +159,8 @@ class PrefillPlanner:
         admitted: set[Request] = set()
         skipped: list[Request] = []
         overtaken = self._queue.overtaken
-        for request in self._queue.candidates(self._context.num_free_rows, draft.among):
-            if draft.is_full or not self._context.num_free_rows:
+        for request in self._queue.candidates(self._num_free_rows(), draft.among):
+            if draft.is_full or not self._num_free_rows():
                 break
             if self._try_admit(draft, request, root):
                 admitted.add(request)
@@ -177,6 +193,8 @@ class PrefillPlanner:
             return False
         n = self._chunk_size(draft, total - lease.cached)
         fits = need - len(lease.blocks) <= context.num_free_blocks - headroom
+        if draft.context_left is not None and lease.cached + n > draft.context_left:
+            fits = False
         if not n or not fits or not context.extend(lease, total):
             context.release(lease)
             return False
@@ -203,8 +221,10 @@ class PrefillPlanner:
 
     def _swap_in(self, draft: PrefillDraft, request: Request) -> bool:
         """Lease a swapped request what it held and plan its next chunk; False: nothing changed."""
-        remaining = len(request.tokens) - self._preemption.swapped[request].num_tokens
-        n = self._chunk_size(draft, remaining)
+        stored = self._preemption.swapped[request].num_tokens
+        n = self._chunk_size(draft, len(request.tokens) - stored)
+        if draft.context_left is not None and stored + n > draft.context_left:
+            return False
         if not n or not self._preemption.swap_in(request, headroom=self._headroom()):
             return False
         self._take_chunk(draft, request, n, first=True)
@@ -215,7 +235,14 @@ class PrefillPlanner:
         left = draft.left - (draft.stop_at if self._chunked_prefill else 0)
         return policy.chunk_size(remaining, left, max_tokens=draft.budget, chunked=self._chunked_prefill)
 
+    def _num_free_rows(self) -> int:
+        """Sequences that may still be admitted or forked."""
+        free, most = self._context.num_free_rows, self._limits.max_live
+        return free if most is None else max(0, min(free, most - self._running_set.num_live))
+
     def _headroom(self) -> int:
+        if (most := self._limits.max_used_blocks) is not None:
+            return self._context.num_blocks - most if self._running_set.num_live else 0
         return policy.admission_headroom(self._running_set.num_running, self._context.num_blocks)
 
     # ------------------------------------------------------------------ chunks
@@ -245,6 +272,8 @@ class PrefillPlanner:
             )
         )
         draft.left -= n
+        if draft.context_left is not None:
+            draft.context_left -= end
         draft.num_tokens += n
         request.scheduled = end
         request.in_flight += 1
@@ -254,7 +283,7 @@ class PrefillPlanner:
         assert leader.lease is not None
         siblings = self._queue.pop_siblings(leader)
         for index, child in enumerate(siblings):
-            forked = self._context.fork(leader.lease, len(leader.tokens))
+            forked = self._context.fork(leader.lease, len(leader.tokens)) if self._num_free_rows() else None
             if forked is None:
                 self._queue.insert_group(siblings[index:])
                 return tuple(siblings[:index])

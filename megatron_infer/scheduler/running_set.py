@@ -75,6 +75,10 @@ class RunningSet:
     def num_running(self) -> int:
         return len(self.decoding) + len(self.prefilling)
 
+    @property
+    def num_live(self) -> int:
+        return self.num_running + len(self.paused)
+
     def live(self) -> list[Request]:
         return [*self.decoding, *self.prefilling, *self.paused]
 

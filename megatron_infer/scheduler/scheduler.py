@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
+from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.leases import Lease
@@ -17,7 +19,11 @@ from megatron_infer.scheduler.request import FinishReason, Request, Status
 from megatron_infer.scheduler.running_set import EventHook, RunningSet, SchedulerStats
 from megatron_infer.scheduler.step_budget import StepBudget
 from megatron_infer.scheduler.step_plan import Committed, PrefillChunk, StepPlan, StepResult
-from megatron_infer.scheduler.waiting_queue import WaitingQueue, assign_arrivals
+from megatron_infer.scheduler.step_planner import StepPlanner
+from megatron_infer.scheduler.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from megatron_infer.scheduler.phases import Phases
 
 
 class Scheduler:
@@ -48,12 +54,16 @@ class Scheduler:
         costs: policy.CostModel | None = None,
         num_micro_batches: int = 1,
         prefill_room: PrefillRoom | None = None,
+        limits: BatchingLimits | None = None,
+        phases: Phases | None = None,
         on_event: EventHook | None = None,
     ) -> None:
         """root, version: of the weights (see `set_root`). costs: see `set_costs`; None: the defaults.
 
         num_micro_batches: micro-batches that share the requests, for pipeline stages to work on at once.
         prefill_room: what the shapes of captured steps leave for prompts; None: max_tokens is the only bound.
+        limits: further bounds; None: none. phases: the order of decode and prompts; None: each step
+        decodes, and prompts fill the rest of its budget.
         """
         assert max_tokens >= 1 <= num_micro_batches, f"max_tokens {max_tokens}, micro-batches {num_micro_batches}"
         self.context, self.root = context, root
@@ -69,7 +79,7 @@ class Scheduler:
             preemption=preemption,
             costs=costs or policy.CostModel(),
         )
-        self._prefills = PrefillPlanner(
+        prefills = PrefillPlanner(
             context,
             self.queue,
             self.running_set,
@@ -77,10 +87,12 @@ class Scheduler:
             chunked_prefill=chunked_prefill,
             num_micro_batches=num_micro_batches,
             room=prefill_room,
+            limits=limits or BatchingLimits(),
         )
-        self._decodes = DecodePlanner(context, self.running_set, num_micro_batches=num_micro_batches)
+        decodes = DecodePlanner(context, self.running_set, num_micro_batches=num_micro_batches)
+        self._planner = StepPlanner(context, self.running_set, self.preemption, decodes, prefills, phases)
         self.recompute_progress = RecomputeProgress()
-        self._num_arrivals = self._num_uncommitted = self._prompt_tokens_in_flight = 0
+        self._num_uncommitted = self._prompt_tokens_in_flight = 0
         self._readmitted: list[Request] = []
 
     def add(self, request: Request) -> None:
@@ -99,14 +111,14 @@ class Scheduler:
                 f"request {request.id!r} has {len(request.tokens):,} tokens and a limit of {request.max_total:,}; "
                 "it needs one token at least and room to draw another"
             )
-        self._num_arrivals = assign_arrivals(request, self._num_arrivals)
+        self.queue.assign_arrivals(request)
         self.queue.append(request)
 
     def readmit(self, request: Request, computed: int, *, like: Request | None = None, num_shared: int = 0) -> bool:
         """Let `request` continue after `computed` tokens; the caller writes their KV now. False: no room, `add` it."""
         if not self.running_set.lease_computed(request, computed, like=like, num_shared=num_shared):
             return False
-        self._num_arrivals = assign_arrivals(request, self._num_arrivals)
+        self.queue.assign_arrivals(request)
         self.queue.hold_siblings(request)
         self.running_set.readmit(request, is_leader=self.queue.is_leader(request))
         self._readmitted.append(request)
@@ -249,6 +261,16 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.queue.requests or self.running_set.num_running or self.running_set.paused)
 
+    def _plan_step(self, among: Collection[Request] | None) -> StepPlan:
+        return self._planner.plan(
+            self.budget.tokens,
+            self.root,
+            among,
+            num_in_flight=self._num_uncommitted,
+            prompt_tokens=self._prompt_tokens_in_flight,
+            readmitted=self._readmitted,
+        )
+
     def schedule(self, among: Collection[Request] | None = None) -> StepPlan:
         """The next step, of requests in `among` only (None: of all); others keep their memory unless these lack it.
         num_tokens is 0 when nothing can run: all is finished, or waits for a step in flight."""
@@ -298,28 +320,6 @@ class Scheduler:
         if dropped:
             taken = [index for index, request in enumerate(plan.sampled) if request not in dropped]
         return Committed(taken, self.running_set.finish_ended(ended) if ended else ended)
-
-    def _plan_step(self, among: Collection[Request] | None) -> StepPlan:
-        running_set, context = self.running_set, self.context
-        if context.states is not None:
-            context.states.begin_step()
-        if running_set.paused or context.num_free_blocks < len(running_set.decoding):
-            self.preemption.make_room()
-        decode, starts = self._decodes.plan(self.budget.tokens, among, num_in_flight=self._num_uncommitted)
-        num_decode = len(decode)
-        draft = self._prefills.plan(self.budget.tokens, num_decode, self._prompt_tokens_in_flight, self.root, among)
-        num_tokens = num_decode + draft.num_tokens
-        return StepPlan(
-            step=self.stats.steps,
-            decode=decode,
-            decode_starts=starts,
-            prefill=tuple(draft.chunks),
-            copies_before=context.take_copies() if num_tokens else (),
-            copies_after=tuple(sorted(draft.copies, key=lambda copy: copy.kind.value)),
-            readmitted=tuple([request for request in self._readmitted if request.lease is not None]),
-            num_tokens=num_tokens,
-            sampled=[*decode, *draft.sampled] if draft.sampled else decode,
-        )
 
 
 def _publish(plan: StepPlan, context: DynamicInferenceContext) -> None:

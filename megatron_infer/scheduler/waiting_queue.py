@@ -10,14 +10,6 @@ from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.request import Request, sort_key_of
 
 
-def assign_arrivals(leader: Request, first: int) -> int:
-    """Give a new request and its siblings the arrivals from `first` on -> the next one."""
-    for arrival, request in enumerate((leader, *leader.siblings), start=first):
-        assert request.arrival < 0, f"request {request.id!r} was added before"
-        request.arrival = arrival
-    return first + 1 + len(leader.siblings)
-
-
 class WaitingQueue:
     """By priority; within one the evicted requests by arrival, then the others by arrival.
 
@@ -31,9 +23,22 @@ class WaitingQueue:
         """Admissions of others past a request since it was queued; bounded by `policy.MAX_OVERTAKEN`."""
         self._siblings: dict[Request, list[Request]] = {}
         """By leader, which may be queued or running."""
+        self.num_arrivals = 0
+        self.released: int | None = None
+        """See `release`; None: all may be admitted."""
 
     def __len__(self) -> int:
         return len(self.requests) + sum(map(len, self._siblings.values()))
+
+    def assign_arrivals(self, leader: Request) -> None:
+        """Give a new request and its siblings the next arrivals."""
+        for request in (leader, *leader.siblings):
+            assert request.arrival < 0, f"request {request.id!r} was added before"
+            request.arrival, self.num_arrivals = self.num_arrivals, self.num_arrivals + 1
+
+    def release(self, arrival: int) -> None:
+        """Requests before `arrival` may be admitted; the others wait for the next release."""
+        self.released = arrival
 
     def append(self, leader: Request) -> None:
         requests, priority = self.requests, leader.params.priority
@@ -101,8 +106,12 @@ class WaitingQueue:
 
     def candidates(self, num_rows: int, among: Collection[Request] | None = None) -> list[Request]:
         """The requests that may be tried for `num_rows` free rows in this step, in order; of those in `among`."""
-        chosen = self.requests if among is None else (request for request in self.requests if request in among)
-        return list(islice(chosen, num_rows + policy.LOOKAHEAD))
+        released, requests = self.released, iter(self.requests)
+        if released is not None:
+            requests = (request for request in requests if request.arrival < released)
+        if among is not None:
+            requests = (request for request in requests if request in among)
+        return list(islice(requests, num_rows + policy.LOOKAHEAD))
 
     def remove_admitted(self, admitted: Collection[Request]) -> None:
         requests, kept = self.requests, []

@@ -60,6 +60,16 @@ class Tokenizer:
         return bool(self._templates)
 
     @property
+    def chat_template(self) -> str | None:
+        """The default chat template; None if the model has none."""
+        return self._templates.get("default")
+
+    def set_chat_template(self, template: str) -> None:
+        """Replace the model's templates by one. Raises ModelError for one that does not parse."""
+        chat_template.check(template)
+        self._templates = {"default": template}
+
+    @property
     def tool_template(self) -> str | None:
         """The chat template for conversations with tools; None if the model has none."""
         return self._templates.get("tool_use", self._templates.get("default"))

@@ -336,6 +336,20 @@ def check_vocabulary(model: torch.nn.Module, rank: int) -> None:
         ranks.make_engine(model, vocab_size=129)
 
 
+def check_delay(model: torch.nn.Module, rank: int) -> None:
+    """The leader's clock decides for all ranks when prompts are admitted; they compare each plan."""
+    prompts = [PROMPT, PROMPT[:9], PROMPT[4:30]] if rank == 0 else []
+    engine = ranks.make_engine(model)
+    want = tokens_of(engine.generate(prompts, GREEDY))
+    engine.rank_group.lockstep.close()
+    options = {"batching": "phased", "ce_delay_ms": 20, "min_batch_size_tg": 2, "enable_prioritize_first_decode": True}
+    engine = ranks.make_engine(model, **options, check_invariants=True)
+    for _ in range(2):
+        assert tokens_of(engine.generate(prompts, GREEDY)) == want
+    assert engine.stats().counters["prefill_tokens"] == 2 * (55 + 9 + 26)
+    engine.rank_group.lockstep.close()
+
+
 def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
     """A forward that raises on one rank only ends the engine on all, each naming the rank, the phase and the cause."""
     engine = ranks.make_engine(model, collective_timeout_s=3, check_invariants=False)
@@ -370,6 +384,7 @@ def check_all(rank: int, size: int, folder: str) -> None:
     engine.rank_group.lockstep.close()
     check_planted_divergence(model, rank)
     check_options(model, rank)
+    check_delay(model, rank)
     check_vocabulary(model, rank)
     check_one_sided_failure(model, rank)  # last: it breaks the gloo groups
 

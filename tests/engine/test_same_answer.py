@@ -39,6 +39,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "few_rows": {"max_requests": 4},
     "tiny_pool": {"pool_blocks": 14},
     "tiny_pool_paused": {"pool_blocks": 14, "paused_blocks": 7},
+    "prefill_first": {"batching": "prefill_first", "max_batch_total_tokens": 200},
+    "phased": {
+        "batching": "phased",
+        "min_batch_size_tg": 2,
+        "max_queue_size_tg": 4,
+        "ce_delay_ms": 2,
+        "enable_prioritize_first_decode": True,
+        "admission_watermark": 0.8,
+    },
     "tiny_pool_swap": {"pool_blocks": 14, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01},
 }
 PAIRS = [
@@ -48,6 +57,9 @@ PAIRS = [
     and not all(name.startswith("tiny_pool") for name in pair)
     and not ("block256" in pair and any(name.startswith("tiny_pool") for name in pair))
 ]
+ORDERS = ("prefill_first", "phased")
+ORDER_PAIRS = [pair for pair in PAIRS if set(ORDERS) & set(pair) and not set(ORDERS) <= set(pair)]
+PAIRS = [pair for pair in PAIRS if not set(ORDERS) & set(pair)]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -144,6 +156,13 @@ def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, draw
     for name in pair:
         settings.update(FEATURES[name])
     assert run(make_engine(model, kind, **settings), drawing, settings.get("order")) == expected[drawing]
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("drawing", ["greedy", "sampled"])
+@pytest.mark.parametrize("pair", ORDER_PAIRS, ids="+".join)
+def test_tokens_are_the_same_in_another_order_with_a_feature(model, kind, expected, pair, drawing):
+    test_tokens_are_the_same_with_two_features(model, kind, expected, pair, drawing)
 
 
 def test_second_run_hits_the_prefix_cache_and_answers_the_same(model, kind, expected):

@@ -45,9 +45,7 @@ def workload(count: int = 10, seed: int = 1) -> list[tuple[list[int], SamplingPa
     return [
         (
             [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 90))],
-            SamplingParams(
-                max_tokens=rng.randint(1, 16), temperature=rng.choice([0.0, 1.0]), seed=number, logprobs=1
-            ),
+            SamplingParams(max_tokens=rng.randint(1, 16), temperature=rng.choice([0.0, 1.0]), seed=number, logprobs=1),
         )
         for number in range(count)
     ]
@@ -95,4 +93,4 @@ def check_same(answers: dict[str, TextGenerationOutput], expected, prefix: str =
 
 
 def free_pages(engine: DynamicInferenceEngine) -> tuple[int, int]:
-    return engine.loop.cache.num_free_blocks, engine.loop.cache.num_free_rows
+    return engine.replay.context.num_free_blocks, engine.replay.context.num_free_rows

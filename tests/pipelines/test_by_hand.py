@@ -84,7 +84,7 @@ def test_return_logits_says_which_rows_come_back():
 def test_a_prefix_of_an_earlier_sequence_is_found_by_hand_and_by_the_engine():
     engine = make_engine(enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
     model, prompt = McorePipelineModel.wrap(engine), list(range(4, 60))
-    first, second, third = contexts_of([(prompt, GREEDY), (prompt, GREEDY), (prompt + [5], GREEDY)])
+    first, second, third = contexts_of([(prompt, GREEDY), (prompt, GREEDY), ([*prompt, 5], GREEDY)])
     generate_by_hand(model, [first], claims=True)
     generate_by_hand(model, [second], claims=True)
     assert second.generated == first.generated

@@ -47,7 +47,7 @@ def test_update_takes_known_names_and_leaves_none_alone():
     before = inputs.input_row_offsets
     inputs.update(tokens=later, input_row_offsets=None, lora_ranks=torch.ones(1))
     assert inputs.tokens is later and inputs.input_row_offsets is before and len(list(inputs)) == 3
-    with pytest.raises(ConfigError, match="unknown input 'token'.*tokens"):
+    with pytest.raises(ConfigError, match=r"unknown input 'token'.*tokens"):
         inputs.update(tokens=before, token=before)
     assert inputs.tokens is later
 

@@ -72,7 +72,9 @@ def dense_logits(model, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         hidden = net["words"](torch.tensor(ids)) + net["places"](torch.arange(len(ids)))
         for layer in range(TOY["num_layers"]):
-            q, k, v = (one.unflatten(-1, (heads, -1)).transpose(0, 1) for one in net[f"qkv{layer}"](hidden).chunk(3, -1))
+            q, k, v = (
+                one.unflatten(-1, (heads, -1)).transpose(0, 1) for one in net[f"qkv{layer}"](hidden).chunk(3, -1)
+            )
             attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             hidden = hidden + attended.transpose(0, 1).flatten(1)
             hidden = hidden + net[f"mlp{layer}"](hidden)
@@ -113,11 +115,16 @@ def test_it_serves_over_http(pipeline):
     with serving(engine, encoder=pipeline.tokenizer.delegate) as case:
         asked = {"max_tokens": 12, "temperature": 0, "logprobs": 2, "ignore_eos": True}
         with ThreadPoolExecutor(3) as pool:
-            replies = list(pool.map(lambda text: post(case, "/v1/completions", prompt=text, **asked), ("one", "two", "three")))
+            replies = list(
+                pool.map(lambda text: post(case, "/v1/completions", prompt=text, **asked), ("one", "two", "three"))
+            )
         for reply, output in zip(replies, expected, strict=True):
             (choice,) = reply.json()["choices"]
             assert choice["text"] == output.outputs[0].text
-            wanted = [entry[token].logprob for token, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)]
+            wanted = [
+                entry[token].logprob
+                for token, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+            ]
             assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted, abs=CLOSE)
         reply = post(case, "/v1/completions", prompt="n?", structured_outputs={"regex": "[a-c]{4}"}, max_tokens=9)
         assert re.fullmatch("[a-c]{4}", reply.json()["choices"][0]["text"])
@@ -246,7 +253,7 @@ class Cacheless(PipelineModel):
 
 
 def test_weights_go_through_the_adapter_of_their_format(folder, tmp_path):
-    with pytest.raises(ModelError, match="config.json"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         configure_and_load(tmp_path)
     config = configure(folder)
     kind = config.resolved.architecture.pipeline_model

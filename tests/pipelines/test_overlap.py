@@ -114,7 +114,9 @@ def test_release_ends_a_request_in_any_state_and_returns_its_pages(pipeline):
     engine = pipeline.engine
     before = free_pages(engine)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
-    decoding, prefilling, waiting, other = contexts_of([([5] * 40, params), ([6] * 150, params), ([7], params), ([8], params)], "r")
+    decoding, prefilling, waiting, other = contexts_of(
+        [([5] * 40, params), ([6] * 150, params), ([7], params), ([8], params)], "r"
+    )
     pipeline.execute(batch(decoding, other))
     pipeline.execute(batch(decoding, prefilling, waiting, other))
     assert pipeline.kv_manager.num_pages_of(decoding.request_id) == 3
@@ -172,7 +174,9 @@ def speaking() -> OverlapTextGenerationPipeline:
 
 def requests(count: int, **how) -> list[TextGenerationRequest]:
     params = SamplingParams(**{"max_tokens": 6, "temperature": 0.0} | how)
-    return [TextGenerationRequest(prompt="ab" * (3 * count - number), sampling_params=params) for number in range(count)]
+    return [
+        TextGenerationRequest(prompt="ab" * (3 * count - number), sampling_params=params) for number in range(count)
+    ]
 
 
 def test_generate_keeps_the_order_and_gives_what_the_engine_gives(speaking):
@@ -180,7 +184,9 @@ def test_generate_keeps_the_order_and_gives_what_the_engine_gives(speaking):
     answers = speaking.generate(asked)
     expected = speaking.engine.generate([one.prompt for one in asked], asked[0].sampling_params)
     assert [one.request_id for one in answers] == [one.request_id for one in asked]
-    assert [(one.tokens, one.text) for one in answers] == [(o.outputs[0].token_ids, o.outputs[0].text) for o in expected]
+    assert [(one.tokens, one.text) for one in answers] == [
+        (o.outputs[0].token_ids, o.outputs[0].text) for o in expected
+    ]
     assert [len(one.log_probabilities.top_log_probabilities) for one in answers] == [len(one.tokens) for one in answers]
     assert speaking.generate(asked[0])[0].tokens == answers[0].tokens and speaking.generate([]) == []
     with pytest.raises(RequestError, match="same request_id"):
@@ -243,7 +249,10 @@ def test_two_callers_of_generate_get_their_own_outputs(speaking):
 
     first, second = requests(3), requests(2, max_tokens=9)
     mine = asyncio.run(main(first, second))
-    assert mine == [[one.tokens for one in speaking.generate(requests(3))], [one.tokens for one in speaking.generate(requests(2, max_tokens=9))]]
+    assert mine == [
+        [one.tokens for one in speaking.generate(requests(3))],
+        [one.tokens for one in speaking.generate(requests(2, max_tokens=9))],
+    ]
 
 
 # ---------------------------------------------------------------------- structured output
@@ -264,7 +273,7 @@ def test_bitmask_is_packed_and_allows_what_the_schema_allows(speaking):
     speaking.update_for_structured_output(digits, mask, 1)
     assert allowed(mask[1]) == {text.eos}
     speaking.update_for_structured_output(digits, None, 1)
-    with pytest.raises(RequestError, match="schema|grammar|regex"):
+    with pytest.raises(RequestError, match=r"schema|grammar|regex"):
         bad = SamplingParams(structured={"regex": "("})
         speaking.update_for_structured_output(
             text.new_context(TextGenerationRequest(prompt="x", sampling_params=bad)), mask, 0
@@ -288,7 +297,7 @@ def test_warm_up_says_why_nothing_is_captured_and_captures_every_shape_where_it_
     monkeypatch.setenv("MEGATRON_INFER_GRAPHS", EAGER)
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", STATIC)
     one = OverlapTextGenerationPipeline.of_engine(make_engine(num_cuda_graphs=4))
-    graphs = one.engine.loop.runner.graphs
+    graphs = one.engine.replay.runner.graphs
     assert one.warmup_graph_capture() == ""
     tokens = [shape.num_tokens for shape in graphs.pool.captured]
     assert len(tokens) == len(graphs.pool.index.shapes) and tokens == sorted(tokens, reverse=True)

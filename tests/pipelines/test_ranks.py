@@ -24,26 +24,29 @@ pytestmark = pytest.mark.long
 
 def work_of():
     work = [(prompt[:60], params) for prompt, params in engine_ranks.workload(8)]  # one step of 64 tokens takes each
-    return work + [(prompt, SamplingParams(max_tokens=9, temperature=1.0, seed=5, logprobs=1)) for prompt, _ in work[:3]]
+    return work + [
+        (prompt, SamplingParams(max_tokens=9, temperature=1.0, seed=5, logprobs=1)) for prompt, _ in work[:3]
+    ]
 
 
 def tokens_of(engine) -> list:
     outputs = engine.generate([prompt for prompt, _ in work_of()], [params for _, params in work_of()])
     return [
-        (one.outputs[0].token_ids, [e[t].logprob for t, e in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)])
+        (
+            one.outputs[0].token_ids,
+            [e[t].logprob for t, e in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True)],
+        )
         for one in outputs
     ]
 
 
 def as_outputs(saved) -> list[RequestOutput]:
-    return [
-        RequestOutput(
-            str(number), None, [], None,
-            [CompletionOutput(0, "", tokens, logprobs=[{t: Logprob(v)} for t, v in zip(tokens, values, strict=True)], finish_reason="length")],
-            True, RequestMetrics(0.0),
-        )
-        for number, (tokens, values) in enumerate(saved)
-    ]  # fmt: skip
+    outputs = []
+    for number, (tokens, values) in enumerate(saved):
+        logprobs = [{token: Logprob(value)} for token, value in zip(tokens, values, strict=True)]
+        sequence = CompletionOutput(0, "", tokens, logprobs=logprobs, finish_reason="length")
+        outputs.append(RequestOutput(str(number), None, [], None, [sequence], True, RequestMetrics(0.0)))
+    return outputs
 
 
 def check_pipeline(engine, saved, *, seed: int, disable_overlap: bool = False) -> None:
@@ -56,7 +59,7 @@ def check_pipeline(engine, saved, *, seed: int, disable_overlap: bool = False) -
     for context in extra:
         pipeline.release(context.request_id)
     check_same(run_to_end(pipeline, contexts_of(work_of()), rng), as_outputs(saved))
-    assert engine.loop.cache.num_free_blocks == engine.loop.cache.num_blocks
+    assert engine.replay.context.num_free_blocks == engine.replay.context.num_blocks
 
 
 def run_tensor_parallel(rank: int, size: int, folder: str) -> None:

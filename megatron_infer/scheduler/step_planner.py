@@ -1,0 +1,80 @@
+"""Puts a step together from its decode and its prompt part, in the order that `Phases` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.decode import DecodePlanner
+from megatron_infer.scheduler.preemption import PreemptionPolicy
+from megatron_infer.scheduler.prefill import NOTHING, PrefillPlanner
+from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.running_set import RunningSet
+from megatron_infer.scheduler.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from megatron_infer.scheduler.phases import Phase, Phases
+
+BOTH: tuple[Phase, ...] = ((True, True, None),)  # type: ignore[assignment]
+"""Decode, and prompts in what it leaves of the budget."""
+
+
+class StepPlanner:
+    """Plans one step; the next one is planned from what this one has changed in the running set and the context."""
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        running_set: RunningSet,
+        preemption: PreemptionPolicy,
+        decodes: DecodePlanner,
+        prefills: PrefillPlanner,
+        phases: Phases | None,
+    ) -> None:
+        """phases: None: each step plans `BOTH`."""
+        self._context, self._running_set, self._preemption = context, running_set, preemption
+        self._decodes, self._prefills, self._phases = decodes, prefills, phases
+
+    def plan(
+        self,
+        budget: int,
+        root: bytes,
+        among: Collection[Request] | None,
+        *,
+        num_in_flight: int,
+        prompt_tokens: int,
+        readmitted: Sequence[Request],
+    ) -> StepPlan:
+        """A step of at most `budget` tokens, of requests in `among` (None: of all). num_in_flight, prompt_tokens: steps
+        in flight, and their prompt tokens."""
+        context, running_set, phases = self._context, self._running_set, self._phases
+        if context.states is not None:
+            context.states.begin_step()
+        if running_set.paused or context.num_free_blocks < len(running_set.decoding):
+            self._preemption.make_room()
+        decode: list[Request] = []
+        starts: list[int] = []
+        draft = NOTHING
+        for decodes, prefills, only in BOTH if phases is None else phases.attempts(running_set):
+            if decodes:
+                chosen = among if only is None else [one for one in only if among is None or one in among]
+                decode, starts = self._decodes.plan(budget, num_in_flight=num_in_flight, among=chosen)
+            if prefills:
+                draft = self._prefills.plan(budget, starts, prompt_tokens, root, among)
+            if decode or draft.chunks:
+                break
+        if phases is not None:
+            phases.planned(draft)
+        num_tokens = len(decode) + draft.num_tokens
+        return StepPlan(
+            step=running_set.stats.steps,
+            decode=decode,
+            decode_starts=starts,
+            prefill=tuple(draft.chunks),
+            copies_before=context.take_copies() if num_tokens else (),
+            copies_after=tuple(sorted(draft.copies, key=lambda copy: copy.kind.value)),
+            readmitted=tuple([request for request in readmitted if request.lease is not None]),
+            num_tokens=num_tokens,
+            sampled=[*decode, *draft.sampled] if draft.sampled else decode,
+        )

@@ -1,0 +1,88 @@
+"""Batching options through the engine: what is held back, for how long, and what an abort finds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from model_kinds import make_model
+
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
+PROMPTS = [list(range(5, 30)), list(range(9, 20)), list(range(40, 47))]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return make_model("attention")
+
+
+def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+    base = {"buffer_size_gb": 0.008, "block_size_tokens": 16, "max_sequence_length": 96, "max_requests": 8}
+    return DynamicInferenceEngine(model, InferenceConfig(**base, check_invariants=True, **settings))
+
+
+class Prefills:
+    """Prompts that began in each step that prefills."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.of_steps: list[list[str]] = []
+        engine.loop._observers = (self, *engine.loop._observers)
+
+    def after_step(self, plan: Any, seconds: float, step: int) -> None:
+        if plan.prefill:
+            self.of_steps.append([chunk.request.id for chunk in plan.prefill])
+
+
+def run_to_end(engine: DynamicInferenceEngine) -> dict[str, list[int]]:
+    done = {}
+    while engine.has_unfinished():
+        done |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+    return done
+
+
+def test_prompts_that_arrive_within_the_delay_are_computed_together(model):
+    plain = make_engine(model)
+    expected = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY)]
+    engine = make_engine(model, batching="phased", ce_delay_ms=300)
+    prefills = Prefills(engine)
+    began = time.monotonic()
+    engine.add_request(PROMPTS[0], GREEDY, request_id="a")
+    assert engine.step() == [] and not prefills.of_steps
+    engine.add_request(PROMPTS[1], GREEDY, request_id="b")
+    engine.step()
+    engine.add_request(PROMPTS[2], GREEDY, request_id="c")
+    done = run_to_end(engine)
+    assert time.monotonic() - began >= 0.3
+    assert prefills.of_steps == [["a", "b", "c"]]
+    assert [done[name] for name in "abc"] == expected
+    assert engine.stats().num_steps < 320, "steps that wait do not spin"
+
+
+def test_a_request_that_is_held_back_can_be_aborted_and_saved(model, tmp_path):
+    engine = make_engine(model, batching="phased", ce_delay_ms=60_000)
+    engine.add_request(PROMPTS[0], GREEDY, request_id="a")
+    engine.step()
+    engine.save_requests(tmp_path / "held")
+    assert engine.abort("a").outputs[0].finish_reason == "abort"
+    assert not engine.has_unfinished()
+    other = make_engine(model)
+    other.load_requests(tmp_path / "held")
+    assert len(run_to_end(other)["a"]) == 6
+
+
+def test_an_evicted_request_does_not_wait_again(model):
+    engine = make_engine(model, batching="phased", ce_delay_ms=50)
+    engine.add_request(PROMPTS[0], GREEDY)
+    while not engine.stats().counters["admitted"]:
+        engine.step()
+    engine.pause("retract")
+    engine.unpause()
+    engine.step()
+    assert engine.stats().counters["admitted"] == 2
+    run_to_end(engine)
