@@ -17,7 +17,8 @@ from megatron_infer.model_loader.hf_names import WHOLE, Shard, TensorReader
 from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, load_weights
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.text.gguf_vocab import tokenizer_from_metadata
-from megatron_infer.text.tokenizer import Tokenizer, read_json
+from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.json_file import read_json
 
 
 class ModelSource(Protocol):

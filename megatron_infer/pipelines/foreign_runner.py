@@ -73,7 +73,7 @@ class ForeignWeights(torch.nn.Module):
 
     def __init__(self, model: PipelineModel[Any], params: KVCacheParams) -> None:
         super().__init__()
-        self._foreign = [model, params]  # in a list: it may be a module itself
+        self._foreign = (model, params)  # not an attribute by itself: the model may be a module, whose parts follow
         parts = {"model": model} if isinstance(model, torch.nn.Module) else vars(model)
         for name, part in parts.items():
             if isinstance(part, torch.nn.Module):
@@ -96,12 +96,13 @@ class ForeignModel:
     def __init__(self, model: PipelineModel[Any], params: KVCacheParams, *, live: ForeignWeights, name: str) -> None:
         self.model, self.live, self.name = model, live, name
         self.device, self._dtype = model.devices[0], model.dtype
-        self.shape = _shape_of(model, params)
+        self.shape = _shape_of(model, params, live)
         self.specs = [_spec_of(params)] * params.num_layers
         self.cache_order = ["blocks"] * params.num_layers
         self._inputs: ModelInputs | None = None
-        self._rows = self._kv_lens = np.empty(0, dtype=np.int32)
-        """Of the step that `_inputs` belongs to."""
+        self._rows: np.ndarray = np.empty(0, dtype=np.int32)
+        self._kv_lens: np.ndarray = self._rows
+        """Rows and lengths of the step that `_inputs` belongs to."""
         self._outputs: ModelOutputs | None = None
         self._offsets_R1: Tensor | None = None
 
@@ -214,7 +215,7 @@ class ForeignModel:
         return ()
 
 
-def _shape_of(model: PipelineModel[Any], params: KVCacheParams) -> ModelShape:
+def _shape_of(model: PipelineModel[Any], params: KVCacheParams, live: torch.nn.Module) -> ModelShape:
     vocab_size = getattr(model.huggingface_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ModelError(f"{type(model).__name__}: config.json has no vocab_size; the sampler needs it")
@@ -222,7 +223,6 @@ def _shape_of(model: PipelineModel[Any], params: KVCacheParams) -> ModelShape:
     query_heads = kv_heads if params.n_heads is None else params.n_heads
     if query_heads % kv_heads:
         raise ModelError(f"{type(model).__name__}: {query_heads} query heads are not a multiple of {kv_heads} kv heads")
-    parts = [part for part in vars(model).values() if isinstance(part, torch.nn.Module)]
     return ModelShape(
         num_layers=layers,
         num_attention_layers=layers,
@@ -235,7 +235,7 @@ def _shape_of(model: PipelineModel[Any], params: KVCacheParams) -> ModelShape:
         max_position=model.max_seq_len,
         kv_dtype_bytes=dtype.itemsize,
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=sum(parameter.numel() for part in parts for parameter in part.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in live.parameters()),
     )
 
 
@@ -269,12 +269,12 @@ def load_model(
     cache_config = pipeline_config.model.kv_cache
     if issubclass(kind, McorePipelineModel):
         source = open_source(given["model"])
-        encoding = str(choose_dtype(given.get("dtype", "auto"), device)).removeprefix("torch.")
+        dtype = str(choose_dtype(given.get("dtype", "auto"), device)).removeprefix("torch.")
         model = kind(
             pipeline_config,
             session,
             source.config(),
-            encoding,
+            dtype,
             session.devices,
             cache_config,
             source,
@@ -339,7 +339,8 @@ def foreign_engine(
             raise NotImplementedError(f"{option}: {kind} is a model of one's own, which has no {what}; leave it None")
     if not hasattr(type(model), "get_kv_params"):
         raise NotImplementedError(f"{kind} keeps no keys and values (KVCacheMixin), which the engine pages")
-    params = type(model).get_kv_params(model.huggingface_config, len(model.devices), model.kv_cache_config, model.dtype)
+    caching: Any = type(model)
+    params = caching.get_kv_params(model.huggingface_config, len(model.devices), model.kv_cache_config, model.dtype)
     engine = DynamicInferenceEngine(
         ForeignWeights(model, params),
         config,

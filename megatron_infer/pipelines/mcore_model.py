@@ -54,6 +54,8 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
     By hand, one rank or tensor-parallel ranks that all call it alike; nothing of the engine may be in flight.
     """
 
+    kv_manager: PagedKVCacheManager
+
     def __init__(
         self,
         pipeline_config: PipelineConfig | None,
@@ -114,12 +116,6 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         encoding = engine.shape.dtype
         session = InferenceSession(devices=devices, num_threads=torch.get_num_threads())
         return cls(None, session, None, encoding, devices, None, None, None, return_logits, engine=engine)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        found: torch.dtype = getattr(torch, self.engine.shape.dtype)
-        return found
 
     @property
     def signal_buffers(self) -> list[Tensor]:
@@ -197,7 +193,7 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         if shape.is_stage:
             raise NotImplementedError("execute by hand on pipeline stages; use the pipeline's execute, or one stage")
         with engine.replay.inference(engine.loop), torch.inference_mode():
-            batch = model_inputs.cache.batch
+            batch: Any = model_inputs.cache.batch
             batch.token_ids_T = model_inputs.tokens
             hidden_TD = adopted.hidden(batch)
             offsets = model_inputs.input_row_offsets

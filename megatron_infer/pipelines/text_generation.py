@@ -192,7 +192,8 @@ class TextTokenizer:
     def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> np.ndarray:
         """Token ids, int64."""
         ids = self.delegate.encode(prompt, add_special=add_special_tokens) if isinstance(prompt, str) else list(prompt)
-        return np.asarray(ids, dtype=np.int64)
+        encoded: np.ndarray = np.asarray(ids, dtype=np.int64)
+        return encoded
 
     def decode(self, encoded: np.ndarray | Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.delegate.decode([int(one) for one in encoded], skip_special=skip_special_tokens)
