@@ -18,6 +18,12 @@ SNAPSHOT_SHARE = 1 / 9
 """Of the room, for recurrent states that the prefix cache keeps: at most an eighth of the buffer, on top of it."""
 
 
+def packed_bytes(shape: ModelShape, *, has_own_embedding: bool) -> int:
+    """Bytes of packed linear weights: of all parameters but an input embedding that is not the output layer, too."""
+    embedding = shape.padded_vocab_size * shape.hidden_size if has_own_embedding else 0
+    return max(0, shape.num_parameters - embedding) * shape.kv_dtype_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """Memory of one rank, in bytes, by estimate."""
@@ -25,6 +31,7 @@ class MemoryEstimate:
     free: int
     """Free memory of the device, for one engine."""
     weights: int
+    """Parameters, and on a CPU the packed copies of linear weights."""
     activations: int
     """Of a step of the most tokens."""
     cache: int
@@ -48,6 +55,8 @@ class Estimator:
     kv_element_bytes: int
     max_tokens: int
     """Of a step."""
+    packed: int = 0
+    """Bytes of the copies of linear weights in the layout of a CPU's kernels, see `packed_bytes`."""
     keeps_snapshots: bool
     """The prefix cache keeps recurrent states, on top of the buffer."""
     buffer: int | None = None
@@ -55,8 +64,8 @@ class Estimator:
 
     @property
     def weights(self) -> int:
-        """Bytes of the parameters of the rank."""
-        return self.shape.num_parameters * self.shape.kv_dtype_bytes
+        """Bytes of the parameters of the rank, and of their packed copies."""
+        return self.shape.num_parameters * self.shape.kv_dtype_bytes + self.packed
 
     def activations(self, max_length: int) -> int:
         """Bytes that a step of the most tokens needs beside weights and cache."""

@@ -93,7 +93,7 @@ ROWS: Mapping[str, Row] = {
     "max_batch_size": Engine("max_requests"),
     "max_batch_input_tokens": Engine("max_tokens"),
     "max_batch_total_tokens": Engine("max_batch_total_tokens"),
-    "max_num_steps": Refused("the engine launches one decode step at a time; leave it at -1", taken=(1,)),
+    "max_num_steps": Here(meanings.num_steps),
     "max_queue_size_tg": Engine("max_queue_size_tg"),
     "min_batch_size_tg": Engine("min_batch_size_tg"),
     "ce_delay_ms": Engine("ce_delay_ms"),

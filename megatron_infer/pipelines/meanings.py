@@ -84,6 +84,16 @@ def legacy_module(value: bool, asked: Asked) -> Effect:
     )
 
 
+def num_steps(value: int, asked: Asked) -> Effect:
+    if value not in (-1, 1):
+        raise ConfigError(
+            f"max_num_steps is {value}, but a decode step is read before the one after the next is launched; "
+            "take -1 or 1"
+        )
+    in_flight = "enable_overlap_scheduler" if asked.config.enable_overlap_scheduler else "each is read before the next"
+    return 1, f"one step is in flight: {in_flight}"
+
+
 def batching_policy(in_flight: bool) -> str:
     """The value of `batching`."""
     return "mixed" if in_flight else "prefill_first"
