@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from megatron_infer.config.capacity import AVAILABLE_SHARE_LIMIT, GIB, blocks_for
 from megatron_infer.config.graph_memory import GraphMemory
@@ -125,29 +127,43 @@ class Estimator:
         """The buffer: max_batch requests of max_length and the dummies beside them, no more than there is room."""
         return min(room, max_batch * self.sequence(max_length) + self.page + self.state)
 
+    def fits(self, max_length: int) -> bool:
+        """Whether one sequence of so many tokens fits beside weights and activations."""
+        return self.longest(self.room(max_length)) >= max_length
+
     def too_little(self, max_length: int) -> CapacityError:
         """The error for memory that does not hold weights, activations and one sequence, with values that would fit."""
-        weights, activations, room = self.weights, self.activations(max_length), self.room(max_length)
+        weights, activations = self.weights, self.activations(max_length)
         cache = self.sequence(max_length) + self.page + self.state
-        remedies = []
-        if (longest := self.longest(room)) >= self.page_size:
-            remedies.append(f"max_length={longest}")
-        needed = weights + activations + cache
-        if self.buffer is not None:
-            remedies.append(f"buffer_size_gb={cache / GIB:.3f}")
-        elif self.free and self.utilization < needed / self.free <= AVAILABLE_SHARE_LIMIT:
-            remedies.append(f"device_memory_utilization={min(1.0, int(needed / self.free * 100 + 2) / 100)}")
-        fewer = self._activations(FEWER_TOKENS, max_length)
-        if self.max_tokens > FEWER_TOKENS and self.buffer is None and room + activations - fewer >= cache:
-            remedies.append(f"max_batch_input_tokens={FEWER_TOKENS}")
-        if self.shape.dtype == "float32" and self.free * self.utilization >= needed / 2:
-            remedies.append("quantization_encoding=bfloat16")
+        longest = self.longest(self.room(max_length))
+        remedies = [f"max_length={longest}"] if longest >= self.page_size else []
+        remedies += [text for text, changed in self._changed(weights + activations + cache) if changed.fits(max_length)]
         fits = f"what would fit: {', or '.join(remedies[:3])}" if remedies else "take a smaller model or more memory"
-        share = f"{self.utilization:.0%} of {self.free / GIB:.2f} GiB (device_memory_utilization) do"
+        share = f"{self.utilization:.0%} of {self.free / GIB:.3f} GiB (device_memory_utilization) do"
         if self.buffer is not None:
-            share = f"buffer_size_gb={self.buffer / GIB:.3f} beside the weights in {self.free / GIB:.2f} GiB does"
+            share = f"buffer_size_gb={self.buffer / GIB:.3f} beside the weights in {self.free / GIB:.3f} GiB does"
         return CapacityError(
-            f"{share} not hold the weights ({weights / GIB:.2f} GiB), the activations of {self.max_tokens:,} tokens "
-            f"({activations / GIB:.2f} GiB) and the cache of one sequence of {max_length:,} tokens "
-            f"({cache / GIB:.2f} GiB); {fits}"
+            f"{share} not hold the weights ({weights / GIB:.3f} GiB), the activations of {self.max_tokens:,} tokens "
+            f"({activations / GIB:.3f} GiB) and the cache of one sequence of {max_length:,} tokens "
+            f"({cache / GIB:.3f} GiB); {fits}"
         )
+
+    def _changed(self, needed: int) -> Iterator[tuple[str, Estimator]]:
+        """(field and value, the estimator with it) of changes that may help. needed: bytes in all."""
+        if self.buffer is not None:
+            gib = math.ceil((self.buffer + needed - self.weights) / GIB * 1e3) / 1e3
+            yield f"buffer_size_gb={gib}", replace(self, buffer=int(gib * GIB))
+        else:
+            share = math.ceil(needed * (1 + 2 * SNAPSHOT_SHARE * self.keeps_snapshots) / max(1, self.free) * 100) / 100
+            if self.utilization < share <= 1.0:
+                yield f"device_memory_utilization={share}", replace(self, utilization=share)
+            if self.max_tokens > FEWER_TOKENS:
+                yield f"max_batch_input_tokens={FEWER_TOKENS}", replace(self, max_tokens=FEWER_TOKENS)
+        if self.shape.dtype == "float32":
+            state = None if self.shape.state is None else replace(self.shape.state, conv_dtype="bfloat16")
+            shape = replace(self.shape, dtype="bfloat16", kv_dtype_bytes=2, state=state)
+            size = min(2, self.kv_element_bytes)
+            yield (
+                "quantization_encoding=bfloat16",
+                replace(self, shape=shape, kv_element_bytes=size, packed=self.packed // 2),
+            )

@@ -146,7 +146,6 @@ ROWS: Mapping[str, Row] = {
 """Dotted path of a field -> what it is mapped to. The draft model's fields are refused with draft_model."""
 
 OWN_NAMES: Mapping[str, str] = {
-    "max_sequence_length": "max_length",
     "dp": "data_parallel_degree",
     "ep": "ep_size",
     "dtype": "quantization_encoding",
@@ -154,3 +153,10 @@ OWN_NAMES: Mapping[str, str] = {
     **{row.option: path.rpartition(".")[2] for path, row in ROWS.items() if isinstance(row, Engine | Server)},
 }
 """Option by its own name -> the field of the tree for it."""
+
+SAME_VALUES: Mapping[str, str] = {
+    row.option: path.rpartition(".")[2]
+    for path, row in ROWS.items()
+    if isinstance(row, Engine | Server) and row.convert is _same
+}
+"""Those whose values are the same by both names: errors of the one are told by the other."""

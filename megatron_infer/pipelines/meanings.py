@@ -86,10 +86,7 @@ def legacy_module(value: bool, asked: Asked) -> Effect:
 
 def num_steps(value: int, asked: Asked) -> Effect:
     if value not in (-1, 1):
-        raise ConfigError(
-            f"max_num_steps is {value}, but a decode step is read before the one after the next is launched; "
-            "take -1 or 1"
-        )
+        raise ConfigError(f"max_num_steps is {value}, but one decode step is launched at a time; take -1 or 1")
     in_flight = "enable_overlap_scheduler" if asked.config.enable_overlap_scheduler else "each is read before the next"
     return 1, f"one step is in flight: {in_flight}"
 
@@ -256,6 +253,7 @@ def cache_strategy(value: CacheStrategy, asked: Asked) -> Effect:
 
 def prefix_caching(value: bool, asked: Asked) -> Effect:
     asked.engine["enable_prefix_caching"] = value
+    asked.engine.pop("prefix_caching_eviction_policy", None)
     if value:
         asked.engine["prefix_caching_eviction_policy"] = "lru"
     return value, "lru: a block stays until its memory is needed" if value else ""

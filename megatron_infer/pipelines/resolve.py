@@ -26,7 +26,7 @@ from megatron_infer.model_loader.find import Kind, architecture_name, describe, 
 from megatron_infer.pipelines import mapping
 from megatron_infer.pipelines.architectures import Architecture
 from megatron_infer.pipelines.estimates import Estimator, MemoryEstimate, packed_bytes
-from megatron_infer.pipelines.layers import DRAFT, OPTIONS, FieldPath, flat_name
+from megatron_infer.pipelines.layers import OPTIONS, FieldPath, flat_name
 from megatron_infer.pipelines.machine import Machine, find_machine
 from megatron_infer.pipelines.model_config import RopeType
 from megatron_infer.pipelines.settings import Layout, Resolved, Setting
@@ -102,7 +102,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         raise ConfigError("model_path is empty: give an alias (smollm2), a directory, a hub id or a .gguf file")
     layout = Layout(**asked.layout)
     _check_world(layout)
-    told = _ToldByBothNames(path for path, source in sources.items() if source != "default")
+    told = _ToldByBothNames(config.options)
     with told:
         server = ServerConfig(**asked.server)
         with warnings.catch_warnings():
@@ -359,11 +359,13 @@ def _in_effect(path: FieldPath, one: Setting, engine: InferenceConfig, server: S
 
 
 class _ToldByBothNames:
-    """Errors of options that were given by a field's name have that name in front."""
+    """Errors of options have the field's name in front, unless the option was given by its own name."""
 
-    def __init__(self, given: Iterable[FieldPath]) -> None:
-        names = {path[-1] for path in given if path[0] not in (DRAFT, OPTIONS)}
-        self._names = {option: name for option, name in mapping.OWN_NAMES.items() if name in names and name != option}
+    def __init__(self, given: Iterable[str]) -> None:
+        own = set(given)
+        self._names = {
+            option: name for option, name in mapping.SAME_VALUES.items() if name != option and option not in own
+        }
 
     def __enter__(self) -> None:
         return None

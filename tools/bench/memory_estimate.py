@@ -54,7 +54,7 @@ def measure(case: str, dtype: str, max_tokens: int) -> dict[str, float]:
     folder = tempfile.mkdtemp()
     described = CASES[case]
     if described is not None:
-        (Path(folder) / "config.json").write_text(json.dumps(described), encoding="utf-8")
+        (Path(folder) / "config.json").write_text(json.dumps(described | {"torch_dtype": dtype}), encoding="utf-8")
     config = PipelineConfig(
         model_path=case if described is None else folder,
         quantization_encoding=dtype,
