@@ -18,10 +18,12 @@ from megatron_infer.server.server_config import ServerConfig, read_config_file, 
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
+    from megatron_infer.pipelines.config import PipelineConfig
     from megatron_infer.server.launch import EngineOptions
 
     Served: TypeAlias = tuple[EngineOptions, ServerConfig, dict[str, int]]
 
+LOADER = "megatron_infer.pipelines.foreign_runner:load_engine"
 NOT_FLAGS = ("max_stop", "max_stop_chars", "max_schema_bytes", "max_schema_depth", "token_threads")
 """Options for the configuration file and the environment only."""
 
@@ -105,13 +107,29 @@ def _from_pipeline(args: argparse.Namespace) -> Served | None:
     if config is None:
         return None
     resolved = config.resolved
+    loader, loader_options = _loader_of(config)
     options = EngineOptions(
         **resolved.llm,
         config=resolved.engine.to_dict(),
         chat_template=resolved.chat_template,
         endpoint_base=resolved.endpoint_base or None,
+        loader=loader,
+        loader_options=loader_options,
     )
     return options, resolved.server, dataclasses.asdict(resolved.layout)
+
+
+def _loader_of(config: PipelineConfig) -> tuple[str | None, dict[str, Any]]:
+    """What makes the engine of a model of one's own, and its arguments; (None, {}) for other models."""
+    architecture = config.resolved.architecture
+    if architecture.pipeline_model is None:
+        return None, {}
+    if "RANK" in os.environ:
+        raise NotImplementedError(
+            f"{architecture.name} is an architecture of one's own, which has no ranks: serve it without torchrun"
+        )
+    given = {name: str(value) if isinstance(value, os.PathLike) else value for name, value in config.requested.items()}
+    return LOADER, {name: value for name, value in given.items() if name not in ("config_file", "section_name")}
 
 
 def _from_options(args: argparse.Namespace) -> Served:

@@ -73,6 +73,10 @@ from megatron_infer.weights.manager import WeightManager
 
 log = logging.getLogger("megatron_infer")
 
+NO_ROUTING = {
+    "return_routing": "the model has no mixture-of-experts layers, or has layers of a class of its own, whose choice "
+    "is not seen; leave it False"
+}
 TRITON = "triton"
 """Name of the backends that are this package's own Triton kernels."""
 
@@ -305,7 +309,7 @@ def make_input_processor(
         chunked_prefill=config.enable_chunked_prefill,
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
-        knows_routing=setup.runner.routing is not None,
+        unavailable={**({} if setup.runner.routing is not None else NO_ROUTING), **setup.adopted.unavailable},
     )
     seed = config.seed
     if config.offset_sampling_seed_by_dp_rank:

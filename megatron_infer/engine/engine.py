@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -168,18 +168,18 @@ class DynamicInferenceEngine:
         return bool(self.loop.backlog) or (self.state is EngineState.RUNNING and not self.loop.is_idle)
 
     # ------------------------------------------------------------------ the loop
-    def step(self) -> list[RequestOutput]:
+    def step(self, among: Collection[str] | None = None) -> list[RequestOutput]:
         """One step -> outputs of the requests that have news, finished ones marked.
 
-        While paused or suspended it hands out outputs that wait (of aborts, of a step committed meanwhile) and raises
-        WrongState when there are none.
+        among: ids of the requests that may run (None: all), the leader's; others keep their memory unless these lack
+        it. While paused or suspended it hands out outputs that wait, and raises WrongState when there are none.
         """
         self.lifecycle.require_whole_weights("step()")
-        changed = self.relay.begin_step(running=self.state is EngineState.RUNNING)
+        changed, among = self.relay.begin_step(among, running=self.state is EngineState.RUNNING)
         if not self.loop.backlog:
             self.lifecycle.require("step()", EngineState.RUNNING)
         is_running = self.state is EngineState.RUNNING
-        return self._controls.hand_out(self.loop.step(changed) if is_running else self.loop.take_backlog())
+        return self._controls.hand_out(self.loop.step(changed, among) if is_running else self.loop.take_backlog())
 
     def generate(
         self,
@@ -357,7 +357,7 @@ def _run_to_end(
 
 def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]:
     return {
-        "step()": lambda given: engine.step(),
+        "step()": engine.step,
         "generate()": lambda given: engine.generate([], on_error="return"),
         "has_unfinished()": lambda given: engine.has_unfinished(),
         "drain()": lambda given: engine.drain(),

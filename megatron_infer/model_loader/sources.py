@@ -17,7 +17,7 @@ from megatron_infer.model_loader.hf_names import WHOLE, Shard, TensorReader
 from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, load_weights
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.text.gguf_vocab import tokenizer_from_metadata
-from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.text.tokenizer import Tokenizer, read_json
 
 
 class ModelSource(Protocol):
@@ -132,3 +132,16 @@ def fetch(name: str, *, force: bool = False) -> str:
             f"{name!r}: no such path, and it could not be fetched from the hub ({reason}); give {CHOICES}"
         ) from error
     return str(folder)
+
+
+def open_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a model; of a directory also where its architecture is one's own. Raises ModelError."""
+    try:
+        return open_source(name_or_path).tokenizer()
+    except ModelError:
+        path = Path(os.fspath(name_or_path)).expanduser()
+        if not (path / "tokenizer.json").is_file() or not (path / "config.json").is_file():
+            raise
+        found = read_json(path / "config.json").get("eos_token_id")
+        eos_ids = found if isinstance(found, list) else [] if found is None else [found]
+        return Tokenizer.from_directory(path, eos_ids=eos_ids, name=os.fspath(name_or_path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -40,8 +40,8 @@ class Limits:
     chunked_prefill: bool
     block_size: int
     num_usable_blocks: int
-    knows_routing: bool = False
-    """Whether a request may ask for the experts of its tokens."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that the model cannot serve -> why not, and what to do."""
 
 
 class InputProcessor:
@@ -121,11 +121,9 @@ class InputProcessor:
         """Check parameters against vocabulary and tokenizer; waits for a grammar that is not compiled yet."""
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
-        if params.return_routing and not self.limits.knows_routing:
-            raise RequestError(
-                "return_routing: the model has no mixture-of-experts layers, or has layers of a class of its own, "
-                "whose choice is not seen; leave it False"
-            )
+        for name, reason in self.limits.unavailable.items():
+            if (asked := getattr(params, name)) is not None and asked is not False:
+                raise RequestError(f"{name}: {reason}")
         named: list[tuple[str, Iterable[int] | None]] = [
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from megatron_infer.kernels.base import PagedModel, RoutingShape
 from megatron_infer.memory.store import StateStore
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.in_flight import InFlightStep, LocalStep, PromptScores
-from megatron_infer.runner.padded_steps import PaddedSteps
 from megatron_infer.runner.pooling import pool
 from megatron_infer.runner.routing import asks_routing, routing_buffer
 from megatron_infer.runner.warm_up import warm_up
@@ -22,6 +21,9 @@ from megatron_infer.sampling.logprobs import prompt_logprobs
 from megatron_infer.sampling.sampler import SamplerInput, StepSampler
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from megatron_infer.runner.padded_steps import PaddedSteps
 
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""

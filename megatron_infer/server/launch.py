@@ -41,6 +41,9 @@ class EngineOptions:
     """Engines, each a replica."""
     chat_template: str | None = None
     """Goes before the model's own."""
+    loader: str | None = None
+    """module:function that makes the engine from `loader_options`, in place of one of `model`."""
+    loader_options: dict[str, Any] = field(default_factory=dict)
     endpoint_base: str | None = None
     """What the addresses of the processes begin with (see `EndpointBase`); None: a folder of their own."""
 
@@ -63,6 +66,8 @@ class EngineOptions:
             "threads": threads,
             "control": settings.control,
             "weights_root": settings.weights_root,
+            "loader": self.loader,
+            "loader_options": self.loader_options,
         }
         return ProcessSpec(name=f"replica{index}", role="engine", options=options, is_worker=True, hang_timeout_s=30.0)
 

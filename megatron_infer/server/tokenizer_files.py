@@ -13,17 +13,16 @@ def save_tokenizer(model: str, folder: str, chat_template: str | None = None) ->
 
     Raises ModelError for an unknown model.
     """
-    from megatron_infer.model_loader.sources import open_source  # imports torch
+    from megatron_infer.model_loader.sources import open_source, open_tokenizer  # imports torch
 
-    source = open_source(model)
     try:
-        tokenizer = source.tokenizer()
+        tokenizer = open_tokenizer(model)
     except ModelError:
-        return {"name": source.name, "eos_ids": None}
+        return {"name": open_source(model).name, "eos_ids": None}
     if chat_template is not None:
         tokenizer.set_chat_template(chat_template)
     tokenizer.save(folder)
-    return {"name": source.name, "eos_ids": list(tokenizer.eos_ids)}
+    return {"name": tokenizer.name, "eos_ids": list(tokenizer.eos_ids)}
 
 
 def load_tokenizer(folder: str, *, name: str, eos_ids: list[int] | None) -> Tokenizer | None:
