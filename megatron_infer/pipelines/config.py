@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError
 
@@ -36,6 +36,9 @@ from megatron_infer.pipelines.model_config import (
 )
 from megatron_infer.pipelines.settings import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
+
+if TYPE_CHECKING:
+    from megatron_infer.pipelines.session import InferenceSession
 
 log = logging.getLogger("megatron_infer")
 
@@ -202,6 +205,11 @@ class PipelineConfig(Section):
         from megatron_infer.model_loader.sources import open_source
 
         return open_source(resolved.llm["model"]).tokenizer().chat_template
+
+    def configure_session(self, session: InferenceSession) -> None:
+        """Set the session's device and number of threads to those in effect; ranges and kernels are the engine's."""
+        llm = self.resolved.llm
+        session.set_up(device=llm["device"], num_threads=llm["threads"])
 
     def log_basic_config(self) -> None:
         """Log the model, its limits and the memory of its cache."""

@@ -279,8 +279,16 @@ def utilization(value: float, asked: Asked) -> Effect:
     return value, ""
 
 
+def echo(value: bool, asked: Asked) -> Effect:
+    return value, "" if value else "acts on a model of one's own; of megatron-core's models prompts are always scored"
+
+
+def structured_output(value: bool, asked: Asked) -> Effect:
+    return value, "" if value else "acts in pipelines; the server always takes schemas"
+
+
 def ungated(value: bool, asked: Asked) -> Effect:
-    return True, "" if value else "the server has no gate for it yet: requests may always ask"
+    return True, "" if value else "requests may always ask: there is no gate"
 
 
 def variable_logits(value: bool, asked: Asked) -> Effect:

@@ -24,7 +24,6 @@ from megatron_infer.pipelines import (
     MAXModelConfig,
     PipelineConfig,
     QuantizationEncoding,
-    SamplingConfig,
     Setting,
 )
 from megatron_infer.pipelines.config import NAMES
@@ -463,6 +462,18 @@ def test_info_is_logged_for_a_resolved_config(caplog):
     assert not any("secret" in line for line in caplog.messages)
 
 
+def test_session_gets_the_device_and_the_threads_in_effect():
+    import torch
+
+    from megatron_infer.pipelines.session import InferenceSession
+
+    before = torch.get_num_threads()
+    session = InferenceSession(devices=[torch.device("cpu")], num_threads=1)
+    resolved(threads=2).configure_session(session)
+    assert session.devices == [torch.device("cpu")] and session.num_threads == 2 == torch.get_num_threads()
+    torch.set_num_threads(before)
+
+
 # ---------------------------------------------------------------------- command line
 
 
@@ -534,8 +545,3 @@ def test_local_model_is_resolved_within_50_ms_and_without_torch():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ, check=True)
     imported, seconds = done.stdout.split()
     assert imported == "False" and float(seconds) < 0.05
-
-
-def test_gates_and_sections_are_public():
-    config = PipelineConfig(model_path="llama", sampling=SamplingConfig(enable_penalties=True))
-    assert config.requested["enable_penalties"] is True and config.sampling.enable_penalties
