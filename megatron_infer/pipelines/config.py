@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError
 
@@ -21,7 +21,7 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
 from megatron_infer.pipelines import layers
-from megatron_infer.pipelines.layers import FieldPath, Names
+from megatron_infer.pipelines.layers import FieldPath, Kind, Names
 from megatron_infer.pipelines.model_config import (
     KVCacheConfig,
     LoRAConfig,
@@ -36,6 +36,9 @@ from megatron_infer.pipelines.model_config import (
 )
 from megatron_infer.pipelines.settings import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
+
+if TYPE_CHECKING:
+    from megatron_infer.pipelines.session import InferenceSession
 
 log = logging.getLogger("megatron_infer")
 
@@ -203,6 +206,11 @@ class PipelineConfig(Section):
 
         return open_source(resolved.llm["model"]).tokenizer().chat_template
 
+    def configure_session(self, session: InferenceSession) -> None:
+        """Set the session's device and number of threads to those in effect; ranges and kernels are the engine's."""
+        llm = self.resolved.llm
+        session.set_up(device=llm["device"], num_threads=llm["threads"])
+
     def log_basic_config(self) -> None:
         """Log the model, its limits and the memory of its cache."""
         for line in self._basic_lines():
@@ -270,12 +278,21 @@ SECTIONS: dict[FieldPath, type[Section]] = {
     ("lora",): LoRAConfig,
     ("speculative",): SpeculativeConfig,
 }
+
+
+def _kind(annotation: str) -> Kind:
+    """How a value of a dataclass's field is written as text."""
+    if annotation.startswith("str"):
+        return Kind.TEXT
+    return Kind.LIST if annotation.startswith("tuple[str") else Kind.VALUE
+
+
 _DECLARED = {item.name: str(item.type) for kind in (InferenceConfig, ServerConfig) for item in dataclasses.fields(kind)}
 NAMES = Names.of(
     PipelineConfig,
     SECTIONS,
     options=frozenset([*_DECLARED, "dtype", "device", "threads", "dp", "tp", "pp", "ep"]),
-    texts=frozenset(["dtype", "device", *(name for name, kind in _DECLARED.items() if kind.startswith("str"))]),
+    kinds={"dtype": Kind.TEXT, "device": Kind.TEXT, **{name: _kind(kind) for name, kind in _DECLARED.items()}},
 )
 
 
@@ -299,7 +316,7 @@ def _told(error: ValidationError) -> str:
     parts = []
     for one in error.errors():
         name = ".".join(str(part) for part in one["loc"])
-        expected = one["msg"].replace("Input should be", "it must be")
+        expected = one["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
         parts.append(f"{name} is {one['input']!r} ({type(one['input']).__name__}), {expected}")
     return "; ".join(parts)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from megatron_infer.config.capacity import AVAILABLE_SHARE_LIMIT, GIB, blocks_for
 from megatron_infer.config.graph_memory import GraphMemory
@@ -18,6 +20,12 @@ SNAPSHOT_SHARE = 1 / 9
 """Of the room, for recurrent states that the prefix cache keeps: at most an eighth of the buffer, on top of it."""
 
 
+def packed_bytes(shape: ModelShape, *, has_own_embedding: bool) -> int:
+    """Bytes of packed linear weights: of all parameters but an input embedding that is not the output layer, too."""
+    embedding = shape.padded_vocab_size * shape.hidden_size if has_own_embedding else 0
+    return max(0, shape.num_parameters - embedding) * shape.kv_dtype_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """Memory of one rank, in bytes, by estimate."""
@@ -25,6 +33,7 @@ class MemoryEstimate:
     free: int
     """Free memory of the device, for one engine."""
     weights: int
+    """Parameters, and on a CPU the packed copies of linear weights."""
     activations: int
     """Of a step of the most tokens."""
     cache: int
@@ -48,6 +57,8 @@ class Estimator:
     kv_element_bytes: int
     max_tokens: int
     """Of a step."""
+    packed: int = 0
+    """Bytes of the copies of linear weights in the layout of a CPU's kernels, see `packed_bytes`."""
     keeps_snapshots: bool
     """The prefix cache keeps recurrent states, on top of the buffer."""
     buffer: int | None = None
@@ -55,8 +66,8 @@ class Estimator:
 
     @property
     def weights(self) -> int:
-        """Bytes of the parameters of the rank."""
-        return self.shape.num_parameters * self.shape.kv_dtype_bytes
+        """Bytes of the parameters of the rank, and of their packed copies."""
+        return self.shape.num_parameters * self.shape.kv_dtype_bytes + self.packed
 
     def activations(self, max_length: int) -> int:
         """Bytes that a step of the most tokens needs beside weights and cache."""
@@ -116,29 +127,43 @@ class Estimator:
         """The buffer: max_batch requests of max_length and the dummies beside them, no more than there is room."""
         return min(room, max_batch * self.sequence(max_length) + self.page + self.state)
 
+    def fits(self, max_length: int) -> bool:
+        """Whether one sequence of so many tokens fits beside weights and activations."""
+        return self.longest(self.room(max_length)) >= max_length
+
     def too_little(self, max_length: int) -> CapacityError:
         """The error for memory that does not hold weights, activations and one sequence, with values that would fit."""
-        weights, activations, room = self.weights, self.activations(max_length), self.room(max_length)
+        weights, activations = self.weights, self.activations(max_length)
         cache = self.sequence(max_length) + self.page + self.state
-        remedies = []
-        if (longest := self.longest(room)) >= self.page_size:
-            remedies.append(f"max_length={longest}")
-        needed = weights + activations + cache
-        if self.buffer is not None:
-            remedies.append(f"buffer_size_gb={cache / GIB:.3f}")
-        elif self.free and self.utilization < needed / self.free <= AVAILABLE_SHARE_LIMIT:
-            remedies.append(f"device_memory_utilization={min(1.0, int(needed / self.free * 100 + 2) / 100)}")
-        fewer = self._activations(FEWER_TOKENS, max_length)
-        if self.max_tokens > FEWER_TOKENS and self.buffer is None and room + activations - fewer >= cache:
-            remedies.append(f"max_batch_input_tokens={FEWER_TOKENS}")
-        if self.shape.dtype == "float32" and self.free * self.utilization >= needed / 2:
-            remedies.append("quantization_encoding=bfloat16")
+        longest = self.longest(self.room(max_length))
+        remedies = [f"max_length={longest}"] if longest >= self.page_size else []
+        remedies += [text for text, changed in self._changed(weights + activations + cache) if changed.fits(max_length)]
         fits = f"what would fit: {', or '.join(remedies[:3])}" if remedies else "take a smaller model or more memory"
-        share = f"{self.utilization:.0%} of {self.free / GIB:.2f} GiB (device_memory_utilization) do"
+        share = f"{self.utilization:.0%} of {self.free / GIB:.3f} GiB (device_memory_utilization) do"
         if self.buffer is not None:
-            share = f"buffer_size_gb={self.buffer / GIB:.3f} beside the weights in {self.free / GIB:.2f} GiB does"
+            share = f"buffer_size_gb={self.buffer / GIB:.3f} beside the weights in {self.free / GIB:.3f} GiB does"
         return CapacityError(
-            f"{share} not hold the weights ({weights / GIB:.2f} GiB), the activations of {self.max_tokens:,} tokens "
-            f"({activations / GIB:.2f} GiB) and the cache of one sequence of {max_length:,} tokens "
-            f"({cache / GIB:.2f} GiB); {fits}"
+            f"{share} not hold the weights ({weights / GIB:.3f} GiB), the activations of {self.max_tokens:,} tokens "
+            f"({activations / GIB:.3f} GiB) and the cache of one sequence of {max_length:,} tokens "
+            f"({cache / GIB:.3f} GiB); {fits}"
         )
+
+    def _changed(self, needed: int) -> Iterator[tuple[str, Estimator]]:
+        """(field and value, the estimator with it) of changes that may help. needed: bytes in all."""
+        if self.buffer is not None:
+            gib = math.ceil((self.buffer + needed - self.weights) / GIB * 1e3) / 1e3
+            yield f"buffer_size_gb={gib}", replace(self, buffer=int(gib * GIB))
+        else:
+            share = math.ceil(needed * (1 + 2 * SNAPSHOT_SHARE * self.keeps_snapshots) / max(1, self.free) * 100) / 100
+            if self.utilization < share <= 1.0:
+                yield f"device_memory_utilization={share}", replace(self, utilization=share)
+            if self.max_tokens > FEWER_TOKENS:
+                yield f"max_batch_input_tokens={FEWER_TOKENS}", replace(self, max_tokens=FEWER_TOKENS)
+        if self.shape.dtype == "float32":
+            state = None if self.shape.state is None else replace(self.shape.state, conv_dtype="bfloat16")
+            shape = replace(self.shape, dtype="bfloat16", kv_dtype_bytes=2, state=state)
+            size = min(2, self.kv_element_bytes)
+            yield (
+                "quantization_encoding=bfloat16",
+                replace(self, shape=shape, kv_element_bytes=size, packed=self.packed // 2),
+            )

@@ -41,8 +41,8 @@ class Names:
     """Nested configs."""
     options: frozenset[str]
     """Options by their own names: of InferenceConfig, ServerConfig and LLM."""
-    texts: frozenset[str]
-    """Those of them whose values are strings, however they look."""
+    kinds: Mapping[str, Kind]
+    """How their values are written as text; VALUE where an option is left out."""
 
     @classmethod
     def of(
@@ -51,14 +51,14 @@ class Names:
         sections: Mapping[FieldPath, type[BaseModel]],
         *,
         options: frozenset[str],
-        texts: frozenset[str],
+        kinds: Mapping[str, Kind],
     ) -> Names:
         paths: dict[FieldPath, type[BaseModel]] = {}
         for prefix, section in {(): root, **sections}.items():
             for name in section.model_fields:
                 if (*prefix, name) not in sections:
                     paths[*prefix, name] = section
-        return cls(paths=paths, sections=frozenset(sections), options=options, texts=texts)
+        return cls(paths=paths, sections=frozenset(sections), options=options, kinds=kinds)
 
     def flat(self) -> dict[str, FieldPath]:
         """Name of a field as it is given flat -> its path."""
@@ -125,7 +125,7 @@ class Names:
         """How a field's value is written on a command line and in the environment."""
         section = self.paths.get(path)
         if section is None:
-            return Kind.TEXT if path[-1] in self.texts else Kind.VALUE
+            return self.kinds.get(path[-1], Kind.VALUE)
         annotation = section.model_fields[path[-1]].annotation
         if annotation in (str, str | None, Path | None):
             return Kind.TEXT
@@ -134,7 +134,7 @@ class Names:
 
 def flat_name(path: FieldPath) -> str:
     """The name of a field as it is given flat."""
-    return DRAFT_PREFIX + path[-1] if path[0] == DRAFT else path[-1]
+    return DRAFT_PREFIX + path[-1] if path[0] == DRAFT and len(path) > 1 else path[-1]
 
 
 def parse_text(text: str, kind: Kind, where: str) -> Any:

@@ -93,7 +93,7 @@ ROWS: Mapping[str, Row] = {
     "max_batch_size": Engine("max_requests"),
     "max_batch_input_tokens": Engine("max_tokens"),
     "max_batch_total_tokens": Engine("max_batch_total_tokens"),
-    "max_num_steps": Refused("the engine launches one decode step at a time; leave it at -1", taken=(1,)),
+    "max_num_steps": Here(meanings.num_steps),
     "max_queue_size_tg": Engine("max_queue_size_tg"),
     "min_batch_size_tg": Engine("min_batch_size_tg"),
     "ce_delay_ms": Engine("ce_delay_ms"),
@@ -105,8 +105,8 @@ ROWS: Mapping[str, Row] = {
     "enable_overlap_scheduler": Engine("overlap"),
     "pipeline_role": Refused("a server here both prefills and decodes; take prefill_and_decode"),
     "ep_size": Layout("ep"),
-    "enable_echo": Refused("the server has no gate for prompt log probabilities yet: they are always served"),
-    "pool_embeddings": Refused("the engine pools each prompt into one vector"),
+    "enable_echo": Here(meanings.echo),
+    "pool_embeddings": Refused("the engine pools each prompt into one vector; leave it True"),
     "use_experimental_kernels": Here(meanings.experimental_kernels, needs_model=True),
     "use_vendor_blas": Here(meanings.vendor_blas),
     "pdl_level": Here(meanings.pdl_level),
@@ -137,7 +137,7 @@ ROWS: Mapping[str, Row] = {
     "model.kv_cache.host_kvcache_swap_space_gb": Here(meanings.swap_space),
     "sampling.in_dtype": Refused("logits are sampled in float32; leave it at float32"),
     "sampling.out_dtype": Refused("probabilities are computed in float32; leave it at float32"),
-    "sampling.enable_structured_output": Here(meanings.ungated),
+    "sampling.enable_structured_output": Here(meanings.structured_output),
     "sampling.enable_variable_logits": Here(meanings.variable_logits),
     "sampling.enable_penalties": Here(meanings.ungated),
     "sampling.enable_min_tokens": Here(meanings.ungated),
@@ -146,7 +146,6 @@ ROWS: Mapping[str, Row] = {
 """Dotted path of a field -> what it is mapped to. The draft model's fields are refused with draft_model."""
 
 OWN_NAMES: Mapping[str, str] = {
-    "max_sequence_length": "max_length",
     "dp": "data_parallel_degree",
     "ep": "ep_size",
     "dtype": "quantization_encoding",
@@ -154,3 +153,10 @@ OWN_NAMES: Mapping[str, str] = {
     **{row.option: path.rpartition(".")[2] for path, row in ROWS.items() if isinstance(row, Engine | Server)},
 }
 """Option by its own name -> the field of the tree for it."""
+
+SAME_VALUES: Mapping[str, str] = {
+    row.option: path.rpartition(".")[2]
+    for path, row in ROWS.items()
+    if isinstance(row, Engine | Server) and row.convert is _same
+}
+"""Those whose values are the same by both names: errors of the one are told by the other."""

@@ -84,6 +84,13 @@ def legacy_module(value: bool, asked: Asked) -> Effect:
     )
 
 
+def num_steps(value: int, asked: Asked) -> Effect:
+    if value not in (-1, 1):
+        raise ConfigError(f"max_num_steps is {value}, but one decode step is launched at a time; take -1 or 1")
+    in_flight = "enable_overlap_scheduler" if asked.config.enable_overlap_scheduler else "each is read before the next"
+    return 1, f"one step is in flight: {in_flight}"
+
+
 def batching_policy(in_flight: bool) -> str:
     """The value of `batching`."""
     return "mixed" if in_flight else "prefill_first"
@@ -246,6 +253,7 @@ def cache_strategy(value: CacheStrategy, asked: Asked) -> Effect:
 
 def prefix_caching(value: bool, asked: Asked) -> Effect:
     asked.engine["enable_prefix_caching"] = value
+    asked.engine.pop("prefix_caching_eviction_policy", None)
     if value:
         asked.engine["prefix_caching_eviction_policy"] = "lru"
     return value, "lru: a block stays until its memory is needed" if value else ""
@@ -271,8 +279,16 @@ def utilization(value: float, asked: Asked) -> Effect:
     return value, ""
 
 
+def echo(value: bool, asked: Asked) -> Effect:
+    return value, "" if value else "acts on a model of one's own; of megatron-core's models prompts are always scored"
+
+
+def structured_output(value: bool, asked: Asked) -> Effect:
+    return value, "" if value else "acts in pipelines; the server always takes schemas"
+
+
 def ungated(value: bool, asked: Asked) -> Effect:
-    return True, "" if value else "the server has no gate for it yet: requests may always ask"
+    return True, "" if value else "requests may always ask: there is no gate"
 
 
 def variable_logits(value: bool, asked: Asked) -> Effect:

@@ -42,7 +42,7 @@ def by_name(kind: type[Enum]) -> BeforeValidator:
         for member in kind:
             if value.lower() in (member.name.lower(), str(member.value).lower()):
                 return member
-        return value  # pydantic says what is allowed
+        raise ValueError(f"it must be one of {', '.join(member.value for member in kind)}")
 
     return BeforeValidator(find)
 

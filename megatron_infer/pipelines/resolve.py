@@ -25,8 +25,8 @@ from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.find import Kind, architecture_name, describe, find_model
 from megatron_infer.pipelines import mapping
 from megatron_infer.pipelines.architectures import Architecture
-from megatron_infer.pipelines.estimates import Estimator, MemoryEstimate
-from megatron_infer.pipelines.layers import DRAFT, OPTIONS, FieldPath, flat_name
+from megatron_infer.pipelines.estimates import Estimator, MemoryEstimate, packed_bytes
+from megatron_infer.pipelines.layers import OPTIONS, FieldPath, flat_name
 from megatron_infer.pipelines.machine import Machine, find_machine
 from megatron_infer.pipelines.model_config import RopeType
 from megatron_infer.pipelines.settings import Layout, Resolved, Setting
@@ -46,6 +46,7 @@ LAYOUT_OPTIONS = ("dp", "tp", "pp", "ep")
 class Asked:
     """What the rows have put together so far."""
 
+    config: PipelineConfig
     engine: dict[str, Any] = field(default_factory=dict)
     server: dict[str, Any] = field(default_factory=dict)
     llm: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +91,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
 
     free_bytes: see `PipelineConfig.resolve`.
     """
-    asked, settings = Asked(), {}
+    asked, settings = Asked(config=config), {}
     rows = list(_rows(config))
     for path, value, default, row in rows:
         if not (isinstance(row, mapping.Here) and row.needs_model):
@@ -101,7 +102,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         raise ConfigError("model_path is empty: give an alias (smollm2), a directory, a hub id or a .gguf file")
     layout = Layout(**asked.layout)
     _check_world(layout)
-    told = _ToldByBothNames(path for path, source in sources.items() if source != "default")
+    told = _ToldByBothNames(config.options)
     with told:
         server = ServerConfig(**asked.server)
         with warnings.catch_warnings():
@@ -282,6 +283,7 @@ def _check_world(layout: Layout) -> None:
 
 def _estimator(asked: Asked, shape: ModelShape, machine: Machine, layout: Layout) -> Estimator:
     engine = asked.engine
+    assert asked.description is not None
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "WORLD_SIZE" in os.environ else layout.dp
     is_fp8 = engine.get("kv_cache_dtype") == "fp8_e4m3"
     return Estimator(
@@ -291,6 +293,7 @@ def _estimator(asked: Asked, shape: ModelShape, machine: Machine, layout: Layout
         page_size=engine["block_size_tokens"],
         kv_element_bytes=KV_DTYPE_BYTES[FP8_E4M3] if is_fp8 else shape.kv_dtype_bytes,
         max_tokens=engine.get("max_tokens") or DEFAULT_MAX_TOKENS,
+        packed=0 if machine.is_cuda else packed_bytes(shape, has_own_embedding=not asked.description.tied_embeddings),
         keeps_snapshots=shape.state is not None and bool(engine.get("enable_prefix_caching")),
         buffer=int(engine["buffer_size_gb"] * GIB) if "buffer_size_gb" in engine else None,
     )
@@ -356,11 +359,13 @@ def _in_effect(path: FieldPath, one: Setting, engine: InferenceConfig, server: S
 
 
 class _ToldByBothNames:
-    """Errors of options that were given by a field's name have that name in front."""
+    """Errors of options have the field's name in front, unless the option was given by its own name."""
 
-    def __init__(self, given: Iterable[FieldPath]) -> None:
-        names = {path[-1] for path in given if path[0] not in (DRAFT, OPTIONS)}
-        self._names = {option: name for option, name in mapping.OWN_NAMES.items() if name in names and name != option}
+    def __init__(self, given: Iterable[str]) -> None:
+        own = set(given)
+        self._names = {
+            option: name for option, name in mapping.SAME_VALUES.items() if name != option and option not in own
+        }
 
     def __enter__(self) -> None:
         return None

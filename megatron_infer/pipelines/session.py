@@ -19,6 +19,12 @@ class InferenceSession:
     num_threads: int | None = None
     """None: all cores."""
 
+    def set_up(self, *, device: str, num_threads: int | None) -> None:
+        """Take one device; num_threads: None keeps the session's own."""
+        self.devices = [Device(device).torch]
+        self.num_threads = self.num_threads if num_threads is None else num_threads
+        self.__post_init__()
+
     def __post_init__(self) -> None:
         if all(device.type == "cpu" for device in self.devices):
             apply_cpu_settings(self.num_threads)

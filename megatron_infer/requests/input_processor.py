@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_infer.config.request_metadata import check_metadata
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InvalidPrompt, PromptTooLong, RequestError
 from megatron_infer.sampling.grammar import Grammars
@@ -42,6 +43,8 @@ class Limits:
     num_usable_blocks: int
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Parameters that the model cannot serve -> why not, and what to do."""
+    metadata_types: Sequence[tuple[str, Any, bool]] | None = None
+    """InferenceConfig.request_metadata_types."""
 
 
 class InputProcessor:
@@ -137,6 +140,7 @@ class InputProcessor:
                     f"{name}: token id {wrong[0]} is outside the vocabulary (0 to {self.limits.vocab_size - 1})"
                 )
         self._check_choice(params)
+        check_metadata(self.limits.metadata_types, params.metadata)
         if params.structured is not None:
             self.grammars.cache.check(params.structured)
 
