@@ -6,10 +6,11 @@ import argparse
 import json
 import os
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import add_config_options, config_from
 from megatron_infer.cli.loading import DTYPES
+from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
 from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
@@ -17,6 +18,9 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_infer.pipelines.config import PipelineConfig
 
 STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
 """Rows for models with recurrent state only; JSON has them always."""
@@ -34,7 +38,9 @@ def add_parser(subparsers: Any) -> None:
         description="Resolve every size of an engine from the model's description: bytes per block, blocks, requests, "
         "tokens. No weights are loaded. generate and chat with the same options have the same sizes.",
     )
-    parser.add_argument("model", metavar="MODEL", help="alias (smollm2), directory, hub id, .gguf file or checkpoint")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="alias (smollm2), directory, hub id, .gguf file or checkpoint"
+    )
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto)")
     parser.add_argument(
@@ -49,6 +55,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_config_options(parser)
+    add_pipeline_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -61,11 +68,18 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--memory-gb is {args.memory_gb}, it must be above 0")
     if args.tensor_parallel_size < 1:
         raise ConfigError(f"--tensor-parallel-size is {args.tensor_parallel_size}, it must be at least 1")
+    free_bytes = None if args.memory_gb is None else int(args.memory_gb * GIB)
+    pipeline = pipeline_from(args, free_bytes=free_bytes)
+    if pipeline is not None:
+        _show_pipeline(args, pipeline)
+        return 0
+    if args.model is None:
+        raise ConfigError("no model: give MODEL, or model_path in --config-file")
     device = Device(args.device)
     plan = open_source(args.model).config()
     dtype = str(choose_dtype(args.dtype, device)).removeprefix("torch.")
     shape = shape_of(plan, dtype=dtype, tensor_parallel_size=args.tensor_parallel_size)
-    available = int(args.memory_gb * GIB) if args.memory_gb is not None else device.available_bytes()
+    available = device.available_bytes() if free_bytes is None else free_bytes
     size = args.tensor_parallel_size
     config = config_from(args, shape, is_cuda=device.is_cuda, available_bytes=available, tensor_parallel_size=size)
     sizes = config.resolve(shape, tensor_parallel_size=size, available_bytes=available)
@@ -76,6 +90,30 @@ def run(args: argparse.Namespace) -> int:
         if sizes.graph_shapes:
             _print_graphs(shape, sizes, size)
     return 0
+
+
+def _show_pipeline(args: argparse.Namespace, pipeline: PipelineConfig) -> None:
+    """Every field: asked, in effect, from where, why; then the sizes."""
+    resolved = pipeline.resolved
+    config, shape, sizes, size = resolved.engine, resolved.shape, resolved.sizes, resolved.layout.tp
+    rows = {name: asdict(one) for name, one in pipeline.effective.items()}
+    if args.json:
+        rest = {} if shape is None or sizes is None else as_dict(config, shape, sizes, size)
+        print(json.dumps({"fields": rows, **rest}, indent=2, default=str))
+        return
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="fields of PipelineConfig", title_justify="left", box=box.SIMPLE)
+    for column in ("field", "asked", "in effect", "from", "why"):
+        table.add_column(column, no_wrap=column == "field")
+    for name, one in rows.items():
+        asked, effect = (str(getattr(one[key], "value", one[key])) for key in ("requested", "value"))
+        table.add_row(name, Text(asked), Text(effect), one["source"], Text(one["note"], style="dim"))
+    _console().print(table)
+    if shape is not None and sizes is not None:
+        _print_table(resolved.llm["model"], config, shape, sizes)
 
 
 def as_dict(

@@ -6,19 +6,26 @@ import argparse
 import dataclasses
 import os
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megatron_infer.cli.config_flags import docs_of, given
 from megatron_infer.cli.coordinator import add_key_option, key_from
 from megatron_infer.cli.loading import add_run_options, note
+from megatron_infer.cli.pipeline_flags import LAYOUT, add_pipeline_options, pipeline_from
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig, read_config_file, server_config_from
 from megatron_infer.utils.stderr_log import log_to_stderr
 
+if TYPE_CHECKING:
+    from megatron_infer.pipelines.config import PipelineConfig
+    from megatron_infer.server.launch import EngineOptions
+
+    Served: TypeAlias = tuple[EngineOptions, ServerConfig, dict[str, int]]
+
+LOADER = "megatron_infer.pipelines.foreign_runner:load_engine"
 NOT_FLAGS = ("max_stop", "max_stop_chars", "max_schema_bytes", "max_schema_depth", "token_threads")
 """Options for the configuration file and the environment only."""
-LAYOUT = ("dp", "tp", "pp", "ep")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -41,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
     for name in LAYOUT:
         layout.add_argument(f"--{name}", type=int, default=None, metavar="N", help=f"{docs[name]} (default 1)")
     add_run_options(parser)
+    add_pipeline_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -64,17 +72,9 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C -> 0. Raises InferenceError when it cannot serve."""
-    given_options = {
-        item.name: getattr(args, f"server_{item.name}")
-        for item in dataclasses.fields(ServerConfig)
-        if hasattr(args, f"server_{item.name}")
-    }
-    file_options, engine_options = read_config_file(args.config)
-    settings = server_config_from(given_options, os.environ, file_options)
+    options, settings, layout = _from_pipeline(args) or _from_options(args)
     log_to_stderr("megatron_infer.server", times=True)
     _warn(settings)
-    options = _engine_options(args, engine_options)
-    layout = {name: _layout_size(name, args, engine_options) for name in LAYOUT}
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from megatron_infer.server.torchrun import serve_rank
 
@@ -99,8 +99,53 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> Any:
-    """EngineOptions: those of the command line, else of the file."""
+def _from_pipeline(args: argparse.Namespace) -> Served | None:
+    """Of a PipelineConfig; None if the command line has no field of one."""
+    from megatron_infer.server.launch import EngineOptions
+
+    config = pipeline_from(args)
+    if config is None:
+        return None
+    resolved = config.resolved
+    loader, loader_options = _loader_of(config)
+    options = EngineOptions(
+        **resolved.llm,
+        config=resolved.engine.to_dict(),
+        chat_template=resolved.chat_template,
+        endpoint_base=resolved.endpoint_base or None,
+        loader=loader,
+        loader_options=loader_options,
+    )
+    return options, resolved.server, dataclasses.asdict(resolved.layout)
+
+
+def _loader_of(config: PipelineConfig) -> tuple[str | None, dict[str, Any]]:
+    """What makes the engine of a model of one's own, and its arguments; (None, {}) for other models."""
+    architecture = config.resolved.architecture
+    if architecture.pipeline_model is None:
+        return None, {}
+    if "RANK" in os.environ:
+        raise NotImplementedError(
+            f"{architecture.name} is an architecture of one's own, which has no ranks: serve it without torchrun"
+        )
+    given = {name: str(value) if isinstance(value, os.PathLike) else value for name, value in config.requested.items()}
+    return LOADER, {name: value for name, value in given.items() if name not in ("config_file", "section_name")}
+
+
+def _from_options(args: argparse.Namespace) -> Served:
+    given_options = {
+        item.name: getattr(args, f"server_{item.name}")
+        for item in dataclasses.fields(ServerConfig)
+        if hasattr(args, f"server_{item.name}")
+    }
+    file_options, engine_options = read_config_file(args.config)
+    settings = server_config_from(given_options, os.environ, file_options)
+    layout = {name: _layout_size(name, args, engine_options) for name in LAYOUT}
+    return _engine_options(args, engine_options), settings, layout
+
+
+def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> EngineOptions:
+    """Those of the command line, else of the file."""
     from megatron_infer.server.launch import EngineOptions
 
     model = args.model or file.get("model")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.request_metadata import check_types
 from megatron_infer.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def _is_int(value: object) -> bool:
 
 
 def check_values(config: InferenceConfig) -> None:
-    """Raise ConfigError, with the name of the field, for a value that is never valid; NotImplementedError for one that
-    is not supported yet."""
+    """Raise ConfigError, with the name of the field, for a value that is never valid."""
     for name, (smallest, optional) in _AT_LEAST.items():
         value = getattr(config, name)
         if value is None and optional:
@@ -114,11 +114,7 @@ def check_values(config: InferenceConfig) -> None:
             f"max_requests is {config.max_requests:,}, the limit is max_tokens = {config.max_tokens:,} (decoding "
             "takes one token per request of a step); raise max_tokens or lower max_requests"
         )
-    if config.request_metadata_types is not None:
-        raise NotImplementedError(
-            f"request_metadata_types={config.request_metadata_types!r} needs per-request device metadata for custom "
-            "controllers, which is not supported yet; leave it at None"
-        )
+    check_types(config.request_metadata_types)
 
 
 def _check_exact(config: InferenceConfig) -> None:

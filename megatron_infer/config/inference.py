@@ -19,6 +19,7 @@ from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.from_megatron import config_values
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import FP8_E4M3, ModelShape
+from megatron_infer.config.request_metadata import dtype_name
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import add_graphs, budget_of, resolve_sizes
 from megatron_infer.errors import ConfigError, unknown_name
@@ -144,7 +145,7 @@ class GraphSizing(str, Enum):
 class InferenceConfig:
     """Every option of the engine. Frozen and valid after construction; reads neither environment nor devices.
 
-    Raises ConfigError for a wrong value or an unknown name, NotImplementedError for a value that is not supported yet.
+    Raises ConfigError for a wrong value or an unknown name.
     No option is ignored silently: one that has no effect in some combination warns with `ConfigWarning`.
     """
 
@@ -219,7 +220,9 @@ class InferenceConfig:
     logging_step_interval: int = 0
     """Steps between two lines of metrics. 0: no metrics."""
     request_metadata_types: list[tuple[str, torch.dtype, bool]] | None = None
-    """(name, dtype, lives on the GPU) of scalars kept per request for custom controllers."""
+    """(label, dtype, on the device) of numbers that each request brings: `add_request(metadata={label: number})`. Hooks
+    of `engine.on_logits` get them as tensors, on the device or the host, and RequestOutput.metadata has them. None: no
+    request brings any."""
 
     # ours
     attention_backend: AttentionChoice = AttentionChoice.AUTO
@@ -343,6 +346,8 @@ class InferenceConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` takes back; objects of the process (groups, metrics writer) are left out."""
         plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _PROCESS_OBJECTS}
+        if self.request_metadata_types is not None:
+            plain["request_metadata_types"] = [[a, dtype_name(b), c] for a, b, c in self.request_metadata_types]
         if self.mamba_inference_state_config is not None:
             plain["mamba_inference_state_config"] = asdict(self.mamba_inference_state_config)
         return {name: value.value if isinstance(value, Enum) else value for name, value in plain.items()}

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from megatron_infer.config.from_megatron import sampling_values
+from megatron_infer.config.request_metadata import Scalar, checked_scalars
 from megatron_infer.config.structured_output import StructuredOutput, structured_of
 from megatron_infer.errors import RequestError, unknown_name
 
@@ -94,6 +95,9 @@ class SamplingParams:
     priority: int = 0
     """Smaller is served sooner: waiting requests start in this order, then in order of arrival; the largest is
     preempted first."""
+    metadata: Mapping[str, Scalar] | None = None
+    """Label -> number or bool, one for each entry of the engine's request_metadata_types: what `engine.on_logits` hooks
+    get, and `RequestOutput.metadata`. None: the engine has no such types."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
@@ -104,6 +108,7 @@ class SamplingParams:
         self._check_distribution()
         self._check_tokens()
         object.__setattr__(self, "structured", structured_of(self.structured))
+        object.__setattr__(self, "metadata", checked_scalars(self.metadata))
         for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -138,11 +143,14 @@ class SamplingParams:
         return cls(**sampling_values(params, num_prompt_tokens))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as a JSON value; `from_dict` of it, also after a trip through JSON, equals these parameters."""
+        """Every field as a JSON value, metadata only if it is given; `from_dict` of it, also after a trip through JSON,
+        equals these parameters."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         if self.logit_bias is not None:
             plain["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        if self.metadata is None:
+            del plain["metadata"]  # most engines take none, and earlier versions read the files of these
         if self.structured is not None:
             plain["structured"] = self.structured.to_dict()
         return plain

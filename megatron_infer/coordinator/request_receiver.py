@@ -50,6 +50,7 @@ class RequestReceiver:
             outputs=[CompletionOutput(index=i, text="", token_ids=[]) for i in range(submit.params.get("n", 1))],
             finished=False,
             metrics=self._metrics,
+            metadata=submit.params.get("metadata"),
         )
 
     def add(self, news: protocol.Output) -> bool:

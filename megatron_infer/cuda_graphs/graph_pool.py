@@ -275,6 +275,12 @@ class GraphPool:
             log.warning("no graph of %s: its steps are padded and run eagerly (%s)", shape, reason.splitlines()[0])
             self._refused[shape] = reason
 
+    def capture_all(self) -> list[str]:
+        """Capture every shape now, the largest first -> why some could not be."""
+        for shape in sorted(self.index.shapes, key=lambda one: one.num_tokens, reverse=True):
+            self.ready(shape)
+        return [f"{shape}: {reason}" for shape, reason in self._refused.items()]
+
     def _count(self, shape: GraphShape, seconds: float) -> None:
         self.counts.captures += 1
         self.counts.capture_s += seconds

@@ -53,7 +53,7 @@ class RunRecorder:
         self._engine = engine
         self._first_step = self._last_step = engine.num_steps
         self._write(kind="run", version=VERSION, model=model, config=_plain(engine.config))
-        engine.listeners.append(self)
+        engine.loop.listeners.append(self)
         return self
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class RunRecorder:
         if self._file.closed:
             return
         if self._engine is not None:
-            self._engine.listeners.remove(self)
+            self._engine.loop.listeners.remove(self)
             self._write(kind="end", step=self._last_step - self._first_step)
         self._file.close()
 

@@ -305,6 +305,7 @@ def encode_output(output: RequestOutput, numbers: Numbers, *, now: float) -> dic
         "num_cached_tokens": output.num_cached_tokens,
         "events": _encode_events(output.events),
         "error": encode_error(output.error),
+        **({} if output.metadata is None else {"metadata": dict(output.metadata)}),
     }
 
 
@@ -332,6 +333,7 @@ def decode_output(
         ],
         finished=True,
         metrics=_decode_metrics(record["metrics"], now),
+        metadata=record.get("metadata"),
         num_cached_tokens=record["num_cached_tokens"],
         events=_decode_events(record["events"]),
         error=decode_error(record["error"]),

@@ -41,6 +41,7 @@ from megatron_infer.engine.compile_layers import compile_layers
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, measured_costs
 from megatron_infer.engine.executor import Executor
+from megatron_infer.engine.logits_hooks import LogitsHooks
 from megatron_infer.engine.request_intake import RequestIntake
 from megatron_infer.engine.sequence_replay import SequenceReplay
 from megatron_infer.engine.states import Lifecycle
@@ -73,6 +74,10 @@ from megatron_infer.weights.manager import WeightManager
 
 log = logging.getLogger("megatron_infer")
 
+NO_ROUTING = {
+    "return_routing": "the model has no mixture-of-experts layers, or has layers of a class of its own, whose choice "
+    "is not seen; leave it False"
+}
 TRITON = "triton"
 """Name of the backends that are this package's own Triton kernels."""
 
@@ -88,6 +93,7 @@ class ModelSetup:
     kernels: ChosenKernels
     runner: Runner
     graphs: StepGraphs | None
+    logits_hooks: LogitsHooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +122,9 @@ def build_engine(
     eos_ids: Sequence[int],
     device: str,
     name: str,
-    owns_weights: bool,
+    owns: bool,
 ) -> BuiltEngine:
-    """Every rank of the engine calls it."""
+    """Every rank of the engine calls it. owns: see owns_weights of `DynamicInferenceEngine`."""
     setup = set_up_model(model, config, device=device, name=name)
     adopted, runner, rank_group = setup.adopted, setup.runner, setup.rank_group
     output_processor = OutputProcessor(
@@ -130,7 +136,7 @@ def build_engine(
     swaps = context.swap is not None
     costs = agreed_costs(setup) if swaps else None
     scheduler = make_scheduler(config, setup, context, costs=costs, on_event=output_processor.on_event)
-    weights = make_weights(config, setup, scheduler, owns_weights=owns_weights)
+    weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
@@ -172,7 +178,7 @@ def build_engine(
         lifecycle=lifecycle,
         relay=relay,
         intake=intake,
-        controls=EngineControls(loop, scheduler, weights, lifecycle, suspension, snapshots, relay),
+        controls=EngineControls(loop, scheduler, weights, lifecycle, suspension, snapshots, relay, setup.logits_hooks),
         replay=SequenceReplay(adopted, executor, scheduler, weights, config),
     )
 
@@ -192,7 +198,8 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
     compile_layers(adopted, config, kernels, any_rank=rank_group.any_rank)
-    runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group)
+    hooks = LogitsHooks(config.request_metadata_types, own_device, adopted.tp_group)
+    runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group, hooks)
     return ModelSetup(
         adopted=adopted,
         rank_group=rank_group,
@@ -201,6 +208,7 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
         kernels=kernels,
         runner=runner,
         graphs=graphs,
+        logits_hooks=hooks,
     )
 
 
@@ -305,7 +313,8 @@ def make_input_processor(
         chunked_prefill=config.enable_chunked_prefill,
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
-        knows_routing=setup.runner.routing is not None,
+        unavailable={**({} if setup.runner.routing is not None else NO_ROUTING), **setup.adopted.unavailable},
+        metadata_types=config.request_metadata_types,
     )
     seed = config.seed
     if config.offset_sampling_seed_by_dp_rank:
@@ -415,6 +424,7 @@ def make_runner(
     chosen: ChosenKernels,
     device: Device,
     rank_group: RankGroup,
+    hooks: LogitsHooks,
 ) -> tuple[Runner, StepGraphs | None]:
     """Cache, batch builder, sampler and graphs -> (runner, graphs)."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
@@ -447,7 +457,7 @@ def make_runner(
             stages, hidden_size=shape.hidden_size, device=device.torch, timeout_s=config.collective_timeout_s
         )
     graphs = step_graphs(adopted, config, sizes, chosen, builder, sampler, link)
-    runner = ModelRunner(adopted, builder, for_group(sampler, adopted.tp_group), graphs=graphs)
+    runner = ModelRunner(adopted, builder, for_group(sampler, adopted.tp_group), graphs=graphs, edit_logits=hooks.apply)
     if link is None:
         return runner, graphs
     alone_s = ALONE_S if adopted.groups() else None

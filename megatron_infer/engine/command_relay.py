@@ -7,7 +7,7 @@ In an engine of one process the outbox collects nothing and every call is this p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from enum import Enum
 from typing import Any
@@ -94,17 +94,20 @@ class CommandRelay:
         """
         self._meet(call, arguments, compare=compare)
 
-    def begin_step(self, *, running: bool) -> bool | None:
-        """Receive the leader's commands -> whether weights changed on any rank; None: the step itself checks."""
+    def begin_step(self, among: Collection[str] | None, *, running: bool) -> tuple[bool | None, Collection[str] | None]:
+        """Receive the leader's commands -> (whether weights changed on any rank, None: the step itself checks; the
+        requests that the leader lets run, see `DynamicInferenceEngine.step`)."""
         if self._lockstep.size == 1:
-            return None
+            return None, among
         loop = self._loop
         was_idle = loop.was_idle
-        met = self._meet("step()", flag=self._weights_moved())
+        arguments = None if among is None else sorted(among)
+        met = self._meet("step()", arguments, flag=self._weights_moved(), compare=False)
         # A rank that was idle, or that has just received an abort, has not read the content of its weights.
         if running and (was_idle or any(command["kind"] == "abort" for command in met.commands)):
-            return self._lockstep.agree(not loop.is_idle and loop.weights_differ(), "a look at the weights")
-        return met.flag
+            differ = not loop.is_idle and loop.weights_differ()
+            return self._lockstep.agree(differ, "a look at the weights"), met.arguments
+        return met.flag, met.arguments
 
     def take_in(self, take_in: Callable[[], list[str]]) -> list[str]:
         """Queue the leader's prompts on every rank -> their ids; a refusal of the leader is raised on all."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.command_relay import CommandRelay
+from megatron_infer.engine.logits_hooks import LogitsHook, LogitsHooks
 from megatron_infer.engine.states import EngineState, Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.engine.suspend import MemoryReport, Suspension
@@ -47,10 +49,18 @@ class EngineControls:
         suspension: Suspension,
         snapshots: SnapshotManager,
         relay: CommandRelay,
+        logits_hooks: LogitsHooks,
     ) -> None:
         self.suspension, self.snapshots = suspension, snapshots
         self._loop, self._scheduler, self._weights = loop, scheduler, weights
-        self._lifecycle, self._relay = lifecycle, relay
+        self._lifecycle, self._relay, self._logits_hooks = lifecycle, relay, logits_hooks
+
+    def on_logits(self, hook: LogitsHook) -> Callable[[], None]:
+        if not callable(hook):
+            raise ConfigError(f"on_logits takes a callable of (logits, metadata), got {hook!r}")
+        self._relay.meet("on_logits()")
+        self._logits_hooks.hooks.append(hook)
+        return partial(self._logits_hooks.hooks.remove, hook)
 
     def pause(self, mode: str, *, timeout_s: float | None) -> None:
         if mode not in PAUSE_MODES:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
+from megatron_infer.config.request_metadata import Scalar
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.engine.build import build_engine
 from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
+from megatron_infer.engine.logits_hooks import LogitsHook
 from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.stats import EngineStats
 from megatron_infer.engine.suspend import MemoryReport
@@ -61,13 +63,7 @@ class DynamicInferenceEngine:
         self.config = config if config is not None else InferenceConfig()
         self.tokenizer = tokenizer
         built = build_engine(
-            model,
-            self.config,
-            tokenizer=tokenizer,
-            eos_ids=eos_ids,
-            device=device,
-            name=model_name,
-            owns_weights=owns_weights,
+            model, self.config, tokenizer=tokenizer, eos_ids=eos_ids, device=device, name=model_name, owns=owns_weights
         )
         setup = built.setup
         self.model, self.shape = setup.adopted.live, setup.adopted.shape
@@ -78,23 +74,14 @@ class DynamicInferenceEngine:
         """Sizes of the cache and of a step."""
         self.weights, self.loop, self.replay = built.weights, built.loop, built.replay
         self.input_processor, self.output_processor = built.input_processor, built.output_processor
-        self.lifecycle, self.relay, self.listeners = built.lifecycle, built.relay, built.loop.listeners
+        self.lifecycle, self.relay, self.suspension = built.lifecycle, built.relay, built.controls.suspension
+        """`suspension.tags`: what is suspended. `suspension.arrived_s`: how long the latest resume's copies took."""
         self._scheduler, self._stat_logger = built.scheduler, built.stat_logger
         self._intake, self._controls = built.intake, built.controls
 
     @property
     def state(self) -> EngineState:
         return self.lifecycle.state
-
-    @property
-    def suspended_tags(self) -> frozenset[str]:
-        """Tags that are suspended now, of `suspend.TAGS`."""
-        return self._controls.suspension.tags
-
-    @property
-    def arrived_s(self) -> float | None:
-        """Seconds that the cache's copies of the latest resume took; None while they run, and before the first."""
-        return self._controls.suspension.arrived_s
 
     @property
     def weight_version(self) -> int:
@@ -126,14 +113,25 @@ class DynamicInferenceEngine:
         *,
         request_id: str | None = None,
         stream: StreamMode = "cumulative",
+        metadata: Mapping[str, Scalar] | None = None,
     ) -> str:
         """Queue a prompt -> its request id. Raises RequestError (and queues nothing) when it cannot be served.
 
         stream: what step() reports while it runs: "cumulative" (all text and tokens so far), "delta" (what is new) or
-        "final" (only once it has finished; costs nothing per token). On the leader.
+        "final" (only once it has finished; costs nothing per token). metadata: SamplingParams.metadata, instead of that
+        of `params`. On the leader.
         """
         self.relay.require_leader("add_request()")
-        return self._intake.add(prompt, params, request_id=request_id, stream=stream)
+        return self._intake.add(prompt, params, request_id=request_id, stream=stream, metadata=metadata)
+
+    def on_logits(self, hook: LogitsHook) -> Callable[[], None]:
+        """Call `hook(logits, metadata)` in each step before tokens are drawn -> what removes it again.
+
+        logits: one row of the padded vocabulary for each token to draw; it may change them, or return others. Tokens
+        and log probabilities are those of what it leaves. metadata: see request_metadata_types. Called on every rank,
+        with a hook that does the same on each; on the ranks that draw it sees the same rows.
+        """
+        return self._controls.on_logits(hook)
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """Begin what `add_request` would wait for, a grammar to compile; from any thread. None: nothing."""
@@ -168,18 +166,18 @@ class DynamicInferenceEngine:
         return bool(self.loop.backlog) or (self.state is EngineState.RUNNING and not self.loop.is_idle)
 
     # ------------------------------------------------------------------ the loop
-    def step(self) -> list[RequestOutput]:
+    def step(self, among: Collection[str] | None = None) -> list[RequestOutput]:
         """One step -> outputs of the requests that have news, finished ones marked.
 
-        While paused or suspended it hands out outputs that wait (of aborts, of a step committed meanwhile) and raises
-        WrongState when there are none.
+        among: ids of the requests that may run (None: all), the leader's; others keep their memory unless these lack
+        it. While paused or suspended it hands out outputs that wait, and raises WrongState when there are none.
         """
         self.lifecycle.require_whole_weights("step()")
-        changed = self.relay.begin_step(running=self.state is EngineState.RUNNING)
+        changed, among = self.relay.begin_step(among, running=self.state is EngineState.RUNNING)
         if not self.loop.backlog:
             self.lifecycle.require("step()", EngineState.RUNNING)
         is_running = self.state is EngineState.RUNNING
-        return self._controls.hand_out(self.loop.step(changed) if is_running else self.loop.take_backlog())
+        return self._controls.hand_out(self.loop.step(changed, among) if is_running else self.loop.take_backlog())
 
     def generate(
         self,
@@ -357,7 +355,7 @@ def _run_to_end(
 
 def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]:
     return {
-        "step()": lambda given: engine.step(),
+        "step()": engine.step,
         "generate()": lambda given: engine.generate([], on_error="return"),
         "has_unfinished()": lambda given: engine.has_unfinished(),
         "drain()": lambda given: engine.drain(),

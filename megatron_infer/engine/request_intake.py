@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from megatron_infer.config.request_metadata import Scalar
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.command_relay import Outbox
@@ -36,13 +38,23 @@ class RequestIntake:
         self._input, self._output, self._scheduler = input_processor, output_processor, scheduler
         self._loop, self._snapshots, self._outbox = loop, snapshots, outbox
 
-    def add(self, prompt: Prompt, params: SamplingParams | None, *, request_id: str | None, stream: StreamMode) -> str:
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        request_id: str | None,
+        stream: StreamMode,
+        metadata: Mapping[str, Scalar] | None = None,
+    ) -> str:
         """See `DynamicInferenceEngine.add_request`."""
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise InvalidPrompt(
                 f"params is a {type(params).__name__}, not SamplingParams; see SamplingParams.from_dict"
             )
+        if metadata is not None:
+            params = replace(params, metadata=metadata)
         if stream not in STREAM_MODES:
             raise InvalidPrompt(f"stream is 'cumulative', 'delta' or 'final', got {stream!r}")
         if request_id is None:

@@ -17,6 +17,7 @@ import torch
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import InferenceError
@@ -24,7 +25,7 @@ from megatron_infer.kernels.base import PagedModel
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS
 from megatron_infer.runner.in_flight import LocalStep
-from megatron_infer.runner.model_runner import ModelRunner
+from megatron_infer.runner.model_runner import ModelRunner, Runner
 from megatron_infer.sampling.row_params import GREEDY_BELOW
 from megatron_infer.scheduler.request import CacheUse, Request
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -75,6 +76,16 @@ class SequenceReplay:
         self.model = model
         self._executor, self._scheduler, self._weights = executor, scheduler, weights
         self._config = config
+
+    @property
+    def runner(self) -> Runner:
+        """What the engine runs its steps with."""
+        return self._executor.runner
+
+    @property
+    def context(self) -> DynamicInferenceContext:
+        """Which sequence holds which rows and blocks."""
+        return self._scheduler.context
 
     @contextmanager
     def inference(self, loop: StepLoop) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from megatron_infer.config.inference import InferenceConfig
@@ -75,6 +75,11 @@ class StepLoop:
         """Scheduled after those and not launched: cancelled once they are committed (see `_cancel_unlaunched`)."""
 
     @property
+    def num_in_flight(self) -> int:
+        """Steps whose outputs have not been read."""
+        return len(self._in_flight)
+
+    @property
     def is_idle(self) -> bool:
         """Nothing to compute and nothing in flight; the backlog may still hold outputs."""
         return not len(self.output_processor) and not self._in_flight and self._unlaunched is None
@@ -83,8 +88,10 @@ class StepLoop:
         outputs, self.backlog = self.backlog, []
         return outputs
 
-    def step(self, weights_changed: bool | None = None) -> list[RequestOutput]:
+    def step(self, weights_changed: bool | None = None, among: Collection[str] | None = None) -> list[RequestOutput]:
         """One step -> outputs of the requests that have news, finished ones marked.
+
+        among: the ids of requests that it may compute; None: all.
 
         Several steps where a request would never come to its next token otherwise, see `RecomputeProgress`. After an
         interrupt, its outputs come with the next step. weights_changed: what the ranks of the engine have agreed on;
@@ -92,10 +99,10 @@ class StepLoop:
         """
         outputs = self.take_backlog()
         try:
-            self._step(outputs, weights_changed)
+            self._step(outputs, weights_changed, among)
             num_left, before = self._scheduler.recompute_progress.num_left, 0
             while num_left and num_left != before:
-                self._step_more(outputs)
+                self._step_more(outputs, among)
                 num_left, before = self._scheduler.recompute_progress.num_left, num_left
         except BaseException:
             self.backlog = outputs + self.backlog
@@ -104,15 +111,15 @@ class StepLoop:
             self.was_idle = self.is_idle
         return outputs
 
-    def _step_more(self, outputs: list[RequestOutput]) -> None:
+    def _step_more(self, outputs: list[RequestOutput], among: Collection[str] | None) -> None:
         """Another step within the same call."""
         news: list[RequestOutput] = []
         try:
-            self._step(news, False)
+            self._step(news, False, among)
         finally:
             outputs += news
 
-    def _step(self, outputs: list[RequestOutput], weights_changed: bool | None) -> None:
+    def _step(self, outputs: list[RequestOutput], weights_changed: bool | None, among: Collection[str] | None) -> None:
         executor, scheduler = self._executor, self._scheduler
         if self.is_idle:
             executor.leave_inference()
@@ -124,7 +131,7 @@ class StepLoop:
         if self.weights_differ() if weights_changed is None else weights_changed:
             self._finish_steps(outputs)
             self._accept_weights()
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(None if among is None else self.output_processor.sequences_of(among))
         executor.announce(plan)
         launched = bool(plan.num_tokens) and self._launch(plan, outputs)
         self._finish_steps(outputs, leave=self._ahead if launched else max(0, len(self._in_flight) - 1))

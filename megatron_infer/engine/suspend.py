@@ -38,7 +38,7 @@ class TagReport:
     """Seconds of copying the cache, by the device's clock where there is one; 0.0: nothing was copied, or not timed."""
     bytes_under_way: int = 0
     """Part of bytes_copied whose copies still ran when the command returned: steps wait for them on the device, layer
-    by layer. Their time is known later (`DynamicInferenceEngine.arrived_s`)."""
+    by layer. Their time is known later (`Suspension.arrived_s`)."""
 
     @property
     def gb_per_s(self) -> float | None:
@@ -219,7 +219,7 @@ class Suspension:
 
     @property
     def arrived_s(self) -> float | None:
-        """See `DynamicInferenceEngine.arrived_s`."""
+        """Seconds that the cache's copies of the latest resume took; None while they run, and before the first."""
         return self._cache.arrived_s
 
     def suspend(

@@ -36,7 +36,7 @@ class LLM:
 
     `config` is an InferenceConfig, or a mapping of some of its options: the others (all, for None) are chosen for the
     machine and the model, see `config.machine_config`. dtype "auto" is bfloat16 where the device computes in it, else
-    float32. The engine is `llm.engine`.
+    float32. chat_template goes before the model's own. The engine is `llm.engine`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class LLM:
         threads: int | None = None,
         seed: int | None = None,
         tokenizer: Tokenizer | None = None,
+        chat_template: str | None = None,
     ) -> None:
         where = Device(device)
         if not where.is_cuda:
@@ -65,6 +66,10 @@ class LLM:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
         live = build_model(source, dtype=param_dtype, device=str(where.torch))
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
+        if chat_template is not None:
+            if self.tokenizer is None:
+                raise ConfigError("chat_template is given, but the model has no tokenizer")
+            self.tokenizer.set_chat_template(chat_template)
         self.engine = DynamicInferenceEngine(
             live,
             config,

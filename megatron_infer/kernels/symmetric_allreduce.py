@@ -57,18 +57,18 @@ class TorchSharedMemory:
 class SymmetricSum:
     """Small sums of one dtype over one group; made on all of its ranks by `connect`."""
 
-    __slots__ = ("_group", "_memory", "_shared")
+    __slots__ = ("_group", "_memory", "shared")
 
     def __init__(self, group: Any, memory: SharedMemory, shared: Tensor) -> None:
-        self._group, self._memory, self._shared = group, memory, shared
+        self._group, self._memory, self.shared = group, memory, shared
 
     def takes(self, x: Tensor) -> bool:
-        return x.dtype is self._shared.dtype and x.nbytes <= MAX_BYTES and not x.nbytes % ALIGN_BYTES
+        return x.dtype is self.shared.dtype and x.nbytes <= MAX_BYTES and not x.nbytes % ALIGN_BYTES
 
     def sum_of(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in x where it is contiguous."""
         flat = x.contiguous().view(-1)
-        shared = self._shared[: flat.numel()]
+        shared = self.shared[: flat.numel()]
         shared.copy_(flat)
         self._memory.sum_into(shared, self._group, flat)
         return flat.view(x.shape)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.regions.pinned import PinnedBuffer, PinnedPool
+from megatron_infer.utils.host import cpu_has_bf16, free_host_bytes
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
 """glibc's: without it freed tensors below its mmap threshold stay with the process."""
@@ -143,14 +144,7 @@ class Device:
         if self.is_cuda:
             self.check_available()
             return int(torch.cuda.mem_get_info(self.torch)[0])
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                for line in lines:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except OSError:
-            pass  # not Linux: the portable figure below
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        return free_host_bytes()
 
 
 class Event:
@@ -228,16 +222,6 @@ def choose_dtype(name: str, device: Device) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def cpu_has_bf16() -> bool:
-    """True where the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX); elsewhere bf16 is slower than fp32."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return False
-    return any(flag in flags.split() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -28,16 +28,12 @@ from megatron_infer.model_loader.checkpoint_hybrid import hybrid_of_arguments, h
 from megatron_infer.model_loader.head_padding import allow_padding, unpadded
 from megatron_infer.model_loader.hf_names import WHOLE, Shard
 from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
-from megatron_infer.text.tokenizer import Tokenizer, read_json
+from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.json_file import read_json
 
 DESCRIPTION_FILE = "megatron_infer.json"
 _FORMAT = 1
 _MEGATRON, _MEGATRON_HYBRID = "MegatronGPT", "MegatronMamba"
-
-
-def is_checkpoint(directory: Path) -> bool:
-    """True for a torch_dist checkpoint, or a Megatron-LM directory that names its latest one."""
-    return (directory / "metadata.json").is_file() or (directory / "latest_checkpointed_iteration.txt").is_file()
 
 
 def save_checkpoint(

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_infer.errors import ModelError
-from megatron_infer.text.tokenizer import read_json
+from megatron_infer.utils.json_file import read_json
 
 REMEDY = (
     "if you trust it, load it in Megatron and save it with save_checkpoint; or give its weights as safetensors, which "

@@ -19,6 +19,9 @@ from megatron_infer.errors import ModelError
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
+_LENGTH = struct.Struct("<Q")
+_LEFT_OUT = object()
+"""The value of an entry that is not read."""
 _SCALARS: dict[int, str] = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
@@ -38,11 +41,13 @@ class GGUFTensor:
 class GGUFFile:
     """An open GGUF file: `metadata` by key, `tensors` by name, and `read`, which dequantises.
 
+    with_vocabulary: False leaves lists of strings (tokens, merges) out of `metadata`, which take most of the time.
     Raises ModelError naming the file when it is no GGUF file, is cut short or has a type that cannot be read.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, with_vocabulary: bool = True) -> None:
         self.path = Path(path)
+        self._with_vocabulary = with_vocabulary
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
         try:
@@ -96,7 +101,9 @@ class GGUFFile:
         num_tensors, num_entries = self._scalar("<Q"), self._scalar("<Q")
         for _ in range(num_entries):
             key = self._string()
-            self.metadata[key] = self._value(self._scalar("<I"))
+            value = self._value(self._scalar("<I"))
+            if value is not _LEFT_OUT:
+                self.metadata[key] = value
         infos = []
         for _ in range(num_tensors):
             name = self._string()
@@ -153,15 +160,24 @@ class GGUFFile:
             raise ModelError(f"{self.path}: damaged: unknown metadata type {kind}")
         return self._numbers(kind, 1)[0]
 
-    def _array(self) -> list[Any]:
+    def _array(self) -> Any:
         kind, count = self._scalar("<I"), self._scalar("<Q")
         if kind == _STRING:
-            return [self._string() for _ in range(count)]
+            return [self._string() for _ in range(count)] if self._with_vocabulary else self._skip_strings(count)
         if kind == _ARRAY:
             return [self._array() for _ in range(count)]
         if kind not in _SCALARS:
             raise ModelError(f"{self.path}: damaged: unknown metadata array type {kind}")
         return self._numbers(kind, count)
+
+    def _skip_strings(self, count: int) -> Any:
+        position, length_at, buffer = self._position, _LENGTH.unpack_from, self._map
+        for _ in range(count):
+            position += 8 + length_at(buffer, position)[0]
+        if position > len(buffer):
+            raise IndexError
+        self._position = position
+        return _LEFT_OUT
 
     def _numbers(self, kind: int, count: int) -> list[Any]:
         dtype = np.dtype(_SCALARS[kind])

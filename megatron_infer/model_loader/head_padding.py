@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from megatron_infer.model_loader.hf_names import Span, TensorReader
 from megatron_infer.model_loader.model_description import ModelDescription
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_infer.model_loader.hf_names import Span, TensorReader
 
 _UNPADDED = ("Phi3ForCausalLM", "GPT2LMHeadModel")
 """Architectures that keep q, k and v in one tensor."""
@@ -84,9 +85,11 @@ class PaddedReader:
         span = (rows, columns)[dim] or (0, shown[dim])
         inside = (min(span[0], own[dim]), min(span[1], own[dim]))
         held = self._reader.read(name, **{("rows", "columns")[dim]: inside})
-        missing = list(held.shape)
-        missing[dim] = (span[1] - span[0]) - held.shape[dim]
-        return torch.cat([held, held.new_zeros(missing)], dim)
+        wanted = list(held.shape)
+        wanted[dim] = span[1] - span[0]
+        padded = held.new_zeros(wanted)
+        padded.narrow(dim, 0, held.shape[dim]).copy_(held)
+        return padded
 
 
 def _grown(name: str, shape: tuple[int, ...], queries: Span, keys: Span) -> tuple[int, ...]:

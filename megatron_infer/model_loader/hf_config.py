@@ -19,8 +19,7 @@ def description_from_config(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, *, name: str = ""
 ) -> ModelDescription:
     """The description in a Hugging Face config.json. Raises ModelError for what is unknown or cannot be exact."""
-    names = config.get("architectures") or []
-    architecture = names[0] if names else _by_model_type(config)
+    architecture = architecture_of(config)
     family = FAMILIES.get(architecture)
     if family is None:
         refused = _REFUSED.get(architecture)
@@ -47,6 +46,12 @@ def description_from_config(
         name=name,
         **parts,
     )
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The name of the architecture, else that of the model's type."""
+    names = config.get("architectures") or []
+    return str(names[0]) if names else _by_model_type(config)
 
 
 def _by_model_type(config: Mapping[str, Any]) -> str:

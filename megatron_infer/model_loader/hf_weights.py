@@ -28,7 +28,7 @@ from megatron_infer.model_loader.hf_names import (
     TensorReader,
 )
 from megatron_infer.model_loader.model_description import ModelDescription
-from megatron_infer.text.tokenizer import read_json
+from megatron_infer.utils.json_file import read_json
 
 
 def load_weights(model: nn.Module, reader: TensorReader, description: ModelDescription, shard: Shard = WHOLE) -> None:

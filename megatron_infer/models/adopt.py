@@ -7,7 +7,7 @@ then. The second gives each stock attention, mixer and layer our subclass and it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +60,9 @@ def adopt(
     module and the reason, with nothing changed, if some part of the model is not known to compute what the paged path
     computes.
     """
+    if (as_paged := getattr(model, "as_paged", None)) is not None:  # runs by itself: there is nothing to adopt
+        paged: AdoptedModel = as_paged(name)
+        return paged
     live = unwrap(model)
     # Not again when modules have changed: between rollouts these are the trainer's settings.
     check_config(live.config)
@@ -143,6 +146,9 @@ def _read(live: Any, vocab_size: int | None, state_config: MambaInferenceStateCo
 
 class AdoptedModel:
     """kernels.base.PagedModel over a live model. The only tensors it holds are scan weights derived from parameters."""
+
+    unavailable: Mapping[str, str] = {}
+    """Parameters of requests that the model cannot serve -> why, and what to do."""
 
     def __init__(self, live: Any, reading: ModelReading, read: Callable[[], ModelReading], *, name: str) -> None:
         """read: called for another reading when modules have changed."""
@@ -377,10 +383,13 @@ class AdoptedModel:
         """Numbers of tokens from which on a step's layers run other kernels than a smaller step's, ascending."""
         return sorted({count for experts in self._reading.experts for count in experts.token_counts(ops)})
 
+    def reducers(self) -> list[Reducer]:
+        """The collectives in a step's layers, one for each process group."""
+        found = [self._tp, *(experts.reduce for experts in self._reading.experts)]
+        return list({id(one.group): one for one in found if one is not None}.values())
+
     def groups(self) -> list[Any]:
-        """Process groups of the collectives in a step's layers."""
-        reducers = [self._tp, *(experts.reduce for experts in self._reading.experts)]
-        return list({id(one.group): one.group for one in reducers if one is not None}.values())
+        return [one.group for one in self.reducers()]
 
     def scan_weights_differ(self) -> str | None:
         """The name of the first parameter that changed since the scans' weights were derived; None: none did."""

@@ -40,6 +40,11 @@ class Reducer:
         """None where there is no other rank: no group, or a group of one."""
         return None if group is None or group.size() == 1 else cls(group)
 
+    @property
+    def shared_buffers(self) -> list[Tensor]:
+        """Symmetric memory of the small sums made so far, one for each dtype."""
+        return [one.shared for one in self._small.values() if one is not None]
+
     def members(self) -> list[int]:
         """Global ranks of the group, in order."""
         return sorted(dist.get_process_group_ranks(self.group))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,6 +104,8 @@ class RequestOutput:
     events: list[RequestEvent] = field(default_factory=list)
     error: InferenceError | None = None
     """Why the request failed, when the finish_reason of a sequence is "error"."""
+    metadata: Mapping[str, bool | int | float] | None = None
+    """What the request brought for the engine's request_metadata_types; None: the engine has none."""
     pooled: list[float] | None = None
     """With SamplingParams.pooling, once the prompt is computed: its final hidden states as one vector, not
     normalised."""

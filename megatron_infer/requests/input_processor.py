@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_infer.config.request_metadata import check_metadata
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InvalidPrompt, PromptTooLong, RequestError
 from megatron_infer.sampling.grammar import Grammars
@@ -40,8 +41,10 @@ class Limits:
     chunked_prefill: bool
     block_size: int
     num_usable_blocks: int
-    knows_routing: bool = False
-    """Whether a request may ask for the experts of its tokens."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that the model cannot serve -> why not, and what to do."""
+    metadata_types: Sequence[tuple[str, Any, bool]] | None = None
+    """InferenceConfig.request_metadata_types."""
 
 
 class InputProcessor:
@@ -121,11 +124,9 @@ class InputProcessor:
         """Check parameters against vocabulary and tokenizer; waits for a grammar that is not compiled yet."""
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids")
-        if params.return_routing and not self.limits.knows_routing:
-            raise RequestError(
-                "return_routing: the model has no mixture-of-experts layers, or has layers of a class of its own, "
-                "whose choice is not seen; leave it False"
-            )
+        for name, reason in self.limits.unavailable.items():
+            if (asked := getattr(params, name)) is not None and asked is not False:
+                raise RequestError(f"{name}: {reason}")
         named: list[tuple[str, Iterable[int] | None]] = [
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids),
@@ -139,6 +140,7 @@ class InputProcessor:
                     f"{name}: token id {wrong[0]} is outside the vocabulary (0 to {self.limits.vocab_size - 1})"
                 )
         self._check_choice(params)
+        check_metadata(self.limits.metadata_types, params.metadata)
         if params.structured is not None:
             self.grammars.cache.check(params.structured)
 

@@ -55,6 +55,11 @@ class OutputProcessor:
     def get(self, request_id: str) -> RequestState | None:
         return self._requests.get(request_id)
 
+    def sequences_of(self, request_ids: Collection[str]) -> set[Request]:
+        """What the scheduler runs for these requests; an id that is not open has nothing."""
+        found = (self._requests.get(one) for one in request_ids)
+        return {sequence.request for state in found if state is not None for sequence in state.sequences}
+
     # ------------------------------------------------------------------ coming and going
 
     def open(

@@ -189,6 +189,7 @@ class RequestState:
             finished=finished,
             metrics=self.metrics,
             num_cached_tokens=first.history.cached_tokens,
+            metadata=self.params.metadata,
             events=self.events,
             error=self.error,
             pooled=None if pooled is None else pooled.tolist(),

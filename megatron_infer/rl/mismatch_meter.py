@@ -116,7 +116,9 @@ class MismatchMeter:
         if isinstance(alarm, str):
             if alarm != AUTO:
                 raise ConfigError(f"alarm: {unknown_name('value', alarm, [AUTO])}; 'auto', an Alarm, or None")
-            alarm = Alarm.of(engine.shape.dtype, experts=engine.input_processor.limits.knows_routing)
+            alarm = Alarm.of(
+                engine.shape.dtype, experts="return_routing" not in engine.input_processor.limits.unavailable
+            )
         self.share, self.alarm = share, alarm
         self.last: MismatchReport | None = None
         """Report of the latest window that had tokens to compare."""

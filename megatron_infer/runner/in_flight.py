@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.memory.device import Device, HostRead
 from megatron_infer.runner.batch import Batch
-from megatron_infer.runner.padded_steps import PaddedOutput
 from megatron_infer.runner.pooling import Pooled
 from megatron_infer.runner.routing import expert_ids
 from megatron_infer.sampling.logprobs import LogprobBatch
@@ -21,6 +20,9 @@ from megatron_infer.sampling.returned_details import TokenDetailsBatch
 from megatron_infer.sampling.sampler import SamplerOutput
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from megatron_infer.runner.padded_steps import PaddedOutput
 
 _T = TypeVar("_T")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,15 +14,20 @@ from megatron_infer.kernels.base import PagedModel, RoutingShape
 from megatron_infer.memory.store import StateStore
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.in_flight import InFlightStep, LocalStep, PromptScores
-from megatron_infer.runner.padded_steps import PaddedSteps
 from megatron_infer.runner.pooling import pool
 from megatron_infer.runner.routing import asks_routing, routing_buffer
 from megatron_infer.runner.warm_up import warm_up
 from megatron_infer.sampling.logprobs import prompt_logprobs
 from megatron_infer.sampling.sampler import SamplerInput, StepSampler
 from megatron_infer.sampling.token_masks import TokenMasks
+from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan
 
+if TYPE_CHECKING:
+    from megatron_infer.runner.padded_steps import PaddedSteps
+
+EditLogits = Callable[[Tensor, Sequence[Request]], Tensor | None]
+"""Logits and the requests that draw from them -> logits to draw from instead; None: from those."""
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
 
@@ -73,8 +78,15 @@ class ModelRunner:
     draws = True
 
     def __init__(
-        self, model: PagedModel, builder: BatchBuilder, sampler: StepSampler, *, graphs: PaddedSteps | None = None
+        self,
+        model: PagedModel,
+        builder: BatchBuilder,
+        sampler: StepSampler,
+        *,
+        graphs: PaddedSteps | None = None,
+        edit_logits: EditLogits = lambda logits_SV, sampled: None,
     ) -> None:
+        self._edit_logits = edit_logits
         self.store, self.builder, self.sampler, self.graphs = builder.store, builder, sampler, graphs
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
         self.model, self.device = model, builder.device
@@ -143,12 +155,12 @@ class ModelRunner:
             token_pool=self.builder.token_pool,
             masks=masks,
         )
-        sampled = None
-        if step.padded is not None:
+        sampled, edited_SV = None, self._edit_logits(step.logits_SV, step.plan.sampled)
+        if edited_SV is None and step.padded is not None:
             assert self.graphs is not None
             sampled = self.graphs.sampled(step.padded, inputs)
         if sampled is None:
-            sampled = self.sampler.sample(step.logits_SV, inputs)
+            sampled = self.sampler.sample(step.logits_SV if edited_SV is None else edited_SV, inputs)
             self.builder.store_sampled(batch, sampled.tokens_S)
         step.begin_read(self.device, sampled)
 

@@ -96,11 +96,24 @@ class PreemptionPolicy:
         now = running_set.stats.steps
         self._paused_since = {request: self._paused_since.get(request, now) for request in running_set.paused}
 
-    def break_deadlock(self) -> None:
-        """Evict one of the paused, which all wait for blocks of each other; one that frees nothing if all are such."""
-        victims = self._victims((), num_needed=1) or sorted(self._running_set.paused, key=sort_key_of)[:0:-1]
-        assert victims, f"alone, {self._running_set.paused[0].id!r} does not fit the pool"
-        self.evict(victims[0])
+    def make_way(self, among: Collection[Request] | None) -> bool:
+        """Evict a request, as none of `among` (None: of all) can run and nothing is in flight; False: that is no help.
+
+        Those not in `among` go first, the younger before. Else it is one of the paused, which all wait for blocks of
+        each other; one that frees nothing if all are such.
+        """
+        live, paused = self._running_set.live(), self._running_set.paused
+        if others := [] if among is None else [request for request in live if request not in among]:
+            wants = len(others) < len(live) or bool(self._queue.candidates(0, among))
+            if wants:
+                self.evict(max(others, key=sort_key_of))
+            return wants
+        if paused:
+            victims = self._victims((), num_needed=1) or sorted(paused, key=sort_key_of)[:0:-1]
+            assert victims, f"alone, {paused[0].id!r} does not fit the pool"
+            self.evict(victims[0])
+            return True
+        return False
 
     def _grow(self, needy: Iterable[Request]) -> list[Request]:
         """Give each request room for its next token, oldest first, and resume the paused -> those left without."""

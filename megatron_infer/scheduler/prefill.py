@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron_infer.config.batching import BatchingLimits
@@ -35,6 +35,8 @@ class PrefillDraft:
     """Tokens taken."""
     max_chunks: int | None = None
     """None: any number."""
+    among: Collection[Request] | None = None
+    """Only these may take part; None: all."""
     stop_at: int = 0
     """Prompts are left to other micro-batches once no more than this is left."""
     chunks: list[PrefillChunk] = field(default_factory=list)
@@ -80,8 +82,16 @@ class PrefillPlanner:
         self._waited: dict[Request, int] = {}
         """Requests that wait for a state that is being computed -> tokens they had to compute when they began to."""
 
-    def plan(self, budget: int, decode_starts: Sequence[int], in_flight: int, root: bytes) -> PrefillDraft:
+    def plan(
+        self,
+        budget: int,
+        decode_starts: Sequence[int],
+        in_flight: int,
+        root: bytes,
+        among: Collection[Request] | None = None,
+    ) -> PrefillDraft:
         """The prompt part of a step of at most `budget` tokens, of which decode rows take the positions given.
+        among: the requests that may take part; None: all.
 
         One of several micro-batches takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
@@ -89,14 +99,14 @@ class PrefillPlanner:
         if not running_set.prefilling and not queue.requests:
             return NOTHING
         num_decode = len(decode_starts)
-        draft = PrefillDraft(left=budget - num_decode, budget=budget)
+        draft = PrefillDraft(left=budget - num_decode, budget=budget, among=among)
         if self._limits.max_total_tokens is not None:
             draft.context_left = self._limits.max_total_tokens - sum(decode_starts) - num_decode
         if self._room is not None:
             room, draft.max_chunks = self._room(num_decode)
             draft.left = min(draft.left, room)
         if count > 1:
-            total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_MICRO_BATCH * count * draft.left)
+            total = in_flight + self._num_waiting_tokens(policy.SHARES_PER_MICRO_BATCH * count * draft.left, among)
             draft.stop_at = max(0, draft.left - policy.prompt_share(total, count))
         if draft.left and running_set.prefilling:
             self._continue_prompts(draft)
@@ -105,13 +115,14 @@ class PrefillPlanner:
             self._admit(draft, root)
         return draft
 
-    def _num_waiting_tokens(self, limit: int) -> int:
+    def _num_waiting_tokens(self, limit: int, among: Collection[Request] | None) -> int:
         """Known tokens to compute of prompts begun and of those next in the queue; counted to `limit` or a little more.
 
         Tokens that will be found in the prefix cache count too.
         """
-        total = sum(len(request.tokens) - request.scheduled for request in self._running_set.prefilling)
-        for request in self._queue.candidates(self._num_free_rows()):
+        begun = [one for one in self._running_set.prefilling if among is None or one in among]
+        total = sum(len(request.tokens) - request.scheduled for request in begun)
+        for request in self._queue.candidates(self._num_free_rows(), among):
             if total >= limit:
                 break
             total += len(request.tokens)
@@ -122,6 +133,8 @@ class PrefillPlanner:
         for request in list(self._running_set.prefilling):
             if draft.is_full:
                 return
+            if draft.among is not None and request not in draft.among:
+                continue
             self._catch_up(request)
             n = min(len(request.tokens) - request.scheduled, draft.left - draft.stop_at)
             if draft.context_left is not None and request.scheduled + n > draft.context_left:
@@ -146,7 +159,7 @@ class PrefillPlanner:
         admitted: set[Request] = set()
         skipped: list[Request] = []
         overtaken = self._queue.overtaken
-        for request in self._queue.candidates(self._num_free_rows()):
+        for request in self._queue.candidates(self._num_free_rows(), draft.among):
             if draft.is_full or not self._num_free_rows():
                 break
             if self._try_admit(draft, request, root):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_infer.config.batching import BatchingLimits
@@ -261,21 +261,22 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.queue.requests or self.running_set.num_running or self.running_set.paused)
 
-    def _plan_step(self) -> StepPlan:
+    def _plan_step(self, among: Collection[Request] | None) -> StepPlan:
         return self._planner.plan(
             self.budget.tokens,
             self.root,
+            among,
             num_in_flight=self._num_uncommitted,
             prompt_tokens=self._prompt_tokens_in_flight,
             readmitted=self._readmitted,
         )
 
-    def schedule(self) -> StepPlan:
-        """The next step. num_tokens is 0 when nothing can run: all is finished, or waits for a step in flight."""
-        plan = self._plan_step()
-        while not plan.num_tokens and self.running_set.paused and not self._num_uncommitted:
-            self.preemption.break_deadlock()
-            plan = self._plan_step()
+    def schedule(self, among: Collection[Request] | None = None) -> StepPlan:
+        """The next step, of requests in `among` only (None: of all); others keep their memory unless these lack it.
+        num_tokens is 0 when nothing can run: all is finished, or waits for a step in flight."""
+        plan = self._plan_step(among)
+        while not plan.num_tokens and not self._num_uncommitted and self.preemption.make_way(among):
+            plan = self._plan_step(among)
         if plan.num_tokens:
             self._num_uncommitted += 1
             self._prompt_tokens_in_flight += plan.num_tokens - len(plan.decode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
@@ -37,9 +37,17 @@ class StepPlanner:
         self._decodes, self._prefills, self._phases = decodes, prefills, phases
 
     def plan(
-        self, budget: int, root: bytes, *, num_in_flight: int, prompt_tokens: int, readmitted: Sequence[Request]
+        self,
+        budget: int,
+        root: bytes,
+        among: Collection[Request] | None,
+        *,
+        num_in_flight: int,
+        prompt_tokens: int,
+        readmitted: Sequence[Request],
     ) -> StepPlan:
-        """A step of at most `budget` tokens. num_in_flight, prompt_tokens: steps in flight, and their prompt tokens."""
+        """A step of at most `budget` tokens, of requests in `among` (None: of all). num_in_flight, prompt_tokens: steps
+        in flight, and their prompt tokens."""
         context, running_set, phases = self._context, self._running_set, self._phases
         if context.states is not None:
             context.states.begin_step()
@@ -48,11 +56,12 @@ class StepPlanner:
         decode: list[Request] = []
         starts: list[int] = []
         draft = NOTHING
-        for decodes, prefills, among in BOTH if phases is None else phases.attempts(running_set):
+        for decodes, prefills, only in BOTH if phases is None else phases.attempts(running_set):
             if decodes:
-                decode, starts = self._decodes.plan(budget, num_in_flight=num_in_flight, among=among)
+                chosen = among if only is None else [one for one in only if among is None or one in among]
+                decode, starts = self._decodes.plan(budget, num_in_flight=num_in_flight, among=chosen)
             if prefills:
-                draft = self._prefills.plan(budget, starts, prompt_tokens, root)
+                draft = self._prefills.plan(budget, starts, prompt_tokens, root, among)
             if decode or draft.chunks:
                 break
         if phases is not None:

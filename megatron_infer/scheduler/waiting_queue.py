@@ -104,11 +104,13 @@ class WaitingQueue:
         self._siblings = {leader: siblings for leader, siblings in self._siblings.items() if siblings}
         self.insert_group(self.pop_siblings(request))
 
-    def candidates(self, num_rows: int) -> list[Request]:
-        """The requests that may be tried for `num_rows` free rows in this step, in order."""
+    def candidates(self, num_rows: int, among: Collection[Request] | None = None) -> list[Request]:
+        """The requests that may be tried for `num_rows` free rows in this step, in order; of those in `among`."""
         released, requests = self.released, iter(self.requests)
         if released is not None:
             requests = (request for request in requests if request.arrival < released)
+        if among is not None:
+            requests = (request for request in requests if request in among)
         return list(islice(requests, num_rows + policy.LOOKAHEAD))
 
     def remove_admitted(self, admitted: Collection[Request]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.errors import ConfigError
+from megatron_infer.server.endpoint_base import EndpointBase
 from megatron_infer.server.http_server import HttpServer, listen
 from megatron_infer.server.http_workers import HttpFrontend
 from megatron_infer.server.server_config import ServerConfig
@@ -39,6 +40,13 @@ class EngineOptions:
     threads: int | None = None
     dp: int = 1
     """Engines, each a replica."""
+    chat_template: str | None = None
+    """Goes before the model's own."""
+    loader: str | None = None
+    """module:function that makes the engine from `loader_options`, in place of one of `model`."""
+    loader_options: dict[str, Any] = field(default_factory=dict)
+    endpoint_base: str | None = None
+    """What the addresses of the processes begin with (see `EndpointBase`); None: a folder of their own."""
 
     def __post_init__(self) -> None:
         if self.dp < 1:
@@ -59,6 +67,8 @@ class EngineOptions:
             "threads": threads,
             "control": settings.control,
             "weights_root": settings.weights_root,
+            "loader": self.loader,
+            "loader_options": self.loader_options,
         }
         return ProcessSpec(name=f"replica{index}", role="engine", options=options, is_worker=True, hang_timeout_s=30.0)
 
@@ -67,7 +77,8 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
     """Serve until SIGTERM or Ctrl-C. note: shows a line to the user. Raises InferenceError when it cannot serve."""
     listening = listen(settings.host, settings.port)  # fails for a taken port before a model is loaded
     folder = tempfile.mkdtemp(prefix="megatron-infer-")  # readable by this user only
-    address = f"ipc://{folder}/coordinator"
+    base = None if options.endpoint_base is None else EndpointBase(options.endpoint_base)
+    address = f"ipc://{folder}/coordinator" if base is None else base.coordinator
     coordinator = {"bind": address, "max_queue": settings.max_queue}
     supervisor = Supervisor(
         [coordinator_process(coordinator), *(options.process(index, address, settings) for index in range(options.dp))]
@@ -76,7 +87,7 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
     before = signal.signal(signal.SIGTERM, _interrupt)  # until the HTTP server handles it
     try:
         supervisor.start()
-        tokenizer = save_tokenizer_in_subprocess(options.model, folder)
+        tokenizer = save_tokenizer_in_subprocess(options.model, folder, options.chat_template)
         server = http_server(
             settings,
             coordinator=address,
@@ -92,6 +103,8 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
         supervisor.stop(number=signal.SIGTERM if is_drained else signal.SIGKILL, timeout_s=STOP_TIMEOUT_S)
         listening.close()
         shutil.rmtree(folder, ignore_errors=True)
+        if base is not None:
+            base.close()
 
 
 def http_server(
@@ -131,7 +144,7 @@ def attach(
     listening = listen(settings.host, settings.port)
     folder = tempfile.mkdtemp(prefix="megatron-infer-")
     try:
-        tokenizer = save_tokenizer_in_subprocess(options.model, folder)
+        tokenizer = save_tokenizer_in_subprocess(options.model, folder, options.chat_template)
         server = http_server(
             settings, coordinator=coordinator, key=key, tokenizer=tokenizer, folder=folder, model=options.model
         )
@@ -141,9 +154,10 @@ def attach(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def save_tokenizer_in_subprocess(model: str, folder: str) -> dict[str, Any]:
+def save_tokenizer_in_subprocess(model: str, folder: str, chat_template: str | None = None) -> dict[str, Any]:
     """Run `save_tokenizer` in a process of its own, so that this one imports no torch. Raises ModelError."""
-    process = Process(ProcessSpec(name="tokenizer", role="tokenizer", options={"model": model, "folder": folder}))
+    options = {"model": model, "folder": folder, "chat_template": chat_template}
+    process = Process(ProcessSpec(name="tokenizer", role="tokenizer", options=options))
     process.start()
     try:
         return process.wait_ready(TOKENIZER_TIMEOUT_S)

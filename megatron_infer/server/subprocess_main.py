@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import json
 import logging
 import os
@@ -95,11 +96,11 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
         one.run()
 
 
-def tokenizer(*, model: str, folder: str) -> None:
-    """Write a model's tokenizer to a folder."""
+def tokenizer(*, model: str, folder: str, chat_template: str | None = None) -> None:
+    """Write a model's tokenizer to a folder. chat_template: goes before the model's own."""
     from megatron_infer.server.tokenizer_files import save_tokenizer
 
-    report(ready=save_tokenizer(model, folder))
+    report(ready=save_tokenizer(model, folder, chat_template))
 
 
 def engine(
@@ -113,10 +114,12 @@ def engine(
     threads: int | None = None,
     control: bool = False,
     weights_root: str | None = None,
+    loader: str | None = None,
+    loader_options: dict[str, Any] | None = None,
 ) -> None:
     """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish.
 
-    control, weights_root: as in `ServerConfig`, held to here, too.
+    control, weights_root: as in `ServerConfig`, held to here, too. loader, loader_options: as in `EngineOptions`.
     """
     beat = Beat()
     from megatron_infer.coordinator.peers import MAX_STEP_S
@@ -127,11 +130,15 @@ def engine(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     if config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
-    llm = LLM(model, config=config, dtype=dtype, device=device, threads=threads)
-    commands = RemoteWeights(llm.engine, weights_root=weights_root).commands() if control else None
-    replica = Replica(llm.engine, coordinator, name=name, control=control, commands=commands)
+    if loader is None:
+        own = LLM(model, config=config, dtype=dtype, device=device, threads=threads).engine
+    else:
+        module, _, function = loader.partition(":")
+        own = getattr(importlib.import_module(module), function)(**loader_options or {})
+    commands = RemoteWeights(own, weights_root=weights_root).commands() if control else None
+    replica = Replica(own, coordinator, name=name, control=control, commands=commands)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
-    shape = llm.engine.shape
+    shape = own.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
     beat.is_alive = lambda: replica.step_s < MAX_STEP_S
     with replica:

@@ -8,17 +8,21 @@ from megatron_infer.errors import ModelError
 from megatron_infer.text.tokenizer import Tokenizer
 
 
-def save_tokenizer(model: str, folder: str) -> dict[str, Any]:
-    """Write a model's tokenizer -> arguments of `load_tokenizer`. Raises ModelError for an unknown model."""
-    from megatron_infer.model_loader.sources import open_source  # imports torch
+def save_tokenizer(model: str, folder: str, chat_template: str | None = None) -> dict[str, Any]:
+    """Write a model's tokenizer -> arguments of `load_tokenizer`. chat_template: goes before the model's own.
 
-    source = open_source(model)
+    Raises ModelError for an unknown model.
+    """
+    from megatron_infer.model_loader.sources import open_source, open_tokenizer  # imports torch
+
     try:
-        tokenizer = source.tokenizer()
+        tokenizer = open_tokenizer(model)
     except ModelError:
-        return {"name": source.name, "eos_ids": None}
+        return {"name": open_source(model).name, "eos_ids": None}
+    if chat_template is not None:
+        tokenizer.set_chat_template(chat_template)
     tokenizer.save(folder)
-    return {"name": source.name, "eos_ids": list(tokenizer.eos_ids)}
+    return {"name": tokenizer.name, "eos_ids": list(tokenizer.eos_ids)}
 
 
 def load_tokenizer(folder: str, *, name: str, eos_ids: list[int] | None) -> Tokenizer | None:

@@ -43,6 +43,7 @@ from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.server.endpoint_base import EndpointBase
 from megatron_infer.server.launch import (
     STOP_TIMEOUT_S,
     TOKENIZER_TIMEOUT_S,
@@ -67,6 +68,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
             f"start as many (torchrun --nproc-per-node {dp * tp * pp * ep})"
         )
     groups = build_groups(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep)
+    options = dataclasses.replace(options, config=_of_first_rank(options.config))
     store = torch.distributed.distributed_c10d._get_default_store()
     frontend = FrontendProcesses(options, settings) if rank == 0 else None
     try:
@@ -117,8 +119,8 @@ def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine
         available_bytes=available,
         tensor_parallel_size=1 if groups.tp is None else groups.tp.size(),
     )
-    if "buffer_size_gb" not in given:  # free memory differs between ranks, but the ranks of an engine need one size
-        config = dataclasses.replace(config, buffer_size_gb=_min_over_ranks(config.buffer_size_gb))
+    # free memory differs between ranks, but the ranks of an engine need one size
+    config = dataclasses.replace(config, buffer_size_gb=_min_over_ranks(config.buffer_size_gb))
     return DynamicInferenceEngine(
         model,
         config,
@@ -128,6 +130,13 @@ def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine
         model_name=source.name,
         owns_weights=True,
     )
+
+
+def _of_first_rank(config: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's options: what each rank derives from its own free memory may differ."""
+    shared = [config]
+    torch.distributed.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def _min_over_ranks(value: float) -> float:
@@ -180,13 +189,14 @@ class FrontendProcesses:
         self._folder = tempfile.mkdtemp(prefix="megatron-infer-")
         self._coordinator: Supervisor | None = None
         self._http: Supervisor | None = None
+        self._base: EndpointBase | None = None
         self._num_signals = 0
 
     def start(self) -> dict[str, Any]:
         """Start both -> where replicas reach the coordinator: address, key. Raises ModelError, ConfigError."""
         is_multi_node = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ["WORLD_SIZE"]
         key = secrets.token_hex(16) if is_multi_node else None
-        bind = f"tcp://{_own_address()}:0" if is_multi_node else f"ipc://{self._folder}/coordinator"
+        bind = f"tcp://{_own_address()}:0" if is_multi_node else self._local_address()
         options: dict[str, Any] = {"bind": bind, "max_queue": self._settings.max_queue, "key": key}
         self._coordinator = Supervisor([coordinator_process(options)])
         self._coordinator.start()
@@ -196,13 +206,19 @@ class FrontendProcesses:
             "settings": {item.name: getattr(self._settings, item.name) for item in dataclasses.fields(self._settings)},
             "coordinator": address,
             "key": key,
-            "tokenizer": save_tokenizer_in_subprocess(model, self._folder),
+            "tokenizer": save_tokenizer_in_subprocess(model, self._folder, self._options.chat_template),
             "folder": self._folder,
             "model": model,
         }
         self._http = Supervisor([ProcessSpec(name="http", role="http", options=options)])
         self._http.start()
         return {"address": address, "key": key}
+
+    def _local_address(self) -> str:
+        if self._options.endpoint_base is None:
+            return f"ipc://{self._folder}/coordinator"
+        self._base = EndpointBase(self._options.endpoint_base)
+        return self._base.coordinator
 
     def forward_signals(self) -> None:
         """Forward SIGTERM and SIGINT to HTTP: the first drains it, the second ends it at once."""
@@ -230,6 +246,8 @@ class FrontendProcesses:
             if supervisor is not None:
                 supervisor.stop(number=signal.SIGTERM, timeout_s=STOP_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._base is not None:
+            self._base.close()
 
 
 def _own_address() -> str:

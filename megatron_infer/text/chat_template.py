@@ -78,6 +78,11 @@ def _compile(template: str) -> jinja2.Template:
 
 
 @lru_cache(maxsize=16)
+def check(template: str) -> None:
+    """Raise ModelError for a template that does not parse."""
+    _compile(template)
+
+
 def reads(template: str, variable: str) -> bool:
     """Whether a template uses a variable. Raises ModelError for one that does not compile."""
     with _model_errors():

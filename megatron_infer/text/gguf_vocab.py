@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from megatron_infer.errors import ModelError
+from megatron_infer.text.gguf_ids import end_ids
 from megatron_infer.text.tokenizer import Tokenizer, add_bos_eos
 
 
@@ -87,13 +88,6 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], *, name: str = "") -> T
         template=metadata.get("tokenizer.chat_template"),
         name=name,
     )
-
-
-def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Token ids that end an output: end of sequence, of turn, of message."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = (metadata.get(f"tokenizer.ggml.{key}") for key in keys)
-    return tuple(dict.fromkeys(id for id in ids if id is not None))
 
 
 def _merges(metadata: Mapping[str, Any], name: str) -> list[tuple[str, str]]:

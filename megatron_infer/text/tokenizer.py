@@ -13,6 +13,7 @@ from tokenizers import processors
 
 from megatron_infer.errors import InvalidPrompt, ModelError
 from megatron_infer.text import chat_template
+from megatron_infer.utils.json_file import read_json
 
 # Tokenizer classes whose add_bos_token / add_eos_token in tokenizer_config.json decide the special tokens that
 # encode() adds; every other class leaves that to tokenizer.json's post-processor.
@@ -57,6 +58,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template; None if the model has none."""
+        return self._templates.get("default")
+
+    def set_chat_template(self, template: str) -> None:
+        """Replace the model's templates by one. Raises ModelError for one that does not parse."""
+        chat_template.check(template)
+        self._templates = {"default": template}
 
     @property
     def tool_template(self) -> str | None:
@@ -204,21 +215,6 @@ def add_bos_eos(backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int |
     template = processors.TemplateProcessing(single=single, pair=f"{single} {pair}", special_tokens=special)
     current = backend.post_processor
     backend.post_processor = template if current is None else processors.Sequence([current, template])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ModelError naming the file when it is not one, or not UTF-8."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: not UTF-8 text: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path}: not JSON: {error}") from error
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _config_token_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], key: str) -> int | None:

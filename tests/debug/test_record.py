@@ -17,7 +17,7 @@ class FakeEngine:
 
     def __init__(self, *, twist: int = 0, first_seed: int = 100) -> None:
         self.config = {"buffer_size_gb": 1, "metrics_writer": object()}
-        self.listeners, self.live, self.num_steps = [], {}, 0
+        self.listeners, self.live, self.num_steps, self.loop = [], {}, 0, self
         self.twist, self.next_seed = twist, first_seed
         self.output_processor = SimpleNamespace(get=self.live.get)
 

@@ -350,6 +350,24 @@ def check_delay(model: torch.nn.Module, rank: int) -> None:
     engine.rank_group.lockstep.close()
 
 
+def check_hooks(model: torch.nn.Module, rank: int) -> None:
+    """A hook sees whole rows and the request's numbers on every rank; one that only some ranks add is an error."""
+    types = [("target", torch.int64, True)]
+    engine = ranks.make_engine(model, request_metadata_types=types)
+
+    def push(logits: torch.Tensor, metadata: Any) -> None:
+        assert logits.shape[1] == 128, "whole rows"
+        logits[torch.arange(len(logits)), metadata["target"]] += 1e4
+
+    engine.on_logits(push)
+    targets = [3, 100, 64]  # of either rank's part of the vocabulary
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, seed=1, metadata={"target": one}) for one in targets]
+    outputs = engine.generate([PROMPT] * 3 if rank == 0 else [], params if rank == 0 else None)
+    assert tokens_of(outputs) == [[target] * 4 for target in targets]
+    assert [output.metadata for output in outputs] == [{"target": target} for target in targets]
+    engine.rank_group.lockstep.close()
+
+
 def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
     """A forward that raises on one rank only ends the engine on all, each naming the rank, the phase and the cause."""
     engine = ranks.make_engine(model, collective_timeout_s=3, check_invariants=False)
@@ -385,6 +403,7 @@ def check_all(rank: int, size: int, folder: str) -> None:
     check_planted_divergence(model, rank)
     check_options(model, rank)
     check_delay(model, rank)
+    check_hooks(model, rank)
     check_vocabulary(model, rank)
     check_one_sided_failure(model, rank)  # last: it breaks the gloo groups
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from megatron_infer.model_loader.find import ALIASES
 from megatron_infer.model_loader.gguf_file import GGUFFile
-from megatron_infer.model_loader.sources import ALIASES
 
 PACKAGE, FILE, _ = ALIASES["smollm2"]
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS = 2, 64, 96, 4, 2

@@ -222,9 +222,9 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
     assert engine.kernels.packed.num_weights or not engine.kernels.packed.layout
     assert set(engine.suspend(tags={"weights", "graphs"}).tags) == {"weights", "graphs"}
     assert engine.kernels.packed.num_bytes == 0
-    assert engine.suspended_tags == {"kv_cache", "weights", "graphs"}
+    assert engine.suspension.tags == {"kv_cache", "weights", "graphs"}
     report = engine.resume({"weights"})
-    assert report.state == "suspended" and engine.suspended_tags == {"kv_cache", "graphs"}
+    assert report.state == "suspended" and engine.suspension.tags == {"kv_cache", "graphs"}
     assert report.mode == "offload", "the cache is away still"
     with pytest.raises(ConfigError, match="weights not suspended"):
         engine.resume({"weights"})

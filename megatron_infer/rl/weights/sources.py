@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError
-from megatron_infer.model_loader.checkpoint import CheckpointSource, is_checkpoint
+from megatron_infer.model_loader.checkpoint import CheckpointSource
+from megatron_infer.model_loader.find import is_checkpoint
 from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, fitted, made
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.model_loader.sources import open_source

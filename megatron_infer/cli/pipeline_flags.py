@@ -1,0 +1,97 @@
+"""Command-line flags for the fields of `PipelineConfig`, generated from the tree, and the config they give."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.cli.config_flags import given
+from megatron_infer.errors import ConfigError
+from megatron_infer.server.server_config import ServerConfig
+
+if TYPE_CHECKING:
+    from megatron_infer.pipelines.config import PipelineConfig
+
+DEST_PREFIX = "pipeline_"
+NEEDED = "needs pydantic: pip install 'megatron-infer[pipelines]'"
+NOT_FLAGS = ("options", "vision_config_overrides")
+"""Mappings, for the configuration file only."""
+LAYOUT = ("dp", "tp", "pp", "ep")
+
+
+def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
+    """--config-file, --section-name, and a flag for every field that no other option of the command has the name of."""
+    group = parser.add_argument_group(
+        "pipeline", "fields of PipelineConfig, also as MEGATRON_INFER_NAME in the environment and in --config-file"
+    )
+    try:
+        from megatron_infer.pipelines.config import NAMES
+        from megatron_infer.pipelines.layers import DRAFT
+    except ModuleNotFoundError:
+        for flag in ("--config-file", "--section-name"):
+            dest = DEST_PREFIX + flag[2:].replace("-", "_")
+            group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, help=NEEDED)
+        return
+    taken = set(parser._option_string_actions)
+    for path, owner in NAMES.paths.items():
+        name, flag = path[-1], "--" + path[-1].replace("_", "-")
+        if path[0] == DRAFT or name in NOT_FLAGS or flag in taken:
+            continue
+        info = owner.model_fields[name]
+        is_bool = info.annotation is bool
+        parsing: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_bool else {"metavar": "VALUE"}
+        shown = getattr(info.default, "value", info.default) if info.default_factory is None else "none"
+        text = f"{info.description} (default {str(shown).lower() or 'none'})"
+        text = " ".join(text.split()).replace("%", "%%")
+        group.add_argument(flag, dest=DEST_PREFIX + name, default=argparse.SUPPRESS, help=text, **parsing)
+
+
+def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) -> PipelineConfig | None:
+    """The resolved config of a command line; None if it has neither --config-file nor a field's flag.
+
+    free_bytes: free memory to resolve for, instead of the machine's. Raises ConfigError, ModelError.
+    """
+    flags = {
+        name.removeprefix(DEST_PREFIX): value for name, value in vars(args).items() if name.startswith(DEST_PREFIX)
+    }
+    if not flags:
+        return None
+    if getattr(args, "config", None) is not None:
+        raise ConfigError("--config beside --config-file or a pipeline's flag; put its options into --config-file")
+    try:
+        from megatron_infer.pipelines.config import NAMES, PipelineConfig
+        from megatron_infer.pipelines.layers import parse_text
+    except ModuleNotFoundError:
+        raise ConfigError(f"--{next(iter(flags)).replace('_', '-')} {NEEDED}") from None
+    flat = NAMES.flat()
+    values: dict[str, Any] = {
+        name: parse_text(value, NAMES.kind(flat[name]), "--" + name.replace("_", "-"))
+        if isinstance(value, str)
+        else value
+        for name, value in flags.items()
+    }
+    values |= given(args)
+    for item in dataclasses.fields(ServerConfig):
+        if hasattr(args, f"server_{item.name}"):
+            values[item.name] = getattr(args, f"server_{item.name}")
+    if isinstance(values.get("served_model_name"), list | tuple):
+        names = values.pop("served_model_name")
+        if len(names) > 1:
+            raise ConfigError(f"--served-model-name {' '.join(names)}: a pipeline has one name")
+        values["served_model_name"] = names[0]
+    if args.model:
+        if "model_path" in values:
+            raise ConfigError(f"MODEL {args.model} beside --model-path {values['model_path']}; give one of them")
+        values["model_path"] = args.model
+    for name in ("dtype", "device"):
+        if getattr(args, name) != "auto":
+            values[name] = getattr(args, name)
+    for name in ("threads", *LAYOUT):
+        if getattr(args, name, None) is not None:
+            values[name] = getattr(args, name)
+    if free_bytes is None:
+        return PipelineConfig(**values)
+    config = PipelineConfig(**values | {"defer_resolve": True})
+    config.resolve(free_bytes=free_bytes)
+    return config

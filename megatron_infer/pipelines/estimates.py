@@ -1,0 +1,169 @@
+"""Memory of a model and its engine, from the shape alone: what a length, a batch and a share of the memory come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_infer.config.capacity import AVAILABLE_SHARE_LIMIT, GIB, blocks_for
+from megatron_infer.config.graph_memory import GraphMemory
+from megatron_infer.config.graph_shapes import GraphShape
+from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
+from megatron_infer.errors import CapacityError
+
+MOST_REQUESTS = 512
+"""Requests at once by default, where memory and the tokens of a step allow more."""
+FEWER_TOKENS = 256
+"""Tokens of a step that are proposed where activations take too much."""
+SNAPSHOT_SHARE = 1 / 9
+"""Of the room, for recurrent states that the prefix cache keeps: at most an eighth of the buffer, on top of it."""
+
+
+def packed_bytes(shape: ModelShape, *, has_own_embedding: bool) -> int:
+    """Bytes of packed linear weights: of all parameters but an input embedding that is not the output layer, too."""
+    embedding = shape.padded_vocab_size * shape.hidden_size if has_own_embedding else 0
+    return max(0, shape.num_parameters - embedding) * shape.kv_dtype_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Memory of one rank, in bytes, by estimate."""
+
+    free: int
+    """Free memory of the device, for one engine."""
+    weights: int
+    """Parameters, and on a CPU the packed copies of linear weights."""
+    activations: int
+    """Of a step of the most tokens."""
+    cache: int
+    """Keys, values and recurrent states."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimator:
+    """What fits beside one rank's share of a model."""
+
+    shape: ModelShape
+    free: int
+    """Free memory of the device, for one engine, in bytes."""
+    utilization: float
+    """Share of it for weights, activations and cache."""
+    page_size: int
+    kv_element_bytes: int
+    max_tokens: int
+    """Of a step."""
+    packed: int = 0
+    """Bytes of the copies of linear weights in the layout of a CPU's kernels, see `packed_bytes`."""
+    keeps_snapshots: bool
+    """The prefix cache keeps recurrent states, on top of the buffer."""
+    buffer: int | None = None
+    """The buffer asked for, in bytes. None: what the share leaves."""
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the parameters of the rank, and of their packed copies."""
+        return self.shape.num_parameters * self.shape.kv_dtype_bytes + self.packed
+
+    def activations(self, max_length: int) -> int:
+        """Bytes that a step of the most tokens needs beside weights and cache."""
+        return self._activations(self.max_tokens, max_length)
+
+    def _activations(self, max_tokens: int, max_length: int) -> int:
+        memory = GraphMemory(model=self.shape, max_keys=max_length)
+        return memory.of(GraphShape(num_tokens=max_tokens, num_prefill=1, num_decode=0)).live
+
+    @property
+    def page(self) -> int:
+        """Bytes of keys and values of a block, over all layers of the rank; 0 without attention layers."""
+        return kv_block_bytes(
+            num_layers=self.shape.num_attention_layers,
+            block_size=self.page_size,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype_bytes=self.kv_element_bytes,
+        )
+
+    @property
+    def state(self) -> int:
+        """Bytes of a request's recurrent state; 0 without Mamba layers."""
+        return 0 if self.shape.state is None else self.shape.state.slot_bytes
+
+    def room(self, max_length: int) -> int:
+        """Bytes for the buffer beside weights and activations; 0 or less: there is none.
+
+        At most the share that an engine takes of what is free once the weights are loaded.
+        """
+        most = int(AVAILABLE_SHARE_LIMIT * max(0, self.free - self.weights))
+        if self.buffer is not None:
+            return min(self.buffer, most)
+        left = min(int(self.free * self.utilization) - self.weights - self.activations(max_length), most)
+        return left - int(left * SNAPSHOT_SHARE) if self.keeps_snapshots else left
+
+    def sequence(self, length: int) -> int:
+        """Bytes of the cache of one request of so many tokens: its blocks and its state."""
+        return blocks_for(length, self.page_size) * self.page + self.state
+
+    def longest(self, room: int) -> int:
+        """Tokens of the longest sequence that fits beside the dummy block and state; 0: none."""
+        if not self.page:
+            return (1 << 62) if room >= 2 * self.state else 0
+        return max(0, (room - 2 * self.state) // self.page - 1) * self.page_size
+
+    def batch_size(self, room: int) -> int:
+        """Requests at once that suit the memory: each has a block and its state, and states take half of it at most."""
+        limits = [MOST_REQUESTS, self.max_tokens]
+        if self.page:
+            limits.append(room // (self.page + self.state) - 1)
+        if self.state:
+            limits.append(room // 2 // self.state if self.page else room // self.state - 1)
+        return max(1, min(limits))
+
+    def buffer_bytes(self, room: int, *, max_length: int, max_batch: int) -> int:
+        """The buffer: max_batch requests of max_length and the dummies beside them, no more than there is room."""
+        return min(room, max_batch * self.sequence(max_length) + self.page + self.state)
+
+    def fits(self, max_length: int) -> bool:
+        """Whether one sequence of so many tokens fits beside weights and activations."""
+        return self.longest(self.room(max_length)) >= max_length
+
+    def too_little(self, max_length: int) -> CapacityError:
+        """The error for memory that does not hold weights, activations and one sequence, with values that would fit."""
+        weights, activations = self.weights, self.activations(max_length)
+        cache = self.sequence(max_length) + self.page + self.state
+        longest = self.longest(self.room(max_length))
+        remedies = [f"max_length={longest}"] if longest >= self.page_size else []
+        remedies += [text for text, changed in self._changed(weights + activations + cache) if changed.fits(max_length)]
+        fits = f"what would fit: {', or '.join(remedies[:3])}" if remedies else "take a smaller model or more memory"
+        share = f"{self.utilization:.0%} of {self.free / GIB:.3f} GiB (device_memory_utilization) do"
+        if self.buffer is not None:
+            share = f"buffer_size_gb={self.buffer / GIB:.3f} beside the weights in {self.free / GIB:.3f} GiB does"
+        return CapacityError(
+            f"{share} not hold the weights ({weights / GIB:.3f} GiB), the activations of {self.max_tokens:,} tokens "
+            f"({activations / GIB:.3f} GiB) and the cache of one sequence of {max_length:,} tokens "
+            f"({cache / GIB:.3f} GiB); {fits}"
+        )
+
+    def _changed(self, needed: int) -> Iterator[tuple[str, Estimator]]:
+        """(field and value, the estimator with it) of changes that may help. needed: bytes in all."""
+        if self.buffer is not None:
+            gib = math.ceil((self.buffer + needed - self.weights) / GIB * 1e3) / 1e3
+            yield f"buffer_size_gb={gib}", replace(self, buffer=int(gib * GIB))
+        else:
+            share = math.ceil(needed * (1 + 2 * SNAPSHOT_SHARE * self.keeps_snapshots) / max(1, self.free) * 100) / 100
+            if self.utilization < share <= 1.0:
+                yield f"device_memory_utilization={share}", replace(self, utilization=share)
+            if self.max_tokens > FEWER_TOKENS:
+                yield f"max_batch_input_tokens={FEWER_TOKENS}", replace(self, max_tokens=FEWER_TOKENS)
+        if self.shape.dtype == "float32":
+            state = None if self.shape.state is None else replace(self.shape.state, conv_dtype="bfloat16")
+            shape = replace(self.shape, dtype="bfloat16", kv_dtype_bytes=2, state=state)
+            size = min(2, self.kv_element_bytes)
+            yield (
+                "quantization_encoding=bfloat16",
+                replace(self, shape=shape, kv_element_bytes=size, packed=self.packed // 2),
+            )

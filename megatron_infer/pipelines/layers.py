@@ -1,0 +1,190 @@
+"""Values of a configuration tree from arguments, the environment and a file: each name is sent to its owner.
+
+flat or nested mapping ── route ──> {path: value}, path = ("model", "kv_cache", "kv_cache_page_size")
+{path: value} of file, environment, arguments ── merged, the last wins ──> nested mapping and source of each path
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.server.server_config import ENV_PREFIX
+
+FieldPath = tuple[str, ...]
+OPTIONS = "options"
+"""The field that holds options by their own names."""
+DRAFT, DRAFT_PREFIX = "draft_model", "draft_"
+
+
+class Kind(Enum):
+    """How a value is written as text."""
+
+    TEXT = "as it is"
+    LIST = "parts with commas between them"
+    VALUE = "as in YAML"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Every name that a tree takes."""
+
+    paths: Mapping[FieldPath, type[BaseModel]]
+    """Fields, and the config that declares each."""
+    sections: frozenset[FieldPath]
+    """Nested configs."""
+    options: frozenset[str]
+    """Options by their own names: of InferenceConfig, ServerConfig and LLM."""
+    kinds: Mapping[str, Kind]
+    """How their values are written as text; VALUE where an option is left out."""
+
+    @classmethod
+    def of(
+        cls,
+        root: type[BaseModel],
+        sections: Mapping[FieldPath, type[BaseModel]],
+        *,
+        options: frozenset[str],
+        kinds: Mapping[str, Kind],
+    ) -> Names:
+        paths: dict[FieldPath, type[BaseModel]] = {}
+        for prefix, section in {(): root, **sections}.items():
+            for name in section.model_fields:
+                if (*prefix, name) not in sections:
+                    paths[*prefix, name] = section
+        return cls(paths=paths, sections=frozenset(sections), options=options, kinds=kinds)
+
+    def flat(self) -> dict[str, FieldPath]:
+        """Name of a field as it is given flat -> its path."""
+        return {flat_name(path): path for path in self.paths}
+
+    def route(self, values: Mapping[str, Any], where: str, prefix: FieldPath = ()) -> dict[FieldPath, Any]:
+        """Flat and nested values by path. where: "" or what errors begin with. Raises ConfigError."""
+        routed: dict[FieldPath, Any] = {}
+        for name, value in values.items():
+            for path, one in self._places(str(name), value, where, prefix):
+                if path in routed:
+                    raise ConfigError(f"{where}{flat_name(path)} is given twice: by itself and in {path[0]}")
+                routed[path] = one
+        return routed
+
+    def _places(self, name: str, value: Any, where: str, prefix: FieldPath) -> Iterator[tuple[FieldPath, Any]]:
+        path = (*prefix, name)
+        if path in self.sections:
+            yield from self._section(path, value, where)
+        elif path in self.paths:
+            if path == (OPTIONS,):
+                yield from self._options(value, where)
+            else:
+                yield path, value
+        elif prefix:
+            known = [one[-1] for one in (*self.paths, *self.sections) if one[:-1] == prefix]
+            raise ConfigError(where + unknown_name(f"field of {'.'.join(prefix)}", name, known))
+        elif name in (flat := self.flat()):
+            yield flat[name], value
+        elif name in self.options:
+            yield (OPTIONS, name), value
+        else:
+            known = [*flat, *(one[0] for one in self.sections if len(one) == 1), *self.options]
+            raise ConfigError(where + unknown_name("field", name, known))
+
+    def _section(self, path: FieldPath, value: Any, where: str) -> Iterator[tuple[FieldPath, Any]]:
+        if isinstance(value, BaseModel):
+            value = value.model_dump(exclude_unset=True)
+        if value is None:
+            return
+        if not isinstance(value, Mapping):
+            remedy = f"; model_path: {value} names the model" if path == ("model",) and isinstance(value, str) else ""
+            raise ConfigError(f"{where}{'.'.join(path)} is {value!r}, it must be a mapping of its fields{remedy}")
+        yield from self.route(value, where, path).items()
+
+    def _options(self, value: Any, where: str) -> Iterator[tuple[FieldPath, Any]]:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}{OPTIONS} is {value!r}, it must be a mapping of options by name")
+        for name, one in value.items():
+            if name not in self.options:
+                raise ConfigError(where + unknown_name("option", str(name), self.options))
+            yield (OPTIONS, str(name)), one
+
+    def from_environment(self, environment: Mapping[str, str]) -> dict[FieldPath, Any]:
+        """Values of variables MEGATRON_INFER_NAME, by path. Raises ConfigError naming the variable."""
+        found: dict[FieldPath, Any] = {}
+        for name, path in {**{one: (OPTIONS, one) for one in self.options}, **self.flat()}.items():
+            text = environment.get(ENV_PREFIX + name.upper())
+            if text is not None and path != (OPTIONS,):
+                found[path] = parse_text(text, self.kind(path), ENV_PREFIX + name.upper())
+        return found
+
+    def kind(self, path: FieldPath) -> Kind:
+        """How a field's value is written on a command line and in the environment."""
+        section = self.paths.get(path)
+        if section is None:
+            return self.kinds.get(path[-1], Kind.VALUE)
+        annotation = section.model_fields[path[-1]].annotation
+        if annotation in (str, str | None, Path | None):
+            return Kind.TEXT
+        return Kind.LIST if annotation == list[str] else Kind.VALUE
+
+
+def flat_name(path: FieldPath) -> str:
+    """The name of a field as it is given flat."""
+    return DRAFT_PREFIX + path[-1] if path[0] == DRAFT and len(path) > 1 else path[-1]
+
+
+def parse_text(text: str, kind: Kind, where: str) -> Any:
+    """The value of a flag or variable. Raises ConfigError."""
+    if text.lower() in ("none", "null"):
+        return None
+    if kind is Kind.TEXT:
+        return text
+    if kind is Kind.LIST:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is {text!r}, which is no value: {error}") from None
+
+
+def read_config_file(path: str, section: str | None) -> dict[str, Any]:
+    """The values of a YAML file, or of one section of it. Raises ConfigError naming the file."""
+    import yaml
+
+    where = f"config_file {path}"
+    try:
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: holds a {type(content).__name__}, it must be a mapping of fields (NAME: VALUE)")
+    if section is None:
+        return content
+    sections = [str(name) for name, value in content.items() if isinstance(value, dict)]
+    if section not in content:
+        listed = ", ".join(sections) or "none"
+        raise ConfigError(f"{where}: {unknown_name('section', section, sections)}; its sections: {listed}")
+    if not isinstance(content[section], dict):
+        raise ConfigError(
+            f"{where}: section {section} is a {type(content[section]).__name__}, it must be a mapping of fields; "
+            f"its sections: {', '.join(sections) or 'none'}"
+        )
+    return dict(content[section])
+
+
+def nested(routed: Mapping[FieldPath, Any]) -> dict[str, Any]:
+    """Values by path -> nested mappings."""
+    tree: dict[str, Any] = {}
+    for path, value in routed.items():
+        inner = tree
+        for name in path[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[path[-1]] = value
+    return tree

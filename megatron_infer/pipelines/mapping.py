@@ -1,0 +1,162 @@
+"""What each field of the tree is mapped to: one row a field. Flags, the page of the docs and the checks come from it.
+
+A field that has a counterpart is checked, and gets its default, where the counterpart is declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.pipelines import meanings
+
+if TYPE_CHECKING:
+    from megatron_infer.pipelines.resolve import Asked
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An option of InferenceConfig. None: the engine's default."""
+
+    option: str
+    convert: Callable[[Any], Any] = _same
+    """The field's value -> the option's."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An option of ServerConfig. None: the server's default."""
+
+    option: str
+    convert: Callable[[Any], Any] = _same
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """An argument of LLM."""
+
+    argument: str
+    convert: Callable[[Any], Any] = _same
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A number of ranks: dp or ep."""
+
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A field of SamplingParams that requests have unless they say otherwise."""
+
+    parameter: str
+    convert: Callable[[Any], Any] = _same
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """A function of `pipelines.meanings` acts on it: (value, what is asked for so far) -> (value in effect, note)."""
+
+    act: Callable[[Any, Asked], tuple[Any, str]]
+    needs_model: bool = False
+    """It runs once the model's description is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Any value but the default, and those in `taken`, is refused for this reason."""
+
+    reason: str
+    taken: tuple[Any, ...] = ()
+
+
+Row = Engine | Server | Model | Layout | Request | Here | Refused
+
+ROWS: Mapping[str, Row] = {
+    "config_file": Here(meanings.read_before),
+    "section_name": Here(meanings.read_before),
+    "defer_resolve": Here(meanings.read_before),
+    "force": Here(meanings.force),
+    "custom_architectures": Here(meanings.architectures),
+    "use_legacy_module": Here(meanings.legacy_module),
+    "chat_template": Here(meanings.chat_template),
+    "max_length": Engine("max_sequence_length"),
+    "max_batch_size": Engine("max_requests"),
+    "max_batch_input_tokens": Engine("max_tokens"),
+    "max_batch_total_tokens": Engine("max_batch_total_tokens"),
+    "max_num_steps": Here(meanings.num_steps),
+    "max_queue_size_tg": Engine("max_queue_size_tg"),
+    "min_batch_size_tg": Engine("min_batch_size_tg"),
+    "ce_delay_ms": Engine("ce_delay_ms"),
+    "enable_prioritize_first_decode": Engine("enable_prioritize_first_decode"),
+    "enable_chunked_prefill": Engine("enable_chunked_prefill"),
+    "enable_in_flight_batching": Engine("batching", meanings.batching_policy),
+    "kvcache_ce_watermark": Engine("admission_watermark"),
+    "execute_empty_batches": Here(meanings.empty_batches),
+    "enable_overlap_scheduler": Engine("overlap"),
+    "pipeline_role": Refused("a server here both prefills and decodes; take prefill_and_decode"),
+    "ep_size": Layout("ep"),
+    "enable_echo": Here(meanings.echo),
+    "pool_embeddings": Refused("the engine pools each prompt into one vector; leave it True"),
+    "use_experimental_kernels": Here(meanings.experimental_kernels, needs_model=True),
+    "use_vendor_blas": Here(meanings.vendor_blas),
+    "pdl_level": Here(meanings.pdl_level),
+    "zmq_endpoint_base": Here(meanings.endpoint_base),
+    "draft_model": Refused("tokens are not drafted yet; leave it out"),
+    "lora": Refused("adapters are not served yet; leave it out"),
+    "speculative": Refused("tokens are not drafted yet; leave it out"),
+    "options": Here(meanings.read_before),
+    "model.model_path": Model("model"),
+    "model.served_model_name": Server("served_model_name", lambda name: (name,)),
+    "model.weight_path": Here(meanings.weight_path),
+    "model.quantization_encoding": Here(meanings.encoding),
+    "model.allow_safetensors_weights_fp32_bf6_bidirectional_cast": Here(meanings.cast, needs_model=True),
+    "model.huggingface_model_revision": Here(meanings.revision),
+    "model.huggingface_weight_revision": Here(meanings.weight_revision),
+    "model.trust_remote_code": Refused("no code of a model directory is ever run; leave it False"),
+    "model.force_download": Here(meanings.force_download),
+    "model.device_specs": Here(meanings.devices),
+    "model.data_parallel_degree": Layout("dp"),
+    "model.use_subgraphs": Refused("layers that are alike always share what is compiled; leave it True"),
+    "model.rope_type": Here(meanings.rope_type, needs_model=True),
+    "model.vision_config_overrides": Refused("there are no vision models here; leave it empty"),
+    "model.kv_cache.cache_strategy": Here(meanings.cache_strategy),
+    "model.kv_cache.kv_cache_page_size": Engine("block_size_tokens"),
+    "model.kv_cache.enable_prefix_caching": Here(meanings.prefix_caching),
+    "model.kv_cache.enable_kvcache_swapping_to_host": Here(meanings.swapping),
+    "model.kv_cache.device_memory_utilization": Here(meanings.utilization),
+    "model.kv_cache.host_kvcache_swap_space_gb": Here(meanings.swap_space),
+    "sampling.in_dtype": Refused("logits are sampled in float32; leave it at float32"),
+    "sampling.out_dtype": Refused("probabilities are computed in float32; leave it at float32"),
+    "sampling.enable_structured_output": Here(meanings.structured_output),
+    "sampling.enable_variable_logits": Here(meanings.variable_logits),
+    "sampling.enable_penalties": Here(meanings.ungated),
+    "sampling.enable_min_tokens": Here(meanings.ungated),
+    "profiling.gpu_profiling": Refused("the engine marks no ranges yet; leave it off"),
+}
+"""Dotted path of a field -> what it is mapped to. The draft model's fields are refused with draft_model."""
+
+OWN_NAMES: Mapping[str, str] = {
+    "dp": "data_parallel_degree",
+    "ep": "ep_size",
+    "dtype": "quantization_encoding",
+    "device": "device_specs",
+    **{row.option: path.rpartition(".")[2] for path, row in ROWS.items() if isinstance(row, Engine | Server)},
+}
+"""Option by its own name -> the field of the tree for it."""
+
+SAME_VALUES: Mapping[str, str] = {
+    row.option: path.rpartition(".")[2]
+    for path, row in ROWS.items()
+    if isinstance(row, Engine | Server) and row.convert is _same
+}
+"""Those whose values are the same by both names: errors of the one are told by the other."""

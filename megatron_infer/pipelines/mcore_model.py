@@ -1,0 +1,225 @@
+"""`McorePipelineModel`: a megatron-core model, adopted in place, behind the interface of pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.states import EngineState
+from megatron_infer.errors import ConfigError
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.pipelines.interfaces import (
+    KVCacheInputs,
+    KVCacheMixin,
+    KVCacheParams,
+    ModelInputs,
+    ModelOutputs,
+    PipelineModel,
+    ReturnLogits,
+    upper_bounded_default,
+)
+from megatron_infer.pipelines.paged_manager import PagedCacheInputs, PagedKVCacheManager
+from megatron_infer.pipelines.session import InferenceSession
+from megatron_infer.pipelines.text_generation import TextContext
+
+if TYPE_CHECKING:
+    from megatron_infer.pipelines.config import PipelineConfig
+
+
+class McoreInputs(ModelInputs):
+    """A step of a megatron-core model."""
+
+    tokens: Tensor
+    """int64 [T]."""
+    input_row_offsets: Tensor
+    """int64 [R + 1]: where each sequence begins among the tokens."""
+
+    def __init__(
+        self, tokens: Tensor, input_row_offsets: Tensor, kv_cache_inputs: PagedCacheInputs, return_n_logits: int = 1
+    ) -> None:
+        self.tokens, self.input_row_offsets = tokens, input_row_offsets
+        self.cache, self.return_n_logits = kv_cache_inputs, return_n_logits
+        self.kv_cache_inputs = kv_cache_inputs
+
+
+class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
+    """A megatron-core model with its engine: the pipeline drives the engine, a loop by hand calls `execute`.
+
+    By hand, one rank or tensor-parallel ranks that all call it alike; nothing of the engine may be in flight.
+    """
+
+    kv_manager: PagedKVCacheManager
+
+    def __init__(
+        self,
+        pipeline_config: PipelineConfig | None,
+        session: InferenceSession,
+        huggingface_config: ModelDescription | None,
+        encoding: Any,
+        devices: Sequence[torch.device],
+        kv_cache_config: Any,
+        weights: Any,
+        adapter: Any = None,
+        return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN,
+        *,
+        config: InferenceConfig | None = None,
+        engine: DynamicInferenceEngine | None = None,
+        tokenizer: Any = None,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        """huggingface_config: the model's description. weights: a `ModelSource`. config: of the engine; None: as
+        resolved. engine: of a live model, instead of a new one. eos_ids: besides the model's own."""
+        if adapter is not None:
+            raise ConfigError("weight_adapters: megatron-core's models read their formats' names; leave them empty")
+        if engine is None:
+            if config is None:
+                assert pipeline_config is not None, "neither an engine nor a configuration"
+                config = pipeline_config.resolved.engine
+            device, description = devices[0], weights.config()
+            dtype = torch.bfloat16 if str(getattr(encoding, "value", encoding)) == "bfloat16" else torch.float32
+            engine = DynamicInferenceEngine(
+                build_model(weights, dtype=dtype, device=str(device)),
+                config,
+                tokenizer=tokenizer,
+                eos_ids=tuple(dict.fromkeys((*description.eos_ids, *eos_ids))),
+                device=str(device),
+                model_name=weights.name,
+                owns_weights=True,
+            )
+        self.engine = engine
+        super().__init__(
+            pipeline_config,  # type: ignore[arg-type]
+            session,
+            huggingface_config,
+            encoding,
+            devices,
+            kv_cache_config,
+            weights,
+            adapter,
+            return_logits,
+        )
+        self.max_seq_len = engine.sizes.max_sequence_length
+        self.kv_manager = PagedKVCacheManager(engine)
+
+    @classmethod
+    def wrap(
+        cls, engine: DynamicInferenceEngine, *, return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN
+    ) -> McorePipelineModel:
+        """The model of an engine that exists, of a trainer's for instance."""
+        devices = [engine.device.torch]
+        encoding = engine.shape.dtype
+        session = InferenceSession(devices=devices, num_threads=torch.get_num_threads())
+        return cls(None, session, None, encoding, devices, None, None, None, return_logits, engine=engine)
+
+    @property
+    def signal_buffers(self) -> list[Tensor]:
+        """The symmetric memory through which ranks sum small tensors; empty where there is none."""
+        return [buffer for reducer in self.engine.replay.model.reducers() for buffer in reducer.shared_buffers]
+
+    @classmethod
+    def calculate_max_seq_len(
+        cls, pipeline_config: PipelineConfig | None, huggingface_config: ModelDescription | None
+    ) -> int:
+        """See `PipelineModel`. 0 for the model of an engine that exists, which knows its own limit."""
+        if pipeline_config is None or huggingface_config is None:
+            return 0
+        return upper_bounded_default(huggingface_config.max_sequence_length, pipeline_config.max_length)
+
+    @classmethod
+    def get_kv_params(
+        cls, huggingface_config: ModelDescription, n_devices: int, kv_cache_config: Any, cache_dtype: torch.dtype
+    ) -> KVCacheParams:
+        layers = huggingface_config.transformer
+        heads = layers["num_attention_heads"]
+        return KVCacheParams(
+            dtype=cache_dtype,
+            num_layers=cls.get_num_layers(huggingface_config),
+            n_kv_heads=max(1, (layers.get("num_query_groups") or heads) // n_devices),
+            head_dim=layers["kv_channels"],
+            n_heads=heads // n_devices,
+            page_size=getattr(kv_cache_config, "kv_cache_page_size", None),
+        )
+
+    @classmethod
+    def get_num_layers(cls, huggingface_config: ModelDescription) -> int:
+        """Attention layers."""
+        layers: int = huggingface_config.transformer["num_layers"]
+        return layers if huggingface_config.hybrid is None else huggingface_config.hybrid.pattern.count("*")
+
+    # ------------------------------------------------------------------ by hand
+
+    def prepare_initial_token_inputs(
+        self,
+        context_batch: Sequence[TextContext],
+        kv_cache_inputs: KVCacheInputs | None = None,
+        return_n_logits: int = 1,
+    ) -> McoreInputs:
+        """See `PipelineModel`. kv_cache_inputs: of `kv_manager.runtime_inputs`; None: contexts are claimed and
+        allocated here. Weights that changed are noticed here. Raises InsufficientBlocksError."""
+        self.engine.lifecycle.require("prepare_initial_token_inputs()", EngineState.RUNNING)
+        self.kv_manager.require_idle()
+        self.engine.weights.accept_changes()
+        if kv_cache_inputs is None:
+            for context in context_batch:
+                if not self.kv_manager.contains(context.request_id):
+                    self.kv_manager.claim(context.request_id)
+                self.kv_manager.alloc(context)
+            kv_cache_inputs = self.kv_manager.runtime_inputs(context_batch)
+        assert isinstance(kv_cache_inputs, PagedCacheInputs)
+        device = self.devices[0]
+        tokens = torch.cat([context.next_tokens for context in context_batch]).to(device)
+        lengths = [0, *(context.active_length for context in context_batch)]
+        offsets = torch.tensor(lengths, dtype=torch.int64, device=device).cumsum(0)
+        return McoreInputs(tokens, offsets, kv_cache_inputs, return_n_logits)
+
+    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> McoreInputs:
+        """See `PipelineModel`. Pages are taken where the next token begins one."""
+        assert isinstance(prev_model_inputs, McoreInputs)
+        tokens = next_tokens.to(self.devices[0], torch.int64)
+        offsets = torch.arange(len(tokens) + 1, device=tokens.device)
+        return McoreInputs(tokens, offsets, prev_model_inputs.cache.advanced(), prev_model_inputs.return_n_logits)
+
+    def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
+        """See `PipelineModel`. Logits have the vocabulary without its padding."""
+        assert isinstance(model_inputs, McoreInputs)
+        engine = self.engine
+        adopted, shape = engine.replay.model, engine.shape
+        if shape.is_stage:
+            raise NotImplementedError("execute by hand on pipeline stages; use the pipeline's execute, or one stage")
+        with engine.replay.inference(engine.loop), torch.inference_mode():
+            batch: Any = model_inputs.cache.batch
+            batch.token_ids_T = model_inputs.tokens
+            hidden_TD = adopted.hidden(batch)
+            offsets = model_inputs.input_row_offsets
+            rows, row_offsets = _returned(self.return_logits, offsets, model_inputs.return_n_logits)
+            last = offsets[1:] - 1
+
+            def logits_of(at: Tensor | None) -> Tensor:
+                hidden = hidden_TD if at is None else hidden_TD.index_select(0, at)
+                return adopted.whole_logits(adopted.logits(hidden, batch.ops))[:, : shape.vocab_size]
+
+            if row_offsets is None:
+                logits = logits_of(last)
+                return ModelOutputs(logits=logits, next_token_logits=logits)
+            logits = logits_of(rows)
+            return ModelOutputs(
+                logits=logits, next_token_logits=logits.index_select(0, row_offsets[1:] - 1), logit_offsets=row_offsets
+            )
+
+
+def _returned(mode: ReturnLogits, offsets: Tensor, return_n_logits: int) -> tuple[Tensor | None, Tensor | None]:
+    """(positions whose logits are returned, None: all; their offsets by sequence, None: the last of each)."""
+    if mode is ReturnLogits.ALL:
+        return None, offsets
+    if mode is ReturnLogits.LAST_TOKEN:
+        return None, None
+    bounds = offsets.tolist()
+    kept = [range(max(begin, end - return_n_logits), end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    counts = torch.tensor([0, *map(len, kept)], device=offsets.device).cumsum(0)
+    return torch.tensor([at for span in kept for at in span], device=offsets.device), counts

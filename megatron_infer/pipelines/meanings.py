@@ -1,0 +1,295 @@
+"""What fields mean that are no option elsewhere. Each function takes (value, what is asked for so far), puts what
+follows from the value there, and gives the value in effect and a note."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.errors import ConfigError, ModelError, unknown_name
+from megatron_infer.pipelines.architectures import custom_architectures
+from megatron_infer.pipelines.model_config import CacheStrategy, QuantizationEncoding, RopeType
+from megatron_infer.server.endpoint_base import checked_base
+
+if TYPE_CHECKING:
+    from megatron_infer.pipelines.resolve import Asked
+
+Effect = tuple[Any, str]
+OFF = ("false", "off", "no", "0")
+ON = ("true", "on", "yes", "1")
+KERNELS: dict[str, dict[str, Any]] = {
+    "fused_rope": {"use_flashinfer_fused_rope": True},
+    "compiled_layers": {"compile_layers": True},
+    "flashinfer_sampling": {"sampling_backend": "flashinfer"},
+}
+"""Experimental kernel -> the engine options that choose it."""
+GGUF_ENCODINGS = (
+    QuantizationEncoding.Q4_0,
+    QuantizationEncoding.Q4_1,
+    QuantizationEncoding.Q4_K,
+    QuantizationEncoding.Q6_K,
+)
+
+
+def read_before(value: Any, asked: Asked) -> Effect:
+    return value, ""
+
+
+def force(value: bool, asked: Asked) -> Effect:
+    asked.force = value
+    return value, ""
+
+
+def architectures(value: list[str], asked: Asked) -> Effect:
+    from megatron_infer.model_loader.hf_config import FAMILIES
+
+    asked.architectures = custom_architectures(value, built_in=tuple(FAMILIES))
+    return value, ", ".join(sorted(asked.architectures))
+
+
+def chat_template(value: Path | None, asked: Asked) -> Effect:
+    if value is None:
+        return None, "the model's own"
+    from megatron_infer.text.chat_template import check  # imports jinja2
+
+    path = value.expanduser()
+    if not path.is_file():
+        raise ConfigError(f"chat_template: {str(path)!r} is no file; give the path of a template, or leave it out")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {str(path)!r} cannot be read: {error}") from None
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if isinstance(content, dict):
+        held = content.get("chat_template")
+        if not isinstance(held, str):
+            raise ConfigError(f"chat_template: {str(path)!r} is JSON without the key chat_template (a string)")
+        text = held
+    try:
+        check(text)
+    except ModelError as error:
+        raise ConfigError(f"chat_template: {str(path)!r}: {error}") from None
+    asked.chat_template = text
+    return path, "goes before the model's own"
+
+
+def legacy_module(value: bool, asked: Asked) -> Effect:
+    return (
+        False,
+        "a model of files is built from the paged spec; a live model's stock classes are adopted in place",
+    )
+
+
+def num_steps(value: int, asked: Asked) -> Effect:
+    if value not in (-1, 1):
+        raise ConfigError(f"max_num_steps is {value}, but one decode step is launched at a time; take -1 or 1")
+    in_flight = "enable_overlap_scheduler" if asked.config.enable_overlap_scheduler else "each is read before the next"
+    return 1, f"one step is in flight: {in_flight}"
+
+
+def batching_policy(in_flight: bool) -> str:
+    """The value of `batching`."""
+    return "mixed" if in_flight else "prefill_first"
+
+
+def empty_batches(value: bool, asked: Asked) -> Effect:
+    return value, "nothing to do: expert-parallel ranks are one engine and take part in every step" if value else ""
+
+
+def experimental_kernels(value: str, asked: Asked) -> Effect:
+    text = value.strip().lower()
+    if text in OFF:
+        return "false", ""
+    names = list(KERNELS) if text in ON else [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in KERNELS:
+            message = unknown_name("experimental kernel", name, KERNELS)
+            raise ConfigError(f'use_experimental_kernels: {message}; "true", or names out of {", ".join(KERNELS)}')
+    if text in ON:
+        names, why_not = asked.runnable_kernels(names)
+        note = "; ".join(why_not)
+    else:
+        note = ""
+    for name in names:
+        asked.engine.update(KERNELS[name])
+    return ",".join(names) or "false", note
+
+
+def vendor_blas(value: str, asked: Asked) -> Effect:
+    if value.strip().lower() in OFF:
+        return "false", ""
+    if value.strip().lower() not in ON:
+        raise ConfigError(f'use_vendor_blas is {value!r}, it must be "true" or "false"')
+    raise ConfigError('use_vendor_blas: the engine chooses the linear kernels itself; leave it at "false"')
+
+
+def pdl_level(value: str, asked: Asked) -> Effect:
+    if value not in ("0", "1", "2"):
+        raise ConfigError(f'pdl_level is {value!r}, it must be "0", "1" or "2"')
+    if value != "0":
+        raise ConfigError(
+            f"pdl_level is {value!r}: Triton kernels do not launch dependently here (that needs compute capability 9); "
+            'take "0"'
+        )
+    return value, ""
+
+
+def endpoint_base(value: str, asked: Asked) -> Effect:
+    if not value:
+        return value, "a folder of its own, made when the server starts"
+    checked_base(value)
+    asked.endpoint_base = value
+    return value, ""
+
+
+def weight_path(value: list[str], asked: Asked) -> Effect:
+    if not value:
+        return value, ""
+    if len(value) > 1 or not value[0].endswith(".gguf"):
+        raise ConfigError(
+            f"weight_path is {value!r}, it must be one .gguf file; the .safetensors files of a directory are found by "
+            "model_path"
+        )
+    if asked.llm.get("model"):
+        raise ConfigError(
+            f"weight_path is {value!r} beside model_path={asked.llm['model']!r}: a .gguf file holds the model's "
+            "description, too; give one of them"
+        )
+    asked.llm["model"] = value[0]
+    return value, "the model, too: a .gguf file holds its description"
+
+
+def encoding(value: QuantizationEncoding | None, asked: Asked) -> Effect:
+    if value is None:
+        return None, ""
+    if value in (QuantizationEncoding.FLOAT32, QuantizationEncoding.BFLOAT16):
+        asked.llm["dtype"] = value.value
+        return value, ""
+    if value in GGUF_ENCODINGS:
+        model = str(asked.llm.get("model", ""))
+        if not asked.is_gguf(model):
+            raise ConfigError(
+                f"quantization_encoding={value.value}: {model!r} is no .gguf file; take float32 or bfloat16"
+            )
+        return value, "dequantised when loaded"
+    if value is QuantizationEncoding.FLOAT8_E4M3FN:
+        raise ConfigError(
+            "quantization_encoding=float8_e4m3fn needs a model that trains in FP8, given to the engine as it is "
+            "(docs/fp8_models.md); take bfloat16"
+        )
+    raise ConfigError(f"quantization_encoding={value.value} is not supported; take bfloat16")
+
+
+def cast(value: bool, asked: Asked) -> Effect:
+    stored, dtype = asked.stored_dtype, asked.llm.get("dtype", "auto")
+    if stored is None or dtype in ("auto", stored) or value:
+        return value, ""
+    raise ConfigError(
+        f"quantization_encoding={dtype}, but the .safetensors files have {stored}; take {stored}, or set "
+        "allow_safetensors_weights_fp32_bf6_bidirectional_cast"
+    )
+
+
+def revision(value: str, asked: Asked) -> Effect:
+    if value == "main":
+        return value, ""
+    model = str(asked.llm.get("model", ""))
+    if not asked.is_hub(model):
+        raise ConfigError(f"huggingface_model_revision is {value!r}, but {model!r} is no hub id; leave it out")
+    if "@" in model:
+        raise ConfigError(f"huggingface_model_revision is {value!r} beside model_path={model!r}; give one revision")
+    asked.llm["model"] = f"{model}@{value}"
+    return value, ""
+
+
+def weight_revision(value: str, asked: Asked) -> Effect:
+    _, _, own = str(asked.llm.get("model", "")).partition("@")
+    if value not in ("main", own):
+        raise ConfigError(
+            f"huggingface_weight_revision is {value!r}, huggingface_model_revision {own or 'main'!r}: weights and "
+            "description come from one revision; give the same to both"
+        )
+    return own or "main", "as huggingface_model_revision" if own else ""
+
+
+def force_download(value: bool, asked: Asked) -> Effect:
+    if not value:
+        return value, ""
+    model = str(asked.llm.get("model", ""))
+    if not asked.is_hub(model):
+        raise ConfigError(f"force_download: {model!r} is no hub id, nothing is downloaded; leave it False")
+    from megatron_infer.model_loader.sources import fetch
+
+    fetch(model, force=True)
+    return value, "fetched when the configuration was resolved"
+
+
+def devices(value: list[str], asked: Asked) -> Effect:
+    if not value:
+        return value, ""
+    if len(value) > 1:
+        raise ConfigError(
+            f"device_specs is {value!r}: an engine's process has one device; take data_parallel_degree, or torchrun "
+            "with --tp, for several"
+        )
+    asked.llm["device"] = value[0].replace("gpu", "cuda")
+    return value, ""
+
+
+def rope_type(value: RopeType | None, asked: Asked) -> Effect:
+    own = asked.rope_type
+    if value is None or own is None or value is own:
+        return own, ""
+    raise ConfigError(f"rope_type={value.value}, but the model's files say {own.value}; leave it out")
+
+
+def cache_strategy(value: CacheStrategy, asked: Asked) -> Effect:
+    return CacheStrategy.PAGED, ""
+
+
+def prefix_caching(value: bool, asked: Asked) -> Effect:
+    asked.engine["enable_prefix_caching"] = value
+    asked.engine.pop("prefix_caching_eviction_policy", None)
+    if value:
+        asked.engine["prefix_caching_eviction_policy"] = "lru"
+    return value, "lru: a block stays until its memory is needed" if value else ""
+
+
+def swapping(value: bool, asked: Asked) -> Effect:
+    if value:
+        asked.engine["preemption_mode"] = "swap"
+    return value, "evicted requests are swapped, cached prefixes are not" if value else ""
+
+
+def swap_space(value: float, asked: Asked) -> Effect:
+    if asked.engine.get("preemption_mode") != "swap":
+        return 0.0, "acts only with enable_kvcache_swapping_to_host"
+    asked.engine["swap_buffer_size_gb"] = value
+    return value, ""
+
+
+def utilization(value: float, asked: Asked) -> Effect:
+    if not 0.0 < value <= 1.0:
+        raise ConfigError(f"device_memory_utilization is {value}, it must be above 0 and at most 1")
+    asked.utilization = value
+    return value, ""
+
+
+def echo(value: bool, asked: Asked) -> Effect:
+    return value, "" if value else "acts on a model of one's own; of megatron-core's models prompts are always scored"
+
+
+def structured_output(value: bool, asked: Asked) -> Effect:
+    return value, "" if value else "acts in pipelines; the server always takes schemas"
+
+
+def ungated(value: bool, asked: Asked) -> Effect:
+    return True, "" if value else "requests may always ask: there is no gate"
+
+
+def variable_logits(value: bool, asked: Asked) -> Effect:
+    return value, "no effect: logits are computed where a request asks for them" if value else ""

@@ -1,0 +1,328 @@
+"""`OverlapTextGenerationPipeline`: drives an engine step by step; the caller says which requests each step runs.
+
+execute(batch 1) ── launches step 1 ──────────────────────────> {}
+execute(batch 2) ── launches step 2, then reads step 1 ────────> outputs of batch 1
+execute(empty)   ── reads step 2 ──────────────────────────────> outputs of batch 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.pipelines.foreign_runner import load_model
+from megatron_infer.pipelines.interfaces import GenerateMixin, PipelineModel
+from megatron_infer.pipelines.mcore_model import McorePipelineModel
+from megatron_infer.pipelines.paged_manager import PagedKVCacheManager
+from megatron_infer.pipelines.text_generation import (
+    GenerationStatus,
+    LogProbabilities,
+    RequestID,
+    TextContext,
+    TextGenerationInputs,
+    TextGenerationOutput,
+    TextTokenizer,
+)
+from megatron_infer.sampling.grammar import Grammars
+from megatron_infer.scheduler.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from megatron_infer.pipelines.config import PipelineConfig
+
+_STATUS = {
+    None: GenerationStatus.ACTIVE,
+    "stop": GenerationStatus.END_OF_SEQUENCE,
+    "length": GenerationStatus.MAXIMUM_LENGTH,
+    "abort": GenerationStatus.CANCELLED,
+    "error": GenerationStatus.FAILED,
+}
+
+
+@final
+class OverlapTextGenerationPipeline(GenerateMixin):
+    """Text generation in which a step is read after the next one is launched.
+
+    With several ranks every rank makes the same calls with contexts of the same request ids.
+    """
+
+    def __init__(
+        self,
+        pipeline_config: PipelineConfig,
+        pipeline_model: type[PipelineModel[Any]],
+        eos_token_id: int,
+        weight_adapters: Mapping[str, Any],
+        tokenizer: TextTokenizer,
+        disable_overlap: bool = False,
+    ) -> None:
+        """pipeline_model: the model's class. eos_token_id: ends sequences, besides the ids that the model has itself.
+        weight_adapters: by format ("safetensors"), for models of one's own. disable_overlap: `execute` returns the
+        outputs of its own batch.
+
+        Raises ConfigError for a config that is not resolved, without an encoding, or with structured output and no
+        tokenizer.
+        """
+        resolved = pipeline_config.resolved
+        if pipeline_config.sampling.enable_structured_output and getattr(tokenizer, "delegate", None) is None:
+            raise ConfigError("enable_structured_output=True needs a tokenizer: pass TextTokenizer(model)")
+        config = replace(resolved.engine, overlap=not disable_overlap)
+        model, engine = load_model(
+            pipeline_config, pipeline_model, config, eos_token_id, weight_adapters, tokenizer.delegate
+        )
+        self._set_up(model, engine, tokenizer, pipeline_config, disable_overlap)
+
+    @classmethod
+    def of_engine(
+        cls, engine: DynamicInferenceEngine, tokenizer: TextTokenizer | None = None, *, disable_overlap: bool = False
+    ) -> OverlapTextGenerationPipeline:
+        """Drive an engine that exists, of a trainer's live model for instance. It overlaps if its config says so."""
+        self = cls.__new__(cls)
+        self._set_up(McorePipelineModel.wrap(engine), engine, tokenizer, None, disable_overlap)
+        return self
+
+    def _set_up(
+        self,
+        model: Any,
+        engine: DynamicInferenceEngine,
+        tokenizer: TextTokenizer | None,
+        pipeline_config: PipelineConfig | None,
+        disable_overlap: bool,
+    ) -> None:
+        self.pipeline_model, self._tokenizer, self._pipeline_config = model, tokenizer, pipeline_config
+        self.engine = engine
+        self._disable_overlap = disable_overlap
+        self._contexts: dict[RequestID, TextContext] = {}
+        """Those that the engine runs."""
+        self._unread: dict[RequestID, TextGenerationOutput] = {}
+        """Outputs that no call has returned."""
+        self._owned: set[RequestID] = set()
+        """Ids whose outputs are those of `execute_own`."""
+        self._grammars: Grammars | None = None
+
+    # ------------------------------------------------------------------ properties
+
+    @property
+    def pipeline_config(self) -> PipelineConfig | None:
+        """None for a pipeline over an engine that existed."""
+        return self._pipeline_config
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        if self._tokenizer is None:
+            raise ConfigError("this pipeline has no tokenizer; pass one to of_engine()")
+        return self._tokenizer
+
+    @property
+    def kv_manager(self) -> PagedKVCacheManager:
+        manager: PagedKVCacheManager = self.pipeline_model.kv_manager
+        return manager
+
+    @property
+    def kv_managers(self) -> list[PagedKVCacheManager]:
+        return [self.kv_manager]
+
+    @property
+    def overlap_active(self) -> bool:
+        """Whether `execute` returns while its own batch is still in flight."""
+        engine = self.engine
+        return not self._disable_overlap and (engine.config.overlap or engine.rank_group.groups.pp_size > 1)
+
+    @property
+    def draft_kv_blocks(self) -> None:
+        """None: there is no draft model."""
+        return None
+
+    def spec_decode_metrics(self) -> None:
+        """None: nothing is drafted."""
+        return
+
+    # ------------------------------------------------------------------ execute
+
+    def execute(self, inputs: TextGenerationInputs) -> dict[RequestID, TextGenerationOutput]:
+        """Run a step of these requests -> outputs of the batch before, by request id; {} the first time.
+
+        A context in the middle of its prompt gives nothing, nor does one that waits for memory. Contexts that have
+        ended are ignored. With empty inputs it only reads what is in flight. With disable_overlap the outputs are those
+        of this batch. A context's tokens and status are those of the outputs returned.
+        """
+        self._run(inputs.flat_batch)
+        return self._take(one for one in self._unread if one not in self._owned)
+
+    def execute_own(self, contexts: Sequence[TextContext]) -> dict[RequestID, TextGenerationOutput]:
+        """`execute`, for one of several callers -> outputs of `contexts` only; those of others wait for theirs."""
+        ids = [context.request_id for context in contexts]
+        self._owned.update(ids)
+        self._run(contexts)
+        return self._take(ids)
+
+    def has_pending_outputs(self) -> bool:
+        """Whether outputs of an earlier batch can be read, by `execute` with empty inputs."""
+        return bool(self.engine.loop.num_in_flight or self.engine.loop.backlog or self._unread.keys() - self._owned)
+
+    def release(self, request_id: RequestID) -> None:
+        """End a request, whatever it is doing, and take its memory back; nothing of it is returned afterwards."""
+        context = self._contexts.pop(request_id, None)
+        self._unread.pop(request_id, None)
+        self._owned.discard(request_id)
+        self.kv_manager.release(request_id)
+        engine = self.engine
+        if context is None:
+            return
+        if request_id in engine.output_processor:
+            if engine.relay.is_leader:
+                engine.abort(request_id)
+            context.status = GenerationStatus.CANCELLED
+            if engine.loop.num_in_flight:
+                engine.drain()  # its memory is that of the step in flight until then
+        engine.loop.backlog = [output for output in engine.loop.backlog if output.request_id != request_id]
+
+    def _run(self, contexts: Sequence[TextContext]) -> None:
+        """One step of the engine, whose outputs are put with those that are unread."""
+        engine = self.engine
+        active = [context for context in contexts if not context.is_done]
+        self._add([context for context in active if context.request_id not in self._contexts])
+        if not active and not self.has_pending_outputs():
+            return
+        among = [context.request_id for context in active]
+        self._keep(engine.step(among))
+        while self._disable_overlap and engine.loop.num_in_flight:
+            self._keep(engine.step(()))
+
+    def _add(self, contexts: Iterable[TextContext]) -> None:
+        """Queue new contexts, all or none."""
+        new = list(contexts)
+        for context in new:
+            self._check(context)
+        for context in new:
+            self.kv_manager.release(context.request_id)  # what a caller allocated: the scheduler pages from here on
+            if self.engine.relay.is_leader:
+                prompt = context.tokens[: context.prompt_len]
+                self.engine.add_request(prompt, context.params, request_id=context.request_id, stream="delta")
+            self._contexts[context.request_id] = context
+
+    def _check(self, context: TextContext) -> None:
+        if len(context.tokens) > context.prompt_len:
+            raise RequestError(
+                f"context {context.request_id!r} has {len(context.generated):,} tokens that this pipeline did not "
+                "draw; make a new context with all tokens as its prompt"
+            )
+        if context.params.n != 1:
+            raise RequestError(f"a context is one sequence, n is {context.params.n}; make n contexts")
+        if context.params.structured is not None:
+            self._require_structured_output()
+        self.engine.input_processor.check(context.tokens, context.params)
+        self.engine.input_processor.check_params(context.params)
+
+    def _keep(self, outputs: Iterable[RequestOutput]) -> None:
+        others = []
+        for output in outputs:
+            context = self._contexts.get(output.request_id)
+            if context is None:
+                others.append(output)
+                continue
+            news = _told(output)
+            context.tokens += news.tokens
+            context.start, context.status = len(context.tokens) - 1, news.final_status
+            if output.finished:
+                del self._contexts[output.request_id]
+            before = self._unread.get(output.request_id)
+            if before is None:
+                self._unread[output.request_id] = news
+            else:
+                before.extend(news)
+        self.engine.loop.backlog += others  # of requests that were added to the engine itself
+
+    def _take(self, request_ids: Iterable[RequestID]) -> dict[RequestID, TextGenerationOutput]:
+        return {one: self._unread.pop(one) for one in list(request_ids) if one in self._unread}
+
+    # ------------------------------------------------------------------ structured output
+
+    def initialize_bitmask(self, batch: Sequence[TextContext]) -> np.ndarray | None:
+        """int32 [batch, ceil(vocabulary / 32)], every token allowed: bit t % 32 of word t // 32 is token t.
+
+        None where no context of the batch has a schema.
+        """
+        if all(context.params.structured is None for context in batch):
+            return None
+        self._require_structured_output()
+        num_words = -(-self.engine.shape.vocab_size // 32)
+        return np.full((len(batch), num_words), -1, dtype=np.int32)
+
+    def update_for_structured_output(self, context: TextContext, bitmask: np.ndarray | None, index: int) -> None:
+        """Set row `index` of the bitmask to the tokens that may follow the context's; nothing without a schema.
+
+        Raises RequestError for a schema that cannot be compiled, ConfigError while enable_structured_output is off.
+        """
+        if context.params.structured is None or bitmask is None:
+            return
+        self._require_structured_output()
+        if self._grammars is None:
+            own = self.engine.input_processor.grammars
+            self._grammars = Grammars(self.tokenizer.delegate, self.engine.shape.vocab_size)
+            self._grammars.cache = own.cache
+        self._grammars.cache.check(context.params.structured)
+        request = Request(
+            id=context.request_id,
+            tokens=context.tokens,
+            prompt_len=context.prompt_len,
+            params=context.params,
+            max_total=self.engine.sizes.max_sequence_length,
+            seed=0,
+            stop_ids=context.eos_ids,
+        )
+        masks = self._grammars.masks([request])
+        assert masks is not None
+        bitmask[index] = masks.bits_GW[0]
+        request.finish(FinishReason.ABORT, None)  # its matcher goes with the next masks
+
+    def _require_structured_output(self) -> None:
+        config = self._pipeline_config
+        if config is not None and not config.sampling.enable_structured_output:
+            raise ConfigError(
+                "a request has a schema and structured output is off; set sampling.enable_structured_output=True"
+            )
+
+    # ------------------------------------------------------------------ graphs
+
+    def warmup_graph_capture(self) -> str:
+        """Capture every shape of a step now, the largest first -> "", or why none is captured."""
+        engine = self.engine
+        graphs: Any = engine.replay.runner.graphs
+        if graphs is None:
+            reasons = [row.reasons["graphs"] for row in engine.kernels.rows if "graphs" in row.reasons]
+            return (
+                reasons[0] if reasons else f"num_cuda_graphs is None: none is asked for on {engine.device.torch.type}"
+            )
+        engine.drain()
+        with engine.replay.inference(engine.loop), torch.inference_mode():
+            refused = graphs.pool.capture_all()
+        return "; ".join(refused)
+
+
+def _told(output: RequestOutput) -> TextGenerationOutput:
+    """What is new of a request; requests run in delta mode with one sequence."""
+    sequence = output.outputs[0]
+    return TextGenerationOutput(
+        request_id=output.request_id,
+        tokens=list(sequence.token_ids),
+        text=sequence.text,
+        final_status=_STATUS[sequence.finish_reason],
+        log_probabilities=_logprobs(sequence),
+        error=output.error,
+    )
+
+
+def _logprobs(sequence: CompletionOutput) -> LogProbabilities | None:
+    if sequence.logprobs is None:
+        return None
+    pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
+    return LogProbabilities(
+        token_log_probabilities=[entry[token].logprob for token, entry in pairs],
+        top_log_probabilities=[{token: one.logprob for token, one in entry.items()} for entry in sequence.logprobs],
+    )

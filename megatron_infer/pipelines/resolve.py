@@ -1,0 +1,381 @@
+"""From a configuration tree to one InferenceConfig, one ServerConfig, arguments of LLM and a layout.
+
+rows of the fields ──> what is asked for ──> description and shape of the model ──> memory by estimate
+                                                              │
+settings <── InferenceConfig, ServerConfig (their own checks) <──┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.config.capacity import GIB
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.machine_defaults import machine_config
+from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape
+from megatron_infer.config.sizing import DEFAULT_MAX_TOKENS
+from megatron_infer.errors import ConfigError
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.find import Kind, architecture_name, describe, find_model
+from megatron_infer.pipelines import mapping
+from megatron_infer.pipelines.architectures import Architecture
+from megatron_infer.pipelines.estimates import Estimator, MemoryEstimate, packed_bytes
+from megatron_infer.pipelines.layers import OPTIONS, FieldPath, flat_name
+from megatron_infer.pipelines.machine import Machine, find_machine
+from megatron_infer.pipelines.model_config import RopeType
+from megatron_infer.pipelines.settings import Layout, Resolved, Setting
+from megatron_infer.server.server_config import ServerConfig
+
+if TYPE_CHECKING:
+    from megatron_infer.model_loader.model_description import ModelDescription
+    from megatron_infer.pipelines.config import PipelineConfig
+
+LLM_OPTIONS = ("dtype", "device", "threads")
+SECRETS = ("api_key",)
+"""Options whose values are never shown."""
+LAYOUT_OPTIONS = ("dp", "tp", "pp", "ep")
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """What the rows have put together so far."""
+
+    config: PipelineConfig
+    engine: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+    llm: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, int] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
+    architectures: dict[str, Architecture] = field(default_factory=dict)
+    force: bool = False
+    chat_template: str | None = None
+    endpoint_base: str = ""
+    utilization: float = 1.0
+    description: ModelDescription | None = None
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """dtype of the model's .safetensors files; None for others."""
+        return None if self.description is None or self.is_gguf(self.llm["model"]) else self.description.dtype
+
+    @property
+    def rope_type(self) -> RopeType | None:
+        if self.description is None:
+            return None
+        if self.description.position_embedding != "rope":
+            return RopeType.NONE
+        is_normal = self.is_gguf(self.llm["model"]) and self.description.architecture == "LlamaForCausalLM"
+        return RopeType.NORMAL if is_normal else RopeType.NEOX
+
+    def is_gguf(self, model: str) -> bool:
+        return bool(model) and find_model(model).kind is Kind.GGUF
+
+    def is_hub(self, model: str) -> bool:
+        return bool(model) and find_model(model).kind is Kind.HUB
+
+    def runnable_kernels(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """(names that can run on this machine, why the others cannot)."""
+        if find_machine(self.llm.get("device", "auto")).is_cuda:
+            return list(names), []
+        return [], [f"{name}: for GPUs" for name in names]
+
+
+def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_bytes: int | None) -> Resolved:
+    """Raises ConfigError, ModelError or NotImplementedError; the config is not changed.
+
+    free_bytes: see `PipelineConfig.resolve`.
+    """
+    asked, settings = Asked(config=config), {}
+    rows = list(_rows(config))
+    for path, value, default, row in rows:
+        if not (isinstance(row, mapping.Here) and row.needs_model):
+            settings[path] = _applied(path, value, default, row, asked, sources)
+    del settings[OPTIONS,]
+    _add_options(config, asked, settings, sources)
+    if not asked.llm.get("model"):
+        raise ConfigError("model_path is empty: give an alias (smollm2), a directory, a hub id or a .gguf file")
+    layout = Layout(**asked.layout)
+    _check_world(layout)
+    told = _ToldByBothNames(config.options)
+    with told:
+        server = ServerConfig(**asked.server)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)  # told once, when all options are known
+            InferenceConfig(**asked.engine)
+    architecture = _find_model(asked)
+    for path, value, default, row in rows:
+        if isinstance(row, mapping.Here) and row.needs_model:
+            settings[path] = _applied(path, value, default, row, asked, sources)
+    _require(architecture, config, settings, asked)
+    machine = find_machine(asked.llm.get("device", "auto"))
+    if free_bytes is not None:
+        machine = dataclasses.replace(machine, free_bytes=free_bytes)
+    dtype = machine.dtype(asked.llm.get("dtype", "auto"))
+    with told:
+        shape, estimator = None, None
+        if asked.description is not None:
+            shape = shape_of(
+                asked.description, dtype=dtype, tensor_parallel_size=layout.tp, pipeline_parallel_size=layout.pp
+            )
+            estimator = _estimator(asked, shape, machine, layout)
+            _fit(asked, estimator, tensor_parallel_size=layout.tp)
+        engine = machine_config(
+            asked.engine,
+            shape,
+            is_cuda=machine.is_cuda,
+            available_bytes=machine.free_bytes,
+            tensor_parallel_size=layout.tp,
+        )
+        sizes, estimate = None, None
+        if shape is not None and estimator is not None:
+            left = max(0, estimator.free - estimator.weights)
+            sizes = engine.resolve(shape, tensor_parallel_size=layout.tp, available_bytes=left)
+            estimate = MemoryEstimate(
+                free=estimator.free,
+                weights=estimator.weights,
+                activations=estimator.activations(sizes.max_sequence_length),
+                cache=sizes.kv_bytes + sizes.state_bytes,
+            )
+    effective = {flat_name(path): _in_effect(path, one, engine, server, layout) for path, one in settings.items()}
+    return Resolved(
+        engine=engine,
+        server=server,
+        llm={"threads": None, **asked.llm, "dtype": dtype, "device": machine.device},
+        layout=layout,
+        settings=effective,
+        request=asked.request,
+        chat_template=asked.chat_template,
+        endpoint_base=asked.endpoint_base,
+        architecture=architecture,
+        description=asked.description,
+        shape=shape,
+        sizes=sizes,
+        estimate=estimate,
+    )
+
+
+def _rows(config: PipelineConfig) -> Iterable[tuple[FieldPath, Any, Any, mapping.Row]]:
+    """(path, value, default, row) of every field of the tree, in order."""
+    for dotted, row in mapping.ROWS.items():
+        path: FieldPath = tuple(dotted.split("."))
+        owner: Any = config
+        for name in path[:-1]:
+            owner = getattr(owner, name)
+        info = type(owner).model_fields[path[-1]]
+        yield path, getattr(owner, path[-1]), info.get_default(call_default_factory=True), row
+
+
+def _applied(
+    path: FieldPath, value: Any, default: Any, row: mapping.Row, asked: Asked, sources: Mapping[FieldPath, str]
+) -> Setting:
+    source = sources.get(path, "default")
+    effective, note = value, ""
+    match row:
+        case mapping.Refused(reason, taken):
+            if value != default and value not in taken:
+                raise ConfigError(f"{path[-1]}={_shown(value)}: {reason}")
+        case mapping.Here(act):
+            effective, note = act(value, asked)
+        case mapping.Layout(axis):
+            asked.layout[axis] = value
+        case mapping.Request(parameter, convert):
+            asked.request[parameter] = convert(value)
+        case mapping.Model(argument, convert):
+            if value:
+                asked.llm[argument] = convert(value)
+        case mapping.Engine(option, convert, note):
+            if value is not None:
+                asked.engine[option] = convert(value)
+        case mapping.Server(option, convert, note):
+            if value is not None:
+                asked.server[option] = convert(value)
+    source = "derived" if source == "default" and effective != value else source
+    return Setting(requested=value, value=effective, source=source, note=note)
+
+
+def _shown(value: Any) -> str:
+    return repr(getattr(value, "value", value))
+
+
+def _add_options(
+    config: PipelineConfig, asked: Asked, settings: dict[FieldPath, Setting], sources: Mapping[FieldPath, str]
+) -> None:
+    """Options by their own names, beside those of the rows. Raises ConfigError for both names of one thing."""
+    engine_names = {item.name for item in dataclasses.fields(InferenceConfig)}
+    fields = {path[-1]: path for path in settings}
+    for name, value in config.options.items():
+        other = mapping.OWN_NAMES.get(name)
+        path = None if other is None else fields[other]
+        if path is not None and other != name and sources.get(path, "default") != "default":
+            raise ConfigError(
+                f"{other}={_shown(settings[path].requested)} and {name}={_shown(value)} are two names of one thing; "
+                "give one of them"
+            )
+        into: dict[str, Any] = asked.engine if name in engine_names else asked.server
+        into = asked.llm if name in LLM_OPTIONS else asked.layout if name in LAYOUT_OPTIONS else into
+        into[name] = value
+        shown = "(given)" if name in SECRETS else value
+        settings[OPTIONS, name] = Setting(
+            requested=shown, value=shown, source=sources.get((OPTIONS, name), "argument"), note=""
+        )
+
+
+def _find_model(asked: Asked) -> Architecture:
+    """The model's architecture; its description is kept in `asked` unless the architecture is one's own."""
+    place = find_model(asked.llm["model"])
+    own = asked.architectures.get(architecture_name(place) or "")
+    if own is not None and own.pipeline_model is not None:
+        return own
+    description = describe(place)
+    if description is None:
+        from megatron_infer.model_loader.sources import open_source  # imports torch
+
+        description = open_source(asked.llm["model"]).config()
+    asked.description = description
+    return own or Architecture(name=asked.description.architecture)
+
+
+def _require(
+    architecture: Architecture, config: PipelineConfig, settings: dict[FieldPath, Setting], asked: Asked
+) -> None:
+    """What the architecture needs instead of what was asked for, unless force is set."""
+    fields = {path[-1]: path for path in settings}
+    for name, value in architecture.required_arguments.items():
+        if name not in fields:
+            raise ConfigError(f"architecture {architecture.name} requires {name}, which is no field")
+        path = fields[name]
+        one, row = settings[path], mapping.ROWS[".".join(path)]
+        if one.value == value:
+            continue
+        why = f"architecture {architecture.name} requires {name}={_shown(value)}"
+        if asked.force:
+            warnings.warn(f"{why}; force: {_shown(one.value)} is kept", ConfigWarning, stacklevel=4)
+            continue
+        warnings.warn(f"{why}: it goes before {_shown(one.value)}", ConfigWarning, stacklevel=4)
+        applied = _applied(path, value, None, row, asked, {path: "derived"})
+        settings[path] = dataclasses.replace(applied, requested=one.requested, note=why)
+
+
+def _check_world(layout: Layout) -> None:
+    for name, size in dataclasses.asdict(layout).items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"{mapping.OWN_NAMES.get(name, name)} is {size!r}, it must be an integer of at least 1")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    several = {mapping.OWN_NAMES.get(name, name): getattr(layout, name) for name in ("tp", "pp", "ep")}
+    for name, size in several.items():
+        if size > 1 and world == 1:
+            raise ConfigError(
+                f"{name} is {size}, but there is 1 process; start {layout.world_size}: "
+                f"torchrun --nproc-per-node {layout.world_size} -m megatron_infer serve ..."
+            )
+    if world > 1 and layout.world_size != world:
+        raise ConfigError(
+            f"dp x tp x pp x ep = {layout.dp} x {layout.tp} x {layout.pp} x {layout.ep} = {layout.world_size} "
+            f"(data_parallel_degree, tp, pp, ep_size), but torchrun started {world} processes; start as many"
+        )
+
+
+def _estimator(asked: Asked, shape: ModelShape, machine: Machine, layout: Layout) -> Estimator:
+    engine = asked.engine
+    assert asked.description is not None
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "WORLD_SIZE" in os.environ else layout.dp
+    is_fp8 = engine.get("kv_cache_dtype") == "fp8_e4m3"
+    return Estimator(
+        shape=shape,
+        free=machine.free_bytes // (1 if machine.is_cuda else on_host),
+        utilization=asked.utilization,
+        page_size=engine["block_size_tokens"],
+        kv_element_bytes=KV_DTYPE_BYTES[FP8_E4M3] if is_fp8 else shape.kv_dtype_bytes,
+        max_tokens=engine.get("max_tokens") or DEFAULT_MAX_TOKENS,
+        packed=0 if machine.is_cuda else packed_bytes(shape, has_own_embedding=not asked.description.tied_embeddings),
+        keeps_snapshots=shape.state is not None and bool(engine.get("enable_prefix_caching")),
+        buffer=int(engine["buffer_size_gb"] * GIB) if "buffer_size_gb" in engine else None,
+    )
+
+
+def _fit(asked: Asked, estimator: Estimator, *, tensor_parallel_size: int) -> None:
+    """Choose length, batch and buffer where they are left open. Raises CapacityError with values that would fit."""
+    engine, positions = asked.engine, estimator.shape.max_position
+    asked_length: int | None = engine.get("max_sequence_length")
+    length = asked_length or positions or InferenceConfig.max_sequence_length
+    if positions is not None and asked_length is not None and asked_length > positions:
+        _check_length(asked_length, asked.description)
+        length = positions
+    room = estimator.room(length)
+    longest = estimator.longest(room)
+    if longest < (length if asked_length is not None else min(length, estimator.page_size)):
+        raise estimator.too_little(length)
+    if longest < length:
+        warnings.warn(
+            f"max_length: the model has {length:,} positions, the cache holds {longest:,} tokens: the latter is used",
+            ConfigWarning,
+            stacklevel=5,
+        )
+        length = longest
+    if asked_length is None:
+        engine["max_sequence_length"] = length
+    requests: int | None = engine.get("max_requests")
+    if requests is None:
+        requests = max(estimator.batch_size(room) // tensor_parallel_size, 1) * tensor_parallel_size
+        engine["max_requests"] = requests
+    buffer = estimator.buffer_bytes(room, max_length=length, max_batch=requests)
+    engine.setdefault("buffer_size_gb", buffer / GIB)
+
+
+def _check_length(length: int, description: ModelDescription | None) -> None:
+    if description is None or description.position_embedding != "learned_absolute":
+        return
+    if length > description.max_sequence_length:
+        raise ConfigError(
+            f"max_length is {length:,}, the model has {description.max_sequence_length:,} learned positions; lower it"
+        )
+
+
+def _in_effect(path: FieldPath, one: Setting, engine: InferenceConfig, server: ServerConfig, layout: Layout) -> Setting:
+    """The setting with the value that the counterpart has in the end."""
+    row = mapping.ROWS.get(".".join(path))
+    match row:
+        case mapping.Engine(option, convert, _):
+            value = getattr(engine, option)
+            note = one.note or f"{option} of InferenceConfig"
+            if one.requested is not None and convert(one.requested) == value:
+                value = one.value
+        case mapping.Layout(axis):
+            value, note = getattr(layout, axis), one.note
+        case mapping.Server(option, _, _):
+            value, note = getattr(server, option), one.note or f"{option} of ServerConfig"
+        case _:
+            return one
+    source = one.source
+    if value != one.requested and source == "default":
+        source = "derived"
+    return dataclasses.replace(one, value=value, source=source, note=note)
+
+
+class _ToldByBothNames:
+    """Errors of options have the field's name in front, unless the option was given by its own name."""
+
+    def __init__(self, given: Iterable[str]) -> None:
+        own = set(given)
+        self._names = {
+            option: name for option, name in mapping.SAME_VALUES.items() if name != option and option not in own
+        }
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if not isinstance(error, ConfigError | NotImplementedError):
+            return
+        message = str(error)
+        for option, name in self._names.items():
+            message = re.sub(rf"^{option} is\b", f"{name} ({option}): is", message)
+            message = re.sub(rf"(?<![\w(]){option}\b(?!\))", f"{name} ({option})", message)
+        if message != str(error):
+            raise type(error)(message) from error

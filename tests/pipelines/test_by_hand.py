@@ -1,0 +1,186 @@
+"""A loop by hand over `prepare_initial_token_inputs`, `execute`, `prepare_next_token_inputs` and the cache manager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pipeline_case import CLOSE, contexts_of, free_pages, make_engine, run_to_end, workload
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.errors import DuplicateRequest, RequestError, UnknownRequest, WrongState
+from megatron_infer.pipelines.interfaces import ReturnLogits, get_paged_manager
+from megatron_infer.pipelines.mcore_model import McorePipelineModel
+from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
+from megatron_infer.pipelines.paged_manager import InsufficientBlocksError
+from megatron_infer.pipelines.text_generation import TextGenerationInputs
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=3, prompt_logprobs=3)
+WORK = [(prompt, GREEDY) for prompt, _ in workload(4)]
+
+
+def generate_by_hand(model: McorePipelineModel, contexts, *, claims: bool, steps: int = 6, top: int = 3, echo=False):
+    """Greedy tokens -> log probabilities of each step by context."""
+    manager, found = model.kv_manager, [[] for _ in contexts]
+    kv_inputs = None
+    if claims:
+        for context in contexts:
+            manager.claim(context.request_id)
+            manager.alloc(context, num_steps=steps)
+        kv_inputs = manager.runtime_inputs(contexts)
+    inputs = model.prepare_initial_token_inputs(contexts, kv_inputs)
+    for number in range(steps):
+        outputs = model.execute(inputs)
+        tokens = outputs.next_token_logits.argmax(-1)
+        count = len(contexts)
+        scored = model.compute_log_probabilities(
+            model.session, inputs, outputs, tokens, [top] * count, [echo and number == 0] * count
+        )
+        for context, token, scores, one in zip(contexts, tokens.tolist(), scored, found, strict=True):
+            context.update(token)
+            one.append(scores)
+        manager.step(contexts)
+        if number < steps - 1:
+            inputs = model.prepare_next_token_inputs(tokens, inputs)
+    return found
+
+
+@pytest.mark.parametrize("claims", [True, False])
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_tokens_and_log_probabilities_by_hand_are_the_engines(kind, claims):
+    engine = make_engine(kind, max_tokens=512)
+    expected = engine.generate([prompt for prompt, _ in WORK], GREEDY)
+    before = free_pages(engine)
+    model = McorePipelineModel.wrap(engine, return_logits=ReturnLogits.ALL)
+    contexts = contexts_of(WORK)
+    found = generate_by_hand(model, contexts, claims=claims, echo=True)
+    for context, output, steps in zip(contexts, expected, found, strict=True):
+        sequence = output.outputs[0]
+        assert context.generated == sequence.token_ids
+        entries = [*output.prompt_logprobs[1:], *sequence.logprobs]
+        tops = [top for scores in steps for top in scores.top_log_probabilities]
+        assert len(tops) == len(entries) == len(context.tokens) - 1
+        for top, entry in zip(tops, entries, strict=True):
+            assert top == pytest.approx({token: one.logprob for token, one in entry.items()}, abs=CLOSE)
+        model.kv_manager.release(context.request_id)
+    assert free_pages(engine) == before
+
+
+def test_return_logits_says_which_rows_come_back():
+    engine = make_engine()
+    contexts = contexts_of([([5, 6, 7, 8], GREEDY), ([9], GREEDY), ([4, 3, 2], GREEDY)])
+    kept = {}
+    for mode in ReturnLogits:
+        model = McorePipelineModel.wrap(engine, return_logits=mode)
+        outputs = model.execute(model.prepare_initial_token_inputs(contexts, return_n_logits=2))
+        offsets = None if outputs.logit_offsets is None else outputs.logit_offsets.tolist()
+        kept[mode] = outputs.logits
+        assert offsets == {"last_token": None, "variable": [0, 2, 3, 5], "all": [0, 4, 5, 8]}[mode.value]
+        assert torch.equal(outputs.next_token_logits, kept[ReturnLogits.LAST_TOKEN])
+        for context in contexts:
+            model.kv_manager.release(context.request_id)
+    assert torch.equal(kept[ReturnLogits.ALL][[2, 3, 4, 6, 7]], kept[ReturnLogits.VARIABLE])
+
+
+def test_a_prefix_of_an_earlier_sequence_is_found_by_hand_and_by_the_engine():
+    engine = make_engine(enable_prefix_caching=True, prefix_caching_eviction_policy="lru")
+    model, prompt = McorePipelineModel.wrap(engine), list(range(4, 60))
+    first, second, third = contexts_of([(prompt, GREEDY), (prompt, GREEDY), ([*prompt, 5], GREEDY)])
+    generate_by_hand(model, [first], claims=True)
+    generate_by_hand(model, [second], claims=True)
+    assert second.generated == first.generated
+    manager = model.kv_manager
+    manager.claim(third.request_id)
+    manager.alloc(third)
+    assert third.start == 48 and third.active_length == 9 and manager.num_pages_of(third.request_id) == 4
+    manager.release(third.request_id)
+    (output,) = engine.generate([prompt], SamplingParams(max_tokens=6, temperature=0.0))
+    assert output.num_cached_tokens == 48 and output.outputs[0].token_ids == first.generated
+
+
+def test_a_caller_that_claims_and_one_that_does_not_get_the_same_from_execute():
+    engine = make_engine(overlap=True)
+    pipeline = OverlapTextGenerationPipeline.of_engine(engine)
+    manager = get_paged_manager(pipeline)
+    assert manager is pipeline.kv_manager and manager is pipeline.kv_managers[0]
+    before, answers = free_pages(engine), []
+    for claims in (True, False):
+        contexts = contexts_of(WORK)
+        for context in contexts if claims else ():
+            manager.claim(context.request_id)
+            manager.alloc(context, num_steps=3)
+            assert manager.contains(context.request_id)
+        while any(not context.is_done for context in contexts):
+            live = [context for context in contexts if not context.is_done]
+            for context in live if claims else ():
+                manager.alloc(context)  # the scheduler pages for it
+            pipeline.execute(TextGenerationInputs.of(live))
+            manager.step(live)
+        run_to_end(pipeline, [])
+        for context in contexts:
+            manager.release(context.request_id)
+        answers.append([context.generated for context in contexts])
+        assert free_pages(engine) == before
+    assert answers[0] == answers[1]
+
+
+def test_pages_are_counted_and_run_out_by_name():
+    engine = make_engine(blocks=6)
+    manager = McorePipelineModel.wrap(engine).kv_manager
+    assert (manager.total_num_pages, manager.num_used_pages, manager.page_size) == (6, 0, 16)
+    assert [tuple(one.shape[2:4]) for one in manager.device_tensors] == [(7, 16)]
+    large, small, third = contexts_of([([5] * 40, GREEDY), ([6] * 60, GREEDY), ([7], GREEDY)])
+    manager.claim("0")
+    with pytest.raises(DuplicateRequest, match="'0' is claimed already"):
+        manager.claim("0")
+    with pytest.raises(UnknownRequest):
+        manager.alloc(small)
+    manager.alloc(large, num_steps=9)
+    assert (manager.num_pages_of("0"), manager.num_used_pages) == (3, 3)
+    manager.alloc(large, num_steps=9)
+    manager.claim("1")
+    with pytest.raises(InsufficientBlocksError, match="pages for 60 tokens, 3 of 6 pages"):
+        manager.alloc(small)
+    assert manager.num_used_pages == 3 and manager.num_pages_of("1") == 0
+    with pytest.raises(UnknownRequest, match="has no pages"):
+        manager.runtime_inputs([third])
+    manager.release("0")
+    manager.alloc(small)
+    manager.release("1")
+    manager.release("nobody")
+    assert manager.num_free_pages == 6
+
+
+def test_changed_weights_are_noticed_before_a_prompt_by_hand():
+    engine = make_engine()
+    model = McorePipelineModel.wrap(engine)
+    weight = engine.model.output_layer.weight
+    kept = weight.detach().clone()
+    logits = []
+    try:
+        for factor in (1.0, 2.0):
+            weight.data.copy_(kept * factor)
+            (context,) = contexts_of([([5, 6, 7], GREEDY)])
+            outputs = model.execute(model.prepare_initial_token_inputs([context]))
+            logits.append(outputs.logits.clone())
+            model.kv_manager.release(context.request_id)
+    finally:
+        weight.data.copy_(kept)
+    assert torch.allclose(logits[1], 2 * logits[0], atol=1e-5) and engine.weight_version == 1
+
+
+def test_a_step_by_hand_has_the_limit_of_the_engines_steps():
+    model = McorePipelineModel.wrap(make_engine())
+    (long,) = contexts_of([([5] * 65, GREEDY)])
+    with pytest.raises(RequestError, match="65 tokens, the limit is 64"):
+        model.prepare_initial_token_inputs([long])
+
+
+def test_by_hand_is_refused_beside_a_step_in_flight():
+    engine = make_engine(overlap=True)
+    pipeline = OverlapTextGenerationPipeline.of_engine(engine)
+    a, b = contexts_of([([5], GREEDY), ([6], GREEDY)])
+    pipeline.execute(TextGenerationInputs.of([a]))
+    with pytest.raises(WrongState, match="in flight"):
+        pipeline.pipeline_model.prepare_initial_token_inputs([b])
+    pipeline.release(a.request_id)
+    pipeline.pipeline_model.prepare_initial_token_inputs([b])

@@ -1,0 +1,547 @@
+"""One tree: what is given comes to one InferenceConfig, one ServerConfig, LLM arguments and a layout, or is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from model_files import write_models
+
+from megatron_infer.cli.main import main
+from megatron_infer.config.capacity import GIB
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.errors import CapacityError, ConfigError
+from megatron_infer.pipelines import (
+    KVCacheConfig,
+    MAXModelConfig,
+    PipelineConfig,
+    QuantizationEncoding,
+    Setting,
+)
+from megatron_infer.pipelines.config import NAMES
+from megatron_infer.pipelines.layers import flat_name
+from megatron_infer.pipelines.mapping import ROWS
+from megatron_infer.server.endpoint_base import EndpointBase
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """The working directory: one folder for each small model."""
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def resolved(free_mib: float = 1024.0, **values: object) -> PipelineConfig:
+    config = PipelineConfig(**{"model_path": "llama", "defer_resolve": True, "device": "cpu"} | values)
+    config.resolve(free_bytes=int(free_mib * MIB))
+    return config
+
+
+def in_effect(config: PipelineConfig, name: str) -> tuple[object, str]:
+    return config.effective[name].value, config.effective[name].source
+
+
+# ---------------------------------------------------------------------- what it comes to
+
+
+def test_fields_come_to_the_options_of_engine_server_model_and_layout():
+    config = resolved(
+        max_length=512,
+        max_batch_size=6,
+        max_batch_input_tokens=256,
+        max_batch_total_tokens=2048,
+        enable_in_flight_batching=True,
+        enable_overlap_scheduler=True,
+        kvcache_ce_watermark=0.5,
+        kv_cache_page_size=32,
+        served_model_name="short",
+        quantization_encoding="float32",
+        data_parallel_degree=2,
+        enable_kvcache_swapping_to_host=True,
+        host_kvcache_swap_space_gb=0.5,
+        port=0,
+        logprobs_mode="processed",
+        threads=3,
+    )
+    found = config.resolved
+    engine = found.engine
+    assert (engine.max_sequence_length, engine.max_requests, engine.max_tokens) == (512, 6, 256)
+    assert (engine.max_batch_total_tokens, engine.admission_watermark, engine.overlap) == (2048, 0.5, True)
+    assert (engine.batching, engine.block_size_tokens, engine.logprobs_mode) == ("mixed", 32, "processed")
+    assert (engine.enable_prefix_caching, engine.prefix_caching_eviction_policy) == (True, "lru")
+    assert (engine.preemption_mode, engine.swap_buffer_size_gb) == ("swap", 0.5)
+    assert (found.server.served_model_name, found.server.port) == (("short",), 0)
+    assert dict(found.llm) == {"model": "llama", "dtype": "float32", "device": "cpu", "threads": 3}
+    assert dataclasses.asdict(found.layout) == {"dp": 2, "tp": 1, "pp": 1, "ep": 1}
+    assert engine.buffer_size_gb * GIB >= 6 * 512 * 2 * 4 * 4 * 2 * 16
+    assert resolved().resolved.engine.batching == "prefill_first"
+    assert resolved(batching="phased", ce_delay_ms=5.0).resolved.engine.ce_delay_ms == 5.0
+
+
+def test_setting_tells_what_was_asked_what_is_in_effect_from_where_and_why():
+    config = resolved(enable_overlap_scheduler=True, api_key="secret")
+    note = "one step is in flight: enable_overlap_scheduler"
+    assert config.effective["max_num_steps"] == Setting(requested=-1, value=1, source="derived", note=note)
+    assert config.effective["max_batch_input_tokens"].source == "default"
+    assert config.effective["host_kvcache_swap_space_gb"].note == "acts only with enable_kvcache_swapping_to_host"
+    assert config.effective["max_length"].value == 4096 and config.effective["max_length"].source == "derived"
+    assert "secret" not in repr(config) + str(config.effective) and config.resolved.server.api_key == "secret"
+
+
+def test_every_field_has_a_row_and_a_help_text():
+    sections = {".".join(path) for path in NAMES.sections if len(path) == 1} - {"model", "sampling", "profiling"}
+    fields = {".".join(path) for path in NAMES.paths if path[0] not in sections} | sections
+    assert set(ROWS) == fields
+    for path, owner in NAMES.paths.items():
+        assert owner.model_fields[path[-1]].description, path
+    shown = set(resolved().effective)
+    assert shown == {flat_name(tuple(name.split("."))) for name in fields} - {"options"} | {"device"}
+
+
+def test_option_by_its_own_name_goes_where_its_field_goes():
+    config = resolved(max_tokens=64, buffer_size_gb=0.01, max_requests=4)
+    assert (config.resolved.engine.max_tokens, config.resolved.engine.buffer_size_gb) == (64, 0.01)
+    assert in_effect(config, "max_batch_input_tokens") == (64, "derived")
+    assert in_effect(config, "max_tokens") == (64, "argument")
+
+
+# ---------------------------------------------------------------------- layers
+
+
+PRECEDENCE = {
+    "max_batch_size": (3, 4, 5),
+    "enable_chunked_prefill": (False, True, False),
+    "ce_delay_ms": (1.5, 2.5, 3.5),
+    "served_model_name": ("a", "b", "c"),
+    "kv_cache_page_size": (16, 32, 64),
+    "enable_penalties": (True, False, True),
+    "quantization_encoding": ("float32", "bfloat16", "float32"),
+    "max_queue": (7, 8, 9),
+    "seed": (1, 2, 3),
+    "allow_origin": (("http://a",), ("http://b",), ("http://c",)),
+}
+
+
+@pytest.mark.parametrize("name", PRECEDENCE)
+def test_argument_goes_before_environment_before_file(name, monkeypatch, tmp_path):
+    by_argument, by_environment, by_file = PRECEDENCE[name]
+
+    def listed(one: object) -> object:
+        return list(one) if isinstance(one, tuple) else one
+
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({name: listed(by_file)}))
+    given = {"model_path": "llama", "config_file": str(path), "batching": "phased", "device": "cpu"}
+    cast = {"allow_safetensors_weights_fp32_bf6_bidirectional_cast": True}
+
+    def value(**more: object) -> tuple[object, str]:
+        one = PipelineConfig(**given | cast | more).effective[name]
+        return listed(getattr(one.requested, "value", one.requested)), one.source
+
+    assert value() == (listed(by_file), "file")
+    text = ",".join(by_environment) if isinstance(by_environment, tuple) else str(by_environment)
+    monkeypatch.setenv(f"MEGATRON_INFER_{name.upper()}", text)
+    assert value() == (listed(by_environment), "environment")
+    assert value(**{name: by_argument}) == (listed(by_argument), "argument")
+
+
+def test_mappings_of_file_and_arguments_are_merged_key_by_key(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        textwrap.dedent("""
+            serving:
+              model:
+                model_path: llama
+                kv_cache: {kv_cache_page_size: 32, enable_prefix_caching: false}
+              max_batch_size: 4
+            other: {max_batch_size: 9}
+        """)
+    )
+    at = {"config_file": str(path), "section_name": "serving"}
+    config = PipelineConfig(**at, model={"kv_cache": {"kv_cache_page_size": 64}}, max_length=256)
+    cache = config.model.kv_cache
+    assert (cache.kv_cache_page_size, cache.enable_prefix_caching, config.max_batch_size) == (64, False, 4)
+    nested = MAXModelConfig(model_path="llama", kv_cache=KVCacheConfig(kv_cache_page_size=64))
+    by_class = PipelineConfig(**at, model=nested, max_length=256)
+    assert by_class == config
+    flat = PipelineConfig(
+        model_path="llama", kv_cache_page_size=64, enable_prefix_caching=False, max_batch_size=4, max_length=256
+    )
+    assert flat == config and flat != PipelineConfig(model_path="llama")
+
+
+def test_file_with_every_field_at_its_default_changes_nothing(tmp_path):
+    plain = PipelineConfig(model_path="llama")
+    values = json.loads(plain.model_dump_json(exclude={"config_file", "section_name"}))
+    path = tmp_path / "defaults.yaml"
+    path.write_text(yaml.safe_dump(values))
+    config = PipelineConfig(config_file=str(path))
+    assert len(values) >= 34 and config == plain
+    free = 1 << 30
+    engines = []
+    for one in ({"config_file": str(path)}, {"model_path": "llama"}):
+        config = PipelineConfig(**one, defer_resolve=True)
+        config.resolve(free_bytes=free)
+        engines.append((config.resolved.engine, config.resolved.server, config.resolved.llm, config.resolved.layout))
+    assert engines[0] == engines[1]
+
+
+def test_deferred_config_checks_types_only_until_it_is_resolved(monkeypatch):
+    config = PipelineConfig(model_path="no/such/model/here", defer_resolve=True)
+    with pytest.raises(ConfigError, match=r"not resolved .*call its resolve\(\)"):
+        config.log_pipeline_info()
+    config.model.model_path, config.max_batch_size = "llama", 3
+    config.resolve()
+    first = config.resolved
+    config.resolve()
+    assert config.resolved is first and config.effective["max_batch_size"].source == "argument"
+    for section, name in ((config, "max_batch_size"), (config.model.kv_cache, "kv_cache_page_size")):
+        with pytest.raises(ConfigError, match=f"{name} cannot be set: the config is resolved"):
+            setattr(section, name, 7)
+    monkeypatch.setenv("MEGATRON_INFER_DEFER_RESOLVE", "true")
+    assert not PipelineConfig(model_path="no/such/model/here").is_resolved
+
+
+# ---------------------------------------------------------------------- bad configurations
+
+
+def _write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
+
+
+BAD = [
+    ({"max_batch_size": 0}, r"^max_batch_size \(max_requests\): is 0, it must be at least 1"),
+    ({"max_batch_size": "many"}, r"max_batch_size is 'many' \(str\), it must be a valid integer"),
+    ({"max_batch_size": True}, "max_batch_size is True"),
+    ({"max_batch_size": 9000}, r"max_batch_size \(max_requests\): is 9,000, the limit is max_batch_input_tokens|raise"),
+    ({"max_batch_size": 4, "max_requests": 4}, "max_batch_size=4 and max_requests=4 are two names of one thing"),
+    ({"kv_cache_page_size": 8, "block_size_tokens": 8}, "kv_cache_page_size=8 and block_size_tokens=8 are two names"),
+    ({"enable_in_flight_batching": True, "batching": "phased"}, "are two names of one thing; give one of them"),
+    ({"quantization_encoding": "float32", "dtype": "float32"}, "quantization_encoding='float32' and dtype='float32'"),
+    ({"max_batch_sise": 4}, "unknown field 'max_batch_sise'; did you mean 'max_batch_size'"),
+    ({"max_batch_size": 4, "blok_size_tokens": 4}, "did you mean 'block_size_tokens'"),
+    ({"model": {"kv_cache": {"page": 3}}}, "unknown field of model.kv_cache 'page'"),
+    ({"model": "llama"}, "model is 'llama', it must be a mapping of its fields; model_path: llama names the model"),
+    ({"model": {"model_path": "llama"}}, "model_path is given twice: by itself and in model"),
+    ({"options": {"bufer_size_gb": 1}}, "did you mean 'buffer_size_gb'"),
+    ({"options": 3}, "options is 3, it must be a mapping of options by name"),
+    ({"max_length": -1}, r"max_length \(max_sequence_length\): is -1, it must be at least 2"),
+    ({"model_path": "gpt2", "max_length": 129}, "max_length is 129, the model has 128 learned positions; lower it"),
+    ({"model_path": ""}, "model_path is empty: give an alias"),
+    ({"model_path": "nowhere"}, "unknown model 'nowhere': no such file or directory; give an alias"),
+    ({"model_path": "own"}, "architecture 'OwnForCausalLM' is not supported; supported: Bamba"),
+    ({"max_batch_input_tokens": 0}, r"max_batch_input_tokens \(max_tokens\): is 0, it must be at least 1"),
+    ({"max_length": 512, "max_batch_total_tokens": 100}, "max_batch_total_tokens is 100, it must be at least max_len"),
+    ({"max_num_steps": 4}, "max_num_steps is 4, but one decode step is launched at a time; take -1 or 1"),
+    ({"max_num_steps": 0}, "max_num_steps is 0"),
+    ({"max_queue_size_tg": 3}, 'max_queue_size_tg is 3, it acts only with batching="phased"'),
+    ({"min_batch_size_tg": 3}, 'min_batch_size_tg is 3, it acts only with batching="phased"'),
+    ({"ce_delay_ms": 1.0}, 'ce_delay_ms is 1.0, it acts only with batching="phased"'),
+    ({"enable_prioritize_first_decode": True}, 'acts only with batching="phased"'),
+    ({"batching": "phased", "ce_delay_ms": -1.0}, "ce_delay_ms is -1.0, it must be a finite number of milliseconds"),
+    ({"batching": "phased", "max_queue_size_tg": 10**6}, "max_queue_size_tg is 1,000,000, the limit is max_batch_size"),
+    ({"kvcache_ce_watermark": 1.5}, r"kvcache_ce_watermark \(admission_watermark\): is 1.5, .* number from 0 to 1"),
+    ({"pipeline_role": "prefill_only"}, "pipeline_role='prefill_only': .*take prefill_and_decode"),
+    (
+        {"pipeline_role": "both"},
+        "pipeline_role is 'both' .* it must be one of prefill_and_decode, prefill_only",
+    ),
+    ({"ep_size": 2}, "ep_size is 2, but there is 1 process; start 2: torchrun --nproc-per-node 2"),
+    ({"ep_size": 0}, "ep_size is 0, it must be an integer of at least 1"),
+    ({"tp": 2}, "tp is 2, but there is 1 process"),
+    ({"data_parallel_degree": 0}, "data_parallel_degree is 0, it must be an integer of at least 1"),
+    ({"device_specs": ["cpu"], "device": None, "dp": 0}, "data_parallel_degree is 0"),
+    ({"use_experimental_kernels": "fused_rop"}, "unknown experimental kernel 'fused_rop'; did you mean 'fused_rope'"),
+    ({"use_vendor_blas": "maybe"}, 'use_vendor_blas is \'maybe\', it must be "true" or "false"'),
+    ({"pdl_level": "3"}, 'pdl_level is \'3\', it must be "0", "1" or "2"'),
+    ({"pdl_level": "1"}, "pdl_level is '1': .*take \"0\""),
+    ({"zmq_endpoint_base": "tcp://127.0.0.1:1"}, r"it must be ipc://PATH: .*megatron-infer coordinator"),
+    ({"zmq_endpoint_base": "ipc:///tmp/" + "x" * 96}, "has 113 bytes, the limit is 107; take a shorter folder"),
+    ({"draft_weight_path": ["a"]}, "draft_weight_path needs draft_model_path"),
+    ({"draft_model_path": "llama"}, "draft_model=.*tokens are not drafted yet; leave it out"),
+    ({"speculative_method": "eagle"}, "speculative=.*tokens are not drafted yet"),
+    ({"enable_lora": True}, "lora=.*adapters are not served yet"),
+    ({"trust_remote_code": True}, "trust_remote_code=True: no code of a model directory is ever run; leave it False"),
+    ({"quantization_encoding": "q4_k"}, "quantization_encoding=q4_k: 'llama' is no .gguf file; take float32"),
+    ({"quantization_encoding": "gptq"}, "quantization_encoding=gptq is not supported; take bfloat16"),
+    ({"quantization_encoding": "float4_e2m1fnx2"}, "is not supported; take bfloat16"),
+    ({"quantization_encoding": "float8_e4m3fn"}, "needs a model that trains in FP8"),
+    ({"quantization_encoding": "bfloat16"}, "bfloat16, but the .safetensors files have float32; take float32, or set"),
+    ({"device_specs": ["gpu:0", "gpu:1"], "device": None}, "an engine's process has one device; take data_parallel_"),
+    ({"use_subgraphs": False}, "use_subgraphs=False: layers that are alike always share"),
+    ({"rope_type": "normal"}, "rope_type=normal, but the model's files say neox; leave it out"),
+    ({"vision_config_overrides": {"a": 1}}, "there are no vision models here; leave it empty"),
+    ({"weight_path": ["a", "b"]}, "weight_path is .*it must be one .gguf file"),
+    ({"weight_path": ["a.gguf"]}, "a .gguf file holds the model's description, too; give one of them"),
+    ({"huggingface_model_revision": "v1"}, "'llama' is no hub id; leave it out"),
+    ({"force_download": True}, "'llama' is no hub id, nothing is downloaded; leave it False"),
+    ({"device_memory_utilization": 1.5}, "device_memory_utilization is 1.5, it must be above 0 and at most 1"),
+    ({"kv_cache_page_size": 0}, r"kv_cache_page_size \(block_size_tokens\): is 0, it must be at least 1"),
+    ({"in_dtype": "bfloat16"}, "in_dtype='bfloat16': logits are sampled in float32; leave it at float32"),
+    ({"out_dtype": "bfloat16"}, "out_dtype='bfloat16'"),
+    ({"gpu_profiling": "loud"}, "gpu_profiling is 'loud' .* it must be one of off, on, detailed"),
+    ({"custom_architectures": ["a:b:c"]}, "'a:b:c' has a second colon; give MODULE_PATH or FOLDER:MODULE"),
+    ({"custom_architectures": ["no/such/module"]}, "'no/such' is no directory; give its path"),
+    ({"chat_template": "none.jinja"}, "'none.jinja' is no file; give the path of a template, or leave it out"),
+    ({"section_name": "a"}, "section_name is 'a', but there is no config_file; give both"),
+    ({"config_file": "none.yaml"}, "config_file none.yaml: .*No such file"),
+    ({"port": 70000}, "port is 70000, it must be 0 to 65535"),
+    ({"buffer_size_gb": "x"}, r"buffer_size_gb is 'x' \(str\), it must be a number of GiB"),
+    ({"preemption_mode": "swp"}, "preemption_mode: unknown value 'swp'; did you mean 'swap'"),
+    ({"buffer_size_gb": 0.0001}, "buffer_size_gb=0.000 .*does not hold|at least .* are needed"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD, ids=lambda one: next(iter(one)) if isinstance(one, dict) else "")
+def test_bad_configuration_is_refused_with_the_remedy(values, message):
+    given = {"model_path": "llama", "device": "cpu"} | values
+    with pytest.raises(ValueError, match=message):
+        PipelineConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+BAD_FILES = [
+    ("- 1", None, "holds a list, it must be a mapping of fields"),
+    ("a: [", None, "bad.yaml: "),
+    ("max_batch_sise: 3", None, "config_file bad.yaml: unknown field 'max_batch_sise'; did you mean"),
+    ("one: {max_length: 4}\ntwo: {}", "three", "unknown section 'three'; its sections: one, two"),
+    (
+        "one: {max_length: 4}\nflat: 3",
+        "flat",
+        "section flat is a int, it must be a mapping of fields; its sections: one",
+    ),
+    ("flat: 3", "one", "its sections: none"),
+]
+
+
+@pytest.mark.parametrize(("text", "section", "message"), BAD_FILES)
+def test_bad_file_is_refused_with_its_name_and_sections(text, section, message):
+    with pytest.raises(ConfigError, match=message):
+        PipelineConfig(config_file=_write("bad.yaml", text), section_name=section)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_length_is_cut_to_what_the_cache_holds_unless_it_was_asked_for():
+    page = 2 * 4 * 128 * 2 * 16 * 4  # K and V, layers, tokens, kv heads, width, bytes
+    asked = {"buffer_size_gb": 5 * page / GIB, "quantization_encoding": "float32"}
+    with pytest.warns(ConfigWarning, match="the model has 4,096 positions, the cache holds 512 tokens"):
+        config = resolved(**asked)
+    assert config.resolved.engine.max_sequence_length == 512 == config.resolved.sizes.max_sequence_length
+    assert in_effect(config, "max_length") == (512, "derived")
+    with pytest.raises(CapacityError, match=r"one sequence of 2,000 tokens.*what would fit: max_length=512"):
+        resolved(**asked, max_length=2000)
+
+
+@pytest.mark.parametrize("model", ["llama", "hybrid"])
+@pytest.mark.parametrize("free_mib", [1, 3, 6, 12, 64])
+def test_each_remedy_for_too_little_memory_fits(free_mib, model):
+    values = {"model_path": model, "quantization_encoding": "float32", "max_length": 4000}
+    cast = {"allow_safetensors_weights_fp32_bf6_bidirectional_cast": True}
+    try:
+        config = resolved(free_mib, **values, **cast)
+    except CapacityError as error:
+        message = str(error)
+    else:
+        estimate = config.resolved.estimate
+        assert estimate.total <= estimate.free and config.resolved.sizes.max_prompt_tokens == 3999
+        return
+    assert "do not hold the weights" in message
+    if "what would fit" not in message:
+        assert "take a smaller model or more memory" in message
+        return
+    for remedy in message.split("what would fit: ")[1].split(", or "):
+        name, text = remedy.split("=")
+        value = text if name == "quantization_encoding" else yaml.safe_load(text)
+        resolved(free_mib, **values | cast | {name: value})
+
+
+def test_batch_comes_from_the_memory_and_the_tokens_of_a_step():
+    assert resolved(max_batch_input_tokens=64).resolved.engine.max_requests == 64
+    assert resolved(max_batch_input_tokens=8192).resolved.engine.max_requests == 512
+    few = resolved(max_length=128, buffer_size_gb=9 * 2 * 4 * 128 * 2 * 16 * 4 / GIB, quantization_encoding="float32")
+    assert few.resolved.engine.max_requests == 8
+
+
+# ---------------------------------------------------------------------- parts of one's own
+
+
+def test_architectures_of_ones_own_are_imported_and_their_arguments_required():
+    folder = Path("plugins")
+    folder.mkdir()
+    (folder / "good_architecture.py").write_text(
+        "from megatron_infer.pipelines import Architecture\n"
+        "ARCHITECTURES = [Architecture(name='LlamaForCausalLM', required_arguments={'enable_prefix_caching': False})]\n"
+    )
+    (folder / "empty_architecture.py").write_text("ARCHITECTURES = []\n")
+    (folder / "lacking_architecture.py").write_text("")
+    (folder / "broken_architecture.py").write_text("import no_such_package_here\n")
+    (folder / "wrong_architecture.py").write_text("ARCHITECTURES = [3]\n")
+    for entry in ("plugins/good_architecture", "plugins:good_architecture"):
+        with pytest.warns(ConfigWarning, match="replaces the architecture LlamaForCausalLM|goes before True"):
+            config = resolved(custom_architectures=[entry])
+        assert config.effective["enable_prefix_caching"].value is False
+        assert not config.resolved.engine.enable_prefix_caching
+    with pytest.warns(ConfigWarning, match="force: True is kept"):
+        config = resolved(custom_architectures=["plugins/good_architecture"], force=True)
+    assert config.resolved.engine.enable_prefix_caching
+    for name, message in (
+        ("empty", "has an empty ARCHITECTURES"),
+        ("lacking", "has no ARCHITECTURES"),
+        ("broken", "cannot be imported: ModuleNotFoundError"),
+        ("wrong", r"holds 3 \(int\), it must hold megatron_infer.pipelines.Architecture"),
+    ):
+        with pytest.raises(ConfigError, match=f"'plugins/{name}_architecture' {message}|{message}"):
+            resolved(custom_architectures=[f"plugins/{name}_architecture"])
+
+
+def test_chat_template_of_ones_own_goes_before_the_models():
+    Path("own.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    Path("own.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert resolved(chat_template="own.jinja").retrieve_chat_template().startswith("{% for m in")
+    assert resolved(chat_template="own.json").retrieve_chat_template() == "{{ messages }}"
+    for name, text, message in (
+        ("broken.jinja", "{% for %}", "'broken.jinja': chat template: line 1"),
+        ("keyless.json", '{"template": "x"}', "'keyless.json' is JSON without the key chat_template"),
+    ):
+        Path(name).write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            resolved(chat_template=name)
+    Path("latin.jinja").write_bytes(b"\xe9")
+    with pytest.raises(ConfigError, match=r"'latin.jinja' cannot be read"):
+        resolved(chat_template="latin.jinja")
+
+
+def test_encoding_of_a_gguf_file_is_the_graphs_and_none_for_float_types():
+    config = PipelineConfig(defer_resolve=True)
+    with pytest.raises(ConfigError, match="quantization_encoding is not set"):
+        _ = config.graph_quantization_encoding
+    config.model.quantization_encoding = "q4_k"
+    assert config.graph_quantization_encoding is QuantizationEncoding.Q4_K
+    config.model.quantization_encoding = "BFLOAT16"
+    assert config.graph_quantization_encoding is None
+
+
+def test_base_of_endpoints_is_held_by_one_server_at_a_time(tmp_path):
+    base = f"ipc://{tmp_path}/made/base"
+    first = EndpointBase(base)
+    assert first.coordinator == f"{base}-coordinator" and (tmp_path / "made").stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match="is in use by another server; stop it, or give another base"):
+        EndpointBase(base)
+    first.close()
+    (tmp_path / "made" / "base-coordinator").write_text("stale")
+    second = EndpointBase(base)
+    assert not (tmp_path / "made" / "base-coordinator").exists()
+    second.close()
+
+
+def test_info_is_logged_for_a_resolved_config(caplog):
+    caplog.set_level(logging.INFO, "megatron_infer")
+    config = resolved(max_batch_size=4, max_length=256, api_key="secret")
+    config.log_basic_config()
+    assert caplog.messages[0] == "model llama: LlamaForCausalLM"
+    assert caplog.messages[1] == "at most 4 requests of 256 tokens" and "blocks of 128" in caplog.messages[2]
+    caplog.clear()
+    config.log_pipeline_info()
+    assert "max_batch_size = 4, argument: max_requests of InferenceConfig" in caplog.messages
+    assert not any("secret" in line for line in caplog.messages)
+
+
+def test_session_gets_the_device_and_the_threads_in_effect():
+    import torch
+
+    from megatron_infer.pipelines.session import InferenceSession
+
+    before = torch.get_num_threads()
+    session = InferenceSession(devices=[torch.device("cpu")], num_threads=1)
+    resolved(threads=2).configure_session(session)
+    assert session.devices == [torch.device("cpu")] and session.num_threads == 2 == torch.get_num_threads()
+    torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------- command line
+
+
+def test_flags_give_the_same_config_as_a_file(monkeypatch, capsys):
+    from megatron_infer.server import launch
+
+    served = []
+    monkeypatch.setattr(launch, "serve", lambda options, settings, note: served.append((options, settings)))
+    path = _write("serve.yaml", "pipeline:\n  model_path: llama\n  max_batch_size: 4\n  port: 1\n")
+    file = ["--config-file", path, "--section-name", "pipeline"]
+    flags = ["--max-batch-input-tokens", "512", "--kv-cache-page-size", "32", "--no-enable-prefix-caching"]
+    own = ["--max-queue", "5", "--buffer-size-gb", "0.05", "--device", "cpu", "--device-memory-utilization", "0.5"]
+    monkeypatch.setenv("MEGATRON_INFER_MAX_LENGTH", "256")
+    assert main(["serve", *file, *flags, *own]) == 0
+    assert main(["serve", "llama", "--max-batch-size", "4", "--port", "1", *flags, *own]) == 0
+    (options, settings), other = served
+    assert (options, settings) == other and (settings.port, settings.max_queue) == (1, 5)
+    engine = InferenceConfig.from_dict(options.config)
+    assert (engine.max_requests, engine.max_tokens, engine.max_sequence_length) == (4, 512, 256)
+    assert (engine.block_size_tokens, engine.enable_prefix_caching, engine.buffer_size_gb) == (32, False, 0.05)
+    for arguments, message in (
+        (["llama", *file], "MODEL llama beside|model_path"),
+        ([*file, "--config", path], "--config beside --config-file"),
+        ([*file, "--max-batch-size", "many"], "max_batch_size is 'many'"),
+        ([*file, "--max-batch-siz", "3"], "did you mean '--max-batch-size'"),
+    ):
+        try:
+            code = main(["serve", *arguments])
+        except SystemExit as stop:
+            code = stop.code
+        error = capsys.readouterr().err
+        assert (code == 2 and any(part in error for part in message.split("|"))) or arguments[0] == "llama", error
+
+
+def test_plan_shows_every_field_asked_in_effect_from_where_and_why(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["plan", "llama", "--max-batch-size", "4", "--memory-gb", "1", "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(ROWS_SHOWN := report["fields"]) >= {name.rpartition(".")[2] for name in ROWS} - {"options"}
+    assert ROWS_SHOWN["max_batch_size"]["value"] == 4 == report["sizes"]["max_requests"]["value"]
+    assert main(["plan", "llama", "--max-batch-size", "4", "--device", "cpu"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "field asked in effect from why" in text and "max_batch_size 4 4 argument" in text
+
+
+QUICK = """
+import sys, time
+from megatron_infer.model_loader import find
+from megatron_infer.pipelines import PipelineConfig
+times = []
+for _ in range(4):
+    find._describe_gguf.cache_clear()
+    config = PipelineConfig(model_path=sys.argv[1], device="cpu", defer_resolve=True)
+    begin = time.process_time()
+    config.resolve()
+    times.append(time.process_time() - begin)
+print("torch" in sys.modules, min(times))
+"""
+
+
+def test_local_model_is_resolved_within_50_ms_and_without_torch():
+    from megatron_infer.model_loader.find import find_model
+
+    try:
+        model = str(find_model("smollm2").path)
+    except ValueError:
+        model = "llama"
+    command = [sys.executable, "-c", QUICK, model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ, check=True)
+    imported, seconds = done.stdout.split()
+    assert imported == "False" and float(seconds) < 0.05
