@@ -28,6 +28,7 @@ _AT_LEAST: dict[str, tuple[int, bool]] = {
     "cuda_graph_max_tokens": (1, False),
     "seed": (0, False),
     "vocab_size": (1, True),
+    "max_steps_in_flight": (1, False),
     "max_queue_size_tg": (1, True),
     "min_batch_size_tg": (1, True),
     "max_batch_total_tokens": (1, True),

@@ -251,6 +251,10 @@ class InferenceConfig:
     overlap: bool = False
     """Commit a step while the next one runs on the device: this hides the host's work, results come one step later, and
     tokens stay the same."""
+    max_steps_in_flight: int = 1
+    """Steps that are launched before the first of them is read; `overlap` launches one more. Each one more hides more
+    of a slow host, brings results one step later, and computes one step in vain behind a stop. Tokens stay the same.
+    Only 1 with pipeline stages, which keep steps in flight anyway."""
     batching: BatchingPolicy = BatchingPolicy.MIXED
     """What a step plans: mixed (decode, and prompts in the rest of max_tokens), prefill_first (prompts alone while one
     can be computed, else decode alone) or phased (decode alone while min_batch_size_tg requests decode, else prompts

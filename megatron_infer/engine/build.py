@@ -48,6 +48,7 @@ from megatron_infer.engine.states import Lifecycle
 from megatron_infer.engine.stats import StatLogger
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
 from megatron_infer.engine.suspend import Suspension
+from megatron_infer.errors import ConfigError
 from megatron_infer.kernels.select import BackendChoice, ChosenKernels, choose, choose_exact
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.choose import make_region
@@ -237,7 +238,14 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) 
 
 def num_micro_batches_of(groups: ParallelGroups, config: InferenceConfig) -> int:
     """Micro-batches in flight: one per pipeline stage, and one more where host work overlaps with all of them."""
-    return 1 if groups.pp is None else groups.pp_size + config.overlap
+    if groups.pp is None:
+        return 1
+    if config.max_steps_in_flight > 1:
+        raise ConfigError(
+            f"max_steps_in_flight is {config.max_steps_in_flight}, the {groups.pp_size} pipeline stages keep "
+            f"{groups.pp_size + config.overlap} steps in flight by themselves; leave it at 1"
+        )
+    return groups.pp_size + config.overlap
 
 
 def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenceContext:

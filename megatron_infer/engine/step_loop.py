@@ -42,7 +42,8 @@ class StepObserver(Protocol):
 
 
 class StepLoop:
-    """Runs one step at a time. With `overlap` a step is committed after the next one is launched.
+    """Runs one step at a time. With `overlap` a step is committed after the next one is launched; with
+    `max_steps_in_flight` after so many less one.
 
     With several pipeline stages as many steps are in flight, or one more with `overlap`; they are committed in order.
     """
@@ -67,7 +68,8 @@ class StepLoop:
         has requests that the other ranks do not have yet."""
         self._scheduler, self._executor, self._weights, self._grammars = scheduler, executor, weights, grammars
         self._observers, self._check_invariants = tuple(observers), config.check_invariants
-        self._ahead = scheduler.num_micro_batches - 1 if scheduler.num_micro_batches > 1 else int(config.overlap)
+        one_stage = config.max_steps_in_flight + config.overlap - 1
+        self._ahead = scheduler.num_micro_batches - 1 if scheduler.num_micro_batches > 1 else one_stage
         """Steps that stay in flight when a step returns."""
         self._in_flight: list[InFlightStep] = []
         """Launched and not committed, oldest first; one more than `_ahead` only within a step or after an interrupt."""

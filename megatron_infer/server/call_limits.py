@@ -9,6 +9,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.peers import caller_share
 from megatron_infer.server.http_errors import bad_request, context_overflow
 from megatron_infer.server.inflight import EngineRequest
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
 
 TOKEN_BYTES = 32
@@ -78,6 +79,21 @@ def check_num_ids(params: SamplingParams, limits: EngineLimits) -> None:
         if len(ids) > limits.vocab_size:
             message = f"{name} has {len(ids):,} ids, the vocabulary has {limits.vocab_size:,}; give each once"
             raise bad_request(message, name)
+
+
+def check_enabled(params: SamplingParams, settings: ServerConfig) -> None:
+    """Raises ApiError 400 for what an option of the server turns off."""
+    penalties = ("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)
+    asked: list[tuple[str, bool, str]] = [
+        ("prompt_logprobs", params.prompt_logprobs is not None, "enable_echo"),
+        ("structured output", params.structured is not None, "enable_structured_output"),
+        *((name, getattr(params, name) != off, "enable_penalties") for name, off in penalties),
+        ("min_tokens", params.min_tokens > 0, "enable_min_tokens"),
+    ]
+    for name, is_asked, option in asked:
+        if is_asked and not getattr(settings, option):
+            what = "log probabilities of the prompt (echo with logprobs)" if option == "enable_echo" else name
+            raise bad_request(f"{what}: this server takes no such calls ({option} is false); leave it out", name)
 
 
 def check_prompt(ids: Sequence[int], max_tokens: int | None, limits: EngineLimits, *, field: str) -> None:

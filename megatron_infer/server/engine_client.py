@@ -253,6 +253,7 @@ class EngineClient:
         limits, settings = self.limits, self.settings
         call_limits.check_num_requests(len(requests), limits, field=field)
         for request in requests:
+            call_limits.check_enabled(request.params, settings)
             call_limits.check_prompt(request.prompt_ids, request.params.max_tokens, limits, field=field)
             call_limits.check_num_ids(request.params, limits)
         bounded = call_limits.within_reply(requests, limits, settings.max_reply_bytes)

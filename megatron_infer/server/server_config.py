@@ -53,6 +53,15 @@ class ServerConfig:
     """Most bytes in one body of new weights; send a larger update in several."""
     strict_fields: bool = False
     """Refuse request fields that have no effect here, which are otherwise listed in the header x-ignored-fields."""
+    enable_echo: bool = True
+    """Take calls that return log probabilities of the prompt (echo with logprobs, prompt_logprobs, scores), which
+    computes a row of the vocabulary for each prompt token. False: 400."""
+    enable_structured_output: bool = True
+    """Take calls with structured output, tools that must be called among them. False: 400."""
+    enable_penalties: bool = True
+    """Take calls with a repetition, presence or frequency penalty. False: 400."""
+    enable_min_tokens: bool = True
+    """Take calls with min_tokens. False: 400."""
     max_queue: int = 1024
     """Most requests that wait for an engine; further ones are answered 429."""
     isolate_prefix_cache: bool = False

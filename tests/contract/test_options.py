@@ -49,6 +49,7 @@ OURS = {
     "cuda_graph_all_prefills": ("bool", False),
     "compile_layers": ("bool", False),
     "overlap": ("bool", False),
+    "max_steps_in_flight": ("int", 1),
     "batching": ("BatchingPolicy", inference.BatchingPolicy.MIXED),
     "max_queue_size_tg": ("int | None", None),
     "min_batch_size_tg": ("int | None", None),

@@ -18,6 +18,7 @@ NOT_RUN = {
     "pip install -e .[gpu]": "changes the environment",
     "pip install 'megatron-infer[ray]'": "changes the environment",
     "pip install 'megatron-infer[server]'": "changes the environment",
+    "pip install 'megatron-infer[pipelines]'": "changes the environment",
     "pip install 'megatron-infer[structured]'": "changes the environment",
     "megatron-infer generate MODEL --device cuda": "a GPU",
     "python tools/gpu_check.py --out docs/results/gpu_NAME.json": "a GPU",

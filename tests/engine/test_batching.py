@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from model_kinds import make_model
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.build import num_micro_batches_of
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
 PROMPTS = [list(range(5, 30)), list(range(9, 20)), list(range(40, 47))]
@@ -86,3 +89,10 @@ def test_an_evicted_request_does_not_wait_again(model):
     engine.step()
     assert engine.stats().counters["admitted"] == 2
     run_to_end(engine)
+
+
+def test_stages_of_a_pipeline_refuse_more_steps_in_flight():
+    stages = SimpleNamespace(pp=object(), pp_size=2)
+    assert num_micro_batches_of(stages, InferenceConfig(overlap=True)) == 3
+    with pytest.raises(ConfigError, match="the 2 pipeline stages keep 2 steps in flight by themselves; leave it at 1"):
+        num_micro_batches_of(stages, InferenceConfig(max_steps_in_flight=2))

@@ -165,6 +165,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], Any]] = {
         suspends("recompute", "offload", "persist"),
     ),
     "layers": ("attention", {**SWAP, **prefix_caching("attention"), "blocks": 7}, wakes),
+    "steps in flight": ("attention", {**GRAPHS, "max_steps_in_flight": 4}, suspends("offload")),
     "layers of a hybrid": ("hybrid", {}, wakes),
     "states": ("mamba", {**GRAPHS, **prefix_caching("mamba")}, suspends("offload")),
 }

@@ -34,6 +34,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "prefix_lru": {"prefix": "lru"},
     "prefix_ref_zero": {"prefix": "ref_zero"},
     "overlap": {"overlap": True},
+    "in_flight_3": {"max_steps_in_flight": 3},
     "shuffled": {"order": 7},
     "block256": {"block_size_tokens": 256},
     "few_rows": {"max_requests": 4},
@@ -57,8 +58,8 @@ PAIRS = [
     and not all(name.startswith("tiny_pool") for name in pair)
     and not ("block256" in pair and any(name.startswith("tiny_pool") for name in pair))
 ]
-ORDERS = ("prefill_first", "phased")
-ORDER_PAIRS = [pair for pair in PAIRS if set(ORDERS) & set(pair) and not set(ORDERS) <= set(pair)]
+ORDERS = ("prefill_first", "phased", "in_flight_3")
+ORDER_PAIRS = [pair for pair in PAIRS if set(ORDERS) & set(pair) and set(pair) != {"prefill_first", "phased"}]
 PAIRS = [pair for pair in PAIRS if not set(ORDERS) & set(pair)]
 
 

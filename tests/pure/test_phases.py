@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_device import make_group, make_request
+from fake_device import draw, make_group, make_request, prefix_digests
 from world import World
 
 from megatron_infer.config.batching import BatchingLimits
@@ -13,6 +13,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError
 from megatron_infer.scheduler.phases import MAX_PREFILLS_IN_A_ROW, Phased, PrefillFirst
+from megatron_infer.scheduler.request import FinishReason
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -35,7 +36,12 @@ class OrderedWorld(World):
 
     def __init__(self, phases=None, *, limits=None, **settings):
         self.scheduling = {"phases": phases, "limits": BatchingLimits(**(limits or {}))}
+        self.steps_in_flight = settings.pop("steps_in_flight", 1)
         super().__init__(**{"num_blocks": 64, "max_tokens": 64, **settings})
+
+    @property
+    def ahead(self):
+        return self.steps_in_flight + self.overlap - 1
 
     def ask(self, name, num_prompt, max_new, **kwargs):
         first = 10 + 7 * len(self.requests)
@@ -120,6 +126,16 @@ def test_a_step_never_goes_past_the_length_of_a_request():
     world.ask("a", 4, 6)
     world.ask("b", 4, 10)
     assert world.trace() == "CE[a:4 b:4] " + "TG[a b] " * 5 + "TG[b] TG[b] TG[b] TG[b]", "MAX runs one step too many"
+
+
+def test_an_end_drops_as_many_steps_as_were_in_flight_behind_it():
+    for steps_in_flight in (1, 2, 4):
+        world = OrderedWorld(steps_in_flight=steps_in_flight)
+        a = world.ask("a", 4, 20)
+        a.stop_ids = frozenset({draw(prefix_digests(a.tokens)[-1], 0)})
+        world.drain()
+        assert len(a.tokens) == 5 and a.finish_reason is FinishReason.STOP
+        assert world.scheduler.stats.decode_tokens == steps_in_flight - 1
 
 
 def test_total_context_bounds_steps_with_prompts_only():
@@ -224,6 +240,7 @@ def test_requests_wait_until_they_are_released():
 # ------------------------------------------------------------------ the oracle under each order
 
 ORDERS = {
+    "mixed": lambda: None,
     "prefill_first": lambda: PrefillFirst(),
     "phased": lambda: Phased(min_decoding=3, prioritizes_first_decode=False),
     "phased_first": lambda: Phased(min_decoding=5, prioritizes_first_decode=True),
@@ -243,6 +260,7 @@ def test_every_request_gets_its_tokens_under_each_order(order, seed):
         caching=rng.random() < 0.5,
         keep_cached=rng.random() < 0.5,
         overlap=rng.random() < 0.5,
+        steps_in_flight=rng.choice([1, 1, 2, 4]),
         paused_limit=rng.choice([0, 4]),
         num_cached_states=rng.choice([None, 4]),
         limits={

@@ -1,0 +1,42 @@
+"""enable_echo and its like: what a server turns off is a 400 that names the option; with it on, the call is taken."""
+
+from __future__ import annotations
+
+import pytest
+from server_case import post, serving
+
+OFF = {"enable_echo": False, "enable_structured_output": False, "enable_penalties": False, "enable_min_tokens": False}
+PLAIN = {"model": "tiny", "prompt": "ab", "max_tokens": 2}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def case():
+    with serving(**OFF) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "option"),
+    [
+        ("/v1/completions", {**PLAIN, "echo": True, "logprobs": 1}, "enable_echo"),
+        ("/v1/completions", {**PLAIN, "prompt_logprobs": 1}, "enable_echo"),
+        ("/v1/completions", {**PLAIN, "repetition_penalty": 1.2}, "enable_penalties"),
+        ("/v1/completions", {**PLAIN, "frequency_penalty": 0.5}, "enable_penalties"),
+        ("/v1/chat/completions", {**CHAT, "presence_penalty": -0.5}, "enable_penalties"),
+        ("/v1/chat/completions", {**CHAT, "min_tokens": 1}, "enable_min_tokens"),
+        ("/v1/chat/completions", {**CHAT, "response_format": SCHEMA}, "enable_structured_output"),
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, "enable_structured_output"),
+    ],
+)
+def test_what_is_turned_off_is_refused_by_the_name_of_its_option(case, path, body, option):
+    reply = post(case, path, **body)
+    assert reply.status_code == 400, reply.text
+    assert f"({option} is false)" in reply.json()["error"]["message"]
+
+
+def test_other_calls_are_taken(case):
+    for body in (PLAIN, {**PLAIN, "echo": True}, {**PLAIN, "logprobs": 1}, {**PLAIN, "presence_penalty": 0.0}):
+        assert post(case, "/v1/completions", **body).status_code == 200
