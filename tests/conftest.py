@@ -25,7 +25,7 @@ HEAVY = (
     "engine/test_graphs",
     "engine/test_exact",
     "engine/test_smollm2_parity",
-    "server/test_command",
+    "server/test_faults",
     "dist/test_serve_ranks",
     "docs/test_pages",
     "kernels/test_bit_identical",
