@@ -25,7 +25,7 @@ HEAVY = (
     "engine/test_graphs",
     "engine/test_exact",
     "engine/test_smollm2_parity",
-    "server/test_command",
+    "server/test_faults",
     "dist/test_serve_ranks",
     "docs/test_pages",
     "kernels/test_bit_identical",
@@ -47,8 +47,14 @@ def pytest_collection_modifyitems(items):
     seen = defaultdict(dict)
     for item in items:
         mark = item.get_closest_marker("one_in")
-        if mark is not None and sum(_numbers(item, seen)) % mark.args[0]:
+        if mark is None:
+            continue
+        number, turns = sum(_numbers(item, seen)) % mark.args[0], mark.args[0]
+        if number:
             item.add_marker(pytest.mark.long)
+        # each pair of values stays: cases that differ by a step of the third parameter have numbers in a row
+        if turns > 2 and number == turns - 1 and len(item.callspec._idlist) > 2:
+            item.add_marker(pytest.mark.slow)
     place = {f"tests/{name}.py": number for number, name in enumerate(HEAVY)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 

@@ -9,7 +9,8 @@ shared memory than its architecture has, or spills more than --max-spill bytes. 
 kernel, which the interpreter does not, and nothing about what the kernel computes.
 
 Each variant is compiled for one of the architectures, in turn, and for the others where Triton compiles it in another
-way for each (products on tensor cores, 8-bit floats, inline assembly) or its shared memory does not fit them.
+way for each (products on tensor cores, 8-bit floats, inline assembly) or its shared memory does not fit them. What is
+listed in bf16, too, is compiled for the others in bf16 alone: models run in it, and the code is the same.
 
 Of what is listed, pointers and integers named for a stride are compiled as multiples of 16, as torch's allocations make
 them: that is what turns loads into copies to shared memory, the larger case of both figures.
@@ -133,8 +134,17 @@ def jobs_left(jobs: Iterable[Job], outcomes: Iterable[Compiled]) -> list[Job]:
     done = {(one.module, one.variant): one for one in outcomes}
     asked = [(job, done[job.module, job.variant]) for job in jobs]
     return [
-        job for job, one in asked if job.arch != one.arch and (one.by_arch or one.shared_bytes > SHARED_LIMIT[job.arch])
+        job
+        for job, one in asked
+        if job.arch != one.arch
+        and (one.by_arch and not _is_also_in_bf16(job) or one.shared_bytes > SHARED_LIMIT[job.arch])
     ]
+
+
+def _is_also_in_bf16(job: Job) -> bool:
+    """Whether its list has the same variant in bf16, by its name."""
+    twin = re.sub("fp(16|32|64)", "bf16", job.variant)
+    return twin != job.variant and twin in variants_of(job.module)
 
 
 def _is_for(variant: Any, arch: int) -> bool:

