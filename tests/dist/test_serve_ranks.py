@@ -17,7 +17,8 @@ LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def test_two_replicas_serve_behind_one_port_and_prompts_go_where_their_prefix_is():
     policy = ("--prefix-caching-coordinator-policy", "longest_prefix")
     engine = ("--dtype", "float32", "--max-sequence-length", "512", "--buffer-size-gb", "0.2")
-    command = Command("smollm2", "--dp", "2", "--http-workers", "2", "--show-cached-tokens", *policy, *engine, launcher=LAUNCHER)
+    processes = ("--dp", "2", "--http-workers", "2")
+    command = Command("smollm2", *processes, "--show-cached-tokens", *policy, *engine, launcher=LAUNCHER)
     try:
         url = command.wait_ready()
         wait_for(lambda: len(httpx.get(f"{url}/health").json()["replicas"]) == 2, 60)
