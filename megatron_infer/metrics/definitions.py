@@ -141,7 +141,7 @@ COORDINATOR = _specs(
         ("replica", "status"),
     ),
     ("replica_free_rows", "gauge", "rows", "Further requests that the replica has rows for", ("replica",)),
-    ("worker_up", "gauge", "1", "1 while the engine's process serves", ("worker",)),
+    ("worker_up", "gauge", "1", "1 while the process serves: an engine's, or one of --http-workers", ("worker",)),
     ("worker_restarts_total", "counter", "restarts", "Restarts of its process", ("worker",)),
 )
 SPECS = ENGINE | MISMATCH | SERVER | COORDINATOR

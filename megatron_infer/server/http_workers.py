@@ -39,10 +39,10 @@ log = logging.getLogger("megatron_infer.server")
 
 GATHER_S = 1.0
 """Seconds between two times that the parent asks for figures, and most seconds that one worker's are waited for."""
-HANG_S = 20.0
-"""Seconds without a beat after which a worker is killed; it sends none once its loop has stood still for MAX_PASS_S."""
-MAX_PASS_S = 60.0
-"""Seconds that a worker's event loop may stand still. The coordinator keeps its streams for as long."""
+HANG_S = 60.0
+"""Seconds without a beat after which a worker is killed: as long as the coordinator keeps its streams."""
+MAX_PASS_S = 30.0
+"""Seconds that a worker's event loop may stand still until it sends no more beats."""
 
 
 class HttpFrontend:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from megatron_infer.metrics import monotonic
-from megatron_infer.metrics.monotonic import MonotonicCounts
-from megatron_infer.metrics.registry import Registry
+from megatron_infer.metrics.monotonic import MonotonicCounts, summed
+from megatron_infer.metrics.registry import Registry, families_of, plain_of
 from megatron_infer.metrics.server_meter import ServerMeter
 
 BOUNDS = (1.0, 2.0)
@@ -76,3 +78,17 @@ def test_counts_do_not_decrease_when_a_coordinator_restarts_or_is_silent():
         assert ("megatron_infer_coordinator_waiting" in families) == (started is not None)
         seen.append(families["megatron_infer_coordinator_submitted_total"][()].value)
     assert seen == [4, 4, 5, 7]
+
+
+def test_series_of_equal_labels_are_added_up_over_sources_and_pass_between_processes():
+    one, key = MonotonicCounts(), (("replica", "all"),)
+    for name, born, count, observed in (("http0", 1.0, 5, [0.5]), ("http1", 1.0, 2, [3.0]), ("http0", 2.0, 1, [1.5])):
+        families = json.loads(json.dumps(plain_of(report("all", count, observed, level=1.0))))
+        one.update(name, born, families_of(families))
+    one.set_present(["http0", "http1"])
+    series = {family.name: family.series for family in summed(one.totals())}
+    assert series["c_total"][key].value == 5 + 2 + 1 and series["g"][key].value == 2.0
+    assert (series["h"][key].counts, series["h"][key].total) == ([1, 1, 1], 5.0)
+    one.set_present(["http1"])
+    series = {family.name: family.series for family in one.totals()}
+    assert series["c_total"][key].value == 8 and series["g"][key].value == 1.0

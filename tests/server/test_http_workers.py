@@ -24,6 +24,8 @@ from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
 
 COMPLETION = "/v1/completions"
+LONG_S = 60.0
+"""Longest wait, on a machine that is busy."""
 
 
 @contextlib.contextmanager
@@ -77,6 +79,10 @@ def tokens_of(reply):
     return reply.json()["choices"][0]["token_ids"]
 
 
+def health_of(case):
+    return httpx.get(case.url + "/health", timeout=LONG_S).json()
+
+
 def figures(url):
     """Series -> value, of a scrape."""
     lines = httpx.get(url + "/metrics", timeout=60).raise_for_status().text.splitlines()
@@ -93,33 +99,33 @@ def test_processes_answer_at_one_port_and_any_of_them_shows_the_figures_of_all(t
         for silent, number in ((first, 1), (second, 2)):
             with stopped(silent):
                 assert tokens_of(ask(case.url, number)) == echo_tokens([number, 2], 8)
-        assert figures(case.url)[CALLS] == 2
+        wait_for(lambda: figures(case.url)[CALLS] == 2, LONG_S)
         for silent in (first, second):
             with stopped(silent):  # its last figures are in the sum, without its gauges
-                wait_for(lambda: figures(case.url)["megatron_infer_http_calls"] == 1)
+                wait_for(lambda: figures(case.url)["megatron_infer_http_calls"] == 1, LONG_S)
                 found = figures(case.url)
                 assert found[CALLS] == 2 and found[TOKENS] == 16
                 assert found['megatron_infer_engine_output_tokens_total{replica="r"}'] == 16
-        health = httpx.get(case.url + "/health").json()
+        health = health_of(case)
         assert [one["name"] for one in health["workers"]] == ["http0", "http1"] and health["status"] == "ok"
 
         os.kill(first, signal.SIGKILL)
-        wait_for(lambda: case.pids()[0] != first)
+        wait_for(lambda: case.pids()[0] != first, LONG_S)
         with stopped(case.pids()[0]):
             assert tokens_of(ask(case.url, 3)) == echo_tokens([3, 2], 8)
-        assert figures(case.url)[CALLS] == 3, "what a process that is gone had counted is lost"
-        wait_for(lambda: httpx.get(case.url + "/health").json()["workers"][0]["restarts"] == 1)
-        wait_for(lambda: case.frontend.status()[0]["state"] == "running")
+        wait_for(lambda: figures(case.url)[CALLS] == 3, LONG_S)  # with what a process that is gone has counted
+        wait_for(lambda: health_of(case)["workers"][0]["restarts"] == 1, LONG_S)
+        wait_for(lambda: case.frontend.status()[0]["state"] == "running", LONG_S)
         with stopped(second):
             assert tokens_of(ask(case.url, 4)) == echo_tokens([4, 2], 8)
-            assert figures(case.url)[CALLS] == 4
+            wait_for(lambda: figures(case.url)[CALLS] == 4, LONG_S)
 
 
 class Streams:
     """Streams in threads, one connection each."""
 
     def __init__(self, url, count, num_tokens):
-        self.found = [None] * count
+        self.found, self.begun = [None] * count, set()
         self._url, self._num_tokens = url, num_tokens
         self.threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
         for thread in self.threads:
@@ -129,7 +135,11 @@ class Streams:
         body = {"prompt": [number, 2], "max_tokens": self._num_tokens, "temperature": 0, "return_token_ids": True}
         try:
             with httpx.stream("POST", self._url + COMPLETION, json={**body, "stream": True}, timeout=60) as reply:
-                chunks = events(list(reply.iter_lines()))
+                lines = []
+                for line in reply.iter_lines():
+                    self.begun.add(number)
+                    lines.append(line)
+            chunks = events(lines)
             self.found[number] = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
         except httpx.HTTPError as error:
             self.found[number] = error
@@ -145,23 +155,24 @@ def test_killed_process_ends_its_own_streams_alone_and_sigterm_waits_for_all(tmp
         first, second = case.pids()
         with stopped(second):
             lost = Streams(case.url, 2, 10_000)
-            wait_for(lambda: case.frontend._calls.get("http0") == 2)
+            wait_for(lambda: len(lost.begun) == 2, LONG_S)
+            wait_for(lambda: httpx.get(case.url + "/load", timeout=LONG_S).json()["server_load"] == 2, LONG_S)
         with stopped(first):
-            kept = Streams(case.url, 3, 300)
-            wait_for(lambda: case.frontend._calls.get("http1") == 3)
-        wait_for(lambda: httpx.get(case.url + "/load").json()["server_load"] == 5)
+            kept = Streams(case.url, 3, 200)
+            wait_for(lambda: len(kept.begun) == 3, LONG_S)
         os.kill(first, signal.SIGKILL)
         assert all(isinstance(one, httpx.HTTPError) for one in lost.join())
-        assert kept.join() == [echo_tokens([number, 2], 300) for number in range(3)]
-        wait_for(lambda: case.frontend.status()[0]["restarts"] == 1 and case.frontend.status()[0]["state"] == "running")
+        assert kept.join() == [echo_tokens([number, 2], 200) for number in range(3)]
+        wait_for(lambda: case.frontend.status()[0]["restarts"] == 1, LONG_S)
+        wait_for(lambda: case.frontend.status()[0]["state"] == "running", LONG_S)
 
         last = Streams(case.url, 4, 100)
-        wait_for(lambda: sum(case.frontend._calls.values()) == 4)
+        wait_for(lambda: len(last.begun) == 4, LONG_S)
         case.frontend.shut_down()
         assert last.join() == [echo_tokens([number, 2], 100) for number in range(4)]
         ended = time.monotonic()
         case.thread.join(20)
-        assert time.monotonic() - ended < 3.0, "a machine with nothing else to do takes 0.5 s"
+        assert time.monotonic() - ended < 5.0, "a machine with nothing else to do takes 0.5 s"
         assert not case.frontend.was_forced
 
 
