@@ -122,8 +122,10 @@ def test_the_callers_trace_goes_on_unless_it_says_that_it_is_not_kept(case):
     assert format(call.parent.span_id, "016x") == PARENT and call.context.trace_state["vendor"] == "1"
     assert request.attributes["gen_ai.request.choice.count"] == 2
     assert request.attributes["gen_ai.response.finish_reasons"] == ("length", "length")
-    assert case.http.post(COMPLETIONS, json=body, headers={"traceparent": "nonsense"}).status_code == 200
-    assert named(case.spans(), f"POST {COMPLETIONS}").parent is None
+    for nonsense in ("nonsense", "0" * 60_000):
+        headers = {"traceparent": nonsense, "tracestate": "a=" * 2000}
+        assert case.http.post(COMPLETIONS, json=body, headers=headers).status_code == 200
+        assert named(case.spans(), f"POST {COMPLETIONS}").parent is None
 
 
 def test_each_prompt_has_its_request_up_to_a_number_that_the_call_has(case):
