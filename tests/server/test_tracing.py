@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from server_case import post, raw_stream, serving, stream, wait_for
 
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, RequestError
 from megatron_infer.server import server_config, tracing
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
@@ -166,6 +166,30 @@ def test_a_request_of_a_client_that_leaves_ends_there_aborted(case):
     assert request.attributes["gen_ai.response.finish_reasons"] == ("abort",)
     assert 0 < request.attributes["gen_ai.usage.output_tokens"] < 1000
     assert named(spans, "decode").end_time == request.end_time <= call.end_time
+
+
+class Choosy(EchoEngine):
+    def add_request(self, prompt, params=None, **options):
+        if prompt["prompt_token_ids"] == [9]:
+            raise RequestError("this engine takes no nines")
+        return super().add_request(prompt, params, **options)
+
+
+def test_a_call_that_the_server_ends_and_a_request_that_an_engine_refuses_are_errors():
+    with traced(Choosy(step_s=0.05), request_timeout_s=0.3) as case:
+        body = {"model": "tiny", "prompt": [1, 2], "max_tokens": 100}
+        assert [*stream(case, COMPLETIONS, **body)][-1]["error"]
+        spans = case.spans()
+        call, request = named(spans, f"POST {COMPLETIONS}"), named(spans, "text_completion tiny")
+        assert call.attributes["http.response.status_code"] == 504 and call.attributes["error.type"] == "504"
+        assert call.status.status_code is StatusCode.ERROR and request.attributes["gen_ai.request.stream"] is True
+        assert request.attributes["gen_ai.response.finish_reasons"] == ("abort",)
+        assert post(case, COMPLETIONS, **{**body, "prompt": [9]}).status_code == 400
+        spans = case.spans()
+        call, request = named(spans, f"POST {COMPLETIONS}"), named(spans, "text_completion tiny")
+        assert request.status.status_code is StatusCode.ERROR and "no nines" in request.status.description
+        assert request.attributes["error.type"] == "RequestError" and named(spans, "wait").end_time == request.end_time
+        assert call.status.status_code is StatusCode.UNSET and "no nines" in call.attributes["error.message"]
 
 
 def test_a_request_that_loses_its_engine_is_one_request_with_the_second_engine_as_an_event():
