@@ -217,7 +217,7 @@ def test_a_request_that_loses_its_engine_is_one_request_with_the_second_engine_a
 
 @contextlib.contextmanager
 def collector(status=200):
-    """An OTLP collector: .url, .names (of the spans it got), .bodies."""
+    """An OTLP collector: .url, .posts, and of the spans it got .names and .services."""
     got = SimpleNamespace(names=[], services=set(), posts=0, status=status)
 
     class Handler(http.server.BaseHTTPRequestHandler):
