@@ -52,7 +52,8 @@ class Chosen(Body, kw_only=True):
     function: ChosenFunction
 
 
-Tools = Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+"""Empty: none, as of vLLM."""
 ToolChoice = Literal["none", "auto", "required"] | Chosen
 
 
@@ -86,7 +87,7 @@ class ToolRule:
         """Raises ApiError 400 for fields that contradict each other or cannot be honoured."""
         parsed.call_format = self._call_format or HERMES
         choice = body.tool_choice
-        if body.tools is None:
+        if not body.tools:
             if choice not in (None, "none", "auto"):
                 raise bad_request("tool_choice goes with tools; give both or none", "tool_choice")
             return

@@ -35,6 +35,8 @@ MAX_REQUEST_SPANS = 64
 """Most engine requests of one call with spans of their own; the call's span has the number of all."""
 MAX_MESSAGE = 300
 """Most characters of an error in a span."""
+PARENT_BYTES = {b"traceparent": 256, b"tracestate": 4096}
+"""Most bytes of the headers with the caller's trace; a longer one is left unread. W3C asks for 512 of the second."""
 FLUSH_S = 0.5
 """Seconds that the last spans have to leave the process when the server ends."""
 OPERATIONS = {
@@ -94,7 +96,7 @@ class Tracing:
         carrier = {
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in scope["headers"]
-            if name in (b"traceparent", b"tracestate")
+            if len(value) <= PARENT_BYTES.get(name, -1)
         }
         attributes = {
             "http.request.method": "POST",

@@ -117,7 +117,7 @@ WRONG = [
     (CHAT, {"messages": HI, "logprobs": 1}, "logprobs: Expected `bool`"),
     (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs is given without logprobs"),
     (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs is 21, the limit here is 5"),
-    (CHAT, {"messages": HI, "tools": []}, "length >= 1"),
+    (CHAT, {"messages": HI, "tools": [], "tool_choice": "required"}, "tool_choice goes with tools"),
     (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "missing required field `function`"),
     (CHAT, {"messages": HI, "tools": [{"type": "web_search"}]}, "tools[0].type"),

@@ -109,6 +109,15 @@ def test_template_gets_the_tools_and_none_means_that_no_call_is_read(client, eng
         assert (described in tokenizer().decode(engine.prompts[-1])) is shown
 
 
+def test_an_empty_list_of_tools_is_none(client, engine):
+    engine.set_script("No tools.", 50)
+    turns = [{"role": "user", "content": "Hi"}]
+    for tools in ([], openai.omit):
+        reply = client.chat.completions.create(model="tiny", messages=turns, tools=tools)
+        assert reply.choices[0].message.content == "No tools."
+    assert engine.prompts[0] == engine.prompts[1]
+
+
 def test_calls_and_results_come_back_as_history(client, engine):
     engine.set_script(CALLS, 50)
     message = client.chat.completions.create(**ASK, tools=[WEATHER, ADD]).choices[0].message

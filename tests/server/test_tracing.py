@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from server_case import post, raw_stream, serving, stream, wait_for
 
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, RequestError
 from megatron_infer.server import server_config, tracing
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
@@ -36,7 +36,7 @@ def traced(*engines, **settings):
             case = stack.enter_context(serving(*engines, otlp_traces_endpoint="http://127.0.0.1:9", **settings))
 
         def spans():
-            wait_for(lambda: any(one.name.startswith("POST") for one in kept.get_finished_spans()))
+            wait_for(lambda: any(one.name.startswith("POST") for one in kept.get_finished_spans()), 30)
             found = list(kept.get_finished_spans())
             kept.clear()
             return found
@@ -45,9 +45,16 @@ def traced(*engines, **settings):
         yield case
 
 
+class Choosy(EchoEngine):
+    def add_request(self, prompt, params=None, **options):
+        if prompt["prompt_token_ids"] == [9]:
+            raise RequestError("this engine takes no nines")
+        return super().add_request(prompt, params, **options)
+
+
 @pytest.fixture(scope="module")
 def case():
-    with traced(EchoEngine(step_s=STEP_S), max_n=4) as one:
+    with traced(Choosy(step_s=STEP_S), max_n=4) as one:
         yield one
 
 
@@ -122,8 +129,10 @@ def test_the_callers_trace_goes_on_unless_it_says_that_it_is_not_kept(case):
     assert format(call.parent.span_id, "016x") == PARENT and call.context.trace_state["vendor"] == "1"
     assert request.attributes["gen_ai.request.choice.count"] == 2
     assert request.attributes["gen_ai.response.finish_reasons"] == ("length", "length")
-    assert case.http.post(COMPLETIONS, json=body, headers={"traceparent": "nonsense"}).status_code == 200
-    assert named(case.spans(), f"POST {COMPLETIONS}").parent is None
+    for nonsense in ("nonsense", "0" * 60_000):
+        headers = {"traceparent": nonsense, "tracestate": "a=" * 2000}
+        assert case.http.post(COMPLETIONS, json=body, headers=headers).status_code == 200
+        assert named(case.spans(), f"POST {COMPLETIONS}").parent is None
 
 
 def test_each_prompt_has_its_request_up_to_a_number_that_the_call_has(case):
@@ -166,20 +175,37 @@ def test_a_request_of_a_client_that_leaves_ends_there_aborted(case):
     assert named(spans, "decode").end_time == request.end_time <= call.end_time
 
 
+def test_a_request_that_an_engine_refuses_is_an_error_and_its_call_is_not(case):
+    assert post(case, COMPLETIONS, model="tiny", prompt=[9], max_tokens=3).status_code == 400
+    spans = case.spans()
+    call, request = named(spans, f"POST {COMPLETIONS}"), named(spans, "text_completion tiny")
+    assert request.status.status_code is StatusCode.ERROR and "no nines" in request.status.description
+    assert request.attributes["error.type"] == "RequestError" and named(spans, "wait").end_time == request.end_time
+    assert call.status.status_code is StatusCode.UNSET and "no nines" in call.attributes["error.message"]
+
+
+def test_a_call_that_the_server_ends_is_an_error_and_its_request_is_aborted():
+    with traced(EchoEngine(step_s=0.05), request_timeout_s=1.0) as case:
+        assert stream(case, COMPLETIONS, model="tiny", prompt=[1, 2], max_tokens=1000)[-1]["error"]
+        spans = case.spans()
+        call, request = named(spans, f"POST {COMPLETIONS}"), named(spans, "text_completion tiny")
+        assert call.attributes["http.response.status_code"] == 504 and call.attributes["error.type"] == "504"
+        assert call.status.status_code is StatusCode.ERROR and request.attributes["gen_ai.request.stream"] is True
+        assert request.attributes["gen_ai.response.finish_reasons"] == ("abort",)
+
+
 def test_a_request_that_loses_its_engine_is_one_request_with_the_second_engine_as_an_event():
-    slow = EchoEngine(step_s=STEP_S)
-    with traced(slow) as case:
+    with traced(EchoEngine(step_s=0.05)) as case:
         done = []
-        body = {"model": "tiny", "prompt": [1, 2], "max_tokens": 60, "temperature": 0}
+        body = {"model": "tiny", "prompt": [1, 2], "max_tokens": 400, "temperature": 0}
         streaming = threading.Thread(target=lambda: done.append(stream(case, COMPLETIONS, **body)))
         streaming.start()
-        wait_for(lambda: slow.meter.registry and slow.has_unfinished())
-        time.sleep(10 * STEP_S)
-        with replica(case.coordinator.address, EchoEngine(step_s=STEP_S), name="second"):
+        wait_for(lambda: "megatron_infer_ttft_seconds_count 1" in case.http.get("/metrics").text, 30)
+        with replica(case.coordinator.address, EchoEngine(), name="second"):
             case.replicas[0].stop()
             streaming.join(20)
             request = named(case.spans(), "text_completion tiny")
-        assert done and request.attributes["gen_ai.usage.output_tokens"] == 60
+        assert done and request.attributes["gen_ai.usage.output_tokens"] == 400
         assert [one.name for one in request.events] == ["assign", "reassign"]
         assert [one.attributes["replica"] for one in request.events] == ["r0", "second"]
         first, second = (one.timestamp for one in request.events)
@@ -191,7 +217,7 @@ def test_a_request_that_loses_its_engine_is_one_request_with_the_second_engine_a
 
 @contextlib.contextmanager
 def collector(status=200):
-    """An OTLP collector: .url, .names (of the spans it got), .bodies."""
+    """An OTLP collector: .url, .posts, and of the spans it got .names and .services."""
     got = SimpleNamespace(names=[], services=set(), posts=0, status=status)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -237,7 +263,7 @@ def test_a_collector_that_refuses_or_is_gone_costs_calls_nothing_and_one_line(ca
         for _ in range(3):
             num_posts = got.posts
             assert post(case, COMPLETIONS, model="tiny", prompt=[1], max_tokens=2).status_code == 200
-            wait_for(lambda before=num_posts: got.posts > before)
+            wait_for(lambda before=num_posts: got.posts > before, 30)
         assert [record.message for record in caplog.records if "traces" in record.message] == [
             "traces are lost: the collector does not take them (the log of the collector may say why)"
         ]

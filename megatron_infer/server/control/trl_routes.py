@@ -108,7 +108,7 @@ class TrlRoutes:
                 client.require_tokenizer(),
                 messages,
                 limits=client.limits,
-                tools=body.tools,
+                tools=body.tools or None,
                 call_format=call_format_of(client.tokenizer, client.settings) or HERMES,
                 variables=body.chat_template_kwargs,
             )
