@@ -102,7 +102,9 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
             case 5 if rng.random() < 0.3:
                 del content[at:]
             case _:
-                content[at:at] = rng.choice((b"\0", b"\xff", b"\n", b"\r\n", b'"', b"{", b"[" * 300, b"%00", b"\xc3\x28"))
+                content[at:at] = rng.choice(
+                    (b"\0", b"\xff", b"\n", b"\r\n", b'"', b"{", b"[" * 300, b"%00", b"\xc3\x28")
+                )
     return bytes(content)
 
 

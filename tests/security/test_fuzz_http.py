@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mutations import HOSTILE, Rounds, altered, damaged, no_errors_logged, rounds, shown, within
 from durable_case import make_engine, make_model
+from mutations import HOSTILE, Rounds, altered, damaged, no_errors_logged, rounds, shown, within
 from server_case import free_blocks, post, raw_stream, serving, wait_for
 
 from megatron_infer.errors import InferenceError
@@ -80,7 +80,15 @@ SEEDS = (
     chunked(BODY),
     raw("GET", "/health") + raw("POST", "/v1/completions", BODY) + raw("HEAD", "/version"),
     raw("OPTIONS", "*", b"", "Origin: https://a.example", "Access-Control-Request-Method: POST"),
-    raw("GET", "/", b"", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Key: a", "Sec-WebSocket-Version: 13"),
+    raw(
+        "GET",
+        "/",
+        b"",
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Key: a",
+        "Sec-WebSocket-Version: 13",
+    ),
     raw("GET", "/", b"", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"),
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 )

@@ -118,12 +118,19 @@ def test_grammar_whose_text_never_ends_holds_no_thread(grammars: GrammarCache, g
 
 
 @pytest.mark.parametrize("number", ["-9223372036854775808", "-9223372036854775799", "-9.223372036854775e18"])
-@pytest.mark.parametrize("where", ['{"const": %s}', '{"type": "integer", "minimum": %s, "maximum": -9223372036854775800}'])
+@pytest.mark.parametrize(
+    "where", ['{"const": %s}', '{"type": "integer", "minimum": %s, "maximum": -9223372036854775800}']
+)
 def test_number_that_would_end_the_process_is_refused(where: str, number: str) -> None:
     schema = where % number
     grammar = f"start: %json {schema}"
     tricked = '{"const": 1, "x": ' + schema + "}"
-    for given in ({"json_schema": schema}, {"json_schema": json.loads(schema)}, {"grammar": grammar}, {"json_schema": tricked}):
+    for given in (
+        {"json_schema": schema},
+        {"json_schema": json.loads(schema)},
+        {"grammar": grammar},
+        {"json_schema": tricked},
+    ):
         with pytest.raises(RequestError, match="in a schema: those from"):
             StructuredOutput.from_dict(given)
     StructuredOutput(json_schema={"const": -(2**61), "description": f"not {number}"})

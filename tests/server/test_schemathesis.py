@@ -44,6 +44,7 @@ def run(case, folder, *, examples, seed=1):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.security
 def test_openapi_document_matches_what_is_served(tmp_path):
     with serving(api_key=KEY) as case:
         case.http.headers["Authorization"] = f"Bearer {KEY}"
