@@ -52,8 +52,15 @@ def _damage_named(name: str) -> Iterator[None]:
     except (InferenceError, NotImplementedError):
         raise
     except (
-        TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, RuntimeError, OSError
-    ) as error:  # fmt: skip
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+        RuntimeError,
+        OSError,
+    ) as error:
         raise ModelError(f"{name}: damaged: {type(error).__name__}: {error}") from error
 
 

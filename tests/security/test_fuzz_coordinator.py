@@ -40,10 +40,27 @@ FROM_CLIENTS: tuple[protocol.Message, ...] = (
 )
 LIMITS = {"max_sequence_length": 2048, "vocab_size": 1000}
 REGISTER = protocol.Register(1, 16, 4, b"root", 0, "running", "tiny", "first_prefix_block", 0.5, LIMITS)
-FIGURES = {"born": 1.0, "state": "running", "ended": {"stop": 1}, "ttft": {"bounds": [1.0], "counts": [1, 0], "total": 0.5},
-           "beside": [{"name": "a", "kind": "gauge", "help": "", "value": 1.0, "labels": [["a", "b"]]}],
-           **dict.fromkeys(("weight_version", "num_waiting", "num_running", "num_paused", "capacity", "blocks_used",
-                            "blocks_cached", "blocks_paused", "blocks_free"), 0)}  # fmt: skip
+FIGURES = {
+    "born": 1.0,
+    "state": "running",
+    "ended": {"stop": 1},
+    "ttft": {"bounds": [1.0], "counts": [1, 0], "total": 0.5},
+    "beside": [{"name": "a", "kind": "gauge", "help": "", "value": 1.0, "labels": [["a", "b"]]}],
+    **dict.fromkeys(
+        (
+            "weight_version",
+            "num_waiting",
+            "num_running",
+            "num_paused",
+            "capacity",
+            "blocks_used",
+            "blocks_cached",
+            "blocks_paused",
+            "blocks_free",
+        ),
+        0,
+    ),
+}
 FROM_REPLICAS: tuple[protocol.Message, ...] = (
     protocol.Beat(1, 4, 0, b"root", 0, "running", 0.0, {"figures": FIGURES}),
     protocol.PrefixNews(1, b"root", True, b"", bytes(64)),
