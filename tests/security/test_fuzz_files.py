@@ -63,7 +63,7 @@ def test_saved_requests_that_are_altered_are_refused_or_served(rounds: Rounds, t
     model = make_model()
     engine = make_engine(model)
     path = tmp_path / "altered"
-    for rng in rounds(quick=50):
+    for rng in rounds(quick=30):
         new = altered(records, rng) if rng.random() < 0.7 else records
         content = torch.frombuffer(bytearray(json.dumps(new).encode()), dtype=torch.uint8)
         about = altered(manifest, rng) if new is records else manifest

@@ -43,7 +43,7 @@ def case() -> Iterator[SimpleNamespace]:
         quick.setattr(request_body, "BODY_TIMEOUT_S", 0.3)
         quick.setattr(request_body, "DISCARD_TIMEOUT_S", 0.3)
         limits = {"max_body_bytes": 1 << 16, "max_reply_bytes": 1 << 18, "max_prompts": 8, "max_n": 4}
-        with serving(EchoEngine(num_blocks=256), control=True, request_timeout_s=2.0, **limits) as one:
+        with serving(EchoEngine(num_blocks=256), control=True, request_timeout_s=5.0, **limits) as one:
             one.before = post(one, "/v1/completions", **GOOD).json()["choices"]
             yield one
 
@@ -228,9 +228,7 @@ def test_running_request_ends_with_its_connection_though_others_wait_behind_it()
         connection.sendall(raw("GET", "/version") * 3)
         time.sleep(0.1)
         connection.close()
-        began = time.monotonic()
-        wait_for(lambda: free_blocks(case) == before)
-        assert time.monotonic() - began < 5, "it was generated to its end"
+        wait_for(lambda: free_blocks(case) == before)  # it would take 15 s to its end
 
 
 def test_bytes_that_are_no_http_do_not_stand_within_a_reply_that_flows() -> None:
