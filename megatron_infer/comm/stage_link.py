@@ -247,7 +247,9 @@ def _unpack(content: bytes) -> dict[str, Tensor | np.ndarray]:
     file, arrays = io.BytesIO(content), {}
     try:
         for name, is_tensor in json.loads(file.readline() or b"[]"):
-            array = np.lib.format.read_array(file, allow_pickle=False)
+            array = np.load(file, allow_pickle=False)
+            if not isinstance(array, np.ndarray):
+                raise ValueError(f"a {type(array).__name__}")
             arrays[name] = torch.from_numpy(array) if is_tensor else array
     except Exception as error:  # numpy reads a header with several parsers, each with its own errors
         raise StageLost(f"the last stage has sent a damaged result: {error}") from error

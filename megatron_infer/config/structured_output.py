@@ -125,7 +125,7 @@ def check_size(name: str, text: str, *, max_bytes: int = MAX_BYTES) -> None:
 
 
 def _number(text: str) -> float:
-    """A number of a schema. Raises RequestError for one next to the least of int64: llguidance 1.9.1 ends the process."""
+    """A number of a schema. Raises RequestError for one by which llguidance 1.9.1 ends the process: near -2**63."""
     number = float(text)
     if _REFUSED[0] <= number <= _REFUSED[1]:
         refused = f"the number {text[:40]} in a schema: those from -2**64 to -2**62 are not supported"

@@ -54,7 +54,7 @@ class RequestReceiver:
         )
 
     def add(self, news: protocol.Output) -> bool:
-        """Add a message and pass the output on -> whether it is the last. One that makes no sense is: the request fails."""
+        """Add a message and pass the output on -> whether it is the last: also one that makes no sense, an error."""
         if news.refused is not None:
             self._sink(protocol.error_of(news.refused))
             return True

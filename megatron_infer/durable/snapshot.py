@@ -176,8 +176,15 @@ class Archive:
         try:
             content = self._decode(path, manifest, tensors)
         except (
-            TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError, StopIteration
-        ) as error:  # fmt: skip
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            AssertionError,
+            RuntimeError,
+            StopIteration,
+        ) as error:
             if isinstance(error, SnapshotError):
                 raise
             raise SnapshotError(path, f"its content cannot be understood ({type(error).__name__}: {error})") from error

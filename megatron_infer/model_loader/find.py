@@ -76,7 +76,16 @@ def damage_named(name: str) -> Iterator[None]:
         yield
     except (InferenceError, NotImplementedError):
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError, RecursionError) as error:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+        RuntimeError,
+        OSError,
+    ) as error:
         raise ModelError(f"{name}: damaged: {type(error).__name__}: {error}") from error
 
 

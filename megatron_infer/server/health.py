@@ -46,7 +46,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     for path in ("/health", "/v1/health", "/ping", "/ready"):
         routes.add("GET", path, health, "Whether requests are served", statuses=(503,), open=True)
     routes.add("POST", "/ping", health, "The same, as SageMaker asks", statuses=(503,), open=True)
-    routes.add("GET", "/health_generate", generate, "Generate one token", statuses=(429, 503))
+    routes.add("GET", "/health_generate", generate, "Generate one token", statuses=(429, 503, 504))
     routes.add("GET", "/load", load, "Calls in progress")
     routes.add("GET", "/version", version, "The server's version", open=True)
 

@@ -131,6 +131,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._cycles = [one for one in self._cycles if not one.response_complete]
         self._cycles.append(self.cycle)
+        self.flow.resume_reading()  # uvicorn reads no further behind a request that waits, and misses the client's end
 
     # ------------------------------------------------------------------ refusals
 

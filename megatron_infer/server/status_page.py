@@ -75,7 +75,7 @@ def _status(routes: Routes, client: EngineClient) -> dict[str, Any]:
 
 def _replica(replica: dict[str, Any]) -> dict[str, Any]:
     """A replica's figures from the coordinator's description of it."""
-    figures: dict[str, Any] = replica["stats"].get("figures", NO_FIGURES)
+    figures: dict[str, Any] = NO_FIGURES | replica["stats"].get("figures", {})
     names = ("name", "state", "weight_version", "capacity", "running", "waiting")
     return {
         **{name: replica[name] for name in names},

@@ -121,6 +121,12 @@ def render(
     except RecursionError:
         raise InvalidPrompt("the chat template refused the messages: they are nested too deep") from None
     except (
-        jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError
-    ) as error:  # fmt: skip
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+    ) as error:
         raise InvalidPrompt(f"the chat template refused the messages: {error}") from error

@@ -313,6 +313,7 @@ def test_asyncio_client_generates_streams_aborts_and_controls():
 KEY = b"sixteen bytes or more"
 
 
+@pytest.mark.security
 def test_right_key_connects_and_wrong_or_missing_ones_are_refused():
     with cluster(1, key=KEY) as (one, _, client):
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
@@ -325,6 +326,7 @@ def test_right_key_connects_and_wrong_or_missing_ones_are_refused():
         assert [r["name"] for r in client.stats()["replicas"]] == ["r0"]
 
 
+@pytest.mark.security
 def test_client_with_a_key_sends_nothing_to_a_coordinator_that_does_not_know_it():
     with coordinator() as one, InferenceClient(one.address, key=KEY) as client:
         with pytest.raises(protocol.AccessRefused, match="does not know this key"):
@@ -397,6 +399,7 @@ def test_wrong_schema_is_refused_by_its_number_even_if_its_hello_has_another_sha
         assert isinstance(peer.ask(HELLO), protocol.Welcome)
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     ("frame", "code", "message"),
     [
@@ -427,6 +430,7 @@ def test_malformed_messages_are_refused_and_other_clients_are_served(frame, code
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
 
 
+@pytest.mark.security
 def test_frame_beyond_the_limit_ends_its_connection_alone():
     with cluster(1) as (one, _, client), RawPeer(one.address) as peer:
         assert isinstance(peer.ask(HELLO), protocol.Welcome)
@@ -452,6 +456,7 @@ def test_message_beyond_the_limit_is_refused_at_both_ends():
         assert tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
 
 
+@pytest.mark.security
 def test_unknown_connection_must_send_hello_and_random_bytes_never_end_the_coordinator():
     import random
 

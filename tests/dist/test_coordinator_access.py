@@ -56,6 +56,7 @@ def home(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- keys
 
 
+@pytest.mark.security
 def test_coordinator_without_a_key_makes_one_that_only_its_user_finds(home, tmp_path, monkeypatch):
     with coordinator_command(home) as (_, address, told):
         path = home / ".megatron_infer" / "coordinator.key"
@@ -72,6 +73,7 @@ def test_coordinator_without_a_key_makes_one_that_only_its_user_finds(home, tmp_
             assert [one["name"] for one in client.stats()["replicas"]] == ["r"]
 
 
+@pytest.mark.security
 def test_key_file_that_others_can_read_is_not_used(home):
     path = home / ".megatron_infer" / "coordinator.key"
     path.parent.mkdir()
@@ -88,6 +90,7 @@ def test_key_that_cannot_be_made_is_asked_for(monkeypatch, tmp_path):
         Coordinator("tcp://127.0.0.1:0")
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(("mode", "needs_key"), [(0o700, False), (0o755, True), (0o770, True)])
 def test_socket_in_a_folder_of_the_user_alone_needs_no_key_and_any_other_does(home, mode, needs_key):
     folder = home / "s"
@@ -148,6 +151,7 @@ class Delay:
         self._listening.close()
 
 
+@pytest.mark.security
 def test_right_key_is_taken_however_slow_the_handshake_is(monkeypatch):
     """Hellos are repeated before the first welcome is back."""
     monkeypatch.setattr(connection, "HELLO_INTERVAL_S", 0.05)
@@ -203,6 +207,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.security
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads memory in /proc")
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_who_has_no_key_cannot_make_the_coordinator_hold_memory(home, attack):
@@ -223,6 +228,7 @@ def test_who_has_no_key_cannot_make_the_coordinator_hold_memory(home, attack):
             peer.close()
 
 
+@pytest.mark.security
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads memory in /proc")
 def test_unfinished_handshakes_hold_little_each(home):
     """The largest command that libzmq waits for, begun and not finished."""
@@ -248,6 +254,7 @@ def test_refused_connections_are_logged_together(caplog):
         assert caplog.text.count("did not prove") == 1 and tokens_of(client.generate([[1]], GREEDY)[0])
 
 
+@pytest.mark.security
 def test_old_and_foreign_protocols_are_not_served(home):
     with Coordinator("tcp://127.0.0.1:0", CoordinatorOptions(key=KEY)) as one:
         thread = threading.Thread(target=one.run)
@@ -268,6 +275,7 @@ def test_old_and_foreign_protocols_are_not_served(home):
 # ---------------------------------------------------------------------- commands and weights
 
 
+@pytest.mark.security
 def test_replica_takes_commands_only_where_it_was_started_with_control():
     engine = EchoEngine()
     with cluster(0) as (one, _, client), replica(one.address, engine, name="r0", control=False):
@@ -278,6 +286,7 @@ def test_replica_takes_commands_only_where_it_was_started_with_control():
         assert engine.state == "running" and tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     ("path", "named"),
     [
@@ -303,6 +312,7 @@ def test_engine_process_reads_no_weights_outside_its_root_whoever_asks(tmp_path,
             assert (answer.kind, expected in answer.message) == ("WeightsPathRefused", True), answer
 
 
+@pytest.mark.security
 def test_index_of_a_directory_names_no_file_elsewhere(tmp_path):
     (tmp_path / "m").mkdir()
     index = {"weight_map": {"a": "../secret.safetensors"}}

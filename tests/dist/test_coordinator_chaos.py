@@ -158,6 +158,7 @@ with InferenceClient(sys.argv[1]) as client:
 """
 
 
+@pytest.mark.security
 def test_streams_of_a_client_that_is_stopped_go_on_when_it_returns():
     with coordinator(timeout_s=0.6) as one, replica(one.address, EchoEngine(step_s=0.005)):
         child = subprocess.Popen([sys.executable, "-c", STREAM, one.address], stdout=subprocess.PIPE, text=True)

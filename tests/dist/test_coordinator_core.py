@@ -389,6 +389,7 @@ def test_a_late_callers_request_stands_behind_one_of_each_other():
     assert world.served(b"one", incarnation)[:7] == [100, 101, 102, 103, 1, 104, 2]
 
 
+@pytest.mark.security
 def test_one_caller_cannot_fill_the_queue():
     world = World(max_queue=16)
     client = world.client()

@@ -135,6 +135,7 @@ def test_a_stop_text_cuts_wherever_it_comes():
     assert (one.text, one.finish_reason, one.stop_reason) == ("ab", "stop", "cc")
 
 
+@pytest.mark.security
 def test_what_leaves_nothing_to_draw_is_that_requests_error_alone():
     engine = make_engine(overlap=True)
     a = tokenizer().encode("a")
@@ -162,6 +163,7 @@ LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref":
 AMBIGUOUS = "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(200)) + 'a200: "x" | ""\n'
 
 
+@pytest.mark.security
 def test_schema_whose_references_go_in_a_circle_is_refused_before_it_is_queued():
     engine = make_engine()
     with pytest.raises(RequestError, match="json_schema: nothing can begin with it, as with references in a circle"):
@@ -176,6 +178,7 @@ def test_grammar_that_goes_beyond_its_limits_later_is_the_error_of_its_request()
     assert good.outputs[0].text in ("ac", "bc") and good.error is None
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -98,6 +98,7 @@ def load_as_megatron_does(folder, model, ran):
     ran.rmdir()
 
 
+@pytest.mark.security
 def test_command_in_the_metadata_is_refused_by_name_and_not_run(folder, model, ran):
     put_metadata(folder, Call(os.mkdir, str(ran)))
     load_as_megatron_does(folder, model, ran)
@@ -108,6 +109,7 @@ def test_command_in_the_metadata_is_refused_by_name_and_not_run(folder, model, r
     assert not ran.exists()
 
 
+@pytest.mark.security
 def test_engine_keeps_its_weights_when_an_update_hides_a_command(folder, ran):
     model = tiny_gpt(vocab_size=128, max_sequence_length=64)
     engine = DynamicInferenceEngine(model, InferenceConfig(buffer_size_gb=0.01, max_sequence_length=64, max_requests=2))
@@ -119,6 +121,7 @@ def test_engine_keeps_its_weights_when_an_update_hides_a_command(folder, ran):
     assert not ran.exists() and engine.generate([[1, 2, 3]], greedy)[0].outputs[0].token_ids == before
 
 
+@pytest.mark.security
 def test_objects_beside_the_tensors_are_not_unpickled(folder, model, ran):
     """`_extra_state` of layers: torch loads it with weights_only=False."""
     name = next(key for key in metadata_of(folder).state_dict_metadata if "_extra_state" in key)
@@ -129,6 +132,7 @@ def test_objects_beside_the_tensors_are_not_unpickled(folder, model, ran):
     assert all(torch.equal(found[name], value) for name, value in model.named_parameters())
 
 
+@pytest.mark.security
 def test_tensor_that_claims_to_be_an_object_is_missing_and_not_unpickled(folder, model, ran):
     put_bytes(folder, "embedding.word_embeddings.weight", saved_call(os.mkdir, str(ran)))
     with pytest.raises(ModelError, match=r"embedding\.word_embeddings\.weight"):
@@ -136,6 +140,7 @@ def test_tensor_that_claims_to_be_an_object_is_missing_and_not_unpickled(folder,
     assert not ran.exists()
 
 
+@pytest.mark.security
 def test_common_file_is_not_read_where_a_description_is_and_else_read_safely(folder, model, ran):
     torch.save(Call(os.mkdir, str(ran)), folder / "common.pt")
     CheckpointSource(folder).load_into(model)
@@ -145,6 +150,7 @@ def test_common_file_is_not_read_where_a_description_is_and_else_read_safely(fol
     assert not ran.exists()
 
 
+@pytest.mark.security
 @pytest.mark.parametrize("file", ["../secret.distcp", "/etc/passwd", "nothing.distcp", "metadata.json", 5])
 def test_tensors_come_out_of_files_of_the_directory_alone(folder, model, file):
     (folder.parent / "secret.distcp").write_bytes(b"x")
@@ -156,12 +162,14 @@ def test_tensors_come_out_of_files_of_the_directory_alone(folder, model, file):
         CheckpointSource(folder).part_of(model)
 
 
+@pytest.mark.security
 def test_other_format_is_not_handed_to_other_loaders(folder, model):
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     with pytest.raises(ModelError, match="its format is 'zarr', only torch_dist is read"):
         CheckpointSource(folder).part_of(model)
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     "value",
     [
@@ -179,6 +187,7 @@ def test_what_is_no_metadata_is_refused_or_a_bare_class(value):
     assert found is dcp.Metadata, "naming a class of the list makes nothing"
 
 
+@pytest.mark.security
 def test_state_is_not_set_on_a_class():
     state = b"N}\x8c\x01a\x8c\x01bs\x86"  # (None, {"a": "b"}): setattr for each
     text = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n" + state + b"b."

@@ -15,10 +15,47 @@ import pytest
 SECONDS = float(os.environ.get("MEGATRON_INFER_FUZZ_S", "60"))
 """Seconds of a wire under the marker `slow`."""
 HOSTILE: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2**31 - 1, 2**31, -(2**31) - 1, 2**53, 2**63 - 1, -(2**63), 2**64 - 1, 0.5, -0.0, 1e-300,
-    1e308, "", "a", "\0", "\n", "\x1b[2J", "é", "\U0001f600", "../../etc/passwd", "a" * 5000, "{{ 7*7 }}", "<|im_end|>",
-    "__class__", [], [[]], [0], [-1], [2**40], ["a", 1], [None], {}, {"": None}, {"a": {"a": {}}}, {"$ref": "#"},
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31 - 1,
+    2**31,
+    -(2**31) - 1,
+    2**53,
+    2**63 - 1,
+    -(2**63),
+    2**64 - 1,
+    0.5,
+    -0.0,
+    1e-300,
+    1e308,
+    "",
+    "a",
+    "\0",
+    "\n",
+    "\x1b[2J",
+    "é",
+    "\U0001f600",
+    "../../etc/passwd",
+    "a" * 5000,
+    "{{ 7*7 }}",
+    "<|im_end|>",
+    "__class__",
+    [],
+    [[]],
+    [0],
+    [-1],
+    [2**40],
+    ["a", 1],
+    [None],
+    {},
+    {"": None},
+    {"a": {"a": {}}},
+    {"$ref": "#"},
+)
 
 
 class Rounds:
@@ -51,9 +88,10 @@ def shown(what: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def within(limit_s: float) -> Iterator[None]:
-    began = time.monotonic()
+    """CPU seconds of this process: how busy the machine is does not count."""
+    began = time.process_time()
     yield
-    took = time.monotonic() - began
+    took = time.process_time() - began
     assert took < limit_s, f"it took {took:.1f} s"
 
 
@@ -102,7 +140,9 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
             case 5 if rng.random() < 0.3:
                 del content[at:]
             case _:
-                content[at:at] = rng.choice((b"\0", b"\xff", b"\n", b"\r\n", b'"', b"{", b"[" * 300, b"%00", b"\xc3\x28"))
+                content[at:at] = rng.choice(
+                    (b"\0", b"\xff", b"\n", b"\r\n", b'"', b"{", b"[" * 300, b"%00", b"\xc3\x28")
+                )
     return bytes(content)
 
 

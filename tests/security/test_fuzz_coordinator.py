@@ -40,10 +40,27 @@ FROM_CLIENTS: tuple[protocol.Message, ...] = (
 )
 LIMITS = {"max_sequence_length": 2048, "vocab_size": 1000}
 REGISTER = protocol.Register(1, 16, 4, b"root", 0, "running", "tiny", "first_prefix_block", 0.5, LIMITS)
-FIGURES = {"born": 1.0, "state": "running", "ended": {"stop": 1}, "ttft": {"bounds": [1.0], "counts": [1, 0], "total": 0.5},
-           "beside": [{"name": "a", "kind": "gauge", "help": "", "value": 1.0, "labels": [["a", "b"]]}],
-           **dict.fromkeys(("weight_version", "num_waiting", "num_running", "num_paused", "capacity", "blocks_used",
-                            "blocks_cached", "blocks_paused", "blocks_free"), 0)}  # fmt: skip
+FIGURES = {
+    "born": 1.0,
+    "state": "running",
+    "ended": {"stop": 1},
+    "ttft": {"bounds": [1.0], "counts": [1, 0], "total": 0.5},
+    "beside": [{"name": "a", "kind": "gauge", "help": "", "value": 1.0, "labels": [["a", "b"]]}],
+    **dict.fromkeys(
+        (
+            "weight_version",
+            "num_waiting",
+            "num_running",
+            "num_paused",
+            "capacity",
+            "blocks_used",
+            "blocks_cached",
+            "blocks_paused",
+            "blocks_free",
+        ),
+        0,
+    ),
+}
 FROM_REPLICAS: tuple[protocol.Message, ...] = (
     protocol.Beat(1, 4, 0, b"root", 0, "running", 0.0, {"figures": FIGURES}),
     protocol.PrefixNews(1, b"root", True, b"", bytes(64)),
@@ -135,7 +152,11 @@ def test_damaged_messages_of_strangers_and_clients_change_nothing_for_others(rou
 
 def test_damaged_messages_of_a_replica_cost_its_own_requests_at_most(rounds: Rounds) -> None:
     """It holds the key: its answers count. Those that make no sense do not reach other requests, nor end a client."""
-    with no_errors_logged(), serving(EchoEngine(max_requests=4)) as case, InferenceClient(case.coordinator.address) as client:
+    with (
+        no_errors_logged(),
+        serving(EchoEngine(max_requests=4)) as case,
+        InferenceClient(case.coordinator.address) as client,
+    ):
         for rng in rounds(quick=5):
             with RawPeer(case.coordinator.address) as peer:
                 incarnation = peer.enter("replica", rng)
@@ -171,8 +192,12 @@ def answers(run: protocol.Run, incarnation: int, rng: random.Random) -> list[lis
     piece = protocol.Piece(
         0, 0, IDS[:4], "a", None, None, -1.0, [[(1, -0.5, 1, "a")]], [(0, 1, 1, 0)], {"sampled_logprobs": values}
     )
-    output = protocol.Output(run.number, incarnation, [piece], False, prompt=IDS, prompt_logprobs=[None, [(1, 0.0, 1, "")]])
-    last = msgspec.structs.replace(output, pieces=[msgspec.structs.replace(piece, offset=1)], finished=True, pooled=bytes(8))
+    output = protocol.Output(
+        run.number, incarnation, [piece], False, prompt=IDS, prompt_logprobs=[None, [(1, 0.0, 1, "")]]
+    )
+    last = msgspec.structs.replace(
+        output, pieces=[msgspec.structs.replace(piece, offset=1)], finished=True, pooled=bytes(8)
+    )
     failed = protocol.Output(run.number, incarnation, [], True, error=protocol.Failure("InferenceError", "why"))
     first = [protocol.frames_of([protocol.encode(output)])] if rng.random() < 0.5 else []
     return [*first, *(wire_of(rng.choice((output, last, failed)), rng) for _ in range(rng.randrange(4)))]

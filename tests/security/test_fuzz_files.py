@@ -63,7 +63,7 @@ def test_saved_requests_that_are_altered_are_refused_or_served(rounds: Rounds, t
     model = make_model()
     engine = make_engine(model)
     path = tmp_path / "altered"
-    for rng in rounds(quick=50):
+    for rng in rounds(quick=30):
         new = altered(records, rng) if rng.random() < 0.7 else records
         content = torch.frombuffer(bytearray(json.dumps(new).encode()), dtype=torch.uint8)
         about = altered(manifest, rng) if new is records else manifest
@@ -165,11 +165,23 @@ def test_damaged_gguf_files_are_refused_or_read(rounds: Rounds, tmp_path: Path) 
 
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 262, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 64, "hidden_act": "silu", "rope_theta": 10000.0, "eos_token_id": [1, 2],
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "tie_word_embeddings": True, "torch_dtype": "float32",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 262,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "eos_token_id": [1, 2],
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
 
 
 def test_damaged_model_directories_are_refused_or_read(rounds: Rounds, tmp_path: Path) -> None:
@@ -180,10 +192,15 @@ def test_damaged_model_directories_are_refused_or_read(rounds: Rounds, tmp_path:
         "config.json": CONFIG,
         "generation_config.json": {"eos_token_id": 2},
         "tokenizer.json": json.loads((tmp_path / "tokenizer.json").read_text()),
-        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<|end|>",
-                                  "eos_token": {"content": "<|user|>"}, "chat_template": [{"name": "default", "template": "a"}]},
+        "tokenizer_config.json": {
+            "tokenizer_class": "LlamaTokenizer",
+            "add_bos_token": True,
+            "bos_token": "<|end|>",
+            "eos_token": {"content": "<|user|>"},
+            "chat_template": [{"name": "default", "template": "a"}],
+        },
         "model.safetensors.index.json": {"weight_map": dict.fromkeys(tensors, "model.safetensors")},
-    }  # fmt: skip
+    }
     for name, value in files.items():
         (tmp_path / name).write_text(json.dumps(value))
     contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

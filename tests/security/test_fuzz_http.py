@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mutations import HOSTILE, Rounds, altered, damaged, no_errors_logged, rounds, shown, within
 from durable_case import make_engine, make_model
+from mutations import HOSTILE, Rounds, altered, damaged, no_errors_logged, rounds, shown, within
 from server_case import free_blocks, post, raw_stream, serving, wait_for
 
 from megatron_infer.errors import InferenceError
@@ -43,7 +43,7 @@ def case() -> Iterator[SimpleNamespace]:
         quick.setattr(request_body, "BODY_TIMEOUT_S", 0.3)
         quick.setattr(request_body, "DISCARD_TIMEOUT_S", 0.3)
         limits = {"max_body_bytes": 1 << 16, "max_reply_bytes": 1 << 18, "max_prompts": 8, "max_n": 4}
-        with serving(EchoEngine(num_blocks=256), control=True, request_timeout_s=2.0, **limits) as one:
+        with serving(EchoEngine(num_blocks=256), control=True, request_timeout_s=5.0, **limits) as one:
             one.before = post(one, "/v1/completions", **GOOD).json()["choices"]
             yield one
 
@@ -80,7 +80,15 @@ SEEDS = (
     chunked(BODY),
     raw("GET", "/health") + raw("POST", "/v1/completions", BODY) + raw("HEAD", "/version"),
     raw("OPTIONS", "*", b"", "Origin: https://a.example", "Access-Control-Request-Method: POST"),
-    raw("GET", "/", b"", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Key: a", "Sec-WebSocket-Version: 13"),
+    raw(
+        "GET",
+        "/",
+        b"",
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Key: a",
+        "Sec-WebSocket-Version: 13",
+    ),
     raw("GET", "/", b"", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"),
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 )
@@ -212,16 +220,15 @@ def test_damaged_fields_are_a_client_error_or_an_answer(case: SimpleNamespace, r
 
 def test_running_request_ends_with_its_connection_though_others_wait_behind_it() -> None:
     """uvicorn tells the last request of a connection alone that its client has left."""
-    with serving(EchoEngine(step_s=0.01)) as case:
+    with no_errors_logged(), serving(EchoEngine(step_s=0.01)) as case:
         before = free_blocks(case)
-        connection = raw_stream(case, "/v1/completions", prompt=[1, 2], max_tokens=1000)
+        connection = socket.create_connection(("127.0.0.1", case.port))
+        connection.sendall(raw("POST", "/v1/completions", json.dumps({"prompt": [1, 2], "max_tokens": 1500}).encode()))
         wait_for(lambda: free_blocks(case) != before)
         connection.sendall(raw("GET", "/version") * 3)
         time.sleep(0.1)
         connection.close()
-        began = time.monotonic()
-        wait_for(lambda: free_blocks(case) == before)
-        assert time.monotonic() - began < 5, "it was generated to its end"
+        wait_for(lambda: free_blocks(case) == before)  # it would take 15 s to its end
 
 
 def test_bytes_that_are_no_http_do_not_stand_within_a_reply_that_flows() -> None:

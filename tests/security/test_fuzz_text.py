@@ -20,15 +20,51 @@ __all__ = ["rounds"]
 pytestmark = pytest.mark.security
 
 PARTS = (
-    "{% for m in messages %}", "{% endfor %}", "{{ m.role }}", "{{ m['content'] | trim }}", "{{ m }}", "{{ messages | tojson }}",
-    "{% if tools %}", "{% elif add_generation_prompt %}", "{% else %}", "{% endif %}", "{% set x = messages[0] %}", "{{ x }}",
-    "{{ x.content.split('a')[-1] }}", "{% macro f(a) %}", "{% endmacro %}", "{{ f(f(1)) }}", "{% generation %}",
-    "{% endgeneration %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}", "{{ 2 ** 900 }}", "{{ strftime_now('%Y') }}", "{% break %}",
-    "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{{ messages.append(1) }}", "{% raw %}", "{% endraw %}",
-    "{{ namespace(a=1).a }}", "{{ '%s' | format(m) }}", "{{ '{0.__class__}'.format(m) }}", "{# a #}", "{{ x[::0] }}", "{{ -x }}",
-    "{{ y // z }}", "{{ (" * 3, "{{ [" + "(" * 400, "{% include 'a' %}", "{% import 'a' as b %}", "{% extends 'a' %}", "text",
-    "{{ 'a' | attr('__class__') }}", "{{ range(10 ** 9) | list }}", "{{ messages | map('upper') | list }}",
-)  # fmt: skip
+    "{% for m in messages %}",
+    "{% endfor %}",
+    "{{ m.role }}",
+    "{{ m['content'] | trim }}",
+    "{{ m }}",
+    "{{ messages | tojson }}",
+    "{% if tools %}",
+    "{% elif add_generation_prompt %}",
+    "{% else %}",
+    "{% endif %}",
+    "{% set x = messages[0] %}",
+    "{{ x }}",
+    "{{ x.content.split('a')[-1] }}",
+    "{% macro f(a) %}",
+    "{% endmacro %}",
+    "{{ f(f(1)) }}",
+    "{% generation %}",
+    "{% endgeneration %}",
+    "{{ raise_exception('no') }}",
+    "{{ 1 / 0 }}",
+    "{{ 2 ** 900 }}",
+    "{{ strftime_now('%Y') }}",
+    "{% break %}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ messages.append(1) }}",
+    "{% raw %}",
+    "{% endraw %}",
+    "{{ namespace(a=1).a }}",
+    "{{ '%s' | format(m) }}",
+    "{{ '{0.__class__}'.format(m) }}",
+    "{# a #}",
+    "{{ x[::0] }}",
+    "{{ -x }}",
+    "{{ y // z }}",
+    "{{ (" * 3,
+    "{{ [" + "(" * 400,
+    "{% include 'a' %}",
+    "{% import 'a' as b %}",
+    "{% extends 'a' %}",
+    "text",
+    "{{ 'a' | attr('__class__') }}",
+    "{{ range(10 ** 9) | list }}",
+    "{{ messages | map('upper') | list }}",
+)
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 MESSAGES = [
     {"role": "user", "content": "Hi"},
@@ -62,15 +98,44 @@ SCHEMA = {
     "$defs": {"c": {"type": "object", "properties": {"n": {"$ref": "#/$defs/c"}}, "format": "date"}},
 }
 PATTERNS = (
-    r"(a+)+$", r"(a|a)*b", r"(.*){10}", r"[a-z]{1,1000}", r"((a{0,100}){0,100}){0,100}", r"\p{L}+", r"(?i)x", r"a{4294967296}",
-    r"[^\x00-\x{10FFFF}]", r"(?=a)", r"\1", r"(?P<n>a)(?P=n)", r"[[:alpha:]&&[^a]]", r"(", r"[", r"*", r"\u{110000}", r"(?R)",
-    r".{0,65535}.{0,65535}", r"\b\B", r"(a?){64}a{64}",
-)  # fmt: skip
+    r"(a+)+$",
+    r"(a|a)*b",
+    r"(.*){10}",
+    r"[a-z]{1,1000}",
+    r"((a{0,100}){0,100}){0,100}",
+    r"\p{L}+",
+    r"(?i)x",
+    r"a{4294967296}",
+    r"[^\x00-\x{10FFFF}]",
+    r"(?=a)",
+    r"\1",
+    r"(?P<n>a)(?P=n)",
+    r"[[:alpha:]&&[^a]]",
+    r"(",
+    r"[",
+    r"*",
+    r"\u{110000}",
+    r"(?R)",
+    r".{0,65535}.{0,65535}",
+    r"\b\B",
+    r"(a?){64}a{64}",
+)
 GRAMMARS = (
-    'start: a | b\na: "x" a | "x"\nb: /[0-9]{1,9}/', "start: start start | start", 'root ::= "a" root | [0-9]+', "start: @1", "x: y",
-    'start: "a"~1..1000000', "%import common.WORD\nstart: WORD", 'start: (((("a"*)*)*)*)*', "start: %json {}", 'start[x: 1]: "a"',
-    "start: /(a+)+/", "root ::= ::= ", "start: <|im_end|>", 'start: a\na: b\nb: a | "c"',
-)  # fmt: skip
+    'start: a | b\na: "x" a | "x"\nb: /[0-9]{1,9}/',
+    "start: start start | start",
+    'root ::= "a" root | [0-9]+',
+    "start: @1",
+    "x: y",
+    'start: "a"~1..1000000',
+    "%import common.WORD\nstart: WORD",
+    'start: (((("a"*)*)*)*)*',
+    "start: %json {}",
+    'start[x: 1]: "a"',
+    "start: /(a+)+/",
+    "root ::= ::= ",
+    "start: <|im_end|>",
+    'start: a\na: b\nb: a | "c"',
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +183,19 @@ def test_grammar_whose_text_never_ends_holds_no_thread(grammars: GrammarCache, g
 
 
 @pytest.mark.parametrize("number", ["-9223372036854775808", "-9223372036854775799", "-9.223372036854775e18"])
-@pytest.mark.parametrize("where", ['{"const": %s}', '{"type": "integer", "minimum": %s, "maximum": -9223372036854775800}'])
+@pytest.mark.parametrize(
+    "where", ['{"const": %s}', '{"type": "integer", "minimum": %s, "maximum": -9223372036854775800}']
+)
 def test_number_that_would_end_the_process_is_refused(where: str, number: str) -> None:
     schema = where % number
     grammar = f"start: %json {schema}"
     tricked = '{"const": 1, "x": ' + schema + "}"
-    for given in ({"json_schema": schema}, {"json_schema": json.loads(schema)}, {"grammar": grammar}, {"json_schema": tricked}):
+    for given in (
+        {"json_schema": schema},
+        {"json_schema": json.loads(schema)},
+        {"grammar": grammar},
+        {"json_schema": tricked},
+    ):
         with pytest.raises(RequestError, match="in a schema: those from"):
             StructuredOutput.from_dict(given)
     StructuredOutput(json_schema={"const": -(2**61), "description": f"not {number}"})

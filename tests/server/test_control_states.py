@@ -232,6 +232,7 @@ def shared():
         yield case
 
 
+@pytest.mark.security
 def test_control_without_a_key_is_refused_to_pages_of_other_sites(shared):
     host = shared.url.removeprefix("http://")
     for headers in (

@@ -83,6 +83,7 @@ def test_requests_continue_over_an_update_and_their_spans_name_both_versions(cas
         assert [span["policy_version"] for span in choice["version_spans"]] == [0, 1]
 
 
+@pytest.mark.security
 def test_files_outside_the_root_are_neither_read_nor_disclosed(case, tmp_path):
     root = case.config.weights_root
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
@@ -107,6 +108,7 @@ def test_files_outside_the_root_are_neither_read_nor_disclosed(case, tmp_path):
     assert versions(case) == [2, 2]
 
 
+@pytest.mark.security
 def test_server_without_a_root_reads_no_files():
     with serving_with_control() as case:
         assert "--weights-root" in load(case, "/tmp", expected=403)["error"]["message"]

@@ -63,6 +63,7 @@ def refusal(case, path, body, *, status=400):
 # ---------------------------------------------------------------------- before anything is computed
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -83,6 +84,7 @@ def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(case, counted, p
     assert f"{LENGTH:,} tokens" in error["message"]
 
 
+@pytest.mark.security
 def test_text_far_beyond_the_context_costs_a_piece_of_it(case, counted):
     text = "a" * (12 * LENGTH)  # the longest token has 12 characters, so that it might fit; it has a token for each
     error = refusal(case, COMPLETION, {"prompt": text, "max_tokens": 1})
@@ -96,6 +98,7 @@ def test_text_far_beyond_the_context_costs_a_piece_of_it(case, counted):
     assert post(case, COMPLETION, prompt="a" * (LENGTH - 1), max_tokens=1).status_code == 200
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -125,6 +128,7 @@ def nested(depth):
     return schema
 
 
+@pytest.mark.security
 @pytest.mark.parametrize("parameters", [nested(40), nested(450), {"const": "a" * 70_000}])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_schemas_of_tools_are_bounded_whether_calls_are_forced_or_not(case, parameters, choice):
@@ -134,6 +138,7 @@ def test_schemas_of_tools_are_bounded_whether_calls_are_forced_or_not(case, para
     assert error["param"] == "tools"
 
 
+@pytest.mark.security
 def test_reply_of_a_call_without_max_tokens_ends_at_the_limit(case):
     asked = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "n": 4}
     choices = post(case, CHAT, **asked).json()["choices"]
@@ -141,6 +146,7 @@ def test_reply_of_a_call_without_max_tokens_ends_at_the_limit(case):
     assert {one["finish_reason"] for one in choices} == {"length"}
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     ("body", "what"),
     [
@@ -188,6 +194,7 @@ def test_long_body_with_fields_without_an_action_is_taken_apart_beside_the_event
     assert large is not small, "it ran on the event loop"
 
 
+@pytest.mark.security
 def test_recorded_traffic_is_readable_by_its_owner_alone_also_in_a_file_that_was_there(tmp_path):
     path = tmp_path / "traffic.jsonl"
     path.touch(mode=0o644)
@@ -206,6 +213,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(http_protocol, "LOG_EVERY_S", 60.0)
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(
     "head",
     [
@@ -231,6 +239,7 @@ def test_large_head_and_many_headers_within_the_limits_are_served(case):
     assert case.http.get("/version", headers=headers).status_code == 200
 
 
+@pytest.mark.security
 @pytest.mark.parametrize("sent", [b"", b"GET /ver", b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: "])
 def test_connection_without_a_whole_head_is_closed(case, quick, sent):
     with closing(connect(case)) as connection:
@@ -254,6 +263,7 @@ def test_connection_without_a_whole_head_is_closed(case, quick, sent):
     assert data.startswith(b"HTTP/1.1 408 ") if sent else data == b""
 
 
+@pytest.mark.security
 def test_half_a_head_behind_a_reply_is_closed(case, quick):
     with closing(connect(case)) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /ver")
@@ -267,6 +277,7 @@ def test_slow_reply_is_not_taken_for_a_slow_head(quick):
         assert reply.status_code == 200 and len(reply.json()["choices"][0]["text"].split()) == 20
 
 
+@pytest.mark.security
 def test_pipelined_requests_are_answered_in_order_and_bounded(case):
     one = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with closing(connect(case)) as connection:
@@ -277,6 +288,7 @@ def test_pipelined_requests_are_answered_in_order_and_bounded(case):
         assert reply_on(connection).count(b"HTTP/1.1 200 ") <= 20
 
 
+@pytest.mark.security
 def test_connections_beyond_the_limit_get_503_old_ones_go_on_and_one_line_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(http_protocol, "raise_descriptor_limit", lambda: 6)
     from megatron_infer.server import http_server
@@ -340,6 +352,7 @@ NAMES = [
 ROUTES = [("GET", "/health"), ("GET", "/v1/status"), ("GET", "/metrics"), ("GET", "/"), ("POST", COMPLETION)]
 
 
+@pytest.mark.security
 @pytest.mark.parametrize(("host", "is_served"), NAMES)
 def test_host_is_checked_by_address_on_every_route(case, host, is_served):
     for method, path in ROUTES:
@@ -369,6 +382,7 @@ def test_allowed_hosts_are_options_and_a_key_takes_the_place_of_names():
         assert case.http.get("/version", headers={"Host": "evil.example"}).status_code == 200
 
 
+@pytest.mark.security
 def test_control_without_key_answers_to_loopback_alone():
     with serving(control=True) as case:
         for host in [name for name, is_served in NAMES if not is_served] + ["192.0.2.7", socket.gethostname()]:
@@ -380,6 +394,7 @@ PAGE = "https://app.example"
 ASK = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-a"}
 
 
+@pytest.mark.security
 def test_cors_is_off_by_default_and_open_to_the_origins_given(case):
     for path in ("/version", COMPLETION):
         replies = [case.http.options(path, headers=ASK), case.http.get("/version", headers={"Origin": PAGE})]
@@ -414,6 +429,7 @@ def asking_from(case, address):
     return httpx.Client(base_url=case.url, transport=httpx.HTTPTransport(local_address=address), timeout=60)
 
 
+@pytest.mark.security
 def test_a_call_of_many_prompts_does_not_stand_before_another_caller():
     engine = EchoEngine(step_s=0.005, max_requests=4)
     with serving(engine, max_queue=512) as case, asking_from(case, "127.0.0.2") as other:
@@ -442,6 +458,7 @@ def cached_tokens(client, **body):
     return reply.json()["usage"]["prompt_tokens_details"]
 
 
+@pytest.mark.security
 def test_what_others_have_sent_does_not_show_unless_asked_and_is_not_shared_if_isolated():
     with serving() as case:
         assert [cached_tokens(case.http) for _ in range(2)] == [None, None]
@@ -454,6 +471,7 @@ def test_what_others_have_sent_does_not_show_unless_asked_and_is_not_shared_if_i
             assert cached_tokens(other, cache_salt="s")["cached_tokens"] == 0
 
 
+@pytest.mark.security
 def test_health_says_what_the_process_knows_while_the_coordinator_is_busy(monkeypatch):
     monkeypatch.setattr(engine_client, "REPORT_TIMEOUT_S", 0.2)
     with serving() as case:

@@ -149,6 +149,7 @@ def case():
         yield one
 
 
+@pytest.mark.security
 def test_malformed_calls_get_the_reason_while_a_stream_flows(case):
     assert len(WRONG) >= 60
     flowing, chunks = threading.Event(), []
@@ -180,6 +181,7 @@ def test_malformed_calls_get_the_reason_while_a_stream_flows(case):
     assert case.http.get("/health").json()["status"] == "ok"
 
 
+@pytest.mark.security
 def test_wrong_content_types_methods_and_headers_are_refused(case):
     for kind in ("text/plain", "application/x-www-form-urlencoded", None):
         headers = {} if kind is None else {"Content-Type": kind}

@@ -189,6 +189,7 @@ def test_models_health_version_and_tokens(client, case):
     assert text == tokenizer().apply_chat_template(CHAT)
 
 
+@pytest.mark.security
 def test_errors_are_the_clients_own_classes(client, case):
     ask = client.completions.create
     with pytest.raises(openai.NotFoundError, match="'other' is not served here; there is tiny, alias"):

@@ -48,6 +48,7 @@ def run(case, folder, *, examples, seed=1):
 
 
 @pytest.mark.long
+@pytest.mark.security
 def test_openapi_document_matches_what_is_served(tmp_path):
     with serving(EchoEngine(num_blocks=64), api_key=KEY) as case:
         case.http.headers["Authorization"] = f"Bearer {KEY}"
