@@ -1,6 +1,6 @@
 """The status page at / for operators, and /v1/status, which has its figures.
 
-The page, its script and its style are served without the API key: they are the same on every server. Status and chats
+The page, its scripts and its style are served without the API key: they are the same on every server. Status and chats
 need the key, which the page asks for and keeps in memory.
 """
 
@@ -17,10 +17,11 @@ from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 
+SCRIPTS = ("theme.js", "page.js", "chat.js", "charts.js", "markdown.js", "server.js")
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
-    "/static/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/static/page.css": ("page.css", "text/css; charset=utf-8"),
+    **{f"/static/{name}": (name, "text/javascript; charset=utf-8") for name in SCRIPTS},
 }
 """Path -> file of the package and its media type; no other file is served."""
 HEADERS = {

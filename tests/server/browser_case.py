@@ -24,12 +24,13 @@ def missing():
 class Browser:
     """One window."""
 
-    def __init__(self, port, folder, *, size=(1180, 800), dark=False):
+    def __init__(self, port, folder, *, hosts=""):
+        """hosts: host names and where they lead to, as `--host-resolver-rules` has them."""
         self._base = f"http://127.0.0.1:{port}"
         wait_until(lambda: self._answers(), 30)
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        arguments += [f"--window-size={size[0]},{size[1]}", f"--user-data-dir={folder}"]
-        arguments += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
+        arguments += ["--window-size=1440,900", f"--user-data-dir={folder}", "--lang=en"]
+        arguments += [f"--host-resolver-rules={hosts}"] if hosts else []
         options = {"args": arguments, "binary": shutil.which("chromium")}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
@@ -55,6 +56,41 @@ class Browser:
     def run(self, script, *arguments):
         """What `script` returns, run in the page."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+
+    def devtools(self, command, **parameters):
+        """A command of the DevTools protocol."""
+        return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def look(self, width, height, *, dark=False, phone=False):
+        """The size of the page, the system's colours, and a phone's screen."""
+        scale = 1.5 if phone else 1
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": phone}
+        self.devtools("Emulation.setDeviceMetricsOverride", **size)
+        wanted = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.devtools("Emulation.setEmulatedMedia", features=wanted)
+
+    def press(self, *keys):
+        """Presses keys where the focus is; several at a time are held together, the last one first to go up."""
+        actions = [{"type": "keyDown", "value": key} for key in keys]
+        actions += [{"type": "keyUp", "value": key} for key in reversed(keys)]
+        self._call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+
+    def scroll(self, selector, down):
+        """Turns the mouse's wheel over an element; a negative number: upwards."""
+        where = {"x": 0, "y": 0, "origin": {ELEMENT: self._find(selector)}}
+        turn = {"type": "scroll", "deltaX": 0, "deltaY": down, "duration": 0, **where}
+        self._call("POST", "/actions", {"actions": [{"type": "wheel", "id": "wheel", "actions": [turn]}]})
+
+    def hover(self, selector):
+        move = {"type": "pointerMove", "x": 0, "y": 0, "duration": 0, "origin": {ELEMENT: self._find(selector)}}
+        self._call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
+
+    def double_click(self, selector):
+        where = {"type": "pointerMove", "x": 0, "y": 0, "duration": 0, "origin": {ELEMENT: self._find(selector)}}
+        click = [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
+        self._call(
+            "POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [where, *click, *click]}]}
+        )
 
     def text(self, selector):
         return self.run("const one = document.querySelector(arguments[0]); return one && one.innerText", selector)

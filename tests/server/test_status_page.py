@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from importlib import resources
 
 import httpx
 from server_case import post, serving, wait_for
@@ -12,6 +13,8 @@ from megatron_infer.server.status_page import FILES
 from megatron_infer.testing.echo import EchoEngine
 
 KEY = "k-page"
+STATIC = resources.files("megatron_infer.server") / "static"
+SCRIPTS = {name: (STATIC / name).read_text(encoding="utf-8") for name, _ in FILES.values() if name.endswith(".js")}
 
 
 def test_page_needs_no_key_and_its_data_does():
@@ -30,15 +33,40 @@ def test_page_loads_nothing_from_elsewhere_and_runs_no_script_from_its_text():
         page = case.http.get("/")
         policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
         assert policy["default-src"] == "'none'" and policy["script-src"] == policy["connect-src"] == "'self'"
+        assert policy["style-src"] == "'self'" and policy["img-src"] == "data:"
         assert policy["frame-ancestors"] == "'none'" and "unsafe" not in page.headers["content-security-policy"]
         assert page.headers["x-content-type-options"] == "nosniff"
-        asked = re.findall(r'(?:src|href)="([^"]*)"', page.text)
-        assert set(asked) == {"data:,", "/static/page.css", "/static/page.js", "/health"}
+        asked = set(re.findall(r'(?:src|href)="([^"]*)"', page.text))
+        assert asked == {"data:,", "#text", "/health", "/static/page.css", "/static/theme.js", "/static/page.js"}
         assert not re.search(r"<script(?! src=)|\son\w+=|style=", page.text)
-        script = case.http.get("/static/page.js").text
-        assert not re.search(
-            r"innerHTML|insertAdjacentHTML|eval\(|localStorage|sessionStorage|cookie|https?://", script
-        )
+        assert not re.search(r"url\(|@import|//", case.http.get("/static/page.css").text)
+
+
+def test_scripts_never_make_html_of_a_text_and_keep_nothing_but_the_theme():
+    parses = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|ContextualFragment|setHTML|srcdoc"
+    runs = r"eval\(|Function\(|javascript:|setTimeout\(\s*[\"'`]|sessionStorage|indexedDB|caches\b|cookie"
+    for name, script in SCRIPTS.items():
+        assert not re.search(f"{parses}|{runs}", script), name
+        assert set(re.findall(r"https?://[\w.]+", script)) <= {"http://www.w3.org"}, f"{name}: another site"
+        kept = re.findall(r'localStorage\.(?:get|set)Item\("theme"', script)
+        assert script.count("localStorage") == len(kept) == (2 if name == "theme.js" else 0)
+
+
+def test_what_the_scripts_use_is_there():
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    ids, reached = set(re.findall(r'\bid="([^"]*)"', page)), set(re.findall(r'src="/static/([^"]*)"', page))
+    for name, script in SCRIPTS.items():
+        used = set(re.findall(r'(?:\$|getElementById)\("([^"]*)"\)', script))
+        assert used <= ids, f"{name}: {used - ids}"
+        reached |= set(re.findall(r'from "\./([^"]*)"', script))
+        for names, other in re.findall(r'import \{([^}]*)\} from "\./([^"]*)"', script):
+            given = set(
+                re.findall(r"^export (?:async )?(?:function\*?|const|class) (\w+)", SCRIPTS[other], re.MULTILINE)
+            )
+            assert {one.strip() for one in names.split(",")} <= given, f"{name} and {other}"
+    assert reached == set(SCRIPTS), "each is loaded, none is missing"
+    labels = set(re.findall(r'(?:for|aria-labelledby|aria-describedby)="([^"]*)"', page))
+    assert labels <= ids and re.findall(r'href="#(\w+)"', page) == ["text"]
 
 
 def test_no_other_file_is_served_beside_the_page():

@@ -22,15 +22,16 @@ def test_chat_grows_while_tokens_arrive_and_control_buttons_are_off_without_cont
         page.open(case.url)
         wait_until(lambda: page.text("#state") == "ok")
         assert page.shown("#controls button") == [] and page.shown("#key-form") == []
+        page.run("document.getElementById('max-tokens').value = 200")
         page.type("#text", "Hello\ue007")  # Enter
         lengths = []
         wait_until(lambda: page.shown("#stop") == ["Stop"])
         while page.shown("#stop"):
-            lengths.append(len(page.text(".turn.assistant p")))
+            lengths.append(len(page.text(".turn.assistant .text")))
             time.sleep(0.1)
         assert len(set(lengths)) >= 4 and lengths == sorted(lengths), lengths
         assert "200 tokens" in page.text(".turn.assistant .who")
-        assert len(page.text(".turn.assistant p").split()) == 200
+        assert len(page.text(".turn.assistant .text").split()) == 200
         wait_until(lambda: "cached" in page.text("#replicas"))
         page.type("#text", "And again\ue007")
         wait_until(lambda: page.shown("#stop") == ["Stop"])
