@@ -138,14 +138,15 @@ def new_page(page: Browser, url: str) -> None:
 
 def check_chat(page: Browser) -> None:
     """A chat is answered, and can be read while it is drawn; a screen reader gets it whole."""
-    page.run(WATCH)
     answer = say(page, QUESTIONS[0])
+    assert answer in page.run("return document.getElementById('spoken').textContent")
+    page.run(WATCH)
+    say(page, QUESTIONS[1])
     seen = {text for text in page.run("return window.seen") if text}
-    print(f"chat: {answer!r}; {len(seen)} states of it were seen; {page.text('.assistant .who')}")
+    print(f"chat: {answer!r}; {len(seen)} states of the next were seen; {page.text('.assistant .who')}")
     assert "Paris" in answer, "the model knows this one"
     assert len(seen) >= 3, "it came at once, not as it was drawn"
     assert "tokens/s" in page.text(".assistant .who")
-    assert answer in page.run("return document.getElementById('spoken').textContent")
     assert page.complaints() == []
 
 

@@ -15,7 +15,7 @@ ATTACKS = (
     "<base href=//evil.example/><meta http-equiv=refresh content='0;url=//evil.example'>",
     "<a href='javascript:window.pwned=1'>a</a><details open ontoggle=window.pwned=1>",
     "[a](javascript:window.pwned=1)",
-    "[a](JaVaScRiPt:window.pwned=1) [a](\x01javascript:window.pwned=1) [a](java&#115;cript:window.pwned=1)",
+    "[a](JaVaScRiPt:window.pwned=1) [a](\x01javascript:window.pwned=1) [a](&#106;avascript:window.pwned=1)",
     "[a](java\tscript:window.pwned=1) [a](java\nscript:window.pwned=1) [a]( javascript:window.pwned=1 )",
     "[a](data:text/html,<script>window.pwned=1</script>) [a](data:text/html;base64,PHNjcmlwdD4=)",
     "[a](vbscript:x) [a](file:///etc/passwd) [a](blob:https://evil.example/x) [a](about:blank) [a](ftp://evil.example)",

@@ -68,7 +68,8 @@ def check(tree):
         ("***a*** __b__ ~~c~~", "<p><em><strong>a</strong></em> <strong>b</strong> <del>c</del></p>"),
         ("d_e_f 2 * 3 **open", "<p>d_e_f 2 * 3 **open</p>"),
         ("*a **b*** `*c*`", "<p><em>a <strong>b</strong></em> <code>*c*</code></p>"),
-        ("``d`e`` `f \\``a`", "<p><code>d`e</code> `f `<code>a</code></p>"),
+        ("``d`e`` `f", "<p><code>d`e</code> `f</p>"),
+        ("\\``a`", "<p>`<code>a</code></p>"),
         (
             "3. a\n   - b\n   c\n4. e\n\nf",
             f"<ol start=3>{A}<ul><li><p>b\nc</p></li></ul></li><li><p>e</p></li></ol><p>f</p>",
@@ -94,6 +95,7 @@ def test_markdown_becomes_nodes(nodes, text, shown):
     assert html(nodes(text)) == shown
 
 
+@pytest.mark.security
 def test_hostile_texts_become_text_and_links_to_https_only(nodes):
     for text in (*ATTACKS, "\n".join(ATTACKS), "\n\n".join(ATTACKS), SHOWCASE):
         tree = nodes(text)
@@ -103,6 +105,7 @@ def test_hostile_texts_become_text_and_links_to_https_only(nodes):
         assert text_of(tree).count("<script>") == text.count("<script>") - sum(h.count("<script>") for h in hrefs)
 
 
+@pytest.mark.security
 def test_link_says_where_it_leads_to(nodes):
     tree = nodes("[https://bank.example](https://bank.example.evil.example:81/x) https://a.example/b")
     assert [node["host"] for node in every(tree) if isinstance(node, dict) and node["tag"] == "a"] == [
@@ -111,6 +114,7 @@ def test_link_says_where_it_leads_to(nodes):
     ]
 
 
+@pytest.mark.security
 def test_long_hostile_texts_are_read_within_the_time_limit_and_nest_no_deeper_than_is_safe(nodes):
     for piece in HUGE:
         text = piece * (20_000 // len(piece))

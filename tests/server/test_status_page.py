@@ -7,6 +7,7 @@ import threading
 from importlib import resources
 
 import httpx
+import pytest
 from server_case import post, serving, wait_for
 
 from megatron_infer.server.status_page import FILES
@@ -28,6 +29,7 @@ def test_page_needs_no_key_and_its_data_does():
         assert reply.json()["status"] == "ok" and reply.headers["cache-control"] == "no-store"
 
 
+@pytest.mark.security
 def test_page_loads_nothing_from_elsewhere_and_runs_no_script_from_its_text():
     with serving() as case:
         page = case.http.get("/")
@@ -42,6 +44,7 @@ def test_page_loads_nothing_from_elsewhere_and_runs_no_script_from_its_text():
         assert not re.search(r"url\(|@import|//", case.http.get("/static/page.css").text)
 
 
+@pytest.mark.security
 def test_scripts_never_make_html_of_a_text_and_keep_nothing_but_the_theme():
     parses = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|ContextualFragment|setHTML|srcdoc"
     runs = r"eval\(|Function\(|javascript:|setTimeout\(\s*[\"'`]|sessionStorage|indexedDB|caches\b|cookie"

@@ -129,7 +129,7 @@ async function ask(text) {
     if (error.name === "AbortError") reason = "stopped";
     else failed = inWords(error);
     if (error.status === 401) askKey();
-    if (error.code === "context_length_exceeded") failed += ". Ask for fewer tokens, or begin a new chat.";
+    if (error.code === "context_length_exceeded") failed += " Ask for fewer tokens, or begin a new chat.";
   }
   const figures = [];
   if (usage) {
@@ -141,7 +141,7 @@ async function ask(text) {
   if (reason === "length") figures.push(`ended at the limit of ${limit} tokens`);
   if (chat === messages && failed && !$("text").value) {
     $("text").value = text;
-    failed += `${/[.!?]$/.test(failed) ? "" : "."} Your message is in the box again.`;
+    failed += " Your message is in the box again.";
   }
   answer.end(figures, failed);
   if (answer.text) chat.push({ role: "assistant", content: answer.text });

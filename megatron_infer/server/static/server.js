@@ -31,7 +31,7 @@ async function refused(reply) {
   const later = wait ? ` Try again in ${wait} s.` : "";
   try {
     const { message, code } = (await reply.json()).error;
-    return new Refused(reply.status, code, `${message} (${reply.status})${later && "."}${later}`);
+    return new Refused(reply.status, code, `${message.replace(/\.$/, "")} (${reply.status}).${later}`);
   } catch {
     const message = `The server answered ${reply.status} ${reply.statusText} and gave no reason.${later}`;
     return new Refused(reply.status, "", message);
