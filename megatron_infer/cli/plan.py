@@ -17,7 +17,7 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.errors import ConfigError
 
-STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
+STATE_ROWS = ("state_slot_bytes", "num_cached_states", "num_state_slots", "state_bytes")
 """Rows for models with recurrent state only; JSON has them always."""
 SHOWN_SHAPES = 8
 """Most rows of the table of graphs; JSON has all."""
