@@ -137,7 +137,7 @@ def jobs_left(jobs: Iterable[Job], outcomes: Iterable[Compiled]) -> list[Job]:
         job
         for job, one in asked
         if job.arch != one.arch
-        and (one.by_arch and not _is_also_in_bf16(job) or one.shared_bytes > SHARED_LIMIT[job.arch])
+        and ((one.by_arch and not _is_also_in_bf16(job)) or one.shared_bytes > SHARED_LIMIT[job.arch])
     ]
 
 

@@ -22,7 +22,7 @@ from megatron_infer.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
 
-STATE_ROWS = ("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes")
+STATE_ROWS = ("state_slot_bytes", "num_cached_states", "num_state_slots", "state_bytes")
 """Rows for models with recurrent state only; JSON has them always."""
 SHOWN_SHAPES = 8
 """Most rows of the table of graphs; JSON has all."""

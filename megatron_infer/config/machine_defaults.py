@@ -17,7 +17,7 @@ CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
 CPU_STEP_TOKENS = 512
 """Tokens of one step on a CPU by default: longer prompts are chunked, so that other requests wait a quarter of a second
 for a token."""
-MAX_DEFAULT_SNAPSHOTS = 64
+MAX_DEFAULT_CACHED_STATES = 64
 """The most recurrent states that the prefix cache keeps by default; they take at most an eighth of the buffer."""
 
 
@@ -97,14 +97,14 @@ def _set_state_defaults(
         return  # InferenceConfig refuses it and says why
     num_states = int(buffer_gb * GIB) // state.slot_bytes
     if asked.get("enable_prefix_caching", True) and "prefix_caching_mamba_gb" not in asked:
-        count = max(1, min(MAX_DEFAULT_SNAPSHOTS, num_states // 8))
+        count = max(1, min(MAX_DEFAULT_CACHED_STATES, num_states // 8))
         base["prefix_caching_mamba_gb"] = count * state.slot_bytes / GIB
     if "max_requests" in asked:
         return
-    most, snapshots = base.pop("max_requests", max_tokens), asked.get("prefix_caching_mamba_gb")
+    most, cached_gb = base.pop("max_requests", max_tokens), asked.get("prefix_caching_mamba_gb")
     if "mamba_memory_ratio" in asked:
         return
-    kept = base.get("prefix_caching_mamba_gb", 0) if snapshots is None else snapshots
+    kept = base.get("prefix_caching_mamba_gb", 0) if cached_gb is None else cached_gb
     left = available_bytes - int(kept * GIB) if isinstance(kept, (int, float)) and math.isfinite(kept) else 0
     num_states = cap_to_memory(int(buffer_gb * GIB), 0, max(0, left))[0] // state.slot_bytes
     fit = min(num_states // 2 if shape.num_attention_layers else num_states - 1, most, max_tokens)

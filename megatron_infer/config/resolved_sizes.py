@@ -40,9 +40,9 @@ class ResolvedSizes:
     max_requests: int = _in("requests")
     state_slot_bytes: int = _in("bytes")
     """This and the next three are 0 for a model without recurrent state."""
-    num_snapshot_slots: int = _in("slots")
+    num_cached_states: int = _in("slots")
     num_state_slots: int = _in("slots")
-    """Slot r < max_requests belongs to row r, slot max_requests is the dummy, the snapshots follow."""
+    """Slot r < max_requests belongs to row r, slot max_requests is the dummy, the cached states follow."""
     state_bytes: int = _in("bytes")
     max_tokens: int = _in("tokens/step")
     max_decode_requests: int = _in("requests/step", "max_requests: one token each")
@@ -84,7 +84,7 @@ def dependent_sizes(
     num_blocks: int | None,
     max_sequence_length: int,
     max_requests: int,
-    num_snapshot_slots: int,
+    num_cached_states: int,
     state_slot_bytes: int,
     max_prompt_tokens: int | None,
 ) -> dict[str, int]:
@@ -95,9 +95,9 @@ def dependent_sizes(
     """
     width = blocks_for(max_sequence_length, block_size)
     if num_blocks is None:
-        num_blocks = (max_requests + num_snapshot_slots) * width + 1
+        num_blocks = (max_requests + num_cached_states) * width + 1
     usable = num_blocks - 1
-    num_state_slots = max_requests + 1 + num_snapshot_slots if state_slot_bytes else 0
+    num_state_slots = max_requests + 1 + num_cached_states if state_slot_bytes else 0
     prompt_limits = [max_sequence_length - 1, usable * block_size]
     return {
         "num_blocks": num_blocks,
@@ -105,7 +105,7 @@ def dependent_sizes(
         "max_sequence_length": max_sequence_length,
         "max_blocks_per_row": width,
         "max_requests": max_requests,
-        "num_snapshot_slots": num_snapshot_slots,
+        "num_cached_states": num_cached_states,
         "num_state_slots": num_state_slots,
         "state_bytes": num_state_slots * state_slot_bytes,
         "max_decode_requests": max_requests,

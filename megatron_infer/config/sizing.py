@@ -7,11 +7,11 @@ The rules are those of Megatron's dynamic context, so that a job sized there is 
     blocks - 1   ── floor to TP, then to 4 ────────────> max_requests, when the user gives none
 
     states: a share of the buffers (mamba_memory_ratio), or those of max_requests, or one per block (`split_pool`)
-    state slots = max_requests + a dummy for padding writes + snapshots of the prefix cache
+    state slots = max_requests + a dummy for padding writes + cached states
 
-Snapshots are on top of the buffer. So is the dummy slot where a ratio or max_requests reserves states: Megatron needs
-no dummy and reserves exactly those states. Without attention layers (Megatron refuses such models) blocks only name
-positions: they take no bytes, and the buffer holds states only, the dummy among them.
+Cached states are on top of the buffer. So is the dummy slot where a ratio or max_requests reserves states: Megatron
+needs no dummy and reserves exactly those states. Without attention layers (Megatron refuses such models) blocks only
+name positions: they take no bytes, and the buffer holds states only, the dummy among them.
 
 Two deviations are on purpose. A buffer that holds no usable block is refused (Megatron silently takes two blocks, more
 than it was given). A derived max_requests neither rounds down to zero nor exceeds max_tokens (Megatron asserts).
@@ -53,7 +53,7 @@ class MemoryBudget(NamedTuple):
     paused_bytes: int
     state_ratio: float | None
     """Share of both for recurrent states; None: see `split_pool`."""
-    snapshot_bytes: int | None
+    cached_state_bytes: int | None
     """For states that the prefix cache keeps, on top of both; None: it keeps none."""
     note: str
     """Why the buffer is smaller than buffer_size_gb; "" if it is not."""
@@ -61,16 +61,16 @@ class MemoryBudget(NamedTuple):
 
 def budget_of(config: InferenceConfig, shape: ModelShape, available_bytes: int | None) -> MemoryBudget:
     """The budget on a device with so much free memory (None: unknown)."""
-    snapshot_bytes = None
+    cached_state_bytes = None
     if shape.state is not None and config.enable_prefix_caching and config.prefix_caching_mamba_gb is not None:
-        snapshot_bytes = int(config.prefix_caching_mamba_gb * GIB)
+        cached_state_bytes = int(config.prefix_caching_mamba_gb * GIB)
     if available_bytes is not None:
-        available_bytes = max(0, available_bytes - (snapshot_bytes or 0))
+        available_bytes = max(0, available_bytes - (cached_state_bytes or 0))
     asked, paused = int(config.buffer_size_gb * GIB), int((config.paused_buffer_size_gb or 0) * GIB)
     buffer_bytes, paused_bytes, note = cap_to_memory(asked, paused, available_bytes)
     # The share of states is for the pipeline stages that keep some.
     ratio = None if shape.is_stage and shape.state is None else config.mamba_memory_ratio
-    return MemoryBudget(buffer_bytes, paused_bytes, ratio, snapshot_bytes, note)
+    return MemoryBudget(buffer_bytes, paused_bytes, ratio, cached_state_bytes, note)
 
 
 def resolve_sizes(
@@ -101,7 +101,7 @@ def resolve_sizes(
         num_blocks=num_blocks if block_bytes else None,
         max_sequence_length=length,
         max_requests=max_requests,
-        num_snapshot_slots=_num_snapshots(budget, slot_bytes),
+        num_cached_states=_num_cached_states(budget, slot_bytes),
         state_slot_bytes=slot_bytes,
         max_prompt_tokens=None if config.enable_chunked_prefill else max_tokens,
     )
@@ -225,15 +225,15 @@ def _too_small(config: InferenceConfig, budget: MemoryBudget, block_bytes: int, 
     )
 
 
-def _num_snapshots(budget: MemoryBudget, slot_bytes: int) -> int:
-    if budget.snapshot_bytes is None or not slot_bytes:
+def _num_cached_states(budget: MemoryBudget, slot_bytes: int) -> int:
+    if budget.cached_state_bytes is None or not slot_bytes:
         return 0
-    if budget.snapshot_bytes < slot_bytes:
+    if budget.cached_state_bytes < slot_bytes:
         raise CapacityError(
-            f"prefix_caching_mamba_gb gives {budget.snapshot_bytes:,} bytes, one recurrent state takes {slot_bytes:,}; "
-            f"set prefix_caching_mamba_gb >= {_least_gib(slot_bytes):.6f}, or None for no snapshots"
+            f"prefix_caching_mamba_gb gives {budget.cached_state_bytes:,} bytes, one recurrent state takes "
+            f"{slot_bytes:,}; set prefix_caching_mamba_gb >= {_least_gib(slot_bytes):.6f}, or None to cache no states"
         )
-    return budget.snapshot_bytes // slot_bytes
+    return budget.cached_state_bytes // slot_bytes
 
 
 def _least_gib(num_bytes: int) -> float:
@@ -293,7 +293,7 @@ def _how_blocks(
         none = "no attention layers"
         return {
             "block_bytes": f"{none}: blocks name positions and take no memory",
-            "num_blocks": "(max_requests + num_snapshot_slots) x max_blocks_per_row + a dummy block: never lacking",
+            "num_blocks": "(max_requests + num_cached_states) x max_blocks_per_row + a dummy block: never lacking",
             "num_usable_blocks": usable,
             "paused_block_limit": f"{none}: no request pauses for a block",
         }
@@ -341,13 +341,13 @@ def _how_states(
     how = {"max_requests": "as configured" if config.max_requests is not None else f"{limit}, {floored}"}
     if state is None:
         none = "the model keeps no recurrent state"
-        return how | dict.fromkeys(("state_slot_bytes", "num_snapshot_slots", "num_state_slots", "state_bytes"), none)
+        return how | dict.fromkeys(("state_slot_bytes", "num_cached_states", "num_state_slots", "state_bytes"), none)
     return how | {
         "state_slot_bytes": f"{state.num_layers} Mamba layers x (conv {state.conv_shape} {state.conv_dtype} + SSM "
         f"{state.ssm_shape} {state.ssm_dtype}), each part up to {CACHE_LINE} B",
-        "num_snapshot_slots": "prefix_caching_mamba_gb is None or prefix caching is off: no states are cached"
-        if budget.snapshot_bytes is None
-        else f"{budget.snapshot_bytes:,} bytes (prefix_caching_mamba_gb, on top of the buffer) // state_slot_bytes",
-        "num_state_slots": "max_requests + 1 dummy slot + num_snapshot_slots",
+        "num_cached_states": "prefix_caching_mamba_gb is None or prefix caching is off: no states are cached"
+        if budget.cached_state_bytes is None
+        else f"{budget.cached_state_bytes:,} bytes (prefix_caching_mamba_gb, on top of the buffer) // state_slot_bytes",
+        "num_state_slots": "max_requests + 1 dummy slot + num_cached_states",
         "state_bytes": "num_state_slots x state_slot_bytes",
     }

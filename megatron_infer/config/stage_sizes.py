@@ -27,7 +27,7 @@ def stage_limits(shape: ModelShape, sizes: ResolvedSizes, host: tuple[int, int])
         sizes.num_blocks if attends else UNLIMITED,
         sizes.paused_block_limit if attends else UNLIMITED,
         host[0] if attends else UNLIMITED,
-        sizes.num_snapshot_slots if recurrent else UNLIMITED,
+        sizes.num_cached_states if recurrent else UNLIMITED,
         host[1] if recurrent else UNLIMITED,
         0 if recurrent else 1,
     ]
@@ -49,7 +49,7 @@ def agree(sizes: ResolvedSizes, limits: Sequence[int]) -> StageSizes:
 
     Example: 100 and 80 blocks -> 80 on both; a stage without attention layers also has 80, which take no memory there.
     """
-    length, max_requests, num_blocks, paused, host_blocks, snapshots, host_states, stateless = limits
+    length, max_requests, num_blocks, paused, host_blocks, cached_states, host_states, stateless = limits
     recurrent, attends = not stateless, num_blocks != UNLIMITED
     figures = dependent_sizes(
         block_size=sizes.block_size,
@@ -57,7 +57,7 @@ def agree(sizes: ResolvedSizes, limits: Sequence[int]) -> StageSizes:
         num_blocks=num_blocks if attends else None,
         max_sequence_length=length,
         max_requests=max_requests,
-        num_snapshot_slots=snapshots if recurrent else 0,
+        num_cached_states=cached_states if recurrent else 0,
         state_slot_bytes=sizes.state_slot_bytes,
         max_prompt_tokens=sizes.max_prompt_tokens,
     ) | {"paused_block_limit": paused if attends else 0}

@@ -27,7 +27,7 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.durable.codec import SavedKV
 from megatron_infer.durable.file_format import add_tensor
 from megatron_infer.durable.rank_files import layout_differs, layout_of, read_part
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.scheduler.policy import blocks_needed
 from megatron_infer.scheduler.request import Request
@@ -117,7 +117,7 @@ class Memory:
     num_states: int = 0
 
 
-def collect(requests: Iterable[Request], store: StateStore, *, attends: bool, recurrent: bool) -> Memory:
+def collect(requests: Iterable[Request], store: CacheStore, *, attends: bool, recurrent: bool) -> Memory:
     """The memory of requests of which something is computed.
 
     attends, recurrent: some rank keeps keys and values, or recurrent states. Nothing may be in flight: what was
@@ -150,7 +150,7 @@ class KVReturn:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: StateStore, *, block_size: int | None
+        self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: CacheStore, *, block_size: int | None
     ) -> None:
         """tensors: as `collect` gave them, in blocks of `block_size`; None: the file holds no blocks on any rank."""
         self._content, self._states = tensors.get("blocks"), tensors.get("states")
@@ -222,7 +222,7 @@ class KVArchive:
     def __init__(
         self,
         adopted: AdoptedModel,
-        store: StateStore,
+        store: CacheStore,
         scheduler: Scheduler,
         weights: WeightManager,
         rank_group: RankGroup,

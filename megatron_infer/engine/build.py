@@ -52,7 +52,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.kernels.select import BackendChoice, ChosenKernels, choose, choose_exact
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.choose import make_region
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.exact_forward import inexact_part
@@ -260,7 +260,7 @@ def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenc
         keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
         num_host_slots=num_host_slots,
         recurrent=agreed.recurrent,
-        num_cached_states=sizes.num_snapshot_slots,
+        num_cached_states=sizes.num_cached_states,
         num_host_states=num_host_states,
     )
 
@@ -446,7 +446,7 @@ def make_runner(
         unified_memory=config.unified_memory_level > 0,
         spill_bytes=int((config.paused_buffer_size_gb or 0) * GIB) if config.unified_memory_level else 0,
     )
-    store = StateStore(layout, region, agreed.host)
+    store = CacheStore(layout, region, agreed.host)
     rotary = adopted.rotary_table(sizes.max_sequence_length)
     builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype)
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.step_plan import StepPlan
 
@@ -14,7 +14,7 @@ MIN_PREFILL_TOKENS = 16
 """A step is a reading of the price of prefill only if it computes this many prompt tokens, and they are most of it."""
 
 
-def measured_costs(store: StateStore) -> CostModel:
+def measured_costs(store: CacheStore) -> CostModel:
     """Prices before the first step: copies as measured on unused places, prefill as the default has it."""
     store.measure_copies()
     return CostModel(copy_s_per_block=store.copy_s_per_block, copy_s_per_state=store.copy_s_per_state)
@@ -27,7 +27,7 @@ class CostMeter:
     happen: into fresh memory they take several times as long as into memory that is in use.
     """
 
-    def __init__(self, store: StateStore, set_costs: Callable[[CostModel], None]) -> None:
+    def __init__(self, store: CacheStore, set_costs: Callable[[CostModel], None]) -> None:
         """set_costs: called with new prices."""
         self._store, self._set_costs = store, set_costs
         self._prefill_s_per_token = CostModel().prefill_s_per_token

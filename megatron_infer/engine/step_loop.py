@@ -15,7 +15,7 @@ from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
-from megatron_infer.sampling.grammar import Grammars
+from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.scheduler.scheduler import Scheduler

@@ -55,10 +55,10 @@ class StoreReport:
     """Seconds in which they were copied, by the device's clock where it is not the CPU; 0.0: see bytes_under_way."""
     bytes_under_way: int = 0
     """The part of bytes_copied that was still being copied when `seconds` were over; how long that takes is
-    `StateStore.restore_copy_s` later."""
+    `CacheStore.restore_copy_s` later."""
 
 
-class StateStore:
+class CacheStore:
     """Owns the memory of both pools, KV blocks and recurrent states, and what of them was copied to the host.
 
     The tensors are `kv_cache` [layers, 2, num_blocks, B, K, H] and `states`. Do not keep them: over a release they may

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from megatron_infer.config.request_metadata import check_metadata
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InvalidPrompt, PromptTooLong, RequestError
-from megatron_infer.sampling.grammar import Grammars
+from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.rng import derive_seed
 from megatron_infer.scheduler.request import CacheUse, Request
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_infer.config.resolved_sizes import ResolvedSizes
     from megatron_infer.kernels.select import ChosenKernels
     from megatron_infer.memory.layerwise_restore import LayerwiseRestore
-    from megatron_infer.memory.store import StateStore
+    from megatron_infer.memory.store import CacheStore
     from megatron_infer.memory.store_layout import StateTensors
 
 EMPTY_PLAN = StepPlan(step=-1)
@@ -181,7 +181,7 @@ class BatchBuilder:
         self,
         device: Device,
         sizes: ResolvedSizes,
-        store: StateStore,
+        store: CacheStore,
         kernels: ChosenKernels,
         *,
         rotary: RotaryTable | None,

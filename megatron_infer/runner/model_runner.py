@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import PagedModel, RoutingShape
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.in_flight import InFlightStep, LocalStep, PromptScores
 from megatron_infer.runner.pooling import pool
@@ -35,7 +35,7 @@ PROMPT_LOGPROB_CHUNK = 256
 class Runner(Protocol):
     """What an engine runs its steps with: `ModelRunner`, or `parallel.stage_runner.StageRunner`."""
 
-    store: StateStore
+    store: CacheStore
     builder: BatchBuilder
     sampler: StepSampler
     graphs: PaddedSteps | None

@@ -9,7 +9,7 @@ from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.cost_meter import CostMeter
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.executor import Executor
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.runner.model_runner import Runner
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -24,7 +24,7 @@ class EngineInternals:
     scheduler: Scheduler
     executor: Executor
     runner: Runner
-    store: StateStore
+    store: CacheStore
     snapshots: SnapshotManager
     cost_meter: CostMeter | None
     """On the leader of an engine that swaps requests to the host; else None."""

@@ -47,7 +47,7 @@ def test_json_has_the_states_of_a_hybrid():
     assert report["model"]["state"]["ssm_shape"] == [16, 64, 128]
     sizes = {name: row["value"] for name, row in report["sizes"].items()}
     assert sizes["state_slot_bytes"] == SLOT_BYTES
-    assert sizes["num_snapshot_slots"] == (1 << 29) // SLOT_BYTES == 167
+    assert sizes["num_cached_states"] == (1 << 29) // SLOT_BYTES == 167
     assert sizes["num_state_slots"] == 16 + 1 + 167
     assert sizes["num_blocks"] == ((2 << 30) - 16 * SLOT_BYTES) // sizes["block_bytes"]
     assert plan.as_dict(*planned(ATTENTION))["model"]["state"] is None

@@ -49,8 +49,8 @@ def test_sizes_resolve_without_a_word_for_any_buffer(asked, attention_layers, is
         config = machine_config(asked, model, is_cuda=is_cuda, available_bytes=64 * GIB)
         sizes = config.resolve(model, available_bytes=64 * GIB)
     assert sizes.max_requests >= 1 and sizes.num_usable_blocks >= 1
-    assert (sizes.num_snapshot_slots > 0) == config.enable_prefix_caching
-    assert sizes.num_snapshot_slots * sizes.state_slot_bytes <= max(config.buffer_size_gb * GIB / 8, LARGE.slot_bytes)
+    assert (sizes.num_cached_states > 0) == config.enable_prefix_caching
+    assert sizes.num_cached_states * sizes.state_slot_bytes <= max(config.buffer_size_gb * GIB / 8, LARGE.slot_bytes)
 
 
 def test_states_leave_half_of_the_buffer_to_keys_and_values():
@@ -66,7 +66,7 @@ def test_explicit_options_win():
 
 @pytest.mark.parametrize("as_mapping", [False, True])
 def test_sizes_suit_the_dtypes_that_states_are_asked_for_in(as_mapping):
-    """Larger states than the model would choose: room for one snapshot of them, in a buffer that holds few."""
+    """Larger states than the model would choose: room for one cached one, in a buffer that holds few."""
     state = MambaInferenceStateConfig(
         ["M", "*"], (1792, 4), (24, 64, 128), conv_states_dtype="float32", ssm_states_dtype="float32"
     )
@@ -74,7 +74,7 @@ def test_sizes_suit_the_dtypes_that_states_are_asked_for_in(as_mapping):
     config = machine_config(asked, shape(4), is_cuda=False, available_bytes=64 * GIB)
     kept = dataclasses.replace(LARGE, conv_dtype="float32")
     sizes = config.resolve(dataclasses.replace(shape(4), state=kept), available_bytes=64 * GIB)
-    assert sizes.num_snapshot_slots == 1 and sizes.state_slot_bytes == kept.slot_bytes > LARGE.slot_bytes
+    assert sizes.num_cached_states == 1 and sizes.state_slot_bytes == kept.slot_bytes > LARGE.slot_bytes
 
 
 @pytest.mark.parametrize("wrong", [(4, 4), {"conv_states_dtype": ["float32"]}, "float32"])

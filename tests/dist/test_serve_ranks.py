@@ -9,7 +9,9 @@ import pytest
 import small_model
 from test_command import ROOT, Command, wait_for
 
-pytestmark = pytest.mark.skipif(not small_model.installed(), reason="make installs the model that the small one is made of")
+pytestmark = pytest.mark.skipif(
+    not small_model.installed(), reason="make installs the model that the small one is made of"
+)
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 
 

@@ -12,7 +12,7 @@ import torch
 from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.memory import host_arena
 from megatron_infer.memory.regions.choose import make_region
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.memory.store_layout import StoreLayout
 
 copy_block, block_out, block_in = (
@@ -41,11 +41,11 @@ def build_store(
     static: bool = False,
     unified: bool = False,
     host_slots: tuple[int, int] = (0, 0),
-) -> StateStore:
+) -> CacheStore:
     """A store in the memory that the options `static_kv_memory_pointers` and `unified_memory_level` give."""
     where = torch.device(device)
     region = make_region((layout.num_bytes,), torch.uint8, where, static_pointers=static, unified_memory=unified)
-    return StateStore(layout, region, host_slots)
+    return CacheStore(layout, region, host_slots)
 
 
 class Recorder:

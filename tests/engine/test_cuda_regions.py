@@ -9,7 +9,7 @@ from store_case import block_in, block_out, copy_block
 from megatron_infer.memory.copy_pipeline import Stream, make_pipeline
 from megatron_infer.memory.regions import managed, vmm
 from megatron_infer.memory.regions.choose import make_region, table
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.memory.store_layout import StoreLayout
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ def free():
 
 def make_store(kind, num_blocks=256, slots=0):
     layout = StoreLayout(kv_shape=(3, 2, num_blocks, 16, 8, 1024), dtype=torch.bfloat16)
-    return StateStore(layout, region_of(kind, layout.num_bytes), (slots, 0))
+    return CacheStore(layout, region_of(kind, layout.num_bytes), (slots, 0))
 
 
 def quiet(what):

@@ -22,7 +22,7 @@ from megatron_infer.memory.copy_pipeline import CopyPipeline
 from megatron_infer.memory.device import HostRead
 from megatron_infer.memory.layerwise_restore import LayerwiseRestore
 from megatron_infer.memory.regions.pinned import PinnedPool
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.runner.row_tensors import RowTensors
@@ -279,7 +279,7 @@ SEAMS = (
     *((StepBuffer, name) for name in ("upload", "advance_mirror")),
     *((GraphPool, name) for name in ("ready", "launch")),
     *((PaddedStep, name) for name in ("prepare", "run")),
-    *((StateStore, name) for name in ("run_copies", "_copy_blocks")),
+    *((CacheStore, name) for name in ("run_copies", "_copy_blocks")),
     *((CopyPipeline, name) for name in ("offload", "reload")),
     *((ModelRunner, name) for name in ("_set_rows", "run_layers", "finish", "sample")),
     *((LateDevice, name) for name in ("upload", "begin_read")),

@@ -73,7 +73,7 @@ def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicIn
     if pool is not None:
         settings |= buffers(model, blocks=pool, block_size=BLOCK, max_requests=settings["max_requests"])
     engine = DynamicInferenceEngine(model, InferenceConfig(**settings))
-    assert states in (None, engine.sizes.num_snapshot_slots)
+    assert states in (None, engine.sizes.num_cached_states)
     return engine
 
 

@@ -37,7 +37,7 @@ def in_memory(engine: DynamicInferenceEngine) -> int:
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_live_requests_take_a_slot_each_and_snapshots_theirs(kind):
+def test_live_requests_take_a_slot_each_and_cached_states_theirs(kind):
     """Pages are taken when they are first written, so a slot costs its bytes and at most a page at each end."""
     model = make_model(kind, mamba_state_dim=128)
     engine = DynamicInferenceEngine(
@@ -61,7 +61,7 @@ def test_live_requests_take_a_slot_each_and_snapshots_theirs(kind):
     assert at_rest <= slot + 2 * PAGE_BYTES, "slots nobody uses are in memory"
     taken = at_rest
     for num_live in (1, 4, 9):
-        while engine.stats().num_running < num_live:  # too short for a snapshot
+        while engine.stats().num_running < num_live:  # too short for a cached state
             engine.add_request([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
             engine.step()
         taken = in_memory(engine) - at_rest
@@ -71,13 +71,13 @@ def test_live_requests_take_a_slot_each_and_snapshots_theirs(kind):
         engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
         engine.step()
     more = in_memory(engine) - at_rest - taken
-    assert 4 * (slot - PAGE_BYTES) <= more <= 4 * (slot + 2 * PAGE_BYTES), "two rows and two snapshots"
+    assert 4 * (slot - PAGE_BYTES) <= more <= 4 * (slot + 2 * PAGE_BYTES), "two rows and two cached states"
     engine.suspend("recompute")
     assert store.resident_bytes() == 0
 
 
 def test_a_full_engine_takes_what_was_planned():
-    """Every row and every snapshot in use: the whole state pool, no byte more."""
+    """Every row and every cached state in use: the whole state pool, no byte more."""
     model = make_model("mamba", mamba_state_dim=128)
     settings = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
     engine = DynamicInferenceEngine(
@@ -89,7 +89,7 @@ def test_a_full_engine_takes_what_was_planned():
     sizes = engine.sizes
     prompts = [[i % 128, *range(40)] for i in range(2 * sizes.num_state_slots)]
     engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
-    assert inspect(engine).context.states.slots.num_cached == sizes.num_snapshot_slots > 8
+    assert inspect(engine).context.states.slots.num_cached == sizes.num_cached_states > 8
     unused = sizes.state_slot_bytes  # of the dummy
     used = in_memory(engine)
     assert sizes.state_bytes - unused - PAGE_BYTES <= used <= sizes.state_bytes + PAGE_BYTES
@@ -112,7 +112,7 @@ SPLITS: dict[str, list[str]] = {
 MORE = ["--enable-prefix-caching", "--prefix-caching-mamba-gb", "0.001"]
 
 
-@pytest.mark.parametrize("more", [["--no-enable-prefix-caching"], MORE], ids=["", "snapshots"])
+@pytest.mark.parametrize("more", [["--no-enable-prefix-caching"], MORE], ids=["", "cached states"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_plan_prints_the_sizes_that_an_engine_of_the_same_options_has(directory, split, more, capsys, monkeypatch):
     flags = ["--dtype", "float32", "--buffer-size-gb", "0.004", "--block-size-tokens", "16", *SPLITS[split], *more]
@@ -124,21 +124,21 @@ def test_plan_prints_the_sizes_that_an_engine_of_the_same_options_has(directory,
     assert planned == {row.name: row.value for row in engine.sizes.table()}
 
     buffer, slot, block = int(0.004 * GIB), planned["state_slot_bytes"], planned["block_bytes"]
-    blocks, slots, snapshots = planned["num_blocks"], planned["num_state_slots"], planned["num_snapshot_slots"]
-    assert snapshots == (int(0.001 * GIB) // slot if more is MORE else 0)
+    blocks, slots, cached = planned["num_blocks"], planned["num_state_slots"], planned["num_cached_states"]
+    assert cached == (int(0.001 * GIB) // slot if more is MORE else 0)
     by_hand = {
         "a share of the buffer": (0.6 * buffer // block, 0.4 * buffer // slot),
         "states of so many requests": ((buffer - 24 * slot) // block, 24),
         "a state with each block": (buffer // (block + slot), buffer // (block + slot)),
     }[split]
     assert blocks == by_hand[0]
-    assert by_hand[1] - 4 < slots - snapshots - 1 <= by_hand[1], "requests are a multiple of 4"
+    assert by_hand[1] - 4 < slots - cached - 1 <= by_hand[1], "requests are a multiple of 4"
 
     store, context = inspect(engine).store, inspect(engine).context
     assert store.kv_cache.shape[2] == blocks and store.kv_cache.numel() * 4 == blocks * block
     assert store.states.ssm_SLHPN.shape == (slots, 3, 8, 8, 16) and store.states.conv_SLCW.shape == (slots, 3, 128, 4)
     assert (context.num_rows, context.num_blocks) == (planned["max_requests"], blocks - 1)
-    assert context.states.slots.count == snapshots
+    assert context.states.slots.count == cached
 
     monkeypatch.setenv("COLUMNS", "220")
     assert main(["plan", str(directory), *flags]) == 0

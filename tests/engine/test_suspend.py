@@ -26,7 +26,7 @@ from suspend_case import (
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, TransitionFailed, TransitionTimeout, WrongState
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.testing.inspect import inspect
 
 
@@ -354,7 +354,7 @@ def test_static_pointers_keep_the_addresses_and_memory_really_goes(model, kind):
     assert answers(run(engine, "greedy", 1)) == answers(run(make_engine(model), "greedy", 1))
 
 
-def fill(store: StateStore) -> None:
+def fill(store: CacheStore) -> None:
     """Touch every page with something that is not zero."""
     store.kv_cache.fill_(0.5)
     if store.states is not None:
@@ -362,7 +362,7 @@ def fill(store: StateStore) -> None:
         store.states.ssm_SLHPN.fill_(0.5)
 
 
-def addresses(store: StateStore) -> list[int]:
+def addresses(store: CacheStore) -> list[int]:
     states = () if store.states is None else (store.states.conv_SLCW, store.states.ssm_SLHPN)
     return [tensor.data_ptr() for tensor in (store.kv_cache, *states)]
 

@@ -88,10 +88,10 @@ def test_sizes_are_what_the_store_takes(kind):
     model = make_model(kind)
     engine = make_engine(model, **prefix_caching(kind))
     sizes, store = engine.sizes, inspect(engine).store
-    assert sizes.num_snapshot_slots > 0 and sizes.state_slot_bytes == engine.shape.state.slot_bytes
+    assert sizes.num_cached_states > 0 and sizes.state_slot_bytes == engine.shape.state.slot_bytes
     assert sizes.kv_bytes + sizes.state_bytes <= store.layout.num_bytes < sizes.kv_bytes + sizes.state_bytes + 4096
     assert sizes.kv_bytes == store.kv_cache.nbytes and (kind == "hybrid") == (sizes.kv_bytes > 0)
-    assert store.states.ssm_SLHPN.shape[0] == sizes.max_requests + 1 + sizes.num_snapshot_slots
+    assert store.states.ssm_SLHPN.shape[0] == sizes.max_requests + 1 + sizes.num_cached_states
 
 
 @pytest.mark.parametrize("kind", RECURRENT)

@@ -18,7 +18,7 @@ from suspend_case import MODES, make_engine, workload
 from megatron_infer.engine import build
 from megatron_infer.errors import ConfigError, TransitionFailed
 from megatron_infer.memory.regions import choose, vmm
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
@@ -201,7 +201,7 @@ def on_fake(fake, monkeypatch):
 
 def make_store(fake):
     layout = StoreLayout(kv_shape=(3, 2, 60, 16, 2, 32), dtype=torch.float32)
-    return StateStore(layout, vmm.VmmRegion((layout.num_bytes,), torch.uint8, CPU, driver=make_driver(fake)))
+    return CacheStore(layout, vmm.VmmRegion((layout.num_bytes,), torch.uint8, CPU, driver=make_driver(fake)))
 
 
 def quiet(what):

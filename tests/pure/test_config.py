@@ -250,7 +250,7 @@ GIB_OF_100 = 100 * 5_120 / 2**30
 def test_sizes_of_a_hybrid_follow_the_options():
     config = InferenceConfig(block_size_tokens=16, buffer_size_gb=0.25, max_sequence_length=100)
     sizes = config.resolve(HYBRID)
-    assert (sizes.state_slot_bytes, sizes.num_snapshot_slots) == (5_120, 0)
+    assert (sizes.state_slot_bytes, sizes.num_cached_states) == (5_120, 0)
     assert sizes.num_blocks == (1 << 28) // (4096 + 5_120)
     shared = dataclasses.replace(config, mamba_memory_ratio=0.25).resolve(HYBRID)
     assert shared.num_blocks == int((1 << 28) * 0.75) // 4096
@@ -259,7 +259,7 @@ def test_sizes_of_a_hybrid_follow_the_options():
     assert (fixed.num_blocks, fixed.num_state_slots) == (((1 << 28) - 8 * 5_120) // 4096, 9)
     snapshots = {"enable_prefix_caching": True, "prefix_caching_mamba_gb": GIB_OF_100, "max_requests": 8}
     cached = dataclasses.replace(config, **snapshots).resolve(HYBRID)
-    assert (cached.num_blocks, cached.num_snapshot_slots, cached.num_state_slots) == (fixed.num_blocks, 100, 109)
+    assert (cached.num_blocks, cached.num_cached_states, cached.num_state_slots) == (fixed.num_blocks, 100, 109)
     with pytest.raises(CapacityError, match="one recurrent state takes 5,120"):
         dataclasses.replace(config, **{**snapshots, "prefix_caching_mamba_gb": 4e-6}).resolve(HYBRID)
 
@@ -301,7 +301,7 @@ def test_machine_config_of_a_model_with_states_always_resolves_and_is_silent(sha
     assert {name: getattr(config, name) for name in asked} == asked
     assert sizes.kv_bytes + sizes.state_bytes < 0.8 * memory
     assert sizes.max_requests >= min(4, asked.get("max_tokens", 4))
-    assert (sizes.num_snapshot_slots > 0) == config.enable_prefix_caching
+    assert (sizes.num_cached_states > 0) == config.enable_prefix_caching
     if shape.num_attention_layers and not asked:
         assert sizes.max_requests * sizes.state_slot_bytes <= 0.5 * config.buffer_size_gb * 2**30
         assert sizes.full_length_requests >= 1
@@ -326,7 +326,7 @@ def test_prefix_cache_without_snapshots_says_that_it_finds_nothing():
     with pytest.warns(
         ConfigWarning, match=r"finds no prefix .* without prefix_caching_mamba_gb \(a state takes 0.0000"
     ):
-        assert InferenceConfig(enable_prefix_caching=True).resolve(HYBRID).num_snapshot_slots == 0
+        assert InferenceConfig(enable_prefix_caching=True).resolve(HYBRID).num_cached_states == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         InferenceConfig(enable_prefix_caching=True).resolve(SHAPE)

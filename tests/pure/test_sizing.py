@@ -47,13 +47,13 @@ def resolve(
     *,
     buffer_bytes: int = 2 * GIB,
     paused_bytes: int = 0,
-    snapshot_bytes: int | None = None,
+    cached_state_bytes: int | None = None,
     tensor_parallel_size: int = 1,
     **options: Any,
 ) -> ResolvedSizes:
     """`InferenceConfig.resolve` of options that give so many bytes."""
-    if snapshot_bytes is not None:
-        options |= {"enable_prefix_caching": True, "prefix_caching_mamba_gb": snapshot_bytes / GIB}
+    if cached_state_bytes is not None:
+        options |= {"enable_prefix_caching": True, "prefix_caching_mamba_gb": cached_state_bytes / GIB}
     config = InferenceConfig(buffer_size_gb=buffer_bytes / GIB, paused_buffer_size_gb=paused_bytes / GIB, **options)
     return config.resolve(shape, tensor_parallel_size=tensor_parallel_size)
 
@@ -332,22 +332,22 @@ def test_pure_mamba_takes_the_requests_it_has_states_for():
 
 
 @pytest.mark.parametrize("shape", [MEGATRON_HYBRID, PURE_MAMBA])
-def test_snapshots_come_on_top_of_the_buffer(shape):
+def test_cached_states_come_on_top_of_the_buffer(shape):
     plain = resolve(shape, **BOTH_BUFFERS)
-    sizes = resolve(shape, **BOTH_BUFFERS, snapshot_bytes=10 * 41_472 + 5)
-    assert (plain.num_snapshot_slots, sizes.num_snapshot_slots) == (0, 10)
+    sizes = resolve(shape, **BOTH_BUFFERS, cached_state_bytes=10 * 41_472 + 5)
+    assert (plain.num_cached_states, sizes.num_cached_states) == (0, 10)
     assert sizes.max_requests == plain.max_requests and sizes.num_state_slots == plain.num_state_slots + 10
     assert sizes.state_bytes == sizes.num_state_slots * 41_472
-    assert "414,725 bytes (prefix_caching_mamba_gb" in sizes.how["num_snapshot_slots"]
+    assert "414,725 bytes (prefix_caching_mamba_gb" in sizes.how["num_cached_states"]
     assert sizes.num_blocks == plain.num_blocks + (0 if shape.num_attention_layers else 20)
     with pytest.raises(CapacityError, match=r"gives 41,471 bytes, one recurrent state takes 41,472; set .* 0.000039"):
-        resolve(shape, **BOTH_BUFFERS, snapshot_bytes=41_471)
+        resolve(shape, **BOTH_BUFFERS, cached_state_bytes=41_471)
 
 
 def test_attention_models_have_no_states():
     with pytest.warns(ConfigWarning, match="prefix_caching_mamba_gb=1.0 has no effect"):
-        sizes = resolve(SMOLLM2, snapshot_bytes=1 << 30)
-    figures = (sizes.state_slot_bytes, sizes.num_snapshot_slots, sizes.num_state_slots, sizes.state_bytes)
+        sizes = resolve(SMOLLM2, cached_state_bytes=1 << 30)
+    figures = (sizes.state_slot_bytes, sizes.num_cached_states, sizes.num_state_slots, sizes.state_bytes)
     assert figures == (0, 0, 0, 0)
     with pytest.raises(ConfigError, match="no recurrent state"):
         resolve(SMOLLM2, mamba_memory_ratio=0.5)
@@ -377,7 +377,7 @@ def test_buffer_above_four_fifths_of_memory_is_cut_to_three_fifths():
 
 @pytest.mark.parametrize("shape", [MEGATRON_HYBRID, PURE_MAMBA])
 @pytest.mark.parametrize(
-    "changes", [{}, {"mamba_memory_ratio": 0.5}, {"max_requests": 8}, {"snapshot_bytes": GIB}], ids=str
+    "changes", [{}, {"mamba_memory_ratio": 0.5}, {"max_requests": 8}, {"cached_state_bytes": GIB}], ids=str
 )
 def test_table_explains_states(shape, changes):
     rows = {row.name: row for row in resolve(shape, **BOTH_BUFFERS, **changes).table()}
@@ -404,18 +404,18 @@ def test_table_explains_every_size_once():
     is_pure=st.booleans(),
     ratio=st.none() | st.floats(0.01, 0.99),
     max_requests=st.none() | st.integers(1, 2000),
-    snapshot_bytes=st.none() | st.integers(1, 1 << 30),
+    cached_state_bytes=st.none() | st.integers(1, 1 << 30),
 )
-def test_sizes_of_hybrids_that_resolve_are_consistent(buffer_bytes, is_pure, ratio, max_requests, snapshot_bytes):
-    options = {"mamba_memory_ratio": ratio, "max_requests": max_requests, "snapshot_bytes": snapshot_bytes}
+def test_sizes_of_hybrids_that_resolve_are_consistent(buffer_bytes, is_pure, ratio, max_requests, cached_state_bytes):
+    options = {"mamba_memory_ratio": ratio, "max_requests": max_requests, "cached_state_bytes": cached_state_bytes}
     try:
         sizes = resolve(PURE_MAMBA if is_pure else MEGATRON_HYBRID, buffer_bytes=buffer_bytes, **options)
     except ConfigError:
         return
     slot = sizes.state_slot_bytes
-    assert sizes.num_state_slots == sizes.max_requests + 1 + sizes.num_snapshot_slots
+    assert sizes.num_state_slots == sizes.max_requests + 1 + sizes.num_cached_states
     assert sizes.kv_bytes + (sizes.max_requests + is_pure) * slot <= buffer_bytes
-    assert sizes.num_snapshot_slots * slot <= (snapshot_bytes or 0)
+    assert sizes.num_cached_states * slot <= (cached_state_bytes or 0)
     assert max_requests in (None, sizes.max_requests) and sizes.max_requests >= 1
     if is_pure:
         assert sizes.num_usable_blocks >= sizes.max_requests * sizes.max_blocks_per_row

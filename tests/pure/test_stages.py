@@ -41,14 +41,14 @@ def agreed(*names, host=(0, 0), **settings):
 )
 def test_stages_plan_with_the_same_numbers(names):
     alone, together = agreed(*names, enable_prefix_caching=True, prefix_caching_mamba_gb=0.0001, host=(9, 5))
-    planned = ("num_blocks", "max_requests", "max_blocks_per_row", "num_snapshot_slots", "paused_block_limit")
+    planned = ("num_blocks", "max_requests", "max_blocks_per_row", "num_cached_states", "paused_block_limit")
     assert len({tuple(getattr(one.sizes, name) for name in planned) for one in together}) == 1
     assert len({(one.host, one.recurrent) for one in together}) == 1
     for name, before, one in zip(names, alone, together, strict=True):
         shape = STAGES[name]
         assert one.sizes.max_requests <= before.max_requests
         assert not shape.num_attention_layers or one.sizes.kv_bytes <= before.kv_bytes, "its memory holds its part"
-        states = one.sizes.max_requests + 1 + one.sizes.num_snapshot_slots
+        states = one.sizes.max_requests + 1 + one.sizes.num_cached_states
         assert one.sizes.num_state_slots == (states if shape.state else 0)
         assert [row.name for row in one.sizes.table()] == [row.name for row in before.table()]
     assert together[0].host == (

@@ -16,8 +16,8 @@ from vocabularies import byte_level, sentencepiece
 
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
-from megatron_infer.sampling import grammar
-from megatron_infer.sampling.grammar import Grammars
+from megatron_infer.sampling import grammar_matchers as grammar
+from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput
 from megatron_infer.sampling.token_masks import TokenMasks, forbid

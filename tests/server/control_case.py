@@ -14,8 +14,9 @@ GREEDY = {"prompt": [1, 2, 3], "temperature": 0}
 
 @contextlib.contextmanager
 def serving_with_control(*engines, **settings):
-    """`serving` with the control routes on."""
+    """`serving` with the control routes on, once every replica has joined."""
     with serving(*engines, control=True, **settings) as case:
+        wait_for(lambda: len(case.coordinator.core.stats()["replicas"]) == len(case.engines))
         yield case
 
 

@@ -13,7 +13,8 @@ from server_case import events, raw_stream, tokenizer
 
 from megatron_infer.testing.echo import VOCAB, EchoEngine, echo_tokens
 
-LONG = 60
+LONG = 120
+"""Tokens of a call that others join while it runs: 1.2 s in an engine of `slow`."""
 COMPLETION = "/v1/completions"
 
 
@@ -89,13 +90,13 @@ def test_pause_abort_returns_every_client_its_partial_output(slow, path, body):
 
 
 def test_pause_wait_lets_requests_end_while_new_ones_wait(slow):
-    first = Background(slow, COMPLETION, ask([1], 150))
+    first = Background(slow, COMPLETION, ask([1]))
     all_running(slow, 1)
     pausing = Background(slow, "/pause?mode=wait", None)
     time.sleep(0.5)  # it has arrived by then, and the first one runs for longer
     second = Background(slow, COMPLETION, ask([2], 4))
     choice = first.result().json()["choices"][0]
-    assert choice["finish_reason"] == "length" and choice["token_ids"] == echo_tokens([1], 150)
+    assert choice["finish_reason"] == "length" and choice["token_ids"] == echo_tokens([1], LONG)
     assert pausing.result().json()["state"] == "PAUSED(wait)"
     time.sleep(0.1)
     assert not second.is_done

@@ -134,7 +134,12 @@ def test_what_compiles_alike_everywhere_is_compiled_once_and_products_in_bf16_fo
     process = ran(tmp_path, "--json", str(report), planted=both)
     assert process.returncode == 0, process.stdout
     found = sorted((row["variant"], row["arch"]) for row in json.loads(report.read_text()))
-    assert found == [*(("dot", arch) for arch in ARCHS), *(("dot_bf16", arch) for arch in ARCHS), ("dot_fp16", 80), ("double", 80)]
+    assert found == [
+        *(("dot", arch) for arch in ARCHS),
+        *(("dot_bf16", arch) for arch in ARCHS),
+        ("dot_fp16", 80),
+        ("double", 80),
+    ]
 
 
 def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):

@@ -22,7 +22,7 @@ import torch
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.entrypoints.llm import LLM
-from megatron_infer.sampling.grammar import Grammars
+from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.token_masks import forbid
 from megatron_infer.scheduler.request import Request
 

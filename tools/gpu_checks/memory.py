@@ -15,7 +15,7 @@ from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, che
 from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.errors import ConfigError
 from megatron_infer.memory.regions.choose import make_region, table
-from megatron_infer.memory.store import StateStore
+from megatron_infer.memory.store import CacheStore
 from megatron_infer.memory.store_layout import StoreLayout
 from megatron_infer.testing.inspect import inspect
 
@@ -258,12 +258,12 @@ def by_layer(ctx: Context) -> Result:
     return result
 
 
-def _make_store(ctx: Context, num_layers: int, num_blocks: int, *, host_blocks: int = 0) -> StateStore:
+def _make_store(ctx: Context, num_layers: int, num_blocks: int, *, host_blocks: int = 0) -> CacheStore:
     layout = StoreLayout(
         kv_shape=(num_layers, 2, num_blocks, 16, 8, 128), dtype=ctx.pick(torch.bfloat16, torch.float32)
     )
     region = make_region((layout.num_bytes,), torch.uint8, ctx.device, static_pointers=False, unified_memory=False)
-    return StateStore(layout, region, (host_blocks, 0))
+    return CacheStore(layout, region, (host_blocks, 0))
 
 
 def _quiet(what: str) -> None:
