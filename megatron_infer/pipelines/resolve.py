@@ -189,10 +189,11 @@ def _applied(
         case mapping.Model(argument, convert):
             if value:
                 asked.llm[argument] = convert(value)
-        case mapping.Engine(option, convert, note):
+        case mapping.Engine(option, convert, why):
+            note = "" if why is None else why(asked.config)
             if value is not None:
                 asked.engine[option] = convert(value)
-        case mapping.Server(option, convert, note):
+        case mapping.Server(option, convert):
             if value is not None:
                 asked.server[option] = convert(value)
     source = "derived" if source == "default" and effective != value else source
@@ -344,11 +345,11 @@ def _in_effect(path: FieldPath, one: Setting, engine: InferenceConfig, server: S
         case mapping.Engine(option, convert, _):
             value = getattr(engine, option)
             note = one.note or f"{option} of InferenceConfig"
-            if one.requested is not None and convert(one.requested) == value:
-                value = one.value
+            if type(value) is not type(one.requested) and convert(one.requested) == value:
+                value = one.requested  # the same in the field's own words
         case mapping.Layout(axis):
             value, note = getattr(layout, axis), one.note
-        case mapping.Server(option, _, _):
+        case mapping.Server(option, _):
             value, note = getattr(server, option), one.note or f"{option} of ServerConfig"
         case _:
             return one

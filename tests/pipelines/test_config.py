@@ -89,6 +89,11 @@ def test_fields_come_to_the_options_of_engine_server_model_and_layout():
     assert dataclasses.asdict(found.layout) == {"dp": 2, "tp": 1, "pp": 1, "ep": 1}
     assert engine.buffer_size_gb * GIB >= 6 * 512 * 2 * 4 * 4 * 2 * 16
     assert resolved().resolved.engine.batching == "prefill_first"
+    assert resolved(max_num_steps=4).resolved.engine.max_steps_in_flight == 4
+    gates = ("enable_echo", "enable_structured_output", "enable_penalties", "enable_min_tokens")
+    assert not any(getattr(resolved().resolved.server, name) for name in gates)
+    opened = resolved(**dict.fromkeys(gates, True)).resolved.server
+    assert all(getattr(opened, name) for name in gates)
     assert resolved(batching="phased", ce_delay_ms=5.0).resolved.engine.ce_delay_ms == 5.0
 
 
@@ -247,8 +252,8 @@ BAD = [
     ({"model_path": "own"}, "architecture 'OwnForCausalLM' is not supported; supported: Bamba"),
     ({"max_batch_input_tokens": 0}, r"max_batch_input_tokens \(max_tokens\): is 0, it must be at least 1"),
     ({"max_length": 512, "max_batch_total_tokens": 100}, "max_batch_total_tokens is 100, it must be at least max_len"),
-    ({"max_num_steps": 4}, "max_num_steps is 4, but one decode step is launched at a time; take -1 or 1"),
-    ({"max_num_steps": 0}, "max_num_steps is 0"),
+    ({"max_num_steps": 0}, r"max_num_steps \(max_steps_in_flight\): is 0, it must be at least 1"),
+    ({"max_num_steps": 4, "max_steps_in_flight": 4}, "max_num_steps=4 and max_steps_in_flight=4 are two names"),
     ({"max_queue_size_tg": 3}, 'max_queue_size_tg is 3, it acts only with batching="phased"'),
     ({"min_batch_size_tg": 3}, 'min_batch_size_tg is 3, it acts only with batching="phased"'),
     ({"ce_delay_ms": 1.0}, 'ce_delay_ms is 1.0, it acts only with batching="phased"'),
