@@ -11,6 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_infer.pipelines.architectures import Architecture as Architecture
     from megatron_infer.pipelines.config import PipelineConfig as PipelineConfig
+    from megatron_infer.pipelines.interfaces import AlwaysSignalBuffersMixin as AlwaysSignalBuffersMixin
+    from megatron_infer.pipelines.interfaces import GenerateMixin as GenerateMixin
+    from megatron_infer.pipelines.interfaces import KVCacheInputs as KVCacheInputs
+    from megatron_infer.pipelines.interfaces import KVCacheMixin as KVCacheMixin
+    from megatron_infer.pipelines.interfaces import KVCacheParams as KVCacheParams
+    from megatron_infer.pipelines.interfaces import ModelInputs as ModelInputs
+    from megatron_infer.pipelines.interfaces import ModelOutputs as ModelOutputs
+    from megatron_infer.pipelines.interfaces import PipelineModel as PipelineModel
+    from megatron_infer.pipelines.interfaces import ReturnLogits as ReturnLogits
+    from megatron_infer.pipelines.interfaces import get_paged_manager as get_paged_manager
+    from megatron_infer.pipelines.interfaces import upper_bounded_default as upper_bounded_default
+    from megatron_infer.pipelines.mcore_model import McorePipelineModel as McorePipelineModel
     from megatron_infer.pipelines.model_config import CacheStrategy as CacheStrategy
     from megatron_infer.pipelines.model_config import GPUProfilingMode as GPUProfilingMode
     from megatron_infer.pipelines.model_config import KVCacheConfig as KVCacheConfig
@@ -21,22 +33,56 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.model_config import QuantizationEncoding as QuantizationEncoding
     from megatron_infer.pipelines.model_config import SamplingConfig as SamplingConfig
     from megatron_infer.pipelines.model_config import SpeculativeConfig as SpeculativeConfig
+    from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline as OverlapTextGenerationPipeline
+    from megatron_infer.pipelines.paged_manager import InsufficientBlocksError as InsufficientBlocksError
+    from megatron_infer.pipelines.paged_manager import PagedKVCacheManager as PagedKVCacheManager
+    from megatron_infer.pipelines.session import InferenceSession as InferenceSession
     from megatron_infer.pipelines.settings import Setting as Setting
+    from megatron_infer.pipelines.text_generation import GenerationStatus as GenerationStatus
+    from megatron_infer.pipelines.text_generation import LogProbabilities as LogProbabilities
+    from megatron_infer.pipelines.text_generation import TextContext as TextContext
+    from megatron_infer.pipelines.text_generation import TextGenerationInputs as TextGenerationInputs
+    from megatron_infer.pipelines.text_generation import TextGenerationOutput as TextGenerationOutput
+    from megatron_infer.pipelines.text_generation import TextGenerationRequest as TextGenerationRequest
+    from megatron_infer.pipelines.text_generation import TextTokenizer as TextTokenizer
 
 _HOMES = {
+    "AlwaysSignalBuffersMixin": "interfaces",
     "Architecture": "architectures",
     "CacheStrategy": "model_config",
     "GPUProfilingMode": "model_config",
+    "GenerateMixin": "interfaces",
+    "GenerationStatus": "text_generation",
+    "InferenceSession": "session",
+    "InsufficientBlocksError": "paged_manager",
     "KVCacheConfig": "model_config",
+    "KVCacheInputs": "interfaces",
+    "KVCacheMixin": "interfaces",
+    "KVCacheParams": "interfaces",
     "LoRAConfig": "model_config",
+    "LogProbabilities": "text_generation",
     "MAXModelConfig": "model_config",
+    "McorePipelineModel": "mcore_model",
+    "ModelInputs": "interfaces",
+    "ModelOutputs": "interfaces",
+    "OverlapTextGenerationPipeline": "overlap",
+    "PagedKVCacheManager": "paged_manager",
     "PipelineConfig": "config",
+    "PipelineModel": "interfaces",
     "PipelineRole": "model_config",
     "ProfilingConfig": "model_config",
     "QuantizationEncoding": "model_config",
+    "ReturnLogits": "interfaces",
     "SamplingConfig": "model_config",
     "Setting": "settings",
     "SpeculativeConfig": "model_config",
+    "TextContext": "text_generation",
+    "TextGenerationInputs": "text_generation",
+    "TextGenerationOutput": "text_generation",
+    "TextGenerationRequest": "text_generation",
+    "TextTokenizer": "text_generation",
+    "get_paged_manager": "interfaces",
+    "upper_bounded_default": "interfaces",
 }
 
 __all__ = [*sorted(_HOMES)]

@@ -34,7 +34,7 @@ NOT_RUN = {
 }
 """How a command or a line of a block begins -> what it needs that is not here."""
 
-LONG = re.compile(r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|DIR)")
+LONG = re.compile(r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|DIR)|curl .*DIR")
 """Commands that take many seconds."""
 SLOW = re.compile(r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py")
 """Measurements and runs that take minutes."""

@@ -64,11 +64,10 @@ def check_pipeline(engine, saved, *, seed: int, disable_overlap: bool = False) -
 
 def run_tensor_parallel(rank: int, size: int, folder: str) -> None:
     saved = json.loads(Path(folder, "expected.json").read_text())
-    for kind in ("attention", "hybrid"):
+    for kind, overlap in (("attention", True), ("hybrid", False)):
         model = engine_ranks.part_of_model(kind, folder, rank, size)
-        for overlap in (False, True):
-            engine = engine_ranks.make_engine(model, overlap=overlap, enable_chunked_prefill=True, max_tokens=64)
-            check_pipeline(engine, saved[kind], seed=overlap)
+        engine = engine_ranks.make_engine(model, overlap=overlap, enable_chunked_prefill=True, max_tokens=64)
+        check_pipeline(engine, saved[kind], seed=overlap)
         hand = McorePipelineModel.wrap(engine)
         contexts = contexts_of([(prompt, SamplingParams(max_tokens=4)) for prompt, _ in work_of()[:1]])
         inputs, steps = hand.prepare_initial_token_inputs(contexts), []
@@ -99,10 +98,9 @@ def run_stages(rank: int, size: int, folder: Path) -> None:
     saved = json.loads((folder / "expected.json").read_text())
     for name in STAGED:
         model = stage_case.load_model(folder, name, pipeline_parallel=size)
-        for number, features in enumerate(stage_case.FEATURES):
-            for disabled in (False, True):
-                engine = stage_case.make_engine(model, features)
-                check_pipeline(engine, saved[name], seed=number, disable_overlap=disabled)
+        for disabled, features in enumerate(stage_case.FEATURES):
+            engine = stage_case.make_engine(model, features)
+            check_pipeline(engine, saved[name], seed=disabled, disable_overlap=bool(disabled) == (name == "tied"))
         hand = McorePipelineModel.wrap(engine)
         with pytest.raises(NotImplementedError, match="pipeline stages"):
             hand.execute(hand.prepare_initial_token_inputs(contexts_of([([5, 6], SamplingParams())])))
