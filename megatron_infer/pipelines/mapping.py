@@ -146,13 +146,19 @@ ROWS: Mapping[str, Row] = {
 """Dotted path of a field -> what it is mapped to. The draft model's fields are refused with draft_model."""
 
 OWN_NAMES: Mapping[str, str] = {
+    "buffer_size_gb": "device_memory_utilization",
+    "preemption_mode": "enable_kvcache_swapping_to_host",
+    "swap_buffer_size_gb": "host_kvcache_swap_space_gb",
+    "use_flashinfer_fused_rope": "use_experimental_kernels",
+    "compile_layers": "use_experimental_kernels",
+    "sampling_backend": "use_experimental_kernels",
     "dp": "data_parallel_degree",
     "ep": "ep_size",
     "dtype": "quantization_encoding",
     "device": "device_specs",
     **{row.option: path.rpartition(".")[2] for path, row in ROWS.items() if isinstance(row, Engine | Server)},
 }
-"""Option by its own name -> the field of the tree for it."""
+"""Option by its own name -> the field of the tree that sets it; only one of them may be given."""
 
 SAME_VALUES: Mapping[str, str] = {
     row.option: path.rpartition(".")[2]

@@ -207,24 +207,26 @@ def _shown(value: Any) -> str:
 def _add_options(
     config: PipelineConfig, asked: Asked, settings: dict[FieldPath, Setting], sources: Mapping[FieldPath, str]
 ) -> None:
-    """Options by their own names, beside those of the rows. Raises ConfigError for both names of one thing."""
+    """Options by their own names, beside those of the rows. Raises ConfigError for one that a given field sets, too."""
     engine_names = {item.name for item in dataclasses.fields(InferenceConfig)}
-    fields = {path[-1]: path for path in settings}
+    fields = {path[-1]: (path, value) for path, value, _, _ in _rows(config)}
     for name, value in config.options.items():
         other = mapping.OWN_NAMES.get(name)
-        path = None if other is None else fields[other]
-        if path is not None and other != name and sources.get(path, "default") != "default":
-            raise ConfigError(
-                f"{other}={_shown(settings[path].requested)} and {name}={_shown(value)} are two names of one thing; "
-                "give one of them"
-            )
+        if other is not None and other != name:
+            path, requested = fields[other]
+            if sources.get(path, "default") != "default":
+                raise ConfigError(
+                    f"{other}={_shown(requested)} and {name}={_shown(value)} set the same thing; give one of them"
+                )
+            if isinstance(mapping.ROWS[".".join(path)], mapping.Here) and path in settings:
+                note = f"{name} is given"
+                settings[path] = dataclasses.replace(settings[path], value=value, source="derived", note=note)
         into: dict[str, Any] = asked.engine if name in engine_names else asked.server
         into = asked.llm if name in LLM_OPTIONS else asked.layout if name in LAYOUT_OPTIONS else into
         into[name] = value
         shown = "(given)" if name in SECRETS else value
-        settings[OPTIONS, name] = Setting(
-            requested=shown, value=shown, source=sources.get((OPTIONS, name), "argument"), note=""
-        )
+        source = sources.get((OPTIONS, name), "argument")
+        settings[OPTIONS, name] = Setting(requested=shown, value=shown, source=source)
 
 
 def _find_model(asked: Asked) -> Architecture:
