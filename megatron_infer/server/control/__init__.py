@@ -9,7 +9,14 @@ WeightUpdates --> ControlMachine (state_machine.py)               generation.py
 
 from __future__ import annotations
 
-from megatron_infer.server.control import server_info, sglang_generate, sglang_routes, vllm_generate, vllm_routes
+from megatron_infer.server.control import (
+    profile_routes,
+    server_info,
+    sglang_generate,
+    sglang_routes,
+    vllm_generate,
+    vllm_routes,
+)
 from megatron_infer.server.control.control_routes import ControlRoutes
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.control.weight_updates import WeightUpdates
@@ -28,6 +35,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     vllm_routes.register(control_routes, machine, updates)
     sglang_routes.register(control_routes, machine, updates)
     server_info.register(control_routes, machine)
+    profile_routes.register(control_routes, machine)
     fields = StructuredOutputFields(client, settings)
     vllm_generate.register(control_routes, machine, fields)
     sglang_generate.register(control_routes, machine, fields)

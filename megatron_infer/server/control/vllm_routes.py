@@ -117,8 +117,6 @@ NOT_SERVED = {
         ),
         "this is an older TRL's own server; TRL 1.16 calls /v1/completions and /v1/chat/completions, which are here",
     ),
-    "/start_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
-    "/stop_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
     "/v1/load_lora_adapter": "there are no LoRA adapters here; merge one into the weights and update these",
     "/v1/unload_lora_adapter": "there are no LoRA adapters here",
 }
