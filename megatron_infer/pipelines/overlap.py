@@ -130,8 +130,8 @@ class OverlapTextGenerationPipeline(GenerateMixin):
     @property
     def overlap_active(self) -> bool:
         """Whether `execute` returns while its own batch is still in flight."""
-        engine = self.engine
-        return not self._disable_overlap and (engine.config.overlap or engine.rank_group.groups.pp_size > 1)
+        config, num_stages = self.engine.config, self.engine.rank_group.groups.pp_size
+        return not self._disable_overlap and (config.overlap or config.max_steps_in_flight > 1 or num_stages > 1)
 
     @property
     def draft_kv_blocks(self) -> None:
@@ -149,7 +149,8 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
         A context in the middle of its prompt gives nothing, nor does one that waits for memory. Contexts that have
         ended are ignored. With empty inputs it only reads what is in flight. With disable_overlap the outputs are those
-        of this batch. A context's tokens and status are those of the outputs returned.
+        of this batch; with several steps in flight (pipeline stages, max_steps_in_flight) they come as many calls later.
+        A context's tokens and status are those of the outputs returned.
         """
         self._run(inputs.flat_batch)
         return self._take(one for one in self._unread if one not in self._owned)

@@ -39,15 +39,15 @@ def pipeline() -> OverlapTextGenerationPipeline:
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_execute_gives_what_generate_gives_whoever_runs(kind, overlap):
+@pytest.mark.parametrize("ahead", [{"overlap": True}, {}, {"max_steps_in_flight": 3}], ids=["overlap", "none", "three"])
+def test_execute_gives_what_generate_gives_whoever_runs(kind, ahead):
     work = workload()
     expected = make_engine(kind).generate([prompt for prompt, _ in work], [params for _, params in work])
-    engine = make_engine(kind, overlap=overlap)
+    engine = make_engine(kind, **ahead)
     before = free_pages(engine)
     for number, disabled in enumerate((False, True)):
         one = OverlapTextGenerationPipeline.of_engine(engine, disable_overlap=disabled)
-        assert one.overlap_active == (overlap and not disabled)
+        assert one.overlap_active == (bool(ahead) and not disabled)
         prefix = f"{number}-"
         check_same(run_to_end(one, contexts_of(work, prefix), random.Random(number)), expected, prefix)
     check_same(run_to_end(one, contexts_of(work)), expected)
