@@ -310,7 +310,7 @@ def test_warm_up_says_why_nothing_is_captured_and_captures_every_shape_where_it_
 def test_what_is_not_there_is_none(pipeline):
     assert pipeline.draft_kv_blocks is None and pipeline.spec_decode_metrics() is None
     assert pipeline.pipeline_config is None and pipeline.kv_managers == [pipeline.kv_manager]
-    with pytest.raises(ConfigError, match="pass one to of_engine"):
+    with pytest.raises(ConfigError, match="pass one where it is made"):
         pipeline.tokenizer  # noqa: B018
 
 
