@@ -58,7 +58,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         pipeline_model: type[PipelineModel[Any]],
         eos_token_id: int,
         weight_adapters: Mapping[str, Any],
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokenizer | None,
         disable_overlap: bool = False,
     ) -> None:
         """pipeline_model: the model's class. eos_token_id: ends sequences, besides the ids that the model has itself.
@@ -69,12 +69,11 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         tokenizer.
         """
         resolved = pipeline_config.resolved
-        if pipeline_config.sampling.enable_structured_output and getattr(tokenizer, "delegate", None) is None:
+        delegate = None if tokenizer is None else tokenizer.delegate
+        if pipeline_config.sampling.enable_structured_output and delegate is None:
             raise ConfigError("enable_structured_output=True needs a tokenizer: pass TextTokenizer(model)")
         config = replace(resolved.engine, overlap=not disable_overlap)
-        model, engine = load_model(
-            pipeline_config, pipeline_model, config, eos_token_id, weight_adapters, tokenizer.delegate
-        )
+        model, engine = load_model(pipeline_config, pipeline_model, config, eos_token_id, weight_adapters, delegate)
         self._set_up(model, engine, tokenizer, pipeline_config, disable_overlap)
 
     @classmethod
@@ -115,7 +114,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
     @property
     def tokenizer(self) -> TextTokenizer:
         if self._tokenizer is None:
-            raise ConfigError("this pipeline has no tokenizer; pass one to of_engine()")
+            raise ConfigError("this pipeline has no tokenizer; pass one where it is made")
         return self._tokenizer
 
     @property
@@ -130,8 +129,8 @@ class OverlapTextGenerationPipeline(GenerateMixin):
     @property
     def overlap_active(self) -> bool:
         """Whether `execute` returns while its own batch is still in flight."""
-        engine = self.engine
-        return not self._disable_overlap and (engine.config.overlap or engine.rank_group.groups.pp_size > 1)
+        config, num_stages = self.engine.config, self.engine.rank_group.groups.pp_size
+        return not self._disable_overlap and (config.overlap or config.max_steps_in_flight > 1 or num_stages > 1)
 
     @property
     def draft_kv_blocks(self) -> None:
@@ -149,7 +148,8 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
         A context in the middle of its prompt gives nothing, nor does one that waits for memory. Contexts that have
         ended are ignored. With empty inputs it only reads what is in flight. With disable_overlap the outputs are those
-        of this batch. A context's tokens and status are those of the outputs returned.
+        of this batch; with several steps in flight (stages, max_steps_in_flight) they come as many calls later.
+        A context's tokens and status are those of the outputs returned.
         """
         self._run(inputs.flat_batch)
         return self._take(one for one in self._unread if one not in self._owned)

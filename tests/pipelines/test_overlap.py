@@ -39,15 +39,15 @@ def pipeline() -> OverlapTextGenerationPipeline:
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_execute_gives_what_generate_gives_whoever_runs(kind, overlap):
+@pytest.mark.parametrize("ahead", [{"overlap": True}, {}, {"max_steps_in_flight": 3}], ids=["overlap", "none", "three"])
+def test_execute_gives_what_generate_gives_whoever_runs(kind, ahead):
     work = workload()
     expected = make_engine(kind).generate([prompt for prompt, _ in work], [params for _, params in work])
-    engine = make_engine(kind, overlap=overlap)
+    engine = make_engine(kind, **ahead)
     before = free_pages(engine)
     for number, disabled in enumerate((False, True)):
         one = OverlapTextGenerationPipeline.of_engine(engine, disable_overlap=disabled)
-        assert one.overlap_active == (overlap and not disabled)
+        assert one.overlap_active == (bool(ahead) and not disabled)
         prefix = f"{number}-"
         check_same(run_to_end(one, contexts_of(work, prefix), random.Random(number)), expected, prefix)
     check_same(run_to_end(one, contexts_of(work)), expected)
@@ -310,7 +310,7 @@ def test_warm_up_says_why_nothing_is_captured_and_captures_every_shape_where_it_
 def test_what_is_not_there_is_none(pipeline):
     assert pipeline.draft_kv_blocks is None and pipeline.spec_decode_metrics() is None
     assert pipeline.pipeline_config is None and pipeline.kv_managers == [pipeline.kv_manager]
-    with pytest.raises(ConfigError, match="pass one to of_engine"):
+    with pytest.raises(ConfigError, match="pass one where it is made"):
         pipeline.tokenizer  # noqa: B018
 
 
