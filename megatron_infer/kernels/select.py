@@ -426,9 +426,9 @@ def choose(
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
     conv_dtype and ssm_dtype: of the recurrent states; None: `dtype` and float32. kv_dtype: of the KV cache; None:
-    `dtype`. attention, sampling, linear, fused_rope: the options attention_backend, sampling_backend,
-    linear_backend and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises ConfigError if an option or the
-    debugging variable asks for what cannot run.
+    `dtype`. attention, sampling, linear, fused_rope: the options attention_backend, sampling_backend, linear_backend
+    and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises ConfigError if an option or
+    the debugging variable asks for what cannot run.
     """
     device = torch.device(device)
     forced, in_torch = _forced_backend()

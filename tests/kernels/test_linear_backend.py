@@ -29,7 +29,10 @@ def test_vendor_and_native_answer_alike_and_are_in_the_table():
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     found = {}
     for backend, name in (("native", PANELS), ("vendor", ONEDNN.name)):
-        engine = engine_with(model, backend)
+        try:
+            engine = engine_with(model, backend)
+        except ConfigError as error:
+            pytest.skip(str(error))
         row = row_of(engine.kernels)
         assert row.chosen == name and engine.kernels.packed.layout.name == name and engine.kernels.packed.num_bytes
         assert name in engine.kernels.table()
