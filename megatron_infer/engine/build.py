@@ -225,6 +225,7 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) 
     asked = {
         "attention": config.attention_backend.value,
         "sampling": config.sampling_backend.value,
+        "linear": config.linear_backend.value,
         "fused_rope": config.use_flashinfer_fused_rope,
         "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
     }
