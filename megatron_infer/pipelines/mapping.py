@@ -100,7 +100,7 @@ ROWS: Mapping[str, Row] = {
     "enable_echo": Server("enable_echo"),
     "pool_embeddings": Refused('requests that want a vector for each token ask for pooling="all"; leave it True'),
     "use_experimental_kernels": Here(meanings.experimental_kernels, needs_model=True),
-    "use_vendor_blas": Here(meanings.vendor_blas),
+    "use_vendor_blas": Engine("linear_backend", meanings.linear_backend),
     "pdl_level": Here(meanings.pdl_level),
     "zmq_endpoint_base": Here(meanings.endpoint_base),
     "draft_model": Refused("tokens are not drafted yet; leave it out"),

@@ -125,12 +125,13 @@ def experimental_kernels(value: str, asked: Asked) -> Effect:
     return ",".join(names) or "false", note
 
 
-def vendor_blas(value: str, asked: Asked) -> Effect:
-    if value.strip().lower() in OFF:
-        return "false", ""
-    if value.strip().lower() not in ON:
-        raise ConfigError(f'use_vendor_blas is {value!r}, it must be "true" or "false"')
-    raise ConfigError('use_vendor_blas: the engine chooses the linear kernels itself; leave it at "false"')
+def linear_backend(use_vendor_blas: str) -> str:
+    """The value of `linear_backend`. Raises ConfigError."""
+    if use_vendor_blas.strip().lower() in OFF:
+        return "auto"
+    if use_vendor_blas.strip().lower() not in ON:
+        raise ConfigError(f'use_vendor_blas is {use_vendor_blas!r}, it must be "true" or "false"')
+    return "vendor"
 
 
 def pdl_level(value: str, asked: Asked) -> Effect:

@@ -90,6 +90,7 @@ def test_fields_come_to_the_options_of_engine_server_model_and_layout():
     assert engine.buffer_size_gb * GIB >= 6 * 512 * 2 * 4 * 4 * 2 * 16
     assert resolved().resolved.engine.batching == "prefill_first"
     assert resolved(max_num_steps=4).resolved.engine.max_steps_in_flight == 4
+    assert resolved(use_vendor_blas="true").resolved.engine.linear_backend == "vendor"
     gates = ("enable_echo", "enable_structured_output", "enable_penalties", "enable_min_tokens")
     assert not any(getattr(resolved().resolved.server, name) for name in gates)
     opened = resolved(**dict.fromkeys(gates, True)).resolved.server
