@@ -141,7 +141,7 @@ ROWS: Mapping[str, Row] = {
     "sampling.enable_variable_logits": Here(meanings.variable_logits),
     "sampling.enable_penalties": Server("enable_penalties"),
     "sampling.enable_min_tokens": Server("enable_min_tokens"),
-    "profiling.gpu_profiling": Refused("the engine marks no ranges yet; leave it off"),
+    "profiling.gpu_profiling": Refused("ranges are marked within engine.profile(path, steps=N) only; leave it off"),
 }
 """Dotted path of a field -> what it is mapped to. The draft model's fields are refused with draft_model."""
 

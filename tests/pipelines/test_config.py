@@ -308,6 +308,7 @@ BAD = [
     ({"kv_cache_page_size": 0}, r"kv_cache_page_size \(block_size_tokens\): is 0, it must be at least 1"),
     ({"in_dtype": "bfloat16"}, "in_dtype='bfloat16': logits are sampled in float32; leave it at float32"),
     ({"out_dtype": "bfloat16"}, "out_dtype='bfloat16'"),
+    ({"gpu_profiling": "on"}, r"gpu_profiling='on': ranges are marked within engine.profile\(.*leave it off"),
     ({"gpu_profiling": "loud"}, "gpu_profiling is 'loud' .* it must be one of off, on, detailed"),
     ({"custom_architectures": ["a:b:c"]}, "'a:b:c' has a second colon; give MODULE_PATH or FOLDER:MODULE"),
     ({"custom_architectures": ["no/such/module"]}, "'no/such' is no directory; give its path"),
