@@ -55,14 +55,6 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A field of SamplingParams that requests have unless they say otherwise."""
-
-    parameter: str
-    convert: Callable[[Any], Any] = _same
-
-
-@dataclass(frozen=True, slots=True)
 class Here:
     """A function of `pipelines.meanings` acts on it: (value, what is asked for so far) -> (value in effect, note)."""
 
@@ -79,7 +71,7 @@ class Refused:
     taken: tuple[Any, ...] = ()
 
 
-Row = Engine | Server | Model | Layout | Request | Here | Refused
+Row = Engine | Server | Model | Layout | Here | Refused
 
 ROWS: Mapping[str, Row] = {
     "config_file": Here(meanings.read_before),
@@ -106,7 +98,7 @@ ROWS: Mapping[str, Row] = {
     "pipeline_role": Refused("a server here both prefills and decodes; take prefill_and_decode"),
     "ep_size": Layout("ep"),
     "enable_echo": Server("enable_echo"),
-    "pool_embeddings": Refused("the engine pools each prompt into one vector; leave it True"),
+    "pool_embeddings": Refused('requests that want a vector for each token ask for pooling="all"; leave it True'),
     "use_experimental_kernels": Here(meanings.experimental_kernels, needs_model=True),
     "use_vendor_blas": Here(meanings.vendor_blas),
     "pdl_level": Here(meanings.pdl_level),

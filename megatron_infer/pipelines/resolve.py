@@ -51,7 +51,6 @@ class Asked:
     server: dict[str, Any] = field(default_factory=dict)
     llm: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
-    request: dict[str, Any] = field(default_factory=dict)
     architectures: dict[str, Architecture] = field(default_factory=dict)
     force: bool = False
     chat_template: str | None = None
@@ -149,7 +148,6 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         llm={"threads": None, **asked.llm, "dtype": dtype, "device": machine.device},
         layout=layout,
         settings=effective,
-        request=asked.request,
         chat_template=asked.chat_template,
         endpoint_base=asked.endpoint_base,
         architecture=architecture,
@@ -184,8 +182,6 @@ def _applied(
             effective, note = act(value, asked)
         case mapping.Layout(axis):
             asked.layout[axis] = value
-        case mapping.Request(parameter, convert):
-            asked.request[parameter] = convert(value)
         case mapping.Model(argument, convert):
             if value:
                 asked.llm[argument] = convert(value)
