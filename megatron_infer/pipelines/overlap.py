@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
 from megatron_infer.pipelines.foreign_runner import load_model
 from megatron_infer.pipelines.interfaces import GenerateMixin, PipelineModel
@@ -163,7 +163,9 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
     def has_pending_outputs(self) -> bool:
         """Whether outputs of an earlier batch can be read, by `execute` with empty inputs."""
-        return bool(self.engine.loop.num_in_flight or self.engine.loop.backlog or self._unread.keys() - self._owned)
+        loop = self.engine.loop
+        waits = any(output.request_id in self._contexts for output in loop.backlog)
+        return bool(loop.num_in_flight or waits or self._unread.keys() - self._owned)
 
     def release(self, request_id: RequestID) -> None:
         """End a request, whatever it is doing, and take its memory back; nothing of it is returned afterwards."""
@@ -186,18 +188,28 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         """One step of the engine, whose outputs are put with those that are unread."""
         engine = self.engine
         active = [context for context in contexts if not context.is_done]
-        self._add([context for context in active if context.request_id not in self._contexts])
+        self._add([context for context in active if self._contexts.get(context.request_id) is not context])
         if not active and not self.has_pending_outputs():
             return
         among = [context.request_id for context in active]
         self._keep(engine.step(among))
         while self._disable_overlap and engine.loop.num_in_flight:
             self._keep(engine.step(()))
+        for context in active:
+            if not context.is_done and context.request_id not in engine.output_processor:  # aborted elsewhere
+                self._contexts.pop(context.request_id, None)
+                context.status = GenerationStatus.CANCELLED
 
     def _add(self, contexts: Iterable[TextContext]) -> None:
         """Queue new contexts, all or none."""
         new = list(contexts)
+        ids = [context.request_id for context in new]
         for context in new:
+            if ids.count(context.request_id) > 1 or context.request_id in self.engine.output_processor:
+                raise DuplicateRequest(
+                    f"request id {context.request_id!r} is that of another context or of a request of the engine; name "
+                    "each context once, and give each its own id"
+                )
             self._check(context)
         for context in new:
             self.kv_manager.release(context.request_id)  # what a caller allocated: the scheduler pages from here on

@@ -12,7 +12,7 @@ from pipeline_case import VOCAB, check_same, contexts_of, free_pages, make_engin
 from server_case import tokenizer
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError
 from megatron_infer.pipelines import PipelineConfig
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
@@ -138,6 +138,34 @@ def test_requests_of_the_engine_itself_keep_their_outputs(pipeline):
     while not (outputs := engine.step()):
         pass
     assert [output.request_id for output in outputs] == [mine]
+
+
+def test_a_request_that_is_aborted_elsewhere_ends(pipeline):
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    a, b = contexts_of([([5, 6], params), ([7], params)], "elsewhere")
+    pipeline.execute(batch(a, b))
+    other = pipeline.engine.add_request([9], params)
+    pipeline.engine.abort(a.request_id)
+    pipeline.engine.pause("abort")
+    pipeline.engine.unpause()
+    answers = run_to_end(pipeline, [a, b])
+    assert (a.status.value, b.status.value) == ("cancelled", "cancelled") and answers.keys() == {b.request_id}
+    assert not pipeline.has_pending_outputs()  # the output that waits is not this pipeline's
+    assert [output.request_id for output in pipeline.engine.step()] == [other]
+
+
+def test_an_id_names_one_context(pipeline):
+    a, b, other = contexts_of([([5, 6], SamplingParams()), ([7], SamplingParams()), ([8], SamplingParams())], "twice")
+    b.request_id = a.request_id
+    for wrong in ((other, a, b), (other, a, a)):
+        with pytest.raises(DuplicateRequest, match="another context"):
+            pipeline.execute(batch(*wrong))
+        assert not pipeline.engine.has_unfinished()
+    pipeline.execute(batch(a))
+    with pytest.raises(DuplicateRequest, match="another context"):
+        pipeline.execute(batch(other, b))
+    pipeline.release(a.request_id)
+    assert not pipeline.engine.has_unfinished()
 
 
 def test_what_cannot_be_served_is_refused_and_nothing_is_queued(pipeline):
