@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig as InferenceConfig
     from megatron_infer.config.inference import KVCacheDtype as KVCacheDtype
     from megatron_infer.config.inference import KVCacheManagementMode as KVCacheManagementMode
+    from megatron_infer.config.inference import LinearChoice as LinearChoice
     from megatron_infer.config.inference import PreemptionMode as PreemptionMode
     from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
     from megatron_infer.config.inference import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
@@ -59,6 +60,7 @@ _HOMES = {
     "AttentionChoice": "config.inference",
     "SamplingChoice": "config.inference",
     "GraphSizing": "config.inference",
+    "LinearChoice": "config.inference",
     "BatchingPolicy": "config.inference",
     "PreemptionMode": "config.inference",
     "PrefixCachingEvictionPolicy": "config.inference",

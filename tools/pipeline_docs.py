@@ -58,8 +58,6 @@ def _acts_as(row: mapping.Row) -> str:
             return f"`{argument}` of LLM"
         case mapping.Layout(axis):
             return f"`--{axis}`"
-        case mapping.Request(parameter):
-            return f"`{parameter}` of SamplingParams"
         case mapping.Here():
             return "its own rule"
     return "default only"

@@ -122,7 +122,7 @@ def _check_exact(config: InferenceConfig) -> None:
     """Raise ConfigError for an option that excludes batch_invariant."""
     if not config.batch_invariant:
         return
-    for name in ("attention_backend", "sampling_backend"):
+    for name in ("attention_backend", "sampling_backend", "linear_backend"):
         asked = getattr(config, name).value
         if asked not in ("auto", "native"):
             raise ConfigError(

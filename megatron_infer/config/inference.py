@@ -123,6 +123,17 @@ class SamplingChoice(str, Enum):
     """torch operations, on any device."""
 
 
+class LinearChoice(str, Enum):
+    """Which backend multiplies by the model's 2-D weights."""
+
+    AUTO = "auto"
+    """On a CPU native where its kernels can run, else vendor; on a GPU vendor."""
+    NATIVE = "native"
+    """The package's own C++ kernels, on a CPU."""
+    VENDOR = "vendor"
+    """The vendor's library: on a CPU oneDNN with prepacked weights, on a GPU cuBLAS."""
+
+
 class KVCacheDtype(str, Enum):
     """The dtype of keys and values in the cache."""
 
@@ -231,6 +242,10 @@ class InferenceConfig:
     sampling_backend: SamplingChoice = SamplingChoice.AUTO
     """Which backend draws tokens: auto, triton, flashinfer (its top-k, then the package's seeded draw), native (on a
     CPU) or torch. The engine raises and says why where a named backend cannot run."""
+    linear_backend: LinearChoice = LinearChoice.AUTO
+    """Which backend multiplies by the model's 2-D weights: auto, native (on a CPU) or vendor (oneDNN with prepacked
+    weights on a CPU, cuBLAS on a GPU). The engine raises and says why where a named backend cannot run; answers agree
+    within rounding."""
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     """The dtype of keys and values in the cache: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without
     scales: SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). fp8_e4m3 runs on Triton kernels
@@ -397,6 +412,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "cuda_graph_sizing_distribution": GraphSizing,
     "attention_backend": AttentionChoice,
     "sampling_backend": SamplingChoice,
+    "linear_backend": LinearChoice,
     "kv_cache_dtype": KVCacheDtype,
 }
 

@@ -19,7 +19,7 @@ PENALTIES = (1e-3, 1e3)
 """Bounds of repetition_penalty: what it makes of a logit stays far from the end of fp32."""
 MAX_BIAS = 1e30
 """Largest absolute value in logit_bias: a larger one overflows fp32 when it is scaled."""
-POOLINGS = ("last", "mean")
+POOLINGS = ("last", "mean", "all")
 _SWITCHES = (
     "ignore_eos",
     "include_stop_str_in_output",
@@ -88,8 +88,8 @@ class SamplingParams:
     return_routing: bool = False
     """Return the experts of every position in every mixture-of-experts layer; the prompt uses no cached prefix."""
     pooling: str | None = None
-    """Return the prompt's final hidden states as one vector: "last" that of its last position, "mean" the mean over all
-    positions, which uses no cached prefix. Needs max_tokens=1 and n=1. None: off."""
+    """Return the prompt's final hidden states: "last" that of its last position, "mean" the mean over all positions,
+    "all" one for each position; the latter two use no cached prefix. Needs max_tokens=1 and n=1. None: off."""
     structured: StructuredOutput | None = None
     """What the output text must be: a JSON schema, regular expression, grammar or choice. None: any text."""
     priority: int = 0
@@ -183,7 +183,7 @@ class SamplingParams:
             )
         if self.pooling is not None:
             if self.pooling not in POOLINGS:
-                raise RequestError(f"pooling is {' or '.join(POOLINGS)}, got {_show(self.pooling)}; None turns it off")
+                raise RequestError(f"pooling is {', '.join(POOLINGS)}, got {_show(self.pooling)}; None turns it off")
             if self.max_tokens != 1 or self.n != 1:
                 raise RequestError(f"pooling needs max_tokens=1 and n=1, got {self.max_tokens} and {self.n}; ask apart")
         for name in ("logprobs", "prompt_logprobs"):

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import CommandsInForce
 from megatron_infer.coordinator.engine_adapter import EngineAdapter
+from megatron_infer.coordinator.profiles import profile
 from megatron_infer.errors import RequestError, TransitionTimeout
 
 
@@ -41,6 +42,8 @@ def _execute(
             raise RequestError(f"unknown command {command.command!r}")
         if left <= 0:
             raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
+        if command.command == "profile":
+            return protocol.Answer(ok=True, value=profile(engine, **command.args))
         method = commands.get(command.command) or getattr(engine, command.command, None)
         if method is None:
             raise NotImplementedError(f"{type(engine).__name__} has no {command.command}()")

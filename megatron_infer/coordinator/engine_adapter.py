@@ -15,6 +15,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.coordinator import protocol
 from megatron_infer.errors import InferenceError
+from megatron_infer.outputs.embeddings import flattened
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from megatron_infer.outputs.token_outputs import Kind, TokenOutput, pack, values_in
 from megatron_infer.requests.drawn_sequence import DrawnSequence
@@ -83,7 +84,7 @@ def info_of(engine: Any) -> EngineInfo:
         policy=config.prefix_caching_coordinator_policy.value,
         alpha=float(config.prefix_caching_routing_alpha),
         num_requests=len(engine.output_processor),
-        limits=_limits_of(engine.input_processor.limits, engine.rank_group.size),
+        limits=_limits_of(engine.input_processor.limits, engine.rank_group.size, engine.shape.hidden_size),
         dtype=engine.shape.dtype,
     )
 
@@ -94,13 +95,14 @@ def can_step(engine: Any) -> bool:
     return bool(engine.can_step()) and (lifecycle is None or lifecycle.incomplete_reason is None)
 
 
-def _limits_of(limits: Any, num_ranks: int) -> dict[str, int]:
+def _limits_of(limits: Any, num_ranks: int, hidden_size: int) -> dict[str, int]:
     capacity = limits.num_usable_blocks * limits.block_size + 1
     return {
         "max_sequence_length": min(limits.max_sequence_length, capacity),
         "vocab_size": limits.vocab_size,
         "num_blocks": limits.num_usable_blocks,
         "num_ranks": num_ranks,
+        "hidden_size": hidden_size,
     }
 
 
@@ -186,7 +188,7 @@ class ServedRequest:
             prompt,
             output.num_cached_tokens,
             prompt_logprobs,
-            protocol.floats_to_bytes(output.pooled) if output.finished else None,
+            protocol.floats_to_bytes(flattened(output.pooled)) if output.finished else None,
             times=times,
         )
 

@@ -51,7 +51,8 @@ WEIGHT_COMMANDS = (
     "cancel_weights",
     "check_weights",
 )
-COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache", *WEIGHT_COMMANDS)
+STATE_COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache")
+COMMANDS = (*STATE_COMMANDS, "profile", *WEIGHT_COMMANDS)
 """Commands of a `Control`. WEIGHT_COMMANDS need replicas that were given them (`Replica(commands=)`)."""
 assert sys.byteorder == "little", "token ids are sent as they are in memory, which must be little endian"
 

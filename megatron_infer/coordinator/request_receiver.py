@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from megatron_infer.coordinator import protocol
+from megatron_infer.outputs.embeddings import unflattened
 from megatron_infer.outputs.request_output import (
     CompletionOutput,
     Logprob,
@@ -87,7 +88,8 @@ class RequestReceiver:
         if news.prompt_logprobs is not None:
             output.prompt_logprobs = [_unpacked(one) for one in news.prompt_logprobs]
         if news.pooled is not None:
-            output.pooled = protocol.bytes_to_floats(news.pooled)
+            pooling = self._submit.params.get("pooling")
+            output.pooled = unflattened(protocol.bytes_to_floats(news.pooled), pooling, len(output.prompt_token_ids))
         output.num_cached_tokens = metrics.num_cached_tokens = max(output.num_cached_tokens, news.num_cached)
         output.error = None if news.error is None else protocol.error_of(news.error)
         output.finished = news.finished

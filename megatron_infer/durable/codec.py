@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
+from megatron_infer.outputs.embeddings import flattened, unflattened
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestEvent, RequestMetrics, RequestOutput
 from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, Kind, Packed, TokenOutput, pack, unpack
 from megatron_infer.requests.input_processor import TextCodec
@@ -253,7 +254,7 @@ def _encode_pooling(log: PooledPrompt | None, numbers: Numbers) -> list[Any] | N
     """[positions, their sum]."""
     if log is None or log.values_D is None:
         return None
-    return [log.num_positions, numbers.put_floats(log.values_D.tolist())]
+    return [log.num_positions, numbers.put_floats(log.values_D.ravel().tolist())]
 
 
 def _decode_pooling(params: SamplingParams, record: Any, num_prompt: int, numbers: Numbers) -> PooledPrompt | None:
@@ -262,7 +263,8 @@ def _decode_pooling(params: SamplingParams, record: Any, num_prompt: int, number
     log = PooledPrompt(params.pooling, num_prompt)
     if record is not None:
         log.num_positions = record[0]
-        log.values_D = np.asarray(numbers.get_floats(record[1]), dtype=np.float32)
+        values = np.asarray(numbers.get_floats(record[1]), dtype=np.float32)
+        log.values_D = values.reshape(log.num_positions, -1) if params.pooling == "all" else values
     return log
 
 
@@ -286,7 +288,8 @@ def encode_output(output: RequestOutput, numbers: Numbers, *, now: float) -> dic
         "prompt": output.prompt,
         "prompt_ids": numbers.put_ints(output.prompt_token_ids),
         "prompt_logprobs": _maybe_logprobs(output.prompt_logprobs, numbers),
-        "pooled": _maybe_floats(output.pooled, numbers),
+        "pooled": _maybe_floats(flattened(output.pooled), numbers),
+        **({"pooling": "all"} if output.pooled and isinstance(output.pooled[0], list) else {}),
         "outputs": [
             {
                 "index": one.index,
@@ -337,7 +340,9 @@ def decode_output(
         num_cached_tokens=record["num_cached_tokens"],
         events=_decode_events(record["events"]),
         error=decode_error(record["error"]),
-        pooled=_found_floats(record.get("pooled"), numbers),
+        pooled=None
+        if record.get("pooled") is None
+        else unflattened(numbers.get_floats(record["pooled"]), record.get("pooling"), record["prompt_ids"][1]),
     )
 
 

@@ -42,6 +42,7 @@ from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, measured_costs
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.logits_hooks import LogitsHooks
+from megatron_infer.engine.profile import StepProfiler, StepRanges
 from megatron_infer.engine.request_intake import RequestIntake
 from megatron_infer.engine.sequence_replay import SequenceReplay
 from megatron_infer.engine.states import Lifecycle
@@ -93,6 +94,8 @@ class ModelSetup:
     agreed: StageSizes
     kernels: ChosenKernels
     runner: Runner
+    model_runner: ModelRunner
+    """`runner` itself, or what computes within its pipeline stage."""
     graphs: StepGraphs | None
     logits_hooks: LogitsHooks
 
@@ -166,7 +169,7 @@ def build_engine(
         set_costs=scheduler.set_costs,
         release=scheduler.queue.release,
     )
-    lifecycle = Lifecycle()
+    lifecycle, profiler = Lifecycle(), _make_profiler(setup, loop, scheduler)
     suspension = Suspension(loop, lifecycle, executor, scheduler, weights, setup.device, setup.graphs, config)
     return BuiltEngine(
         setup=setup,
@@ -179,7 +182,9 @@ def build_engine(
         lifecycle=lifecycle,
         relay=relay,
         intake=intake,
-        controls=EngineControls(loop, scheduler, weights, lifecycle, suspension, snapshots, relay, setup.logits_hooks),
+        controls=EngineControls(
+            loop, scheduler, weights, lifecycle, suspension, snapshots, relay, setup.logits_hooks, profiler
+        ),
         replay=SequenceReplay(adopted, executor, scheduler, weights, config),
     )
 
@@ -200,7 +205,7 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
     kernels = kernels_for(adopted, config, own_device)
     compile_layers(adopted, config, kernels, any_rank=rank_group.any_rank)
     hooks = LogitsHooks(config.request_metadata_types, own_device, adopted.tp_group)
-    runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group, hooks)
+    runner, model_runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group, hooks)
     return ModelSetup(
         adopted=adopted,
         rank_group=rank_group,
@@ -208,6 +213,7 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
         agreed=agreed,
         kernels=kernels,
         runner=runner,
+        model_runner=model_runner,
         graphs=graphs,
         logits_hooks=hooks,
     )
@@ -219,6 +225,7 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) 
     asked = {
         "attention": config.attention_backend.value,
         "sampling": config.sampling_backend.value,
+        "linear": config.linear_backend.value,
         "fused_rope": config.use_flashinfer_fused_rope,
         "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
     }
@@ -292,6 +299,19 @@ def make_scheduler(
         phases=_phases_of(config, limits),
         on_event=on_event,
     )
+
+
+def _make_profiler(setup: ModelSetup, loop: StepLoop, scheduler: Scheduler) -> StepProfiler:
+    runner = setup.model_runner
+    parts = [
+        (scheduler, "schedule", "schedule"),
+        (runner.builder, "build", "build"),
+        (runner, "run_layers", "layers"),
+        (runner, "sample", "sampling"),
+        (scheduler, "commit", "commit"),
+    ]
+    has_threads = setup.runner is not runner
+    return StepProfiler(loop, StepRanges(parts), is_cuda=setup.device.is_cuda, has_threads=has_threads)
 
 
 def _phases_of(config: InferenceConfig, limits: BatchingLimits) -> Phases | None:
@@ -433,8 +453,8 @@ def make_runner(
     device: Device,
     rank_group: RankGroup,
     hooks: LogitsHooks,
-) -> tuple[Runner, StepGraphs | None]:
-    """Cache, batch builder, sampler and graphs -> (runner, graphs)."""
+) -> tuple[Runner, ModelRunner, StepGraphs | None]:
+    """Cache, batch builder, sampler and graphs -> (runner, what computes in it, graphs)."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
     kv_dtype = getattr(torch, config.kv_dtype_of(shape))
     layout = StoreLayout.of(shape, sizes, dtype=kv_dtype, layer_order=adopted.cache_order)
@@ -467,6 +487,6 @@ def make_runner(
     graphs = step_graphs(adopted, config, sizes, chosen, builder, sampler, link)
     runner = ModelRunner(adopted, builder, for_group(sampler, adopted.tp_group), graphs=graphs, edit_logits=hooks.apply)
     if link is None:
-        return runner, graphs
+        return runner, runner, graphs
     alone_s = ALONE_S if adopted.groups() else None
-    return StageRunner(runner, link, on_wait=rank_group.check_alive, alone_s=alone_s), graphs
+    return StageRunner(runner, link, on_wait=rank_group.check_alive, alone_s=alone_s), runner, graphs

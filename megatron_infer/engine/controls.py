@@ -13,6 +13,7 @@ from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.command_relay import CommandRelay
 from megatron_infer.engine.logits_hooks import LogitsHook, LogitsHooks
+from megatron_infer.engine.profile import StepProfiler
 from megatron_infer.engine.states import EngineState, Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.engine.suspend import MemoryReport, Suspension
@@ -50,10 +51,12 @@ class EngineControls:
         snapshots: SnapshotManager,
         relay: CommandRelay,
         logits_hooks: LogitsHooks,
+        profiler: StepProfiler,
     ) -> None:
         self.suspension, self.snapshots = suspension, snapshots
         self._loop, self._scheduler, self._weights = loop, scheduler, weights
         self._lifecycle, self._relay, self._logits_hooks = lifecycle, relay, logits_hooks
+        self._profiler = profiler
 
     def on_logits(self, hook: LogitsHook) -> Callable[[], None]:
         if not callable(hook):
@@ -61,6 +64,12 @@ class EngineControls:
         self._relay.meet("on_logits()")
         self._logits_hooks.hooks.append(hook)
         return partial(self._logits_hooks.hooks.remove, hook)
+
+    def profile(self, path: str | os.PathLike[str] | None, steps: int) -> None:
+        if path is None:
+            self._profiler.stop()
+        else:
+            self._profiler.start(path, steps)
 
     def pause(self, mode: str, *, timeout_s: float | None) -> None:
         if mode not in PAUSE_MODES:

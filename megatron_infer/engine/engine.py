@@ -198,6 +198,10 @@ class DynamicInferenceEngine:
         ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
         return checked_outputs(_run_to_end(self, ids, on_output), on_error)
 
+    def profile(self, path: StrPath | None, *, steps: int = 16) -> None:
+        """Trace this rank's next `steps` steps with torch.profiler, and write `path`. None: now, with those so far."""
+        self._controls.profile(path, steps)
+
     def drain(self) -> None:
         """Commit the step in flight, if there is one; its outputs come with the next step(). Called on every rank."""
         self.relay.meet("drain()")

@@ -142,7 +142,7 @@ class StepLoop:
         if self._check_invariants:
             scheduler.context.check()
         self.num_steps += 1
-        for listener in self.listeners:
+        for listener in tuple(self.listeners):
             listener.on_step(self.num_steps, outputs)
         seconds = time.perf_counter() - started
         for observer in self._observers:

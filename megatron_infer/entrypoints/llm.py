@@ -120,8 +120,8 @@ class LLM:
     ) -> list[Embedding]:
         """One fp32 vector per prompt from its final hidden states, in order: [hidden size], or [dimensions].
 
-        pooling: "last" or "mean" of the prompt's positions. normalize: to length 1. dimensions: keep the first
-        components only, for models that were trained for it.
+        pooling: "last" or "mean" of the prompt's positions, or "all": a vector for each of its tokens. normalize: to
+        length 1. dimensions: keep the first components only, for models that were trained for it.
         """
         outputs = self.engine.generate(prompts, params_for(pooling))
         return embeddings_of(outputs, dimensions=dimensions, normalize=normalize)

@@ -147,20 +147,27 @@ def _library_if(wanted: bool, device: torch.device, dtype: torch.dtype) -> tuple
 
 
 def _choose_linear(
-    device: torch.device, dtype: torch.dtype, forced: str | None, library: ctypes.CDLL | None
+    device: torch.device, dtype: torch.dtype, forced: str | None, library: ctypes.CDLL | None, asked: str, why_not: str
 ) -> tuple[BackendChoice, packing.PackedLinears]:
-    reasons: dict[str, str] = {}
-    if library is not None:
+    """asked: linear_backend. why_not: why there is no native library. Raises ConfigError for what cannot run."""
+    if asked == "vendor" and device.type == "cuda":
+        return BackendChoice("linear", "torch (cuBLAS)", {}), packing.PackedLinears(reason="linear_backend=vendor")
+    reasons: dict[str, str] = {PANELS: "linear_backend=vendor"} if asked == "vendor" else {}
+    if library is not None and asked != "vendor":
         layout = panel_layout(library, dtype)
         if layout is not None:
             return BackendChoice("linear", layout.name, {}), packing.PackedLinears(layout=layout)
         reasons[PANELS] = f"this CPU has no {dtype} products"
+    if asked == "native":
+        raise ConfigError(f"linear_backend='native', but: {reasons.get(PANELS, why_not)}; leave it \"auto\"")
     if forced == "reference" or forced not in (None, *BACKENDS):
         reason: str | None = f"{BACKEND_VARIABLE}={forced}"
     elif device.type != "cpu":
         reason = f"weights are on {device.type}"
     else:
         reason = packing.unavailable(dtype)
+    if asked == "vendor" and reason is not None:
+        raise ConfigError(f"linear_backend='vendor', but oneDNN cannot run: {reason}; leave it \"auto\"")
     packed = packing.PackedLinears(reason=reason)
     if reason is None:
         return BackendChoice("linear", packed.layout.name, reasons), packed
@@ -412,15 +419,16 @@ def choose(
     ssm_dtype: torch.dtype | None = None,
     attention: str = AUTO,
     sampling: str = AUTO,
+    linear: str = AUTO,
     fused_rope: bool | None = False,
     kv_dtype: torch.dtype | None = None,
 ) -> ChosenKernels:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
     conv_dtype and ssm_dtype: of the recurrent states; None: `dtype` and float32. kv_dtype: of the KV cache; None:
-    `dtype`. attention, sampling, fused_rope: the options attention_backend, sampling_backend and
-    use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises ConfigError if an option or the
-    debugging variable asks for what cannot run.
+    `dtype`. attention, sampling, linear, fused_rope: the options attention_backend, sampling_backend, linear_backend
+    and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises ConfigError if an option or
+    the debugging variable asks for what cannot run.
     """
     device = torch.device(device)
     forced, in_torch = _forced_backend()
@@ -430,7 +438,7 @@ def choose(
         reasons["native"] = why_not or f"{BACKEND_VARIABLE}={forced}"
     if forced == "native" and library is None:
         raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
-    linear_row, packed = _choose_linear(device, dtype, forced, library)
+    linear_row, packed = _choose_linear(device, dtype, forced, library, linear, reasons.get("native", ""))
     argmax: Callable[[Tensor], Tensor] = lowest_argmax
     others, missing = backend_candidates.available(backend_candidates.OPS, device, dtype, forced=forced)
     ops: Ops

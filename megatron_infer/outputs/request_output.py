@@ -106,9 +106,9 @@ class RequestOutput:
     """Why the request failed, when the finish_reason of a sequence is "error"."""
     metadata: Mapping[str, bool | int | float] | None = None
     """What the request brought for the engine's request_metadata_types; None: the engine has none."""
-    pooled: list[float] | None = None
-    """With SamplingParams.pooling, once the prompt is computed: its final hidden states as one vector, not
-    normalised."""
+    pooled: list[float] | list[list[float]] | None = None
+    """With SamplingParams.pooling, once the prompt is computed: its final hidden states as one vector, with "all" as
+    one for each token; not normalised."""
 
 
 OnError = Literal["raise", "return"]

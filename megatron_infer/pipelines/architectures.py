@@ -73,9 +73,14 @@ def _import(entry: str) -> ModuleType:
         raise ConfigError(f"custom_architectures: {entry!r}: {str(place)!r} is no directory; give its path")
     sys.path.insert(0, str(place.resolve()))
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except Exception as error:  # whatever a module's own code raises
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"custom_architectures: {entry!r} cannot be imported: {reason}") from error
     finally:
         sys.path.remove(str(place.resolve()))
+    if place.resolve() not in Path(module.__file__ or "").resolve().parents:
+        raise ConfigError(
+            f"custom_architectures: {entry!r}: a module {name} is imported already, from {module.__file__}; rename one"
+        )
+    return module

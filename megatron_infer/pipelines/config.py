@@ -150,7 +150,7 @@ class PipelineConfig(Section):
             super().__init__(**_sections(layers.nested({path: value for path, (_, value) in found.items()})))
         except ValidationError as error:
             raise ConfigError(_told(error)) from None
-        self._layers = found
+        self._layers = {path: (source, self._value(path)) for path, (source, _) in found.items()}
         if not self.defer_resolve:
             self.resolve()
 
@@ -241,20 +241,22 @@ class PipelineConfig(Section):
             )
         return lines
 
+    def _value(self, path: FieldPath) -> Any:
+        """The present value of a field, or of an option; None where its section is left out."""
+        owner: Any = self
+        for name in path:
+            owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+        return owner
+
     def _sources(self) -> dict[FieldPath, str]:
         """Where the present value of each field that was given or assigned comes from."""
-        sources = {path: source for path, (source, value) in self._layers.items() if path[0] == layers.OPTIONS}
-        for path in NAMES.paths:
-            owner: Any = self
-            for name in path[:-1]:
-                owner = getattr(owner, name, None)
-            if owner is None or path[-1] not in owner.model_fields_set:
+        sources = {}
+        for path in (*NAMES.paths, *(path for path in self._layers if path[0] == layers.OPTIONS)):
+            section = self._value(path[:-1])
+            if section is None or (path[0] != layers.OPTIONS and path[-1] not in section.model_fields_set):
                 continue
             source, value = self._layers.get(path, ("argument", None))
-            sources[path] = source if path in self._layers and getattr(owner, path[-1]) == value else "argument"
-        for path, (source, _) in self._layers.items():
-            if path in sources and source != "argument":
-                sources[path] = source
+            sources[path] = source if path in self._layers and self._value(path) == value else "argument"
         return sources
 
     def __eq__(self, other: object) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_infer.pipelines import meanings
 
 if TYPE_CHECKING:
+    from megatron_infer.pipelines.config import PipelineConfig
     from megatron_infer.pipelines.resolve import Asked
 
 
@@ -26,7 +27,8 @@ class Engine:
     option: str
     convert: Callable[[Any], Any] = _same
     """The field's value -> the option's."""
-    note: str = ""
+    note: Callable[[PipelineConfig], str] | None = None
+    """Why the value is what it is. None: the option's name says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,6 @@ class Server:
 
     option: str
     convert: Callable[[Any], Any] = _same
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,6 @@ class Model:
 
     argument: str
     convert: Callable[[Any], Any] = _same
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,6 @@ class Layout:
     """A number of ranks: dp or ep."""
 
     axis: str
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A field of SamplingParams that requests have unless they say otherwise."""
-
-    parameter: str
-    convert: Callable[[Any], Any] = _same
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,7 @@ class Refused:
     taken: tuple[Any, ...] = ()
 
 
-Row = Engine | Server | Model | Layout | Request | Here | Refused
+Row = Engine | Server | Model | Layout | Here | Refused
 
 ROWS: Mapping[str, Row] = {
     "config_file": Here(meanings.read_before),
@@ -93,7 +85,7 @@ ROWS: Mapping[str, Row] = {
     "max_batch_size": Engine("max_requests"),
     "max_batch_input_tokens": Engine("max_tokens"),
     "max_batch_total_tokens": Engine("max_batch_total_tokens"),
-    "max_num_steps": Here(meanings.num_steps),
+    "max_num_steps": Engine("max_steps_in_flight", meanings.steps_in_flight, meanings.why_steps_in_flight),
     "max_queue_size_tg": Engine("max_queue_size_tg"),
     "min_batch_size_tg": Engine("min_batch_size_tg"),
     "ce_delay_ms": Engine("ce_delay_ms"),
@@ -105,10 +97,10 @@ ROWS: Mapping[str, Row] = {
     "enable_overlap_scheduler": Engine("overlap"),
     "pipeline_role": Refused("a server here both prefills and decodes; take prefill_and_decode"),
     "ep_size": Layout("ep"),
-    "enable_echo": Here(meanings.echo),
-    "pool_embeddings": Refused("the engine pools each prompt into one vector; leave it True"),
+    "enable_echo": Server("enable_echo"),
+    "pool_embeddings": Refused('requests that want a vector for each token ask for pooling="all"; leave it True'),
     "use_experimental_kernels": Here(meanings.experimental_kernels, needs_model=True),
-    "use_vendor_blas": Here(meanings.vendor_blas),
+    "use_vendor_blas": Engine("linear_backend", meanings.linear_backend),
     "pdl_level": Here(meanings.pdl_level),
     "zmq_endpoint_base": Here(meanings.endpoint_base),
     "draft_model": Refused("tokens are not drafted yet; leave it out"),
@@ -137,26 +129,32 @@ ROWS: Mapping[str, Row] = {
     "model.kv_cache.host_kvcache_swap_space_gb": Here(meanings.swap_space),
     "sampling.in_dtype": Refused("logits are sampled in float32; leave it at float32"),
     "sampling.out_dtype": Refused("probabilities are computed in float32; leave it at float32"),
-    "sampling.enable_structured_output": Here(meanings.structured_output),
+    "sampling.enable_structured_output": Server("enable_structured_output"),
     "sampling.enable_variable_logits": Here(meanings.variable_logits),
-    "sampling.enable_penalties": Here(meanings.ungated),
-    "sampling.enable_min_tokens": Here(meanings.ungated),
-    "profiling.gpu_profiling": Refused("the engine marks no ranges yet; leave it off"),
+    "sampling.enable_penalties": Server("enable_penalties"),
+    "sampling.enable_min_tokens": Server("enable_min_tokens"),
+    "profiling.gpu_profiling": Refused("ranges are marked within engine.profile(path, steps=N) only; leave it off"),
 }
 """Dotted path of a field -> what it is mapped to. The draft model's fields are refused with draft_model."""
 
 OWN_NAMES: Mapping[str, str] = {
+    "buffer_size_gb": "device_memory_utilization",
+    "preemption_mode": "enable_kvcache_swapping_to_host",
+    "swap_buffer_size_gb": "host_kvcache_swap_space_gb",
+    "use_flashinfer_fused_rope": "use_experimental_kernels",
+    "compile_layers": "use_experimental_kernels",
+    "sampling_backend": "use_experimental_kernels",
     "dp": "data_parallel_degree",
     "ep": "ep_size",
     "dtype": "quantization_encoding",
     "device": "device_specs",
     **{row.option: path.rpartition(".")[2] for path, row in ROWS.items() if isinstance(row, Engine | Server)},
 }
-"""Option by its own name -> the field of the tree for it."""
+"""Option by its own name -> the field of the tree that sets it; only one of them may be given."""
 
 SAME_VALUES: Mapping[str, str] = {
     row.option: path.rpartition(".")[2]
     for path, row in ROWS.items()
-    if isinstance(row, Engine | Server) and row.convert is _same
+    if isinstance(row, Engine | Server) and row.convert in (_same, meanings.steps_in_flight)
 }
 """Those whose values are the same by both names: errors of the one are told by the other."""

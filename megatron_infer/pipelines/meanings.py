@@ -13,6 +13,7 @@ from megatron_infer.pipelines.model_config import CacheStrategy, QuantizationEnc
 from megatron_infer.server.endpoint_base import checked_base
 
 if TYPE_CHECKING:
+    from megatron_infer.pipelines.config import PipelineConfig
     from megatron_infer.pipelines.resolve import Asked
 
 Effect = tuple[Any, str]
@@ -84,11 +85,16 @@ def legacy_module(value: bool, asked: Asked) -> Effect:
     )
 
 
-def num_steps(value: int, asked: Asked) -> Effect:
-    if value not in (-1, 1):
-        raise ConfigError(f"max_num_steps is {value}, but one decode step is launched at a time; take -1 or 1")
-    in_flight = "enable_overlap_scheduler" if asked.config.enable_overlap_scheduler else "each is read before the next"
-    return 1, f"one step is in flight: {in_flight}"
+def steps_in_flight(num_steps: int) -> int:
+    """The value of `max_steps_in_flight`."""
+    return 1 if num_steps == -1 else num_steps
+
+
+def why_steps_in_flight(config: PipelineConfig) -> str:
+    """The note of `max_num_steps`."""
+    if config.max_num_steps != -1:
+        return "steps launched before the first is read"
+    return "one step is in flight" + (": enable_overlap_scheduler" if config.enable_overlap_scheduler else "")
 
 
 def batching_policy(in_flight: bool) -> str:
@@ -119,12 +125,13 @@ def experimental_kernels(value: str, asked: Asked) -> Effect:
     return ",".join(names) or "false", note
 
 
-def vendor_blas(value: str, asked: Asked) -> Effect:
-    if value.strip().lower() in OFF:
-        return "false", ""
-    if value.strip().lower() not in ON:
-        raise ConfigError(f'use_vendor_blas is {value!r}, it must be "true" or "false"')
-    raise ConfigError('use_vendor_blas: the engine chooses the linear kernels itself; leave it at "false"')
+def linear_backend(use_vendor_blas: str) -> str:
+    """The value of `linear_backend`. Raises ConfigError."""
+    if use_vendor_blas.strip().lower() in OFF:
+        return "auto"
+    if use_vendor_blas.strip().lower() not in ON:
+        raise ConfigError(f'use_vendor_blas is {use_vendor_blas!r}, it must be "true" or "false"')
+    return "vendor"
 
 
 def pdl_level(value: str, asked: Asked) -> Effect:
@@ -277,18 +284,6 @@ def utilization(value: float, asked: Asked) -> Effect:
         raise ConfigError(f"device_memory_utilization is {value}, it must be above 0 and at most 1")
     asked.utilization = value
     return value, ""
-
-
-def echo(value: bool, asked: Asked) -> Effect:
-    return value, "" if value else "acts on a model of one's own; of megatron-core's models prompts are always scored"
-
-
-def structured_output(value: bool, asked: Asked) -> Effect:
-    return value, "" if value else "acts in pipelines; the server always takes schemas"
-
-
-def ungated(value: bool, asked: Asked) -> Effect:
-    return True, "" if value else "requests may always ask: there is no gate"
 
 
 def variable_logits(value: bool, asked: Asked) -> Effect:

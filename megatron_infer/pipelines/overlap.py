@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
 from megatron_infer.pipelines.foreign_runner import load_model
 from megatron_infer.pipelines.interfaces import GenerateMixin, PipelineModel
@@ -30,7 +30,7 @@ from megatron_infer.pipelines.text_generation import (
     TextGenerationOutput,
     TextTokenizer,
 )
-from megatron_infer.sampling.grammar import Grammars
+from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.scheduler.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         pipeline_model: type[PipelineModel[Any]],
         eos_token_id: int,
         weight_adapters: Mapping[str, Any],
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokenizer | None,
         disable_overlap: bool = False,
     ) -> None:
         """pipeline_model: the model's class. eos_token_id: ends sequences, besides the ids that the model has itself.
@@ -69,12 +69,11 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         tokenizer.
         """
         resolved = pipeline_config.resolved
-        if pipeline_config.sampling.enable_structured_output and getattr(tokenizer, "delegate", None) is None:
+        delegate = None if tokenizer is None else tokenizer.delegate
+        if pipeline_config.sampling.enable_structured_output and delegate is None:
             raise ConfigError("enable_structured_output=True needs a tokenizer: pass TextTokenizer(model)")
         config = replace(resolved.engine, overlap=not disable_overlap)
-        model, engine = load_model(
-            pipeline_config, pipeline_model, config, eos_token_id, weight_adapters, tokenizer.delegate
-        )
+        model, engine = load_model(pipeline_config, pipeline_model, config, eos_token_id, weight_adapters, delegate)
         self._set_up(model, engine, tokenizer, pipeline_config, disable_overlap)
 
     @classmethod
@@ -115,7 +114,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
     @property
     def tokenizer(self) -> TextTokenizer:
         if self._tokenizer is None:
-            raise ConfigError("this pipeline has no tokenizer; pass one to of_engine()")
+            raise ConfigError("this pipeline has no tokenizer; pass one where it is made")
         return self._tokenizer
 
     @property
@@ -130,8 +129,8 @@ class OverlapTextGenerationPipeline(GenerateMixin):
     @property
     def overlap_active(self) -> bool:
         """Whether `execute` returns while its own batch is still in flight."""
-        engine = self.engine
-        return not self._disable_overlap and (engine.config.overlap or engine.rank_group.groups.pp_size > 1)
+        config, num_stages = self.engine.config, self.engine.rank_group.groups.pp_size
+        return not self._disable_overlap and (config.overlap or config.max_steps_in_flight > 1 or num_stages > 1)
 
     @property
     def draft_kv_blocks(self) -> None:
@@ -149,7 +148,8 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
         A context in the middle of its prompt gives nothing, nor does one that waits for memory. Contexts that have
         ended are ignored. With empty inputs it only reads what is in flight. With disable_overlap the outputs are those
-        of this batch. A context's tokens and status are those of the outputs returned.
+        of this batch; with several steps in flight (stages, max_steps_in_flight) they come as many calls later.
+        A context's tokens and status are those of the outputs returned.
         """
         self._run(inputs.flat_batch)
         return self._take(one for one in self._unread if one not in self._owned)
@@ -163,7 +163,9 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
     def has_pending_outputs(self) -> bool:
         """Whether outputs of an earlier batch can be read, by `execute` with empty inputs."""
-        return bool(self.engine.loop.num_in_flight or self.engine.loop.backlog or self._unread.keys() - self._owned)
+        loop = self.engine.loop
+        waits = any(output.request_id in self._contexts for output in loop.backlog)
+        return bool(loop.num_in_flight or waits or self._unread.keys() - self._owned)
 
     def release(self, request_id: RequestID) -> None:
         """End a request, whatever it is doing, and take its memory back; nothing of it is returned afterwards."""
@@ -186,18 +188,28 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         """One step of the engine, whose outputs are put with those that are unread."""
         engine = self.engine
         active = [context for context in contexts if not context.is_done]
-        self._add([context for context in active if context.request_id not in self._contexts])
+        self._add([context for context in active if self._contexts.get(context.request_id) is not context])
         if not active and not self.has_pending_outputs():
             return
         among = [context.request_id for context in active]
         self._keep(engine.step(among))
         while self._disable_overlap and engine.loop.num_in_flight:
             self._keep(engine.step(()))
+        for context in active:
+            if not context.is_done and context.request_id not in engine.output_processor:  # aborted elsewhere
+                self._contexts.pop(context.request_id, None)
+                context.status = GenerationStatus.CANCELLED
 
     def _add(self, contexts: Iterable[TextContext]) -> None:
         """Queue new contexts, all or none."""
         new = list(contexts)
+        ids = [context.request_id for context in new]
         for context in new:
+            if ids.count(context.request_id) > 1 or context.request_id in self.engine.output_processor:
+                raise DuplicateRequest(
+                    f"request id {context.request_id!r} is that of another context or of a request of the engine; name "
+                    "each context once, and give each its own id"
+                )
             self._check(context)
         for context in new:
             self.kv_manager.release(context.request_id)  # what a caller allocated: the scheduler pages from here on

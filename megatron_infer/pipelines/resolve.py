@@ -51,7 +51,6 @@ class Asked:
     server: dict[str, Any] = field(default_factory=dict)
     llm: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
-    request: dict[str, Any] = field(default_factory=dict)
     architectures: dict[str, Architecture] = field(default_factory=dict)
     force: bool = False
     chat_template: str | None = None
@@ -149,7 +148,6 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         llm={"threads": None, **asked.llm, "dtype": dtype, "device": machine.device},
         layout=layout,
         settings=effective,
-        request=asked.request,
         chat_template=asked.chat_template,
         endpoint_base=asked.endpoint_base,
         architecture=architecture,
@@ -184,15 +182,14 @@ def _applied(
             effective, note = act(value, asked)
         case mapping.Layout(axis):
             asked.layout[axis] = value
-        case mapping.Request(parameter, convert):
-            asked.request[parameter] = convert(value)
         case mapping.Model(argument, convert):
             if value:
                 asked.llm[argument] = convert(value)
-        case mapping.Engine(option, convert, note):
+        case mapping.Engine(option, convert, why):
+            note = "" if why is None else why(asked.config)
             if value is not None:
                 asked.engine[option] = convert(value)
-        case mapping.Server(option, convert, note):
+        case mapping.Server(option, convert):
             if value is not None:
                 asked.server[option] = convert(value)
     source = "derived" if source == "default" and effective != value else source
@@ -206,24 +203,26 @@ def _shown(value: Any) -> str:
 def _add_options(
     config: PipelineConfig, asked: Asked, settings: dict[FieldPath, Setting], sources: Mapping[FieldPath, str]
 ) -> None:
-    """Options by their own names, beside those of the rows. Raises ConfigError for both names of one thing."""
+    """Options by their own names, beside those of the rows. Raises ConfigError for one that a given field sets, too."""
     engine_names = {item.name for item in dataclasses.fields(InferenceConfig)}
-    fields = {path[-1]: path for path in settings}
+    fields = {path[-1]: (path, value) for path, value, _, _ in _rows(config)}
     for name, value in config.options.items():
         other = mapping.OWN_NAMES.get(name)
-        path = None if other is None else fields[other]
-        if path is not None and other != name and sources.get(path, "default") != "default":
-            raise ConfigError(
-                f"{other}={_shown(settings[path].requested)} and {name}={_shown(value)} are two names of one thing; "
-                "give one of them"
-            )
+        if other is not None and other != name:
+            path, requested = fields[other]
+            if sources.get(path, "default") != "default":
+                raise ConfigError(
+                    f"{other}={_shown(requested)} and {name}={_shown(value)} set the same thing; give one of them"
+                )
+            if isinstance(mapping.ROWS[".".join(path)], mapping.Here) and path in settings:
+                note = f"{name} is given"
+                settings[path] = dataclasses.replace(settings[path], value=value, source="derived", note=note)
         into: dict[str, Any] = asked.engine if name in engine_names else asked.server
         into = asked.llm if name in LLM_OPTIONS else asked.layout if name in LAYOUT_OPTIONS else into
         into[name] = value
         shown = "(given)" if name in SECRETS else value
-        settings[OPTIONS, name] = Setting(
-            requested=shown, value=shown, source=sources.get((OPTIONS, name), "argument"), note=""
-        )
+        source = sources.get((OPTIONS, name), "argument")
+        settings[OPTIONS, name] = Setting(requested=shown, value=shown, source=source)
 
 
 def _find_model(asked: Asked) -> Architecture:
@@ -344,11 +343,11 @@ def _in_effect(path: FieldPath, one: Setting, engine: InferenceConfig, server: S
         case mapping.Engine(option, convert, _):
             value = getattr(engine, option)
             note = one.note or f"{option} of InferenceConfig"
-            if one.requested is not None and convert(one.requested) == value:
-                value = one.value
+            if type(value) is not type(one.requested) and convert(one.requested) == value:
+                value = one.requested  # the same in the field's own words
         case mapping.Layout(axis):
             value, note = getattr(layout, axis), one.note
-        case mapping.Server(option, _, _):
+        case mapping.Server(option, _):
             value, note = getattr(server, option), one.note or f"{option} of ServerConfig"
         case _:
             return one

@@ -60,8 +60,6 @@ class Resolved:
     layout: Layout
     settings: Mapping[str, Setting]
     """Field -> setting. A field of a nested config has its own name; of the draft model, with draft_ in front."""
-    request: Mapping[str, Any]
-    """Fields of SamplingParams that requests have unless they say otherwise."""
     chat_template: str | None
     """Text of the template given; None: the model's own."""
     endpoint_base: str

@@ -1,4 +1,4 @@
-"""Final hidden states of prompts, pooled to one vector each, for embeddings.
+"""Final hidden states of prompts, pooled to one vector each or kept for each position, for embeddings.
 
 Legend: T tokens of the step, D hidden.
 """
@@ -16,13 +16,14 @@ from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 
 @dataclass(slots=True)
 class Pooled:
-    """One chunk: the sum over its positions start .. end - 1 ("mean"), or the prompt's last position ("last")."""
+    """One chunk: the sum over its positions start .. end - 1 ("mean"), the prompt's last position ("last"), or each of
+    its positions ("all")."""
 
     request: Request
     start: int
     end: int
     values_D: Tensor
-    """fp32."""
+    """fp32; [N, D] of "all"."""
 
 
 def pooled_chunks(plan: StepPlan) -> Iterator[tuple[PrefillChunk, int]]:
@@ -31,7 +32,7 @@ def pooled_chunks(plan: StepPlan) -> Iterator[tuple[PrefillChunk, int]]:
     for chunk in plan.prefill:
         request = chunk.request
         ends = chunk.start + chunk.n >= request.prompt_len
-        if request.params.pooling == "mean" or (request.params.pooling == "last" and ends):
+        if request.params.pooling in ("mean", "all") or (request.params.pooling == "last" and ends):
             yield chunk, offset
         offset += chunk.n
 
@@ -41,7 +42,8 @@ def pool(plan: StepPlan, hidden_TD: Tensor) -> list[Pooled]:
     pooled = []
     for chunk, offset in pooled_chunks(plan):
         hidden_ND = hidden_TD[offset : offset + chunk.n].float()
-        values_D = hidden_ND.sum(0) if chunk.request.params.pooling == "mean" else hidden_ND[-1]
+        pooling = chunk.request.params.pooling
+        values_D = hidden_ND.sum(0) if pooling == "mean" else hidden_ND if pooling == "all" else hidden_ND[-1]
         pooled.append(pooled_as(chunk, values_D))
     return pooled
 

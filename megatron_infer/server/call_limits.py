@@ -16,6 +16,8 @@ TOKEN_BYTES = 32
 """Bytes of a reply for a token: its text, its id."""
 LOGPROB_BYTES = 100
 """Bytes of a reply for one log probability with its token's text and bytes."""
+FLOAT_BYTES = 24
+"""Bytes of a reply for one number of a vector, as text."""
 ID_BYTES = 16 / 3
 """Bytes of a reply for one token id as base64 of int32."""
 PIECE_CHARS, PIECE_LIMITS = 8, 2
@@ -33,6 +35,8 @@ class EngineLimits:
     """Requests that the replicas take together, computed or next in line there."""
     max_queue: int
     """Requests that may wait at the coordinator."""
+    hidden_size: int
+    """Numbers in a vector of an embedding."""
 
 
 def check_num_chars(num_chars: int, limits: EngineLimits, tokenizer: Tokenizer, *, field: str) -> None:
@@ -129,12 +133,14 @@ def within_reply(
 
     Raises ApiError 400 for a call whose reply is larger if its requests draw the tokens that they ask for.
     """
-    least = sum(_prompt_bytes(one) + one.params.n * (one.params.max_tokens or 1) * _bytes_a_token(one.params, limits)
-                for one in requests)  # fmt: skip
+    least = sum(
+        _prompt_bytes(one, limits) + one.params.n * (one.params.max_tokens or 1) * _bytes_a_token(one.params, limits)
+        for one in requests
+    )
     if least > max_reply_bytes:
         message = (
-            f"the reply may have {least:,.0f} bytes (prompts x n x max_tokens x log probabilities or ids per token), "
-            f"the limit is {max_reply_bytes:,} (max_reply_bytes); ask for less at once"
+            f"the reply may have {least:,.0f} bytes (prompts x n x max_tokens x log probabilities, ids or vectors "
+            f"per token), the limit is {max_reply_bytes:,} (max_reply_bytes); ask for less at once"
         )
         raise bad_request(message, "max_tokens", "reply_too_large")
     open_ended = [one for one in requests if one.params.max_tokens is None]
@@ -152,7 +158,10 @@ def within_reply(
     return [bounded(one) for one in requests]
 
 
-def _prompt_bytes(request: EngineRequest) -> int:
+def _prompt_bytes(request: EngineRequest, limits: EngineLimits) -> int:
+    if request.params.pooling is not None:
+        num_vectors = len(request.prompt_ids) if request.params.pooling == "all" else 1
+        return num_vectors * limits.hidden_size * FLOAT_BYTES
     asked = request.params.prompt_logprobs
     return 0 if asked is None else len(request.prompt_ids) * (asked + 1) * LOGPROB_BYTES
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from megatron_infer.outputs.embeddings import params_for, vector_of
+from megatron_infer.outputs.embeddings import flattened, params_for, vector_of
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import EMBEDDINGS
@@ -26,7 +26,7 @@ class EmbeddingBody(Body, kw_only=True):
     """Text, token ids, or a list of either; not a mixture."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Literal["last", "mean", "all"] | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -70,11 +70,11 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     )
 
 
-def _encoded(vector: list[float], encoding: str | None) -> Any:
-    """The vector as numbers, or for base64 as little-endian fp32."""
+def _encoded(vector: Any, encoding: str | None) -> Any:
+    """The vector, or a list of them, as numbers, or for base64 as little-endian fp32, one after the other."""
     if encoding != "base64":
         return vector
-    values = array("f", vector)
+    values = array("f", flattened(vector) or ())
     if sys.byteorder == "big":
         values.byteswap()
     return base64.b64encode(values.tobytes()).decode()

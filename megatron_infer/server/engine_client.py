@@ -178,6 +178,7 @@ class EngineClient:
                 vocab_size=min(one["vocab_size"] for one in limits),
                 num_at_once=sum(replica["limit"] for replica in self.stats["replicas"]),
                 max_queue=self.stats["max_queue"],
+                hidden_size=max(one.get("hidden_size", 0) for one in limits),
             )
 
     async def _poll(self) -> None:

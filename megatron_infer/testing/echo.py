@@ -70,7 +70,7 @@ class _EchoRequest:
     sequences: list[_Sequence]
     logprobs: bool = False
     text: bool = True
-    pooled: list[float] | None = None
+    pooled: Any = None
     aborted: bool = False
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
 
@@ -218,7 +218,9 @@ class EchoEngine:
                     num_sent=len(tokens),
                 )
             )
-        pooled = None if params.pooling is None else [float(len(prompt)), float(prompt[-1])]
+        pooled: Any = None if params.pooling is None else [float(len(prompt)), float(prompt[-1])]
+        if params.pooling == "all":
+            pooled = [[float(len(prompt)), float(token)] for token in prompt]
         logprobs = params.logprobs is not None
         request = _EchoRequest(request_id, prompt, salt, sequences, logprobs, params.detokenize, pooled)
         request.metrics.num_prompt_tokens = len(prompt)

@@ -43,6 +43,7 @@ SEED_PAGE = {
 OURS = {
     "attention_backend": ("AttentionChoice", inference.AttentionChoice.AUTO),
     "sampling_backend": ("SamplingChoice", inference.SamplingChoice.AUTO),
+    "linear_backend": ("LinearChoice", inference.LinearChoice.AUTO),
     "kv_cache_dtype": ("KVCacheDtype", inference.KVCacheDtype.AUTO),
     "cuda_graph_sizing_distribution": ("GraphSizing", inference.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
@@ -92,6 +93,7 @@ ENUMS = {
         "ROUND_ROBIN": "round_robin",
         "LOAD_BALANCED": "load_balanced",  # of later versions
     },
+    inference.LinearChoice: {"AUTO": "auto", "NATIVE": "native", "VENDOR": "vendor"},
     inference.BatchingPolicy: {"MIXED": "mixed", "PREFILL_FIRST": "prefill_first", "PHASED": "phased"},
     inference.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},
     inference.KVCacheDtype: {"AUTO": "auto", "FP8_E4M3": "fp8_e4m3"},

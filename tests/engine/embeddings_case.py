@@ -21,14 +21,14 @@ CHUNKED = InferenceConfig(
 
 
 def assert_equals_transformers(llm: LLM, reference: torch.nn.Module, prompts: list[list[int]]) -> None:
-    """The last and the mean of the reference's last_hidden_state, within 1e-4."""
+    """The last, the mean and all of the reference's last_hidden_state, within 1e-4."""
     with torch.inference_mode():
         states = [reference(torch.tensor([prompt])).last_hidden_state[0].float() for prompt in prompts]
-    for pooling in ("last", "mean"):
+    for pooling in ("last", "mean", "all"):
         for _ in range(2):  # the second time prefixes are cached
             found = llm.embed(prompts, pooling=pooling, normalize=False)
             for prompt, one, hidden in zip(prompts, found, states, strict=True):
-                wanted = hidden[-1] if pooling == "last" else hidden.mean(0)
+                wanted = {"last": hidden[-1], "mean": hidden.mean(0), "all": hidden}[pooling]
                 assert one.prompt_token_ids == prompt
                 far = (torch.tensor(one.values) - wanted).abs().max()
                 assert far < 1e-4 * max(1.0, float(wanted.abs().max())), (pooling, len(prompt), float(far))

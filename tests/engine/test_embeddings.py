@@ -47,7 +47,7 @@ def test_hybrid_prompts_pool_the_same_in_pieces_beside_others_and_suspended() ->
     prompts = [[draw.randrange(128) for _ in range(length)] for length in (100, 37, 90)]
     base = {"buffer_size_gb": 0.05, "block_size_tokens": 16, "max_sequence_length": 200, "max_requests": 8}
     whole = DynamicInferenceEngine(model, InferenceConfig(**base, max_tokens=256))
-    params = [params_for("mean"), params_for("last"), params_for("mean")]
+    params = [params_for("mean"), params_for("last"), params_for("all")]
     wanted = [whole.generate([prompt], one)[0].pooled for prompt, one in zip(prompts, params, strict=True)]
     for mode in ("persist", "recompute"):
         engine = DynamicInferenceEngine(model, InferenceConfig(**base, max_tokens=32, enable_chunked_prefill=True))
@@ -63,12 +63,13 @@ def test_hybrid_prompts_pool_the_same_in_pieces_beside_others_and_suspended() ->
             np.testing.assert_allclose(found[one], wanted[place], atol=1e-4)
 
 
-def test_half_a_prompt_that_was_saved_is_pooled_to_its_end(tmp_path) -> None:
+@pytest.mark.parametrize("pooling", ["mean", "all"])
+def test_half_a_prompt_that_was_saved_is_pooled_to_its_end(tmp_path, pooling) -> None:
     model = make_model()
     prompt = [(7 * i) % 128 for i in range(150)]
-    (wanted,) = make_engine(model).generate([prompt], params_for("mean"))
+    (wanted,) = make_engine(model).generate([prompt], params_for(pooling))
     engine = make_engine(model)
-    engine.add_request(prompt, params_for("mean"), request_id="half")
+    engine.add_request(prompt, params_for(pooling), request_id="half")
     engine.step()
     engine.save_requests(tmp_path / "saved")
     other = make_engine(model)
@@ -87,7 +88,7 @@ def test_vector_is_cut_then_normalised_and_what_makes_no_sense_is_refused() -> N
     with pytest.raises(RequestError, match=f"dimensions is 10000, the model's vectors have {len(raw)}"):
         vector_of(output, dimensions=10_000)
     for wrong, message in (
-        ({"pooling": "cls"}, "pooling is last or mean, got 'cls'"),
+        ({"pooling": "cls"}, "pooling is last, mean, all, got 'cls'"),
         ({"pooling": "last"}, "needs max_tokens=1 and n=1, got 16 and 1"),
         ({"pooling": "mean", "max_tokens": 1, "n": 2}, "got 1 and 2"),
     ):

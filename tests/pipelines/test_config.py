@@ -89,6 +89,12 @@ def test_fields_come_to_the_options_of_engine_server_model_and_layout():
     assert dataclasses.asdict(found.layout) == {"dp": 2, "tp": 1, "pp": 1, "ep": 1}
     assert engine.buffer_size_gb * GIB >= 6 * 512 * 2 * 4 * 4 * 2 * 16
     assert resolved().resolved.engine.batching == "prefill_first"
+    assert resolved(max_num_steps=4).resolved.engine.max_steps_in_flight == 4
+    assert resolved(use_vendor_blas="true").resolved.engine.linear_backend == "vendor"
+    gates = ("enable_echo", "enable_structured_output", "enable_penalties", "enable_min_tokens")
+    assert not any(getattr(resolved().resolved.server, name) for name in gates)
+    opened = resolved(**dict.fromkeys(gates, True)).resolved.server
+    assert all(getattr(opened, name) for name in gates)
     assert resolved(batching="phased", ce_delay_ms=5.0).resolved.engine.ce_delay_ms == 5.0
 
 
@@ -206,6 +212,12 @@ def test_deferred_config_checks_types_only_until_it_is_resolved(monkeypatch):
         config.log_pipeline_info()
     config.model.model_path, config.max_batch_size = "llama", 3
     config.resolve()
+    path = _write("assigned.yaml", "max_batch_size: 8\nmax_length: 99\nquantization_encoding: FLOAT32\n")
+    assigned = PipelineConfig(config_file=path, model_path="llama", defer_resolve=True)
+    assigned.max_batch_size = 4
+    assigned.resolve()
+    sources = [assigned.effective[name].source for name in ("max_batch_size", "max_length", "quantization_encoding")]
+    assert sources == ["argument", "file", "file"]
     first = config.resolved
     config.resolve()
     assert config.resolved is first and config.effective["max_batch_size"].source == "argument"
@@ -229,9 +241,9 @@ BAD = [
     ({"max_batch_size": "many"}, r"max_batch_size is 'many' \(str\), it must be a valid integer"),
     ({"max_batch_size": True}, "max_batch_size is True"),
     ({"max_batch_size": 9000}, r"max_batch_size \(max_requests\): is 9,000, the limit is max_batch_input_tokens|raise"),
-    ({"max_batch_size": 4, "max_requests": 4}, "max_batch_size=4 and max_requests=4 are two names of one thing"),
-    ({"kv_cache_page_size": 8, "block_size_tokens": 8}, "kv_cache_page_size=8 and block_size_tokens=8 are two names"),
-    ({"enable_in_flight_batching": True, "batching": "phased"}, "are two names of one thing; give one of them"),
+    ({"max_batch_size": 4, "max_requests": 4}, "max_batch_size=4 and max_requests=4 set the same thing"),
+    ({"kv_cache_page_size": 8, "block_size_tokens": 8}, "kv_cache_page_size=8 and block_size_tokens=8 set the same"),
+    ({"enable_in_flight_batching": True, "batching": "phased"}, "set the same thing; give one of them"),
     ({"quantization_encoding": "float32", "dtype": "float32"}, "quantization_encoding='float32' and dtype='float32'"),
     ({"max_batch_sise": 4}, "unknown field 'max_batch_sise'; did you mean 'max_batch_size'"),
     ({"max_batch_size": 4, "blok_size_tokens": 4}, "did you mean 'block_size_tokens'"),
@@ -247,8 +259,8 @@ BAD = [
     ({"model_path": "own"}, "architecture 'OwnForCausalLM' is not supported; supported: Bamba"),
     ({"max_batch_input_tokens": 0}, r"max_batch_input_tokens \(max_tokens\): is 0, it must be at least 1"),
     ({"max_length": 512, "max_batch_total_tokens": 100}, "max_batch_total_tokens is 100, it must be at least max_len"),
-    ({"max_num_steps": 4}, "max_num_steps is 4, but one decode step is launched at a time; take -1 or 1"),
-    ({"max_num_steps": 0}, "max_num_steps is 0"),
+    ({"max_num_steps": 0}, r"max_num_steps \(max_steps_in_flight\): is 0, it must be at least 1"),
+    ({"max_num_steps": 4, "max_steps_in_flight": 4}, "max_num_steps=4 and max_steps_in_flight=4 set the same"),
     ({"max_queue_size_tg": 3}, 'max_queue_size_tg is 3, it acts only with batching="phased"'),
     ({"min_batch_size_tg": 3}, 'min_batch_size_tg is 3, it acts only with batching="phased"'),
     ({"ce_delay_ms": 1.0}, 'ce_delay_ms is 1.0, it acts only with batching="phased"'),
@@ -261,6 +273,9 @@ BAD = [
         {"pipeline_role": "both"},
         "pipeline_role is 'both' .* it must be one of prefill_and_decode, prefill_only",
     ),
+    ({"buffer_size_gb": 1, "device_memory_utilization": 0.5}, "set the same thing; give one of them"),
+    ({"use_experimental_kernels": "fused_rope", "compile_layers": False}, "set the same thing"),
+    ({"enable_kvcache_swapping_to_host": True, "preemption_mode": "recompute"}, "set the same thing"),
     ({"ep_size": 2}, "ep_size is 2, but there is 1 process; start 2: torchrun --nproc-per-node 2"),
     ({"ep_size": 0}, "ep_size is 0, it must be an integer of at least 1"),
     ({"tp": 2}, "tp is 2, but there is 1 process"),
@@ -294,6 +309,7 @@ BAD = [
     ({"kv_cache_page_size": 0}, r"kv_cache_page_size \(block_size_tokens\): is 0, it must be at least 1"),
     ({"in_dtype": "bfloat16"}, "in_dtype='bfloat16': logits are sampled in float32; leave it at float32"),
     ({"out_dtype": "bfloat16"}, "out_dtype='bfloat16'"),
+    ({"gpu_profiling": "on"}, r"gpu_profiling='on': ranges are marked within engine.profile\(.*leave it off"),
     ({"gpu_profiling": "loud"}, "gpu_profiling is 'loud' .* it must be one of off, on, detailed"),
     ({"custom_architectures": ["a:b:c"]}, "'a:b:c' has a second colon; give MODULE_PATH or FOLDER:MODULE"),
     ({"custom_architectures": ["no/such/module"]}, "'no/such' is no directory; give its path"),
@@ -408,6 +424,9 @@ def test_architectures_of_ones_own_are_imported_and_their_arguments_required():
     ):
         with pytest.raises(ConfigError, match=f"'plugins/{name}_architecture' {message}|{message}"):
             resolved(custom_architectures=[f"plugins/{name}_architecture"])
+    (folder / "json.py").write_text("ARCHITECTURES = []\n")
+    with pytest.raises(ConfigError, match=r"a module json is imported already, from .*; rename one"):
+        resolved(custom_architectures=["plugins/json"])
 
 
 def test_chat_template_of_ones_own_goes_before_the_models():
@@ -485,7 +504,7 @@ def test_flags_give_the_same_config_as_a_file(monkeypatch, capsys):
     path = _write("serve.yaml", "pipeline:\n  model_path: llama\n  max_batch_size: 4\n  port: 1\n")
     file = ["--config-file", path, "--section-name", "pipeline"]
     flags = ["--max-batch-input-tokens", "512", "--kv-cache-page-size", "32", "--no-enable-prefix-caching"]
-    own = ["--max-queue", "5", "--buffer-size-gb", "0.05", "--device", "cpu", "--device-memory-utilization", "0.5"]
+    own = ["--max-queue", "5", "--buffer-size-gb", "0.05", "--device", "cpu"]
     monkeypatch.setenv("MEGATRON_INFER_MAX_LENGTH", "256")
     assert main(["serve", *file, *flags, *own]) == 0
     assert main(["serve", "llama", "--max-batch-size", "4", "--port", "1", *flags, *own]) == 0

@@ -12,7 +12,7 @@ from pipeline_case import VOCAB, check_same, contexts_of, free_pages, make_engin
 from server_case import tokenizer
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError
 from megatron_infer.pipelines import PipelineConfig
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
@@ -39,15 +39,15 @@ def pipeline() -> OverlapTextGenerationPipeline:
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_execute_gives_what_generate_gives_whoever_runs(kind, overlap):
+@pytest.mark.parametrize("ahead", [{"overlap": True}, {}, {"max_steps_in_flight": 3}], ids=["overlap", "none", "three"])
+def test_execute_gives_what_generate_gives_whoever_runs(kind, ahead):
     work = workload()
     expected = make_engine(kind).generate([prompt for prompt, _ in work], [params for _, params in work])
-    engine = make_engine(kind, overlap=overlap)
+    engine = make_engine(kind, **ahead)
     before = free_pages(engine)
     for number, disabled in enumerate((False, True)):
         one = OverlapTextGenerationPipeline.of_engine(engine, disable_overlap=disabled)
-        assert one.overlap_active == (overlap and not disabled)
+        assert one.overlap_active == (bool(ahead) and not disabled)
         prefix = f"{number}-"
         check_same(run_to_end(one, contexts_of(work, prefix), random.Random(number)), expected, prefix)
     check_same(run_to_end(one, contexts_of(work)), expected)
@@ -138,6 +138,34 @@ def test_requests_of_the_engine_itself_keep_their_outputs(pipeline):
     while not (outputs := engine.step()):
         pass
     assert [output.request_id for output in outputs] == [mine]
+
+
+def test_a_request_that_is_aborted_elsewhere_ends(pipeline):
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    a, b = contexts_of([([5, 6], params), ([7], params)], "elsewhere")
+    pipeline.execute(batch(a, b))
+    other = pipeline.engine.add_request([9], params)
+    pipeline.engine.abort(a.request_id)
+    pipeline.engine.pause("abort")
+    pipeline.engine.unpause()
+    answers = run_to_end(pipeline, [a, b])
+    assert (a.status.value, b.status.value) == ("cancelled", "cancelled") and answers.keys() == {b.request_id}
+    assert not pipeline.has_pending_outputs()  # the output that waits is not this pipeline's
+    assert [output.request_id for output in pipeline.engine.step()] == [other]
+
+
+def test_an_id_names_one_context(pipeline):
+    a, b, other = contexts_of([([5, 6], SamplingParams()), ([7], SamplingParams()), ([8], SamplingParams())], "twice")
+    b.request_id = a.request_id
+    for wrong in ((other, a, b), (other, a, a)):
+        with pytest.raises(DuplicateRequest, match="another context"):
+            pipeline.execute(batch(*wrong))
+        assert not pipeline.engine.has_unfinished()
+    pipeline.execute(batch(a))
+    with pytest.raises(DuplicateRequest, match="another context"):
+        pipeline.execute(batch(other, b))
+    pipeline.release(a.request_id)
+    assert not pipeline.engine.has_unfinished()
 
 
 def test_what_cannot_be_served_is_refused_and_nothing_is_queued(pipeline):
@@ -310,7 +338,7 @@ def test_warm_up_says_why_nothing_is_captured_and_captures_every_shape_where_it_
 def test_what_is_not_there_is_none(pipeline):
     assert pipeline.draft_kv_blocks is None and pipeline.spec_decode_metrics() is None
     assert pipeline.pipeline_config is None and pipeline.kv_managers == [pipeline.kv_manager]
-    with pytest.raises(ConfigError, match="pass one to of_engine"):
+    with pytest.raises(ConfigError, match="pass one where it is made"):
         pipeline.tokenizer  # noqa: B018
 
 

@@ -109,7 +109,13 @@ def test_wrong_value_is_refused_by_name(name, value, message):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"attention_backend": "torch"}, {"sampling_backend": "torch"}, {"use_flashinfer_fused_rope": True}]
+    "settings",
+    [
+        {"attention_backend": "torch"},
+        {"sampling_backend": "torch"},
+        {"linear_backend": "vendor"},
+        {"use_flashinfer_fused_rope": True},
+    ],
 )
 def test_exact_mode_excludes_kernels_of_others(settings):
     with pytest.raises(ConfigError, match="excludes batch_invariant=True"):

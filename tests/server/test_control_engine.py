@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 
 import numpy as np
 import pytest
@@ -278,3 +279,24 @@ def test_server_info_has_what_a_vllm_client_reads_of_it(case):
 def test_loads_are_asked_for_by_the_sections_that_sglang_names(case):
     assert get(case, "/v1/loads?include=core,disagg,queues")["aggregate"]["num_total_reqs"] == 0
     assert "include is 'nothing'" in get(case, "/v1/loads?include=core,nothing", expected=400)["error"]["message"]
+
+
+def test_a_profile_is_written_where_the_engines_environment_says(case, tmp_path, monkeypatch):
+    monkeypatch.delenv("MEGATRON_INFER_PROFILE_DIR", raising=False)
+    refused = call(case, "/start_profile", {"num_steps": 2}, expected=400)
+    assert "MEGATRON_INFER_PROFILE_DIR=FOLDER" in refused["error"]["message"]
+    monkeypatch.setenv("MEGATRON_INFER_PROFILE_DIR", str(tmp_path))
+    (started,) = call(case, "/start_profile", {"num_steps": 3})["replicas"].values()
+    assert started["path"].startswith(str(tmp_path)) and not list(tmp_path.iterdir())
+    assert "being taken" in call(case, "/start_profile", expected=400)["error"]["message"]
+    call(case, "/v1/completions", completion(8))
+    wait_for(lambda: list(tmp_path.glob("profile-*")))
+    call(case, "/start_profile")
+    call(case, "/v1/completions", completion(2))
+    call(case, "/stop_profile")
+    traces = [json.loads(path.read_text())["traceEvents"] for path in tmp_path.iterdir()]
+    assert 3 in [sum(event["name"] == "schedule" for event in events) for events in traces]
+    assert len(traces) == 2 and all(any(event["name"] == "layers" for event in events) for events in traces)
+    assert call(case, "/stop_profile")["status"] == "stopped"
+    call(case, "/start_profile", {"num_steps": 0}, expected=400)
+    call(case, "/start_profile", {"output_dir": "/etc"}, expected=400)

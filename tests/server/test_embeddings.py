@@ -29,7 +29,7 @@ def engine():
 @pytest.fixture(scope="module")
 def offline(engine):
     ids = [tokenizer().encode(text) for text in TEXTS]
-    return {pooling: engine.generate(ids, params_for(pooling)) for pooling in ("last", "mean")}
+    return {pooling: engine.generate(ids, params_for(pooling)) for pooling in ("last", "mean", "all")}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,29 @@ def test_floats_and_base64_are_equal_and_dimensions_keeps_the_first_ones(client,
     np.testing.assert_allclose(cut, vector_of(offline["last"][1], dimensions=8), atol=1e-5)
     raw = post(case, PATH, input="there was", normalize=False).json()["data"][0]["embedding"]
     np.testing.assert_allclose(raw, offline["last"][1].pooled, atol=1e-4)
+
+
+def test_each_token_has_a_vector_with_pooling_all(case, offline):
+    """Prompts of other lengths beside it, padding and chunks of 48 tokens change nothing."""
+    wanted = [vector_of(output, normalize=False) for output in offline["all"]]
+    assert [len(one) for one in wanted] == [len(text) for text in TEXTS]
+    asked = {"input": TEXTS, "pooling": "all", "normalize": False}
+    for one, vectors in zip(post(case, PATH, **asked).json()["data"], wanted, strict=True):
+        np.testing.assert_allclose(one["embedding"], vectors, atol=1e-4)
+    np.testing.assert_allclose(wanted[2][-1], offline["last"][2].pooled, atol=1e-4)
+    np.testing.assert_allclose(np.mean(wanted[2], axis=0), offline["mean"][2].pooled, atol=1e-4)
+    data = post(case, PATH, **asked, encoding_format="base64", dimensions=4).json()["data"][1]["embedding"]
+    found = np.frombuffer(base64.b64decode(data), "<f4").reshape(len(TEXTS[1]), 4)
+    np.testing.assert_allclose(found, np.array(wanted[1])[:, :4], atol=1e-4)
+    unit = post(case, PATH, input=TEXTS[1], pooling="all").json()["data"][0]["embedding"]
+    np.testing.assert_allclose(np.linalg.norm(unit, axis=1), 1.0, atol=1e-5)
+
+
+def test_vectors_beyond_the_largest_reply_are_refused(engine):
+    with serving(engine, max_reply_bytes=200_000) as one:
+        reply = post(one, PATH, input="a" * 200, pooling="all")
+        assert reply.status_code == 400 and "max_reply_bytes" in reply.json()["error"]["message"]
+        assert post(one, PATH, input="a" * 200).status_code == 200
 
 
 @pytest.mark.parametrize(

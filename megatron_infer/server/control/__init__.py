@@ -10,6 +10,7 @@ WeightUpdates --> ControlMachine (state_machine.py)               generation.py
 from __future__ import annotations
 
 from megatron_infer.server.control import (
+    profile_routes,
     server_info,
     sglang_generate,
     sglang_routes,
@@ -35,6 +36,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     vllm_routes.register(control_routes, machine, updates)
     sglang_routes.register(control_routes, machine, updates)
     server_info.register(control_routes, machine)
+    profile_routes.register(control_routes, machine)
     fields = StructuredOutputFields(client, settings)
     vllm_generate.register(control_routes, machine, fields)
     trl_routes.register(control_routes, machine, fields)

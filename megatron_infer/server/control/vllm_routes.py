@@ -115,8 +115,6 @@ NOT_SERVED = {
         ("/init_communicator/", "/close_communicator/", "/update_named_param/", "/batch_update_named_params/"),
         "weights do not come by NCCL; send them to /update_weights (ServerWeights of megatron_infer.rl.adapters.trl)",
     ),
-    "/start_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
-    "/stop_profile": "nothing is profiled over HTTP; see /metrics, or attach a profiler to the process",
     "/v1/load_lora_adapter": "there are no LoRA adapters here; merge one into the weights and update these",
     "/v1/unload_lora_adapter": "there are no LoRA adapters here",
 }

@@ -1,0 +1,108 @@
+"""`engine.profile`: a torch.profiler trace of a few steps, with ranges around the parts of each."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.step_loop import StepLoop
+from megatron_infer.errors import ConfigError
+from megatron_infer.outputs.request_output import RequestOutput
+
+log = logging.getLogger("megatron_infer")
+
+Mark = Callable[[str], AbstractContextManager[Any]]
+"""Name of a range -> what is entered around it."""
+
+
+class StepRanges:
+    """Ranges around methods of an engine's objects. They are put around them on `install` and gone after `remove`, so
+    that an engine without ranges runs the methods themselves."""
+
+    def __init__(self, parts: Sequence[tuple[Any, str, str]]) -> None:
+        """parts: (object, its method, name of the range)."""
+        self._parts = parts
+
+    def install(self, mark: Mark) -> None:
+        for owner, method, name in self._parts:
+            setattr(owner, method, _marked(getattr(owner, method), mark, name))
+
+    def remove(self) -> None:
+        for owner, method, _ in self._parts:
+            vars(owner).pop(method, None)
+
+
+def _marked(call: Callable[..., Any], mark: Mark, name: str) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with mark(name):
+            return call(*args, **kwargs)
+
+    return marked
+
+
+class StepProfiler:
+    """Traces the next steps of this rank, as a listener of its loop for as long."""
+
+    def __init__(self, loop: StepLoop, ranges: StepRanges, *, is_cuda: bool, has_threads: bool) -> None:
+        """has_threads: steps run on threads beside the one that calls `engine.step`."""
+        self._loop, self._ranges = loop, ranges
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+        self._has_threads = has_threads
+        self._profile: profile | None = None
+        self._path = Path()
+        self._left = 0
+
+    def start(self, path: str | os.PathLike[str], steps: int) -> None:
+        """Raises ConfigError if a profile is being taken, or for a path that cannot be written."""
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ConfigError(f"steps is {steps!r}, it must be an integer of at least 1")
+        if self._profile is not None:
+            raise ConfigError(f"a profile of {self._left} more steps is being taken; end it with profile(None) first")
+        self._path = Path(path)
+        if not self._path.parent.is_dir() or self._path.is_dir():
+            raise ConfigError(f"{self._path} is no file in an existing folder; give the path of the trace to write")
+        options = _ExperimentalConfig(profile_all_threads=True) if self._has_threads else None
+        self._profile = profile(activities=self._activities, experimental_config=options)
+        self._left = steps
+        self._profile.start()
+        self._ranges.install(record_function)
+        self._loop.listeners.append(self)
+
+    def stop(self) -> None:
+        """Write what was traced; does nothing if no profile is being taken. Raises OSError if it cannot be written."""
+        if self._profile is None:
+            return
+        running, self._profile = self._profile, None
+        self._loop.listeners.remove(self)
+        self._ranges.remove()
+        running.stop()
+        unfinished = self._path.with_name(f".{self._path.name}")
+        with unfinished.open("wb"):  # torch only logs that it cannot
+            pass
+        running.export_chrome_trace(str(unfinished))
+        unfinished.replace(self._path)
+
+    # ------------------------------------------------------------------ as a listener of the loop
+
+    def on_add(self, request_id: str, token_ids: list[int], params: SamplingParams, step: int) -> None:
+        pass
+
+    def on_abort(self, request_id: str, step: int) -> None:
+        pass
+
+    def on_step(self, step: int, outputs: list[RequestOutput]) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            try:
+                self.stop()
+            except OSError as error:  # the step was computed: its outputs count
+                log.error("the profile could not be written to %s: %s", self._path, error)

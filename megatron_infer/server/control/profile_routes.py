@@ -1,0 +1,35 @@
+"""/start_profile and /stop_profile, by the names of vLLM and SGLang."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.openai_protocol import Body
+
+MAX_STEPS = 1000
+
+
+class ProfileBody(Body):
+    num_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] | None = None
+    """Steps to trace; None: until /stop_profile, 1000 at most."""
+
+
+def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
+    async def start(call: Call) -> Reply:
+        QueryParams(call).end()
+        steps = call.body.num_steps or MAX_STEPS
+        found = await machine.fanout.run("profile", "start_profile", machine.status.name, steps=steps)
+        return Reply({"status": "profiling", "num_steps": steps, "replicas": found})
+
+    async def stop(call: Call) -> Reply:
+        QueryParams(call).end()
+        await machine.fanout.run("profile", "stop_profile", machine.status.name, steps=0)
+        return Reply({"status": "stopped"})
+
+    control_routes.add("POST", "/start_profile", start, "Trace the next steps of each engine", body=ProfileBody)
+    control_routes.add("POST", "/stop_profile", stop, "End the traces and write them")

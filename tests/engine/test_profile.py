@@ -1,0 +1,81 @@
+"""engine.profile writes a trace with the parts of each step, and leaves an engine as it was."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from model_kinds import make_model
+
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.errors import ConfigError
+from megatron_infer.testing.inspect import inspect
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+PARTS = ("schedule", "build", "layers", "sampling", "commit")
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return make_model("attention")
+
+
+def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+    base = {"buffer_size_gb": 0.008, "block_size_tokens": 16, "max_sequence_length": 96, "max_requests": 8}
+    return DynamicInferenceEngine(model, InferenceConfig(**base, **settings))
+
+
+def ranges_in(path: Any) -> Counter[str]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+
+
+def wrapped(engine: DynamicInferenceEngine) -> set[str]:
+    inside = inspect(engine)
+    objects = (inside.scheduler, inside.runner, inside.runner.builder)
+    return {name for one in objects for name in vars(one) if name in ("schedule", "commit", "build", "sample")}
+
+
+def test_the_trace_has_each_part_of_so_many_steps(model, tmp_path):
+    engine = make_engine(model)
+    wanted = engine.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+    path = tmp_path / "trace.json"
+    assert not wrapped(engine)
+    engine.profile(path, steps=3)
+    assert wrapped(engine)
+    assert engine.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids == wanted
+    assert not wrapped(engine) and not engine.loop.listeners
+    found = ranges_in(path)
+    assert {name: found[name] for name in PARTS} == dict.fromkeys(PARTS, 3)
+
+
+def test_a_profile_can_be_ended_early_and_taken_again(model, tmp_path):
+    engine = make_engine(model, overlap=True)
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    engine.profile(first, steps=1000)
+    with pytest.raises(ConfigError, match=r"a profile of 1000 more steps is being taken"):
+        engine.profile(second)
+    engine.add_request([5, 6], GREEDY)
+    engine.step()
+    engine.profile(None)
+    assert ranges_in(first)["schedule"] == 1
+    engine.profile(None)  # there is none
+    engine.profile(second, steps=2)
+    while engine.has_unfinished():
+        engine.step()
+    assert ranges_in(second)["schedule"] == 2
+
+
+def test_what_cannot_be_written_is_refused_at_once(model, tmp_path):
+    engine = make_engine(model)
+    for path in (tmp_path / "none" / "trace.json", tmp_path):
+        with pytest.raises(ConfigError, match="no file in an existing folder"):
+            engine.profile(path)
+    with pytest.raises(ConfigError, match="steps is 0, it must be an integer of at least 1"):
+        engine.profile(tmp_path / "trace.json", steps=0)
+    assert not wrapped(engine) and not engine.loop.listeners
