@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.checkpoint import CheckpointSource
 from megatron_infer.model_loader.find import CHOICES, Kind, damage_named, description_of_directory, find_model
 from megatron_infer.model_loader.gguf import GGUFWeights
