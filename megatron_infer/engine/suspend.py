@@ -165,6 +165,14 @@ class CacheSuspension:
     def _end_persist(self) -> None:
         self._store.prefetch(self._context.held_blocks(), state_slots=self._context.held_state_slots())
 
+    def require_no_loop_by_hand(self) -> None:
+        """Raise ConfigError while rows are held that no scheduler recomputes; nothing is in flight."""
+        if num_rows := self._scheduler.running_set.num_rows_elsewhere:
+            raise ConfigError(
+                f"mode='recompute' drops the cache, and {num_rows} sequences claimed by hand are not recomputed; "
+                "release them first (kv_manager.release), or take mode='offload'"
+            )
+
     def _requeue_all(self) -> int:
         """All requests are recomputed -> bytes of host memory that swapped requests freed."""
         before = self._store.host_bytes()
@@ -234,6 +242,8 @@ class Suspension:
         with self._lifecycle.transition("suspend", timeout_s=timeout_s) as transition:
             start = _Start(self._device)
             self._loop.quiesce(transition.tick)
+            if frees_cache and chosen is KVCacheManagementMode.RECOMPUTE:
+                self._cache.require_no_loop_by_hand()
             fresh = wanted - self._away
             reports = {tag: TagReport() for tag in TAGS if tag in fresh}
             moves = frees_cache and not self._cache.addresses_stable

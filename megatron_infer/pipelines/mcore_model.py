@@ -186,9 +186,12 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         return McoreInputs(tokens, offsets, prev_model_inputs.cache.advanced(), prev_model_inputs.return_n_logits)
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        """See `PipelineModel`. Logits have the vocabulary without its padding."""
+        """See `PipelineModel`. Logits have the vocabulary without its padding. Weights that changed are noticed here."""
         assert isinstance(model_inputs, McoreInputs)
         engine = self.engine
+        engine.lifecycle.require("execute()", EngineState.RUNNING)
+        self.kv_manager.require_idle()
+        engine.weights.accept_changes()
         adopted, shape = engine.replay.model, engine.shape
         if shape.is_stage:
             raise NotImplementedError("execute by hand on pipeline stages; use the pipeline's execute, or one stage")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import torch
 
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
@@ -180,8 +181,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
             if engine.relay.is_leader:
                 engine.abort(request_id)
             context.status = GenerationStatus.CANCELLED
-            if engine.loop.num_in_flight:
-                engine.drain()  # its memory is that of the step in flight until then
+            engine.drain()  # a step in flight has its memory, and other ranks have it until they hear of the abort
         engine.loop.backlog = [output for output in engine.loop.backlog if output.request_id != request_id]
 
     def _run(self, contexts: Sequence[TextContext]) -> None:
@@ -204,32 +204,49 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         """Queue new contexts, all or none."""
         new = list(contexts)
         ids = [context.request_id for context in new]
-        for context in new:
+        params_of = [self._params_of(context) for context in new]
+        for context, params in zip(new, params_of, strict=True):
             if ids.count(context.request_id) > 1 or context.request_id in self.engine.output_processor:
                 raise DuplicateRequest(
                     f"request id {context.request_id!r} is that of another context or of a request of the engine; name "
                     "each context once, and give each its own id"
                 )
-            self._check(context)
-        for context in new:
+            self._check(context, params)
+        for context, params in zip(new, params_of, strict=True):
             self.kv_manager.release(context.request_id)  # what a caller allocated: the scheduler pages from here on
             if self.engine.relay.is_leader:
                 prompt = context.tokens[: context.prompt_len]
-                self.engine.add_request(prompt, context.params, request_id=context.request_id, stream="delta")
+                self.engine.add_request(prompt, params, request_id=context.request_id, stream="delta")
             self._contexts[context.request_id] = context
 
-    def _check(self, context: TextContext) -> None:
+    def _params_of(self, context: TextContext) -> SamplingParams:
+        """The context's parameters, with the ends that the context itself has: `max_length` and `eos_ids`."""
+        params, room = context.params, None
+        if context.max_length is not None:
+            room = context.max_length - context.prompt_len
+            if room < 1:
+                raise RequestError(
+                    f"context {context.request_id!r} has {context.prompt_len:,} tokens, the limit is "
+                    f"{context.max_length:,} (max_length); shorten its prompt or raise the limit"
+                )
+        if room is not None and (params.max_tokens is None or params.max_tokens > room):
+            params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        if own := context.eos_ids - self.engine.input_processor.stop_ids(params):
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *sorted(own)))
+        return params
+
+    def _check(self, context: TextContext, params: SamplingParams) -> None:
         if len(context.tokens) > context.prompt_len:
             raise RequestError(
                 f"context {context.request_id!r} has {len(context.generated):,} tokens that this pipeline did not "
                 "draw; make a new context with all tokens as its prompt"
             )
-        if context.params.n != 1:
-            raise RequestError(f"a context is one sequence, n is {context.params.n}; make n contexts")
-        if context.params.structured is not None:
+        if params.n != 1:
+            raise RequestError(f"a context is one sequence, n is {params.n}; make n contexts")
+        if params.structured is not None:
             self._require_structured_output()
-        self.engine.input_processor.check(context.tokens, context.params)
-        self.engine.input_processor.check_params(context.params)
+        self.engine.input_processor.check(context.tokens, params)
+        self.engine.input_processor.check_params(params)
 
     def _keep(self, outputs: Iterable[RequestOutput]) -> None:
         others = []

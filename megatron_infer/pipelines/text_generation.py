@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import InferenceError, InvalidPrompt, RequestError
+from megatron_infer.errors import DuplicateRequest, InferenceError, InvalidPrompt, RequestError
 from megatron_infer.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -239,6 +239,11 @@ class GenerationLoop:
         requests = [prompts] if isinstance(prompts, TextGenerationRequest) else list(prompts)
         if len({request.request_id for request in requests}) < len(requests):
             raise RequestError("two of the requests have the same request_id; each needs its own")
+        for request in requests:
+            if any(manager.contains(request.request_id) for manager in pipeline.kv_managers):
+                raise DuplicateRequest(
+                    f"request id {request.request_id!r} is that of a request under way; give each its own id"
+                )
         self._pipeline = pipeline
         self._contexts = [pipeline.tokenizer.new_context(request) for request in requests]
         self._unfinished = {context.request_id: context for context in self._contexts}
@@ -259,6 +264,14 @@ class GenerationLoop:
                 self._outputs[output.request_id] = replace(output, tokens=list(output.tokens))
             if output.is_done:
                 del self._unfinished[output.request_id]
+        for context in [one for one in self._unfinished.values() if one.is_done]:  # ended without an output: cancelled
+            del self._unfinished[context.request_id]
+            end = TextGenerationOutput(request_id=context.request_id, tokens=[], text="", final_status=context.status)
+            if (before := self._outputs.get(context.request_id)) is None:
+                self._outputs[context.request_id] = replace(end)
+            else:
+                before.extend(end)
+            news.append(end)
         return news
 
     def outputs(self) -> list[TextGenerationOutput]:

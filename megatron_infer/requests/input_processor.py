@@ -147,7 +147,7 @@ class InputProcessor:
     def _check_choice(self, params: SamplingParams) -> None:
         """Raises RequestError for ids that leave no token to draw, at all or before min_tokens."""
         bad = set(params.bad_token_ids or ())
-        early = bad | self._stop_ids(params) if params.min_tokens else bad
+        early = bad | self.stop_ids(params) if params.min_tokens else bad
         if params.allowed_token_ids is not None:
             allowed = set(params.allowed_token_ids)
             if not allowed - bad:
@@ -162,7 +162,7 @@ class InputProcessor:
         elif len(early) >= self.limits.vocab_size:
             raise RequestError("bad_token_ids leaves only tokens that end the sequence, which min_tokens forbids")
 
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end the output."""
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
 
@@ -173,7 +173,7 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             seed, self.num_seeds = derive_seed(self._seed, self.num_seeds + 1), self.num_seeds + 1
-        stop_ids = self._stop_ids(params)
+        stop_ids = self.stop_ids(params)
         sequences = [
             Request(
                 id=request_id if params.n == 1 else f"{request_id}#{index}",
