@@ -161,6 +161,7 @@ def test_body_that_takes_long_to_decode_is_refused_undecoded(case, body, what):
     assert time.perf_counter() - began < 5
 
 
+@pytest.mark.security
 def test_bodies_of_calls_under_way_are_bounded_together_and_given_back():
     def padded(number):
         return {"prompt": [number], "max_tokens": 400, "ignore_eos": True, "user": "x" * 15_000}
@@ -197,6 +198,7 @@ def test_bodies_of_callers_without_a_key_take_no_room():
         assert stranger.recv(100).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.security
 def test_long_body_with_fields_without_an_action_is_taken_apart_beside_the_event_loop(case, monkeypatch):
     threads, real = [], FieldTable.settle
     monkeypatch.setattr(
