@@ -186,7 +186,7 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         return McoreInputs(tokens, offsets, prev_model_inputs.cache.advanced(), prev_model_inputs.return_n_logits)
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        """See `PipelineModel`. Logits have the vocabulary without its padding. Weights that changed are noticed here."""
+        """See `PipelineModel`. Logits have the vocabulary without its padding. Changed weights are noticed here."""
         assert isinstance(model_inputs, McoreInputs)
         engine = self.engine
         engine.lifecycle.require("execute()", EngineState.RUNNING)
