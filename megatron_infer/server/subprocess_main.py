@@ -47,15 +47,16 @@ def report(**message: Any) -> None:
 
 
 class Beat:
-    """Tells the parent process every BEAT_S seconds that this one runs, from a thread, until `is_alive` says no."""
+    """Tells the parent process every BEAT_S seconds that this one runs, from a thread, while `is_alive` says so."""
 
     def __init__(self) -> None:
         self.is_alive: Callable[[], bool] = lambda: True
         threading.Thread(target=self._run, name="megatron-infer-beat", daemon=True).start()
 
     def _run(self) -> None:
-        while self.is_alive():
-            report(beat=True)
+        while True:
+            if self.is_alive():
+                report(beat=True)
             time.sleep(BEAT_S)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.hf_config import description_from_config
 from megatron_infer.model_loader.sources import open_source
+from megatron_infer.server.tokenizer_files import save_tokenizer
 
 
 @pytest.fixture
@@ -206,6 +208,15 @@ def test_alias_without_its_package_gives_the_command(monkeypatch):
 def test_directory_without_tokenizer_says_prompts_must_be_ids(llama):
     with pytest.raises(ModelError, match=r"no tokenizer\.json; prompts must be given as token ids"):
         open_source(llama).tokenizer()
+
+
+def test_server_says_why_it_has_no_tokenizer_and_takes_no_chat_template_then(llama, tmp_path, caplog):
+    folder = shutil.copytree(llama, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{broken")
+    assert save_tokenizer(str(folder), str(tmp_path)) == {"name": str(folder), "eos_ids": None}
+    assert "tokenizer.json: not a readable tokenizer" in caplog.text
+    with pytest.raises(ModelError, match="chat_template goes with a tokenizer"):
+        save_tokenizer(str(folder), str(tmp_path), "{{ messages }}")
 
 
 def test_tensors_stream_under_their_own_names(llama):

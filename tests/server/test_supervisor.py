@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from coordinator_case import coordinator
 from server_case import wait_for
 
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
+from megatron_infer.server import subprocess_main
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor
 
 
@@ -62,6 +65,23 @@ def test_wrong_option_is_reported_and_not_retried(tmp_path):
         )
     finally:
         supervisor.stop(number=signal.SIGTERM, timeout_s=5)
+
+
+def test_process_that_stood_still_and_goes_on_beats_again(monkeypatch):
+    beats = []
+    monkeypatch.setattr(subprocess_main, "BEAT_S", 0.005)
+    monkeypatch.setattr(subprocess_main, "report", lambda **message: beats.append(message))
+    beat = subprocess_main.Beat()
+    wait_for(lambda: beats)
+    beat.is_alive = lambda: False
+    time.sleep(0.05)
+    beats.clear()
+    time.sleep(0.05)
+    assert not beats
+    beat.is_alive = lambda: True
+    wait_for(lambda: beats, 5)
+    beat.is_alive = sys.exit  # ends its thread
+    wait_for(lambda: not any(one.name == "megatron-infer-beat" for one in threading.enumerate()))
 
 
 def test_processes_end_with_their_parent(tmp_path):
