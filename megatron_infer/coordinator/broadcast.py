@@ -23,21 +23,32 @@ class CommandsInForce:
         """Those of INVERSE, with their arguments."""
         self.weight_version = 0
         """Replicas below it have old weights."""
+        self.is_version_set = False
+        self.decided: set[str] = set()
+        """Those of INVERSE that were carried out or ended."""
+
+    def adopt(self, commands: dict[str, dict[str, Any]], version: int) -> None:
+        """Take those of a replica that were neither carried out nor ended here."""
+        self.commands |= {name: args for name, args in commands.items() if name in INVERSE and name not in self.decided}
+        if not self.is_version_set:
+            self.weight_version = max(self.weight_version, version)
 
     def record(self, command: str, args: dict[str, Any]) -> None:
         """A command was carried out."""
         if command in INVERSE:
             self.commands[command] = args
+            self.decided.add(command)
         for one, inverse in INVERSE.items():
             if command == inverse:
                 self.commands.pop(one, None)
+                self.decided.add(one)
         version = args.get("version")
         if not isinstance(version, int):
             return
         if command == "set_weight_version":
-            self.weight_version = max(self.weight_version, version)
+            self.weight_version, self.is_version_set = max(self.weight_version, version), True
         elif command in ("finish_weights", "cancel_weights"):  # a cancel restores the old version
-            self.weight_version = version
+            self.weight_version, self.is_version_set = version, True
 
 
 @dataclass(slots=True, eq=False)
@@ -77,15 +88,17 @@ class Broadcasts:
         self._finish_if_answered(number)
 
     def catch_up(self, replica: ReplicaState) -> None:
-        """Send a replica that has just joined the commands in force. A coordinator that was started again has sent none
-        yet, and takes what the replica still carries out of those of the coordinator before."""
+        """Send a replica that has just joined the commands in force, and the end of those that ended while it was away.
+        What the replica carries out of an earlier coordinator's commands is in force until one is given here."""
         assert replica.register is not None
-        if not self._num_started:
-            self.in_force.commands |= replica.register.in_force
-            self.in_force.weight_version = max(self.in_force.weight_version, replica.register.set_version)
-        for command, args in self.in_force.commands.items():
-            if command not in replica.register.in_force or replica.state == "running":
-                self._send_command(replica, 0, Control(0, command, args, CATCH_UP_S))
+        carried, in_force = replica.register.in_force, self.in_force
+        in_force.adopt(carried, replica.register.set_version)
+        missed = [one for one in in_force.commands.items() if one[0] not in carried or replica.state == "running"]
+        if replica.state != "running":
+            ended = [one for one in carried if one in INVERSE and one not in in_force.commands]
+            missed += [(INVERSE[one], {}) for one in reversed(ended)]
+        for command, args in missed:
+            self._send_command(replica, 0, Control(0, command, args, CATCH_UP_S))
 
     def answer(self, peer: bytes, number: int, answer: Answer) -> None:
         broadcast = self._running.get(number)

@@ -33,6 +33,10 @@ Sink = Callable[[RequestOutput | BaseException], None]
 """Takes the outputs of a request, or its error."""
 
 
+MAX_AGE_S = 1e9
+"""Most seconds since a stage of a request."""
+
+
 class RequestReceiver:
     """Builds one request's cumulative output from messages, and passes it to `sink`."""
 
@@ -99,6 +103,9 @@ class RequestReceiver:
     def _add_times(self, times: protocol.StageTimes, now: float) -> None:
         """A replica's times on this clock: late by the way of the fastest message, of several replicas the first."""
         metrics = self._metrics
+        ages = (times.arrived, times.scheduled, times.first_token, times.finished)
+        if not all(age is None or abs(age) <= MAX_AGE_S for age in ages):
+            raise protocol.BadMessage(f"times {ages}")
         if times.attempt != self._attempt:
             is_again = any(event.kind == "ASSIGN" for event in self._output.events)
             payload = {"replica": times.replica}

@@ -110,7 +110,10 @@ def exposition(read: Read, accept: str = "") -> tuple[bytes, str]:
     """The text of one scrape and its Content-Type, in the format that the header `accept` asks for."""
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
     registry.register(FamilyCollector(read))
-    encode, content_type = prometheus_client.exposition.choose_encoder(accept)
+    try:
+        encode, content_type = prometheus_client.exposition.choose_encoder(accept)
+    except (TypeError, ValueError):  # it names a version that is no number
+        encode, content_type = prometheus_client.exposition.choose_encoder("")
     return encode(registry), content_type
 
 

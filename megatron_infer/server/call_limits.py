@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.peers import caller_share
-from megatron_infer.server.http_errors import bad_request, context_overflow
+from megatron_infer.server.http_errors import ApiError, bad_request, context_overflow
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
@@ -97,7 +97,12 @@ def check_enabled(params: SamplingParams, settings: ServerConfig) -> None:
     for name, is_asked, option in asked:
         if is_asked and not getattr(settings, option):
             what = "log probabilities of the prompt (echo with logprobs)" if option == "enable_echo" else name
-            raise bad_request(f"{what}: this server takes no such calls ({option} is false); leave it out", name)
+            raise turned_off(what, option, name)
+
+
+def turned_off(what: str, option: str, name: str) -> ApiError:
+    """The error of a call that asks, in the field `name`, for what `option` turns off."""
+    return bad_request(f"{what}: this server takes no such calls ({option} is false); leave it out", name)
 
 
 def check_prompt(ids: Sequence[int], max_tokens: int | None, limits: EngineLimits, *, field: str) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from megatron_infer.outputs.embeddings import flattened, params_for, vector_of
+from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import EMBEDDINGS
@@ -50,10 +51,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         )
         async with client.submit(requests) as inflight:
             outputs = await inflight.results()
-        data = []
-        for index, output in enumerate(outputs):
-            vector = vector_of(output, dimensions=body.dimensions, normalize=body.normalize is not False)
-            data.append({"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)})
+        data = await client.run_in_thread(_data, outputs, body)
         num_tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return Reply({"object": "list", "data": data, "model": client.model_names[0], "usage": usage})
@@ -68,6 +66,15 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         fields=EMBEDDINGS,
         statuses=(404, 429, 503, 504),
     )
+
+
+def _data(outputs: list[RequestOutput], body: EmbeddingBody) -> list[dict[str, Any]]:
+    """Of each output its vector, or vectors; of millions of numbers that takes a second."""
+    data = []
+    for index, output in enumerate(outputs):
+        vector = vector_of(output, dimensions=body.dimensions, normalize=body.normalize is not False)
+        data.append({"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)})
+    return data
 
 
 def _encoded(vector: Any, encoding: str | None) -> Any:

@@ -84,9 +84,10 @@ class Endpoint:
         room: request_body.BodyRoom,
         optional_body: bool = False,
         body_limit: str = "max_body_bytes",
+        open: bool = False,
     ) -> None:
         """body: msgspec type, None for raw bytes. room: of all endpoints. The rest: see `Operation`."""
-        self._room = room
+        self._room, self._open = room, open
         self._handler, self._body, self._settings = handler, body, settings
         self._fields, self._optional_body, self._body_limit = fields, optional_body, body_limit
         self._decoder = None if body is None else msgspec.json.Decoder(body)
@@ -121,6 +122,9 @@ class Endpoint:
 
     async def _read(self, scope: Any, receive: Any, add: Callable[[int], None]) -> tuple[Any, list[str]]:
         """The decoded body, and its fields that have no effect. Raises ApiError."""
+        if self._open:  # who has no key takes no room
+            await request_body.discard(receive)
+            return b"", []
         headers, option = dict(scope["headers"]), self._body_limit
         limit, counted = getattr(self._settings, option), {"add": add} if option == "max_body_bytes" else {}
         data = await request_body.read_body(headers, receive, limit=limit, option=option, **counted)

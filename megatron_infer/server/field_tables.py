@@ -391,6 +391,16 @@ WEIGHTS_CHECKER = FieldTable(
     }
 )
 WEIGHT_UPDATE = FieldTable({"selector": refused("there is one model", "all", "target")})
+START_PROFILE = FieldTable(
+    {
+        "output_dir": refused("the folder is that of the engine's MEGATRON_INFER_PROFILE_DIR"),
+        "start_step": refused("the trace begins with the next step", 0),
+        "activities": no_effect("what the engine's device does is traced"),
+        "profile_by_stage": refused("steps are traced as they run, prompts and decode together", False),
+        "with_stack": no_effect("stacks are not traced", False),
+        "record_shapes": no_effect("shapes are not traced", False),
+    }
+)
 
 TABLES: dict[str, FieldTable] = {
     "/v1/chat/completions, /chat/completions": CHAT,
@@ -409,5 +419,6 @@ TABLES: dict[str, FieldTable] = {
     "/abort_request": ABORT,
     "/weights_checker": WEIGHTS_CHECKER,
     "/begin_weight_update": WEIGHT_UPDATE,
+    "/start_profile": START_PROFILE,
 }
 """Routes -> table, in the order of the documentation."""

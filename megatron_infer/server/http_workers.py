@@ -41,6 +41,8 @@ GATHER_S = 1.0
 """Seconds between two times that the parent asks for figures, and most seconds that one worker's are waited for."""
 HANG_S = 60.0
 """Seconds without a beat after which a worker is killed: as long as the coordinator keeps its streams."""
+MAX_QUESTION = 1 << 20
+"""Most bytes of a question between the processes: the headers of a caller's request fit in."""
 MAX_PASS_S = 30.0
 """Seconds that a worker's event loop may stand still until it sends no more beats."""
 
@@ -64,6 +66,8 @@ class HttpFrontend:
         self._tokenizer, self._folder, self._model, self._engines = tokenizer, folder, model, supervisor
         self._http = Supervisor(())
         self._figures = MonotonicCounts()
+        self._figures_lock = threading.Lock()
+        """A metrics server of its own reads them from its thread."""
         self._calls: dict[str, int] = {}
         self._client: EngineClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -177,15 +181,18 @@ class HttpFrontend:
         names = [process.spec.name for process in self._http.processes]
         found = await asyncio.gather(*(ask(worker_path(self._folder, name), {}, GATHER_S) for name in names))
         present = {name: one for name, one in zip(names, found, strict=True) if one is not None}
-        for name, one in present.items():
-            self._figures.update(name, one["born"], families_of(one["families"]))
-        self._figures.set_present(present)
+        with self._figures_lock:
+            for name, one in present.items():
+                self._figures.update(name, one["born"], families_of(one["families"]))
+            self._figures.set_present(present)
         self._calls = {name: one["calls"] for name, one in present.items()}
 
     def _families(self) -> list[Family]:
         """All metrics, those of the workers as of the last `_gather`."""
         assert self._client is not None
-        return summed([*self._client.meter.families(), *self._figures.totals()])
+        with self._figures_lock:
+            workers = self._figures.totals()
+        return summed([*self._client.meter.families(), *workers])
 
     async def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
         """To a worker's FrontendLink."""
@@ -268,14 +275,16 @@ async def answer(path: str, reply: Callable[[dict[str, Any]], Awaitable[Any]]) -
     """Answer questions at a Unix socket: a line of JSON, and JSON back. The folder says who may ask."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # who asked is gone, or has not asked
-            writer.write(msgspec.json.encode(await reply(msgspec.json.decode(await reader.readline()))))
-            await writer.drain()
-        writer.close()
+        try:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):  # who asked is gone, or has not asked
+                writer.write(msgspec.json.encode(await reply(msgspec.json.decode(await reader.readline()))))
+                await writer.drain()
+        finally:
+            writer.close()
 
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # of a process before
-    return await asyncio.start_unix_server(serve, path)
+    return await asyncio.start_unix_server(serve, path, limit=MAX_QUESTION)
 
 
 async def ask(path: str, question: dict[str, Any], timeout_s: float) -> Any:

@@ -35,7 +35,7 @@ class Operation:
     media_types: tuple[str, ...] = ("application/json",)
     """Media types of its replies."""
     open: bool = False
-    """Served without the API key."""
+    """Served without the API key; a body is dropped as it comes."""
     control: bool = False
     """It controls the engines: served only with `ServerConfig.control`."""
     optional_body: bool = False
@@ -60,6 +60,7 @@ class Routes:
         """options: the other fields of `Operation`."""
         operation = Operation(method=method, path=path, handler=handler, summary=summary, **options)
         assert not (operation.open and operation.control), f"{path} would control engines without a key"
+        assert not (operation.open and operation.body is not None), f"the body of {path} would be dropped"
         if operation.control and not self._settings.control:
             self.control_paths_off.add(path)
             return
@@ -83,6 +84,7 @@ class Routes:
                 room=room,
                 optional_body=operation.optional_body,
                 body_limit=operation.body_limit,
+                open=operation.open,
             )
             paths.setdefault(operation.path, {})[operation.method] = endpoint
         return [Route(path, _ByMethod(path, methods), methods=list(methods)) for path, methods in paths.items()]

@@ -178,7 +178,8 @@ class ServerConfig:
 
 def _traces_url(given: str) -> str:
     """The URL that spans are posted to; one without a path gets OTLP's own. Raises ConfigError."""
-    for needed in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+    exporter = [f"opentelemetry.exporter{rest}" for rest in ("", ".otlp", ".otlp.proto", ".otlp.proto.http")]
+    for needed in ("opentelemetry", "opentelemetry.sdk", *exporter):
         if find_spec(needed) is None:
             raise ConfigError(f"otlp_traces_endpoint needs {needed}: pip install 'megatron-infer[otel]'")
     url = urlsplit(given)

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from megatron_infer.config.structured_output import StructuredOutput, check_schema, check_size
 from megatron_infer.errors import RequestError
+from megatron_infer.server.call_limits import turned_off
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ExtraField, ParsedBody
 from megatron_infer.server.http_errors import ApiError, bad_request
@@ -107,6 +108,8 @@ class StructuredOutputFields:
 
     async def compiled(self, name: str, values: dict[str, Any]) -> StructuredOutput:
         """A StructuredOutput of these fields, checked and compiled. Raises ApiError 400, blaming the field `name`."""
+        if not self._settings.enable_structured_output:  # before it costs anything
+            raise turned_off("structured output", "enable_structured_output", name)
         try:
             structured = await self._client.run_in_thread(self._checked, values)
             await self._compile(structured)

@@ -173,7 +173,7 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
     assert params == expected
     unchanged = [f.name for f in fields(params) if getattr(params, f.name) == getattr(SamplingParams(), f.name)]
     # A field added to SamplingParams needs its flag, and its place above.
-    assert unchanged == ["pooling"]  # allowed only with a single token
+    assert unchanged == ["pooling", "metadata"]  # with a single token; with request_metadata_types alone
     command("generate", "m", "--prompt", "hello there", "--pooling", "mean", "--max-tokens", "1")
     assert llm.engine.added[-1].params.pooling == "mean"
 

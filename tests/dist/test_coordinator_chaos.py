@@ -113,7 +113,7 @@ def test_every_request_is_answered_once_and_rightly_while_replicas_are_killed_an
     assert not wrong, f"{len(wrong)} answers are wrong or missing, the first is request {wrong[0]}"
     assert (stats["submitted"], stats["finished"], stats["waiting"]) == (NUM_REQUESTS, NUM_REQUESTS, 0)
     assert wreckers.counts["kill"] >= 2 and wreckers.counts["stop"] >= 1, wreckers.counts
-    assert stats["resent"] > 10 and stats["replicas_lost"] >= 2, stats
+    assert stats["resent"] > 2 and stats["replicas_lost"] >= 2, stats
 
 
 def moved_midway(kind: int, timeout_s: float) -> float:

@@ -43,9 +43,9 @@ class World:
         self.core.enter(peer, "client", name, os.urandom(8))
         return peer
 
-    def replica(self, peer, *, capacity=2, version=0, state="running"):
+    def replica(self, peer, *, capacity=2, version=0, state="running", **more):
         incarnation = self.core.enter(peer, "replica", peer.decode(), os.urandom(8))
-        about = protocol.Register(incarnation, 4, capacity, ROOT, version, state, "m", "longest_prefix", 0.5)
+        about = protocol.Register(incarnation, 4, capacity, ROOT, version, state, "m", "longest_prefix", 0.5, **more)
         self.core.receive(peer, about)
         return incarnation
 
@@ -323,6 +323,25 @@ def test_control_without_replicas_answers_at_once_and_holds_for_those_that_join(
     assert world.take(client) == [protocol.ControlResult(1, {})]
     world.replica(b"one")
     assert [m.command for m in world.take(b"one") if isinstance(m, protocol.Command)] == ["pause"]
+
+
+def test_replica_that_was_away_at_the_end_of_a_pause_is_told_of_it_and_one_of_an_earlier_coordinator_is_not():
+    world = World()
+    client = world.client()
+    commands = lambda peer: [m.command for m in world.take(peer) if isinstance(m, protocol.Command)]  # noqa: E731
+    world.replica(b"old", state="paused", in_force={"pause": {"mode": "keep"}, "shut_down": {}})
+    world.core.receive(client, protocol.Control(1, "profile", {"steps": 1}, 0.0))
+    world.core.tick()
+    world.take(b"old")
+    world.replica(b"new")
+    world.replica(b"late", state="paused", in_force={"pause": {"mode": "keep"}})
+    assert commands(b"new") == ["pause"] and commands(b"late") == commands(b"old") == []
+    for peer in (b"old", b"new", b"late"):
+        world.core.unreachable(peer, "gone")
+    world.core.receive(client, protocol.Control(2, "unpause", {}, 1.0))
+    world.replica(b"late", state="paused", in_force={"pause": {"mode": "keep"}})
+    world.replica(b"another")
+    assert commands(b"late") == ["unpause"] and commands(b"another") == []
 
 
 def test_requests_wait_by_priority_and_then_by_arrival():

@@ -29,6 +29,7 @@ import yaml
 from pages import ROOT, Block, blocks_of
 
 from megatron_infer.cli.main import main
+from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.model_loader.sources import open_source
 from megatron_infer.testing.tiny import tiny_hybrid
@@ -83,10 +84,16 @@ def _weights(path: Path, package: Path) -> None:
     safetensors.torch.save_file(tensors, path / "step_40" / "model.safetensors")
 
 
+def _checkpoint(path: Path, package: Path) -> None:
+    source = open_source("smollm2")
+    save_checkpoint(build_model(source), path, tokenizer=source.tokenizer())
+
+
 FILES: dict[str, Callable[[Path, Path], None]] = {
     "MODEL": lambda path, package: path.symlink_to(package / small_model.PACKAGE),
     "LLAMA_8B": _llama_8b,
     "PATH_TO_HYBRID": _hybrid,
+    "CHECKPOINT": _checkpoint,
     "weights": _weights,
     "DIR": _weights,
     "prompts.jsonl": _prompts,

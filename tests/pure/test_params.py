@@ -62,7 +62,7 @@ WRONG = [
     ({"return_sampled_logprobs": 1}, "return_sampled_logprobs is True or False, got 1 (int)"),
     ({"return_support": "yes"}, "return_support is True or False, got 'yes' (str)"),
     ({"return_routing": None}, "return_routing is True or False, got None (NoneType)"),
-    ({"pooling": "cls"}, "pooling is last or mean, got 'cls' (str)"),
+    ({"pooling": "cls"}, "pooling is last, mean, all, got 'cls' (str)"),
     ({"pooling": "last"}, "pooling needs max_tokens=1 and n=1, got 16 and 1"),
     ({"pooling": "mean", "max_tokens": 1, "n": 2}, "got 1 and 2"),
     ({"logprobs": -1}, "logprobs is at least 0 and at most 100, got -1"),

@@ -206,7 +206,15 @@ def answers(run: protocol.Run, incarnation: int, rng: random.Random) -> list[lis
 # ---------------------------------------------------------------------- what was found
 
 
-def test_output_that_makes_no_sense_fails_its_request_and_not_the_client() -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pieces": [protocol.Piece(0, 0, IDS[:4], "a", token_outputs={"support": protocol.TokenValues("x", [], b"")})]},
+        {"times": protocol.StageTimes(float("nan"))},
+        {"times": protocol.StageTimes(0.0, scheduled=1e300)},
+    ],
+)
+def test_output_that_makes_no_sense_fails_its_request_and_not_the_client(changes: dict[str, Any]) -> None:
     """One of these once ended the connection of the HTTP process for good."""
     with no_errors_logged(), cluster(0, timeout_s=20.0) as (one, _, client):
         with RawPeer(one.address) as peer:
@@ -214,9 +222,8 @@ def test_output_that_makes_no_sense_fails_its_request_and_not_the_client() -> No
             peer.say(msgspec.structs.replace(REGISTER, incarnation=incarnation))
             future = client.submit([1, 2], GREEDY)
             run = next(one for _ in range(100) for one in peer.read(100) if isinstance(one, protocol.Run))
-            values = {"support": protocol.TokenValues("no dtype", [], b"a")}
-            piece = protocol.Piece(0, 0, IDS[:4], "a", token_outputs=values)
-            peer.say(protocol.Output(run.number, incarnation, [piece], False))
+            output = protocol.Output(run.number, incarnation, [], False)
+            peer.say(msgspec.structs.replace(output, **changes))
             with pytest.raises(protocol.BadMessage, match="makes no sense"):
                 future.result(10)
             cancel = next(one for _ in range(100) for one in peer.read(100) if isinstance(one, protocol.Cancel))

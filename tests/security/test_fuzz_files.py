@@ -268,7 +268,7 @@ COMMANDS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def test_damaged_weight_commands_leave_the_weights_as_they_were(rounds: Rounds, tmp_path: Path) -> None:
     from megatron_infer.coordinator import protocol
-    from megatron_infer.coordinator.commands import execute
+    from megatron_infer.coordinator.commands import ReplicaCommands
 
     engine = make_engine(make_model())
     weights = RemoteWeights(engine, weights_root=tmp_path)
@@ -283,7 +283,7 @@ def test_damaged_weight_commands_leave_the_weights_as_they_were(rounds: Rounds, 
             given = changed if isinstance(changed, dict) else args
             with shown((name, given)), within(3.0):
                 command = protocol.Command(1, 1, name, {str(key): value for key, value in given.items()}, 5.0)
-                answer = execute(engine, weights.commands(), command, time.monotonic())
+                answer = ReplicaCommands(weights.commands()).execute(engine, command, time.monotonic())
                 msgspec.msgpack.encode(answer)
         weights.cancel_weights()
         after = weights.check_weights("checksum"), engine.generate([PROMPT], greedy)[0].outputs[0].token_ids

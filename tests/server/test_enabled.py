@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from server_case import post, serving
+
+from megatron_infer.text.grammar import GrammarCache
 
 OFF = {"enable_echo": False, "enable_structured_output": False, "enable_penalties": False, "enable_min_tokens": False}
 PLAIN = {"model": "tiny", "prompt": "ab", "max_tokens": 2}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
@@ -15,6 +20,12 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 @pytest.fixture(scope="module")
 def case():
     with serving(**OFF) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def controlled():
+    with serving(**OFF, control=True) as one:
         yield one
 
 
@@ -33,6 +44,28 @@ def case():
 )
 def test_what_is_turned_off_is_refused_by_the_name_of_its_option(case, path, body, option):
     reply = post(case, path, **body)
+    assert reply.status_code == 400, reply.text
+    assert f"({option} is false)" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "option"),
+    [
+        ("/generate", {"text": "ab", "sampling_params": {"regex": "a+"}}, "enable_structured_output"),
+        ("/generate", {"text": "ab", "sampling_params": {"min_new_tokens": 1}}, "enable_min_tokens"),
+        ("/generate", {"text": "ab", "return_logprob": True, "logprob_start_len": 0}, "enable_echo"),
+        ("/generate/", {"prompts": ["ab"], "structured_outputs_regex": "a+"}, "enable_structured_output"),
+        ("/generate/", {"prompts": ["ab"], "repetition_penalty": 1.2}, "enable_penalties"),
+        ("/chat/", {"messages": [CHAT["messages"]], "generation_kwargs": {"min_tokens": 1}}, "enable_min_tokens"),
+        ("/get_sequence_logprobs/", {"sequences": [[1, 2]], "prompt_lengths": [1], "top_logprobs": 1}, "enable_echo"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"prompt_logprobs": 0}}, "enable_echo"),
+        ("/v1/score", {"model": "tiny", "query": "ab", "items": ["c"], "label_token_ids": [1]}, "enable_echo"),
+        ("/v1/responses", {"model": "tiny", "input": "hi", "text": {"format": FORMAT}}, "enable_structured_output"),
+    ],
+)
+def test_what_is_turned_off_is_refused_in_every_dialect_before_a_grammar_is_compiled(controlled, path, body, option):
+    with mock.patch.object(GrammarCache, "compile", side_effect=AssertionError("it was compiled")):
+        reply = post(controlled, path, **body)
     assert reply.status_code == 400, reply.text
     assert f"({option} is false)" in reply.json()["error"]["message"]
 

@@ -161,6 +161,7 @@ def test_body_that_takes_long_to_decode_is_refused_undecoded(case, body, what):
     assert time.perf_counter() - began < 5
 
 
+@pytest.mark.security
 def test_bodies_of_calls_under_way_are_bounded_together_and_given_back():
     def padded(number):
         return {"prompt": [number], "max_tokens": 400, "ignore_eos": True, "user": "x" * 15_000}
@@ -181,6 +182,23 @@ def test_bodies_of_calls_under_way_are_bounded_together_and_given_back():
         wait_for(lambda: post(one, COMPLETION, **padded(5) | {"max_tokens": 1}).status_code == 200)
 
 
+@pytest.mark.security
+def test_bodies_of_callers_without_a_key_take_no_room():
+    head = b"POST /ping HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000\r\n\r\n"
+    with (
+        serving(api_key="k", max_body_bytes=20_000, max_bodies_bytes=20_000) as one,
+        socket.create_connection(("127.0.0.1", one.port)) as stranger,
+    ):
+        stranger.sendall(head + bytes(19_000))
+        time.sleep(0.1)
+        one.http.headers["Authorization"] = "Bearer k"
+        reply = post(one, COMPLETION, prompt=[1], max_tokens=1, user="x" * 15_000)
+        assert reply.status_code == 200, reply.text
+        stranger.sendall(bytes(1000))
+        assert stranger.recv(100).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.security
 def test_long_body_with_fields_without_an_action_is_taken_apart_beside_the_event_loop(case, monkeypatch):
     threads, real = [], FieldTable.settle
     monkeypatch.setattr(

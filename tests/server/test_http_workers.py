@@ -118,6 +118,7 @@ def test_processes_answer_at_one_port_and_any_of_them_shows_the_figures_of_all(t
         wait_for(lambda: case.frontend.status()[0]["state"] == "running", LONG_S)
         with stopped(second):
             assert tokens_of(ask(case.url, 4)) == echo_tokens([4, 2], 8)
+            assert httpx.get(case.url + "/metrics", headers={b"Accept": b"\xff" * 50_000}).status_code == 200
             wait_for(lambda: figures(case.url)[CALLS] == 4, LONG_S)
 
 

@@ -13,6 +13,7 @@ from server_case import post, raw_stream, serving, stream, wait_for
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.metrics.definitions import SPECS
+from megatron_infer.metrics.prometheus import exposition
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.echo import EchoEngine
 
@@ -135,6 +136,10 @@ def test_scrape_needs_the_key_and_a_server_of_its_own_does_not():
         assert scrape(case, Authorization="Bearer secret")["http_requests_total/401/GET/other"] == 1
         reply = httpx.get(case.server.metrics_url)
         assert "secret" not in reply.text and parse(reply.text)["coordinator_up"] == 1
+
+
+def test_accept_header_with_a_version_that_is_none_gets_the_usual_format():
+    assert exposition(list, "application/openmetrics-text;version=zzz") == exposition(list)
 
 
 def test_modes_are_checked():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import sys
 import threading
 import time
 from types import SimpleNamespace
 
+import opentelemetry
 import pytest
 from coordinator_case import replica
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -285,6 +287,11 @@ def test_endpoint_that_cannot_be_used_is_refused_before_anything_starts(monkeypa
     for given in ("localhost:4317", "grpc://localhost:4317", "", "http://"):
         with pytest.raises(ConfigError, match="4318"):
             ServerConfig(otlp_traces_endpoint=given)
+    with monkeypatch.context() as patch:  # opentelemetry itself came with another package
+        patch.delitem(sys.modules, "opentelemetry.exporter", raising=False)
+        patch.setattr(opentelemetry, "__path__", [])
+        with pytest.raises(ConfigError, match=r"needs opentelemetry\.[a-z]+: pip install 'megatron-infer\[otel\]'"):
+            ServerConfig(otlp_traces_endpoint="http://localhost:4318")
     monkeypatch.setattr(server_config, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'megatron-infer\[otel\]'"):
         ServerConfig(otlp_traces_endpoint="http://localhost:4318")

@@ -9,6 +9,7 @@ from msgspec import Meta
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.field_tables import START_PROFILE
 from megatron_infer.server.openai_protocol import Body
 
 MAX_STEPS = 1000
@@ -31,5 +32,6 @@ def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
         await machine.fanout.run("profile", "stop_profile", machine.status.name, steps=0)
         return Reply({"status": "stopped"})
 
-    control_routes.add("POST", "/start_profile", start, "Trace the next steps of each engine", body=ProfileBody)
+    summary = "Trace the next steps of each engine"
+    control_routes.add("POST", "/start_profile", start, summary, body=ProfileBody, fields=START_PROFILE)
     control_routes.add("POST", "/stop_profile", stop, "End the traces and write them")
