@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from megatron_infer.comm.collective_errors import has_abandoned_collective, is_of_collective
 from megatron_infer.comm.rank_group import RankGroup
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import CapacityError, InferenceError
 from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
 from megatron_infer.runner.model_runner import Runner
+from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
 
@@ -55,9 +56,29 @@ class Executor:
 
     # ------------------------------------------------------------------ a step
 
-    def announce(self, plan: StepPlan) -> None:
-        """Before `forward`, on every rank: this is the step that comes."""
+    def announce(self, plan: StepPlan, among: Collection[Request] | None = None, *, num_in_flight: int) -> None:
+        """Before `forward`, on every rank: this is the step that comes, of requests in `among` (None: of all).
+
+        Raises CapacityError if sequences claimed by hand keep every waiting request out: no step would change it.
+        """
         self.rank_group.lockstep.planned(plan, check=self._checks_plans, shape_of=self.runner.shape_of)
+        if plan.num_tokens or num_in_flight:
+            return
+        scheduler = self._scheduler
+        waiting = scheduler.queue.candidates(1, among)
+        if waiting and not scheduler.running_set.num_live and self.num_rows_by_hand:
+            context = scheduler.context
+            raise CapacityError(
+                f"request {waiting[0].id!r} cannot start: {self.num_rows_by_hand} of {context.num_rows} rows are held "
+                f"by sequences claimed by hand, {context.num_free_blocks} of {context.num_blocks} blocks are free; "
+                "release some (kv_manager.release), or give the cache more memory"
+            )
+
+    @property
+    def num_rows_by_hand(self) -> int:
+        """Rows of the cache that sequences outside the scheduler hold; nothing is in flight."""
+        context = self._scheduler.context
+        return context.num_rows - context.num_free_rows - self._scheduler.running_set.num_live
 
     def forward(self, plan: StepPlan) -> InFlightStep:
         """Launch a step: table writes that the context recorded since the last one, the plan's copies, the layers."""

@@ -10,7 +10,7 @@ from typing import Protocol
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.executor import Executor, FailedStep
-from megatron_infer.errors import CapacityError, InferenceError
+from megatron_infer.errors import InferenceError
 from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.output_processor import OutputProcessor
@@ -133,10 +133,9 @@ class StepLoop:
         if self.weights_differ() if weights_changed is None else weights_changed:
             self._finish_steps(outputs)
             self._accept_weights()
-        plan = scheduler.schedule(None if among is None else self.output_processor.sequences_of(among))
-        executor.announce(plan)
-        if not plan.num_tokens and not self._in_flight:
-            self._require_room()
+        named = None if among is None else self.output_processor.sequences_of(among)
+        plan = scheduler.schedule(named)
+        executor.announce(plan, named, num_in_flight=len(self._in_flight))
         launched = bool(plan.num_tokens) and self._launch(plan, outputs)
         self._finish_steps(outputs, leave=self._ahead if launched else max(0, len(self._in_flight) - 1))
         if not len(self.output_processor):  # a step launched for requests that have ended is finished at once
@@ -151,18 +150,6 @@ class StepLoop:
             observer.after_step(plan, seconds, self.num_steps)
         if self.is_idle:
             executor.leave_inference()
-
-    def _require_room(self) -> None:
-        """Raise CapacityError if what a loop by hand holds keeps every waiting request out: no step would change it."""
-        scheduler = self._scheduler
-        running_set, waiting = scheduler.running_set, scheduler.queue.candidates(1)
-        if waiting and not running_set.num_live and (num_rows := running_set.num_rows_elsewhere):
-            context = scheduler.context
-            raise CapacityError(
-                f"request {waiting[0].id!r} cannot start: {num_rows} of {context.num_rows} rows are held by sequences "
-                f"claimed by hand, {context.num_free_blocks} of {context.num_blocks} blocks are free; release some "
-                "(kv_manager.release), or give the cache more memory"
-            )
 
     def weights_differ(self) -> bool:
         """Whether this rank's weights or modules changed since they were accepted; the content of weights is read only

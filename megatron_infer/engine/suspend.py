@@ -167,7 +167,7 @@ class CacheSuspension:
 
     def require_no_loop_by_hand(self) -> None:
         """Raise ConfigError while rows are held that no scheduler recomputes; nothing is in flight."""
-        if num_rows := self._scheduler.running_set.num_rows_elsewhere:
+        if num_rows := self._executor.num_rows_by_hand:
             raise ConfigError(
                 f"mode='recompute' drops the cache, and {num_rows} sequences claimed by hand are not recomputed; "
                 "release them first (kv_manager.release), or take mode='offload'"

@@ -284,7 +284,10 @@ def load_model(
             eos_ids=own_ids,
         )
         return model, model.engine
-    encoding = pipeline_config.model.quantization_encoding
+    for format_name in adapters:
+        if format_name != SAFETENSORS:
+            raise ConfigError(f"weight_adapters has {format_name!r}; the one format is {SAFETENSORS!r}")
+    encoding = pipeline_config.effective["quantization_encoding"].value
     if encoding is None:
         raise ConfigError(
             f"quantization_encoding is not set, and {kind.__name__} is not a model whose files say it: set it to "
@@ -301,7 +304,7 @@ def load_model(
         cache_config,
         read_weights(folder),
         adapters.get(SAFETENSORS),
-        ReturnLogits.ALL if pipeline_config.enable_echo else ReturnLogits.LAST_TOKEN,
+        ReturnLogits.ALL if pipeline_config.resolved.server.enable_echo else ReturnLogits.LAST_TOKEN,
     )
     engine = foreign_engine(foreign, config, tokenizer=tokenizer, eos_ids=(*eos_ids_of(description), *own_ids))
     return foreign, engine

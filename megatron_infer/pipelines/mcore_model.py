@@ -186,15 +186,15 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         return McoreInputs(tokens, offsets, prev_model_inputs.cache.advanced(), prev_model_inputs.return_n_logits)
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        """See `PipelineModel`. Logits have the vocabulary without its padding. Changed weights are noticed here."""
+        """See `PipelineModel`. Logits are those of the vocabulary without its padding, of the weights as they are."""
         assert isinstance(model_inputs, McoreInputs)
-        engine = self.engine
-        engine.lifecycle.require("execute()", EngineState.RUNNING)
-        self.kv_manager.require_idle()
-        engine.weights.accept_changes()
-        adopted, shape = engine.replay.model, engine.shape
+        engine, adopted, shape = self.engine, self.engine.replay.model, self.engine.shape
         if shape.is_stage:
             raise NotImplementedError("execute by hand on pipeline stages; use the pipeline's execute, or one stage")
+        engine.lifecycle.require("execute()", EngineState.RUNNING)
+        self.kv_manager.require_idle()
+        if engine.rank_group.any_rank(engine.weights.differ(read_all=False)):  # their content was read for the prompt
+            engine.weights.accept(engine.weights.version + 1)
         with engine.replay.inference(engine.loop), torch.inference_mode():
             batch: Any = model_inputs.cache.batch
             batch.token_ids_T = model_inputs.tokens

@@ -273,7 +273,10 @@ def swapping(value: bool, asked: Asked) -> Effect:
 
 
 def swap_space(value: float, asked: Asked) -> Effect:
-    if asked.engine.get("preemption_mode") != "swap":
+    config = asked.config
+    mode = config.options.get("preemption_mode", asked.engine.get("preemption_mode"))
+    is_given = "host_kvcache_swap_space_gb" in config.model.kv_cache.model_fields_set
+    if mode not in ("swap", "auto") or not (is_given or asked.engine.get("preemption_mode")):
         return 0.0, "acts only with enable_kvcache_swapping_to_host"
     asked.engine["swap_buffer_size_gb"] = value
     return value, ""

@@ -71,7 +71,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         """
         resolved = pipeline_config.resolved
         delegate = None if tokenizer is None else tokenizer.delegate
-        if pipeline_config.sampling.enable_structured_output and delegate is None:
+        if resolved.server.enable_structured_output and delegate is None:
             raise ConfigError("enable_structured_output=True needs a tokenizer: pass TextTokenizer(model)")
         config = replace(resolved.engine, overlap=not disable_overlap)
         model, engine = load_model(pipeline_config, pipeline_model, config, eos_token_id, weight_adapters, delegate)
@@ -312,7 +312,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
     def _require_structured_output(self) -> None:
         config = self._pipeline_config
-        if config is not None and not config.sampling.enable_structured_output:
+        if config is not None and not config.resolved.server.enable_structured_output:
             raise ConfigError(
                 "a request has a schema and structured output is off; set sampling.enable_structured_output=True"
             )

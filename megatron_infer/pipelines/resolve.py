@@ -99,11 +99,10 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
     _add_options(config, asked, settings, sources)
     if not asked.llm.get("model"):
         raise ConfigError("model_path is empty: give an alias (smollm2), a directory, a hub id or a .gguf file")
-    layout = Layout(**asked.layout)
-    _check_world(layout)
+    _check_world(Layout(**asked.layout))
     told = _ToldByBothNames(config.options)
     with told:
-        server = ServerConfig(**asked.server)
+        ServerConfig(**asked.server)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConfigWarning)  # told once, when all options are known
             InferenceConfig(**asked.engine)
@@ -112,6 +111,10 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         if isinstance(row, mapping.Here) and row.needs_model:
             settings[path] = _applied(path, value, default, row, asked, sources)
     _require(architecture, config, settings, asked)
+    layout = Layout(**asked.layout)
+    _check_world(layout)
+    with told:
+        server = ServerConfig(**asked.server)
     machine = find_machine(asked.llm.get("device", "auto"))
     if free_bytes is not None:
         machine = dataclasses.replace(machine, free_bytes=free_bytes)
@@ -249,6 +252,9 @@ def _require(
         if name not in fields:
             raise ConfigError(f"architecture {architecture.name} requires {name}, which is no field")
         path = fields[name]
+        if ".".join(path) not in mapping.ROWS:
+            raise ConfigError(f"architecture {architecture.name} requires {name}, which is no field but an option")
+        value = _checked(config, path, value)
         one, row = settings[path], mapping.ROWS[".".join(path)]
         if one.value == value:
             continue
@@ -259,6 +265,19 @@ def _require(
         warnings.warn(f"{why}: it goes before {_shown(one.value)}", ConfigWarning, stacklevel=4)
         applied = _applied(path, value, None, row, asked, {path: "derived"})
         settings[path] = dataclasses.replace(applied, requested=one.requested, note=why)
+
+
+def _checked(config: PipelineConfig, path: FieldPath, value: Any) -> Any:
+    """`value` as the field at `path` holds it. Raises ConfigError for one of another type."""
+    owner: Any = config
+    for name in path[:-1]:
+        owner = getattr(owner, name)
+    probe = type(owner).model_construct()
+    try:
+        setattr(probe, path[-1], value)
+    except ValueError as error:  # pydantic's is one
+        raise ConfigError(f"an architecture requires {path[-1]}={value!r}, which cannot be: {error}") from None
+    return getattr(probe, path[-1])
 
 
 def _check_world(layout: Layout) -> None:

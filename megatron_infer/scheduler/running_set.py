@@ -79,11 +79,6 @@ class RunningSet:
     def num_live(self) -> int:
         return self.num_running + len(self.paused)
 
-    @property
-    def num_rows_elsewhere(self) -> int:
-        """Rows of the context held by sequences that no scheduler runs (loops by hand); nothing is in flight."""
-        return self._context.num_rows - self._context.num_free_rows - self.num_live
-
     def live(self) -> list[Request]:
         return [*self.decoding, *self.prefilling, *self.paused]
 

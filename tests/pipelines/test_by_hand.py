@@ -7,7 +7,14 @@ import torch
 from pipeline_case import CLOSE, contexts_of, free_pages, make_engine, run_to_end, workload
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import DuplicateRequest, RequestError, UnknownRequest, WrongState
+from megatron_infer.errors import (
+    CapacityError,
+    DuplicateRequest,
+    RequestError,
+    TransitionFailed,
+    UnknownRequest,
+    WrongState,
+)
 from megatron_infer.pipelines.interfaces import ReturnLogits, get_paged_manager
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
@@ -184,3 +191,52 @@ def test_by_hand_is_refused_beside_a_step_in_flight():
         pipeline.pipeline_model.prepare_initial_token_inputs([b])
     pipeline.release(a.request_id)
     pipeline.pipeline_model.prepare_initial_token_inputs([b])
+
+
+def test_each_execute_computes_with_the_weights_as_they_are():
+    found = []
+    for when in ("before the inputs", "before execute"):
+        engine = make_engine()
+        model, live = McorePipelineModel.wrap(engine), engine.replay.model.live
+        weights = {name: weight.detach().clone() for name, weight in live.named_parameters()}
+        try:
+            inputs = model.prepare_initial_token_inputs(contexts_of([([5, 6, 7], GREEDY)]))
+            tokens = model.execute(inputs).logits.argmax(-1)
+            if when == "before execute":
+                inputs = model.prepare_next_token_inputs(tokens, inputs)
+            with torch.no_grad():
+                for weight in live.parameters():
+                    weight.mul_(1.3)
+            if when == "before the inputs":
+                engine.weights.accept_changes()
+                inputs = model.prepare_next_token_inputs(tokens, inputs)
+            found.append(model.execute(inputs).logits.clone())
+        finally:
+            with torch.no_grad():
+                for name, weight in live.named_parameters():
+                    weight.copy_(weights[name])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_what_is_held_by_hand_neither_hangs_nor_breaks_the_engine():
+    engine = make_engine(kv_cache_management_mode="recompute", max_requests=2)
+    model = McorePipelineModel.wrap(engine)
+    contexts = contexts_of([([5, 6, 7], GREEDY), ([8], GREEDY)])
+    inputs = model.prepare_initial_token_inputs(contexts)
+    waiting = engine.add_request([5, 6], GREEDY)
+    assert engine.step(()) == []  # nobody is asked to run
+    engine.abort(waiting)
+    with pytest.raises(CapacityError, match=r"cannot start: 2 of 2 rows are held by sequences claimed by hand"):
+        engine.generate([[5, 6]], GREEDY)
+    with pytest.raises(TransitionFailed, match=r"2 sequences claimed by hand are not recomputed; release them first"):
+        engine.suspend()
+    assert model.execute(inputs).logits.isfinite().all()
+    engine.suspend(mode="offload")
+    with pytest.raises(WrongState, match=r"execute\(\) while the engine is SUSPENDED"):
+        model.execute(inputs)
+    engine.resume()
+    for context in contexts:
+        model.kv_manager.release(context.request_id)
+    engine.suspend()
+    engine.resume()
+    assert len(engine.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids) == 6

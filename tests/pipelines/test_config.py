@@ -387,6 +387,15 @@ def test_each_remedy_for_too_little_memory_fits(free_mib, model):
         resolved(free_mib, **values | cast | {name: value})
 
 
+def test_host_memory_is_that_of_the_mode_by_either_name():
+    for mode in ("swap", "auto"):
+        config = resolved(preemption_mode=mode, host_kvcache_swap_space_gb=4.0)
+        assert config.resolved.engine.swap_buffer_size_gb == 4.0
+    for options in ({}, {"preemption_mode": "recompute"}):
+        config = resolved(host_kvcache_swap_space_gb=4.0, **options)
+        assert in_effect(config, "host_kvcache_swap_space_gb")[0] == 0.0
+
+
 def test_batch_comes_from_the_memory_and_the_tokens_of_a_step():
     assert resolved(max_batch_input_tokens=64).resolved.engine.max_requests == 64
     assert resolved(max_batch_input_tokens=8192).resolved.engine.max_requests == 512
@@ -424,6 +433,24 @@ def test_architectures_of_ones_own_are_imported_and_their_arguments_required():
     ):
         with pytest.raises(ConfigError, match=f"'plugins/{name}_architecture' {message}|{message}"):
             resolved(custom_architectures=[f"plugins/{name}_architecture"])
+    (folder / "demanding_architecture.py").write_text(
+        "from megatron_infer.pipelines import Architecture\n"
+        "needed = {'enable_echo': True, 'max_batch_size': 3, 'quantization_encoding': 'bfloat16'}\n"
+        "ARCHITECTURES = [Architecture(name='LlamaForCausalLM', required_arguments=needed)]\n"
+    )
+    with pytest.warns(ConfigWarning, match="replaces|goes before"):
+        config = resolved(custom_architectures=["plugins/demanding_architecture"])
+    assert config.resolved.server.enable_echo and config.effective["enable_echo"].value is True
+    assert config.resolved.engine.max_requests == 3 and config.resolved.llm["dtype"] == "bfloat16"
+    (folder / "odd_architecture.py").write_text(
+        "from megatron_infer.pipelines import Architecture\n"
+        "ARCHITECTURES = [Architecture(name='LlamaForCausalLM', required_arguments={'max_batch_size': 'few'})]\n"
+    )
+    with (
+        pytest.warns(ConfigWarning, match="replaces"),
+        pytest.raises(ConfigError, match="an architecture requires max_batch_size='few', which cannot be"),
+    ):
+        resolved(custom_architectures=["plugins/odd_architecture"])
     (folder / "json.py").write_text("ARCHITECTURES = []\n")
     with pytest.raises(ConfigError, match=r"a module json is imported already, from .*; rename one"):
         resolved(custom_architectures=["plugins/json"])

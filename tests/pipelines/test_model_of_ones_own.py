@@ -267,3 +267,5 @@ def test_weights_go_through_the_adapter_of_their_format(folder, tmp_path):
     marker = lambda weights: weights  # noqa: E731
     load_model(config, Adapted, config.resolved.engine, None, {"safetensors": marker}, None)
     assert renamed["adapter"] is marker
+    with pytest.raises(ConfigError, match="weight_adapters has 'gguf'; the one format is 'safetensors'"):
+        load_model(config, Adapted, config.resolved.engine, None, {"gguf": marker}, None)

@@ -17,6 +17,7 @@ from megatron_infer.pipelines import PipelineConfig
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 from megatron_infer.pipelines.text_generation import (
+    GenerationStatus,
     TextContext,
     TextGenerationInputs,
     TextGenerationRequest,
@@ -281,6 +282,49 @@ def test_two_callers_of_generate_get_their_own_outputs(speaking):
         [one.tokens for one in speaking.generate(requests(3))],
         [one.tokens for one in speaking.generate(requests(2, max_tokens=9))],
     ]
+
+
+def test_generate_ends_when_its_request_is_aborted_elsewhere(speaking):
+    async def main(end):
+        asked, found = requests(1)[0], []
+        async for outputs in speaking.generate_async(asked):
+            found += outputs
+            if len(found) == 2:
+                end(asked.request_id)
+        return found
+
+    for end in (speaking.engine.abort, speaking.release):
+        *_, last = asyncio.run(main(end))
+        assert last.final_status is GenerationStatus.CANCELLED and not last.tokens
+    assert not speaking.engine.has_unfinished()
+
+
+def test_generate_with_a_taken_id_leaves_its_owner_alone(speaking):
+    async def main():
+        asked, num_tokens = requests(1, max_tokens=9, ignore_eos=True)[0], 0
+        async for (output,) in speaking.generate_async(asked):
+            if not num_tokens:
+                with pytest.raises(DuplicateRequest, match="under way"):
+                    speaking.generate(asked)
+            num_tokens += len(output.tokens)
+        return num_tokens
+
+    assert asyncio.run(main()) == 9
+
+
+def test_the_ends_of_a_context_itself_act(pipeline):
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    (drawn,) = run_to_end(pipeline, contexts_of([([5, 6, 7], params)], "ends")).values()
+    short, stopped = contexts_of([([5, 6, 7], params)] * 2, "ends")
+    short.max_length, stopped.eos_ids = 8, frozenset([drawn.tokens[2]])
+    found = run_to_end(pipeline, [short, stopped])
+    assert found["ends0"].tokens == drawn.tokens[:5] and found["ends0"].final_status.value == "maximum_length"
+    end = drawn.tokens.index(drawn.tokens[2]) + 1
+    assert found["ends1"].tokens == drawn.tokens[:end] and found["ends1"].final_status.value == "end_of_sequence"
+    (long,) = contexts_of([([5] * 9, params)], "ends")
+    long.max_length = 9
+    with pytest.raises(RequestError, match=r"has 9 tokens, the limit is 9 \(max_length\); shorten"):
+        pipeline.execute(batch(long))
 
 
 # ---------------------------------------------------------------------- structured output
