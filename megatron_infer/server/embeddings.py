@@ -14,6 +14,7 @@ from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import EMBEDDINGS
+from megatron_infer.server.generation import prompt_outputs
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_protocol import Body, Text, TokenId, TokenIds
@@ -46,11 +47,8 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
             and not isinstance(body.input[0], str)
         ):
             raise bad_request("add_special_tokens goes with texts; token ids are taken as given", "add_special_tokens")
-        requests = client.checked(
-            [EngineRequest(prompt_ids=ids, params=params) for ids in prompts], call, field="input"
-        )
-        async with client.submit(requests) as inflight:
-            outputs = await inflight.results()
+        requests = [EngineRequest(prompt_ids=ids, params=params) for ids in prompts]
+        outputs = await prompt_outputs(client, requests, call, field="input")
         data = await client.run_in_thread(_data, outputs, body)
         num_tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

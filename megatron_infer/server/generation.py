@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Protocol
 
 from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.server.endpoint import Events, Reply
+from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.http_errors import unavailable
 from megatron_infer.server.inflight import EngineRequest
 
 
@@ -46,6 +47,28 @@ async def generate(
     async with client.submit(requests, abort_ids=abort_ids) as call:
         outputs = await call.results()
     return Reply(reply.whole(outputs))
+
+
+async def whole_outputs(
+    client: EngineClient, requests: Sequence[EngineRequest], call: Call, *, field: str
+) -> list[RequestOutput]:
+    """The last outputs of a call's requests, checked first. field: the body's field with the prompts."""
+    requests = client.checked(requests, call, field=field)
+    async with client.submit(requests, abort_ids=(call.id,)) as inflight:
+        return await inflight.results()
+
+
+async def prompt_outputs(
+    client: EngineClient, requests: Sequence[EngineRequest], call: Call, *, field: str
+) -> list[RequestOutput]:
+    """`whole_outputs` of requests for vectors or log probabilities of their prompts.
+
+    Raises ApiError 503 where one was aborted before its prompt was computed.
+    """
+    outputs = await whole_outputs(client, requests, call, field=field)
+    if any(one.finish_reason == "abort" for output in outputs for one in output.outputs):
+        raise unavailable("a request was aborted before its prompt was computed; ask again", "aborted")
+    return outputs
 
 
 async def _events(

@@ -15,6 +15,7 @@ from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SCORE
+from megatron_infer.server.generation import prompt_outputs
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_protocol import Body, Text, TokenIds
@@ -72,7 +73,7 @@ async def _label_scores(call: Call, client: EngineClient) -> dict[str, Any]:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
     prompts = [item + query if body.item_first else query + item for item in items]
     requests = [EngineRequest(prompt_ids=[*prompt, label], params=params) for prompt in prompts for label in labels]
-    outputs = await _outputs(call, client, requests, "items")
+    outputs = await prompt_outputs(client, requests, call, field="items")
     rows = []
     for place in range(len(items)):
         found = [_last_logprob(output) for output in outputs[place * len(labels) : (place + 1) * len(labels)]]
@@ -104,7 +105,8 @@ async def _likeness(call: Call, client: EngineClient) -> dict[str, Any]:
         raise bad_request(text, given[0], "invalid_value")
     params = params_for("last")
     prompts = await client.encode_prompts([*left, *right], field=given[0])
-    outputs = await _outputs(call, client, [EngineRequest(prompt_ids=ids, params=params) for ids in prompts], given[0])
+    requests = [EngineRequest(prompt_ids=ids, params=params) for ids in prompts]
+    outputs = await prompt_outputs(client, requests, call, field=given[0])
     vectors = [vector_of(output) for output in outputs]
     pairs = zip(vectors[: len(left)], vectors[len(left) :], strict=True)
     data = [
@@ -113,12 +115,6 @@ async def _likeness(call: Call, client: EngineClient) -> dict[str, Any]:
     ]
     head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
     return {**head, "model": client.model_names[0], "data": data, "usage": _usage(sum(map(len, prompts)))}
-
-
-async def _outputs(call: Call, client: EngineClient, requests: list[EngineRequest], field: str) -> list[RequestOutput]:
-    requests = client.checked(requests, call, field=field)
-    async with client.submit(requests) as inflight:
-        return await inflight.results()
 
 
 def _usage(num_tokens: int) -> dict[str, int]:

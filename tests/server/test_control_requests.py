@@ -113,6 +113,23 @@ def test_pause_wait_for_paused_requests_is_refused(slow):
     assert one.result().json()["choices"][0]["finish_reason"] == "abort"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/get_sequence_logprobs/", {"sequences": [[1, 2]], "prompt_lengths": [1], "top_logprobs": 1}),
+        ("/v1/embeddings", {"input": [1, 2]}),
+        ("/v1/score", {"query": [1], "items": [[2]], "label_token_ids": [3]}),
+    ],
+)
+def test_scores_and_vectors_that_an_abort_cut_are_an_error_and_never_short(slow, path, body):
+    call(slow, "/pause?mode=keep")
+    one = Background(slow, path, body)
+    wait_for(lambda: sum(engine.stats()["num_waiting"] for engine in slow.engines) == 1)
+    call(slow, "/pause?mode=abort")
+    reply = one.result()
+    assert reply.status_code == 503 and reply.json()["error"]["code"] == "aborted", reply.text
+
+
 def test_retract_recomputes_requests_and_gives_the_same_tokens(slow):
     calls = [Background(slow, "/generate", native([i])) for i in range(2)]
     all_running(slow, 2)

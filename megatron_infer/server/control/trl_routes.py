@@ -13,14 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.outputs.request_output import Logprob, RequestOutput
+from megatron_infer.outputs.request_output import Logprob
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.control.vllm_generate import VllmSampling, vllm_params
 from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import TRL, TRL_SCORES
+from megatron_infer.server.generation import prompt_outputs, whole_outputs
 from megatron_infer.server.health import report_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
@@ -127,7 +127,8 @@ class TrlRoutes:
             further = msgspec.structs.replace(further, structured_outputs={"regex": regex})
         usual = VllmSampling(max_tokens=MAX_TOKENS, logprobs=0)
         params = await vllm_params((usual, body, further), self._fields, self._client)
-        outputs = await _outputs(call, self._client, prompts, params, field)
+        requests = [EngineRequest(prompt_ids=ids, params=params) for ids in prompts]
+        outputs = await whole_outputs(self._client, requests, call, field=field)
         shown = [[_ranked(entry) for entry in one.logprobs or ()] for output in outputs for one in output.outputs]
         return Reply(
             {
@@ -153,7 +154,8 @@ class TrlRoutes:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=num_top, detokenize=False, ignore_eos=True
         )
-        outputs = await _outputs(call, self._client, body.sequences, params, "sequences")
+        requests = [EngineRequest(prompt_ids=ids, params=params) for ids in body.sequences]
+        outputs = await prompt_outputs(self._client, requests, call, field="sequences")
         entries = [
             (output.prompt_logprobs or [])[length:] for output, length in zip(outputs, body.prompt_lengths, strict=True)
         ]
@@ -167,14 +169,6 @@ class TrlRoutes:
             )
         tokens = [ids[length:] for ids, length in zip(body.sequences, body.prompt_lengths, strict=True)]
         return Reply(await self._client.run_in_thread(_binary, entries, tokens, num_top))
-
-
-async def _outputs(
-    call: Call, client: EngineClient, prompts: Sequence[list[int]], params: SamplingParams, field: str
-) -> list[RequestOutput]:
-    requests = client.checked([EngineRequest(prompt_ids=ids, params=params) for ids in prompts], call, field=field)
-    async with client.submit(requests, abort_ids=(call.id,)) as inflight:
-        return await inflight.results()
 
 
 def _ranked(entry: Entry) -> list[tuple[int, float]]:
