@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C -> 0. Raises InferenceError when it cannot serve."""
     options, settings, layout = _from_pipeline(args) or _from_options(args)
     log_to_stderr("megatron_infer.server", times=True)
-    _warn(settings)
+    _warn(options, settings)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from megatron_infer.server.torchrun import serve_rank
 
@@ -171,6 +171,8 @@ def _layout_size(name: str, args: argparse.Namespace, file: dict[str, Any]) -> i
     return value
 
 
-def _warn(settings: ServerConfig) -> None:
+def _warn(options: EngineOptions, settings: ServerConfig) -> None:
+    if options.config.get("request_metadata_types"):
+        note("warning: request_metadata_types: calls over HTTP cannot give values and are refused; Python clients can")
     if settings.api_key is None and not settings.is_local:
         note(f"warning: every client that reaches {settings.host} is served; give --api-key")

@@ -130,7 +130,8 @@ class KVCacheConfig(Section):
     device_memory_utilization: float = 0.9
     """Share of the free device memory for weights, activations and cache together, above 0 up to 1."""
     host_kvcache_swap_space_gb: float = 50.0
-    """GiB of host memory for evicted requests. Acts only with enable_kvcache_swapping_to_host."""
+    """GiB of host memory for evicted requests. Acts only with enable_kvcache_swapping_to_host, or a preemption_mode
+    that swaps."""
 
 
 class MAXModelConfig(Section):

@@ -53,11 +53,12 @@ def check_pipeline(engine, saved, *, seed: int, disable_overlap: bool = False) -
     """Every rank names the same requests; between two calls some are released, and begin again under another id."""
     pipeline = OverlapTextGenerationPipeline.of_engine(engine, disable_overlap=disable_overlap)
     rng = random.Random(seed)
-    extra = contexts_of(work_of()[:2], "gone")
-    for _ in range(3):
-        pipeline.execute(TextGenerationInputs.of(extra))
-    for context in extra:
-        pipeline.release(context.request_id)
+    for _ in range(2):  # an id is free again at once, on every rank
+        extra = contexts_of(work_of()[:2], "gone")
+        for _ in range(3):
+            pipeline.execute(TextGenerationInputs.of(extra))
+        for context in extra:
+            pipeline.release(context.request_id)
     check_same(run_to_end(pipeline, contexts_of(work_of()), rng), as_outputs(saved))
     assert engine.replay.context.num_free_blocks == engine.replay.context.num_blocks
 
