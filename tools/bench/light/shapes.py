@@ -41,7 +41,7 @@ def _llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocabula
 
 
 def _hybrid(
-    pattern: str, base: ModelDescription, ffn: int, mixer: dict[str, int], vocabulary: int, name: str
+    pattern: str, base: ModelDescription, ffn: int, mixer: dict[str, Any], vocabulary: int, name: str
 ) -> ModelDescription:
     changed = {
         "num_layers": len(pattern),
@@ -66,13 +66,27 @@ LLAMA_8B = _llama(32, 4096, 32, 8, 14336, 128256, "llama-8b")
 TINY_LLAMA = _llama(2, 64, 4, 2, 96, 256, "tiny-llama")
 _MIXER_8B = {"mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 8}
 _MIXER_TINY = {"mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_state_dim": 16, "mamba_num_groups": 2}
+_MIXER_SMALL = {"mamba_num_heads": 24, "mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 1}
+_EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 16,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 768,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+    "moe_grouped_gemm": False,
+    "moe_aux_loss_coeff": 0.0,
+}
 PLANS = {
     "llama-8b": LLAMA_8B,
     "hybrid-8b": _hybrid(PATTERN_8B, LLAMA_8B, 21504, _MIXER_8B, 131072, "hybrid-8b"),
+    "llama-1b-4": _llama(4, 2048, 32, 8, 8192, 128256, "llama-1b-4"),
+    "moe": _hybrid("*E" * 6, _llama(12, 768, 12, 4, 3072, 32768, "moe"), 3072, _MIXER_SMALL | _EXPERTS, 32768, "moe"),
+    "hybrid": _hybrid("M-M*-M-M-M*-M-", _llama(14, 768, 12, 4, 3072, 32768, ""), 3072, _MIXER_SMALL, 32768, "hybrid"),
     "tiny-llama": TINY_LLAMA,
     "tiny-hybrid": _hybrid("M*-M", TINY_LLAMA, 96, _MIXER_TINY, 256, "tiny-hybrid"),
 }
-"""Llama-3-8B's shape, an 8B hybrid's (Mamba-2, MLPs, four attention layers), and small ones of the same kinds."""
+"""Llama-3-8B's shape, an 8B hybrid's (Mamba-2, MLPs, four attention layers), 4 of the 16 layers of Llama-3.2-1B, what a
+CPU runs of a mixture of experts and of a hybrid, and tiny ones of the same kinds."""
 
 
 def random_model(plan: ModelDescription, dtype: torch.dtype, device: torch.device) -> Any:
