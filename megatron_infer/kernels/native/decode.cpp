@@ -12,51 +12,37 @@ namespace mi {
 
 constexpr int kPartition = 256;  // keys of an item
 constexpr int kLanes = 4;        // heads of a group handled in one pass
-constexpr int kStretch = 32;     // keys that all heads of an item read before any head reads the next
-constexpr int kNear = 16;        // keys fetched into L1 ahead of use
-constexpr int kFar = 64;         // keys fetched into L2 ahead of use
+constexpr int kStretch = 16;     // keys that all heads of an item read before any head reads the next
+constexpr int kFar = 64;         // keys or values fetched into L2 ahead of use
 constexpr int kItemHeads = 16;   // most query heads of an item
 constexpr int64_t kPartialBytes = 1 << 25;  // rows are processed in groups whose partial results fit in about this much
 constexpr float kMasked = -1e30f;
 
-// Queries stay bf16 where the CPU multiplies bf16 pairs, and become fp32 elsewhere.
+// Prefetches rows of memory into L2. Heads are read a few hundred bytes out of many, so the hardware sees no stream, and
+// L1 alone cannot keep enough lines in flight.
 template <class T>
-struct Query {
-    using type = float;
-};
-#if MI_BF16_DOT
-template <>
-struct Query<bf16> {
-    using type = bf16;
-};
-#endif
-
-// Prefetches into L2 rows from .. to of an item's memory: its n keys, then its n values, in address order. Heads are read 128
-// bytes out of many, so the hardware sees no stream, and L1 alone cannot keep enough lines in flight: worth 1.6x.
-template <class T>
-inline void fetch(const T* const* keys, ptrdiff_t to_value, int n, int from, int to, int64_t offset, int span) {
-    to = to < 2 * n ? to : 2 * n;
-    for (int t = from; t < to; ++t) {
-        const T* at = t < n ? keys[t] : keys[t - n] + to_value;
-        for (int i = 0; i < span; i += 64 / (int)sizeof(T)) __builtin_prefetch(at + offset + i, 0, 2);
-        asm volatile("" ::: "memory");  // a function of prefetches only looks pure and would be removed
-    }
+inline void fetch_row(const T* at, int64_t offset, int span) {
+    for (int i = 0; i < span; i += 64 / (int)sizeof(T)) __builtin_prefetch(at + offset + i, 0, 2);
+    asm volatile("" ::: "memory");  // a function of prefetches only looks pure and would be removed
 }
 
-// scores[g][t] = query g . key t for t in begin .. end; G is 1..4. Keys come 16 / (G rounded up to a power of 2) at a time.
-template <int G, class Q, class T>
-static void score(const Q* q, const T* const* keys, int64_t head_offset, int begin, int end, int last, int dim,
-                  float (*scores)[kPartition + W]) {
-    constexpr int kSlots = G == 1 ? 1 : G == 2 ? 2 : 4, kKeys = 16 / kSlots;
-    for (int t = begin; t < end; t += kKeys) {
-        const T* key[kKeys];
-        for (int r = 0; r < kKeys; ++r) key[r] = keys[t + r < last ? t + r : last] + head_offset;
-        for (int r = 0; r < kKeys; ++r) {
-            const int ahead = t + kNear + r < last ? t + kNear + r : last;
-            for (int i = 0; i < dim; i += 64 / (int)sizeof(T)) __builtin_prefetch(keys[ahead] + head_offset + i);
-        }
-        vf acc[16] = {};
-        if constexpr (sizeof(Q) == sizeof(float)) {
+// How scores and sums over values are computed. fp32 products, and below bf16 products of pairs where the CPU has them.
+template <class T>
+struct Arithmetic {
+    using Q = float;
+    using Weight = float;
+    static int sums_of_head(int dim) { return dim; }  // floats of one head's sums over values
+
+    // scores[g][t] = query g . key t for t in begin .. end; G is 1..4. Keys come 16 / (G rounded up to a power of 2) at a time.
+    template <int G, class Fetch>
+    static void score(const Q* q, const T* const* keys, int64_t head_offset, int begin, int end, int dim,
+                      float (*scores)[kPartition + W], Fetch& fetch) {
+        constexpr int kSlots = G == 1 ? 1 : G == 2 ? 2 : 4, kKeys = 16 / kSlots;
+        for (int t = begin; t < end; t += kKeys) {
+            const T* key[kKeys];
+            for (int r = 0; r < kKeys; ++r) key[r] = keys[t + r] + head_offset;
+            fetch(kKeys);
+            vf acc[16] = {};
             for (int i = 0; i < dim; i += W) {
                 vf qv[G];
                 for (int g = 0; g < G; ++g) qv[g] = load(q + g * dim + i);
@@ -65,67 +51,155 @@ static void score(const Q* q, const T* const* keys, int64_t head_offset, int beg
                     for (int g = 0; g < G; ++g) acc[g * kKeys + r] = fma_of(qv[g], kv, acc[g * kKeys + r]);
                 }
             }
-        } else {
-#if MI_BF16_DOT
-            int i = 0;
-            for (; i + 32 <= dim; i += 32) {
-                __m512bh qv[G];
-                for (int g = 0; g < G; ++g) qv[g] = (__m512bh)_mm512_loadu_si512(q + g * dim + i);
-                for (int r = 0; r < kKeys; ++r) {
-                    __m512bh kv = (__m512bh)_mm512_loadu_si512(key[r] + i);
-                    for (int g = 0; g < G; ++g)
-                        acc[g * kKeys + r] = (vf)_mm512_dpbf16_ps((__m512)acc[g * kKeys + r], qv[g], kv);
-                }
-            }
-            if (i < dim) {  // 16 dims left
-                for (int r = 0; r < kKeys; ++r) {
-                    __m512bh kv = (__m512bh)_mm512_maskz_loadu_epi16(0xffff, key[r] + i);
-                    for (int g = 0; g < G; ++g) {
-                        __m512bh qv = (__m512bh)_mm512_maskz_loadu_epi16(0xffff, q + g * dim + i);
-                        acc[g * kKeys + r] = (vf)_mm512_dpbf16_ps((__m512)acc[g * kKeys + r], qv, kv);
-                    }
-                }
-            }
-#endif
+            float sums[16];
+            sums_of(acc, sums);
+            for (int g = 0; g < G; ++g) std::memcpy(&scores[g][t], sums + g * kKeys, kKeys * sizeof(float));
         }
-        float sums[16];
-        sums_of(acc, sums);
-        for (int g = 0; g < G; ++g) std::memcpy(&scores[g][t], sums + g * kKeys, kKeys * sizeof(float));
     }
-}
 
-// acc[g][from ..] += sum over t in begin .. end of weights[g][t] * value t.
-template <int G, int NV, class T>
-static void mix(const T* const* keys, ptrdiff_t to_value, int begin, int end, int last, int from,
-                const float (*weights)[kPartition + W], float* acc, int dim) {
-    vf sum[G][NV];
-    for (int g = 0; g < G; ++g)
-        for (int i = 0; i < NV; ++i) sum[g][i] = load(acc + g * dim + from + i * W);
-    for (int t = begin; t < end; ++t) {
-        const T* ahead = keys[t + kNear < last ? t + kNear : last] + to_value + from;
-        for (int i = 0; i < NV * W; i += 64 / (int)sizeof(T)) __builtin_prefetch(ahead + i);
-        const T* value = keys[t] + to_value + from;
-        vf v[NV];
-        for (int i = 0; i < NV; ++i) v[i] = load(value + i * W);
+    // sums[g] += sum over t in begin .. end of weights[g][t] * value t.
+    template <int G, class Fetch>
+    static void mix(const T* const* keys, ptrdiff_t to_value, int begin, int end, int dim,
+                    const Weight (*weights)[kPartition + W], float* sums, Fetch& fetch) {
+        constexpr int kWide = W == 16 ? 4 : 2;
+        int from = 0;
+        fetch(end - begin);
+        for (; from + kWide * W <= dim; from += kWide * W) mix_dims<G, kWide>(keys, to_value, begin, end, from, weights, sums, dim);
+        for (; from < dim; from += W) mix_dims<G, 1>(keys, to_value, begin, end, from, weights, sums, dim);
+    }
+
+    template <int G, int NV>
+    static void mix_dims(const T* const* keys, ptrdiff_t to_value, int begin, int end, int from,
+                         const Weight (*weights)[kPartition + W], float* sums, int dim) {
+        vf sum[G][NV];
         for (int g = 0; g < G; ++g)
-            for (int i = 0; i < NV; ++i) sum[g][i] = fma_of(splat(weights[g][t]), v[i], sum[g][i]);
+            for (int i = 0; i < NV; ++i) sum[g][i] = load(sums + g * dim + from + i * W);
+        for (int t = begin; t < end; ++t) {
+            const T* value = keys[t] + to_value + from;
+            vf v[NV];
+            for (int i = 0; i < NV; ++i) v[i] = load(value + i * W);
+            for (int g = 0; g < G; ++g)
+                for (int i = 0; i < NV; ++i) sum[g][i] = fma_of(splat(weights[g][t]), v[i], sum[g][i]);
+        }
+        for (int g = 0; g < G; ++g)
+            for (int i = 0; i < NV; ++i) store(sums + g * dim + from + i * W, sum[g][i]);
     }
-    for (int g = 0; g < G; ++g)
-        for (int i = 0; i < NV; ++i) store(acc + g * dim + from + i * W, sum[g][i]);
-}
 
-template <int G, class T>
-static void mix_all(const T* const* keys, ptrdiff_t to_value, int begin, int end, int last, int dim,
-                    const float (*weights)[kPartition + W], float* acc) {
-    constexpr int kWide = W == 16 ? 4 : 2;
-    int from = 0;
-    for (; from + kWide * W <= dim; from += kWide * W)
-        mix<G, kWide>(keys, to_value, begin, end, last, from, weights, acc, dim);
-    for (; from < dim; from += W) mix<G, 1>(keys, to_value, begin, end, last, from, weights, acc, dim);
-}
+    static void in_order(const float* sums, int dim, float* out) { std::memcpy(out, sums, dim * sizeof(float)); }
+};
 
-// Scores of n keys -> unnormalised weights e^(scale (s - top)); returns scale * top and their sum.
-static void soften(float* s, int n, float scale, float* top, float* mass) {
+#if MI_BF16_DOT
+template <>
+struct Arithmetic<bf16> {
+    using Q = bf16;
+    using Weight = bf16;
+    static int sums_of_head(int dim) { return (dim + 31) / 32 * 32; }
+
+    // As above, 16 keys at a time: key t + 4 l + c is in 128-bit lane l of vector c, against 8 dims of the query in every
+    // lane. So 4 dims of a key are summed in its own lane, and one query's 16 scores take 9 instructions at the end.
+    template <int G, class Fetch>
+    static void score(const bf16* q, const bf16* const* keys, int64_t head_offset, int begin, int end, int dim,
+                      float (*scores)[kPartition + W], Fetch& fetch) {
+        for (int t = begin; t < end; t += 16) {
+            __m512 acc[G][4];
+            for (int half = 0; half < 4; half += 2) {
+                const bf16* key[8];
+                for (int c = 0; c < 2; ++c)
+                    for (int l = 0; l < 4; ++l) key[4 * c + l] = keys[t + 4 * l + half + c] + head_offset;
+                fetch(8);
+                __m512 sum[G][2];
+                for (int g = 0; g < G; ++g) sum[g][0] = sum[g][1] = _mm512_setzero_ps();
+                int i = 0;
+                for (; i + 32 <= dim; i += 32) dot_lanes<G, 4>(q + i, key, i, 0xffffffffu, dim, sum);
+                if (i < dim) dot_lanes<G, 2>(q + i, key, i, 0xffffu, dim, sum);
+                for (int g = 0; g < G; ++g) acc[g][half] = sum[g][0], acc[g][half + 1] = sum[g][1];
+            }
+            for (int g = 0; g < G; ++g) {
+                __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(acc[g][0], acc[g][1]), _mm512_unpackhi_ps(acc[g][0], acc[g][1]));
+                __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(acc[g][2], acc[g][3]), _mm512_unpackhi_ps(acc[g][2], acc[g][3]));
+                __m512 low = _mm512_shuffle_ps(x, y, 0x44), high = _mm512_shuffle_ps(x, y, 0xee);
+                _mm512_storeu_ps(&scores[g][t], _mm512_add_ps(low, high));
+            }
+        }
+    }
+
+    // sum[g][c] += products of 8 L dims of 8 keys; L: 4, or 2 where only 16 dims are left.
+    template <int G, int L>
+    static void dot_lanes(const bf16* q, const bf16* const* key, int i, __mmask32 mask, int dim, __m512 (*sum)[2]) {
+        __m512i lane[2][4];
+        for (int c = 0; c < 2; ++c) {
+            __m512i k[4];
+            for (int l = 0; l < 4; ++l)
+                k[l] = L == 4 ? _mm512_loadu_si512(key[4 * c + l] + i) : _mm512_maskz_loadu_epi16(mask, key[4 * c + l] + i);
+            const __m512i a = _mm512_shuffle_i32x4(k[0], k[1], 0x44), b = _mm512_shuffle_i32x4(k[2], k[3], 0x44);
+            lane[c][0] = _mm512_shuffle_i32x4(a, b, 0x88);
+            lane[c][1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+            if (L == 4) {
+                const __m512i d = _mm512_shuffle_i32x4(k[0], k[1], 0xee), e = _mm512_shuffle_i32x4(k[2], k[3], 0xee);
+                lane[c][2] = _mm512_shuffle_i32x4(d, e, 0x88);
+                lane[c][3] = _mm512_shuffle_i32x4(d, e, 0xdd);
+            }
+        }
+        for (int j = 0; j < L; ++j)
+            for (int g = 0; g < G; ++g) {
+                const __m512bh query = (__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(q + g * dim + 8 * j)));
+                for (int c = 0; c < 2; ++c) sum[g][c] = _mm512_dpbf16_ps(sum[g][c], query, (__m512bh)lane[c][j]);
+            }
+    }
+
+    // As above, two keys at a time. The sums of 32 dims lie in two vectors as unpacking leaves them, until `in_order`.
+    template <int G, class Fetch>
+    static void mix(const bf16* const* keys, ptrdiff_t to_value, int begin, int end, int dim,
+                    const bf16 (*weights)[kPartition + W], float* sums, Fetch& fetch) {
+        int from = 0;
+        fetch(end - begin);
+        for (; from + 64 <= dim; from += 64) mix_dims<G, 2>(keys, to_value, begin, end, from, 0xffffffffu, weights, sums, dim);
+        for (; from < dim; from += 32)
+            mix_dims<G, 1>(keys, to_value, begin, end, from, from + 32 <= dim ? 0xffffffffu : 0xffffu, weights, sums, dim);
+    }
+
+    template <int G, int NV>
+    static void mix_dims(const bf16* const* keys, ptrdiff_t to_value, int begin, int end, int from,
+                         __mmask32 mask, const bf16 (*weights)[kPartition + W], float* sums, int dim) {
+        const int stride = sums_of_head(dim);
+        __m512 sum[G][2 * NV];
+        for (int g = 0; g < G; ++g)
+            for (int i = 0; i < 2 * NV; ++i) sum[g][i] = _mm512_loadu_ps(sums + g * stride + from + i * 16);
+        for (int t = begin; t < end; t += 2) {
+            const bf16 *even = keys[t] + to_value + from, *odd = keys[t + 1] + to_value + from;
+            __m512bh v[2 * NV];
+            for (int i = 0; i < NV; ++i) {
+                const __m512i a = NV == 1 ? _mm512_maskz_loadu_epi16(mask, even) : _mm512_loadu_si512(even + 32 * i);
+                const __m512i b = NV == 1 ? _mm512_maskz_loadu_epi16(mask, odd) : _mm512_loadu_si512(odd + 32 * i);
+                v[2 * i] = (__m512bh)_mm512_unpacklo_epi16(a, b);
+                v[2 * i + 1] = (__m512bh)_mm512_unpackhi_epi16(a, b);
+            }
+            for (int g = 0; g < G; ++g) {
+                int pair;
+                std::memcpy(&pair, &weights[g][t], sizeof pair);
+                const __m512bh weight = (__m512bh)_mm512_set1_epi32(pair);
+                for (int i = 0; i < 2 * NV; ++i) sum[g][i] = _mm512_dpbf16_ps(sum[g][i], weight, v[i]);
+            }
+        }
+        for (int g = 0; g < G; ++g)
+            for (int i = 0; i < 2 * NV; ++i) _mm512_storeu_ps(sums + g * stride + from + i * 16, sum[g][i]);
+    }
+
+    static void in_order(const float* sums, int dim, float* out) {
+        for (int i = 0; i < dim; i += 32) {
+            const __m512 low = _mm512_loadu_ps(sums + i), high = _mm512_loadu_ps(sums + i + 16);
+            const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+            const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+            _mm512_storeu_ps(out + i, _mm512_permutex2var_ps(low, first, high));
+            if (i + 16 < dim) _mm512_storeu_ps(out + i + 16, _mm512_permutex2var_ps(low, second, high));
+        }
+    }
+};
+#endif
+
+// Scores of n keys -> unnormalised weights e^(scale (s - top)), 0 from n on; returns scale * top and their sum.
+template <class Weight>
+static void soften(float* s, int n, float scale, Weight* weights, float* top, float* mass) {
     const int padded = (n + W - 1) / W * W;
     for (int t = n; t < padded; ++t) s[t] = kMasked;
     vf best = splat(kMasked);
@@ -134,9 +208,10 @@ static void soften(float* s, int n, float scale, float* top, float* mass) {
     vf sum = {};
     for (int t = 0; t < padded; t += W) {
         vf e = exp_of((load(s + t) - highest) * scale);
-        store(s + t, e);
+        store(weights + t, e);
         sum += e;
     }
+    std::memset(weights + n, 0, (padded - n) * sizeof(Weight));
     *top = highest * scale;
     *mass = sum_of(sum);
 }
@@ -147,8 +222,20 @@ struct DecodeRow {  // one query; a slice has one for each of its output positio
 };
 
 template <class T>
+struct DecodeItem {  // query heads first .. first + heads over one partition of a row's keys
+    const DecodeRow* row;
+    int part, n, heads;
+    int64_t first;
+    int64_t offset;  // of the heads' keys within a token's, and the width of them, in elements
+    int span;
+    const T* keys[kPartition + 16];  // of kv head 0; behind the n keys the last one, whose weights are 0 there
+};
+
+template <class T>
 struct DecodeTask {
-    using Q = typename Query<T>::type;
+    using Sums = Arithmetic<T>;
+    using Q = typename Sums::Q;
+    using Weight = typename Sums::Weight;
     const Step& step;
     const Spec& spec;
     const Call& call;
@@ -172,65 +259,96 @@ struct DecodeTask {
     }
 
     // Query heads first .. first + heads of this row, counted over all kv heads; they never split a group unless it is large.
-    void run_item(const DecodeRow& row, int part, int64_t first, int heads) const {
-        const int dim = (int)spec.head_dim, group = (int)spec.group;
+    void find_item(const DecodeRow& row, int part, int64_t first, int heads, DecodeItem<T>& item) const {
+        const int64_t dim = spec.head_dim, block_size = spec.block_size, key_stride = spec.num_kv * dim;
         // Equal partitions, so that the last one is not short.
         const int begin = row.first_key + (int)((int64_t)row.num_keys * part / row.parts);
         const int end = row.first_key + (int)((int64_t)row.num_keys * (part + 1) / row.parts);
-        const int n = end - begin;
-        if (part == row.parts - 1 && row.row < step.num_decode)  // slices are appended before: see attend()
-            for (int64_t kv = first / group; kv * group < first + heads; ++kv) append<T>(step, spec, call, row.token, kv);
-
-        const T* keys[kPartition];
         const int32_t* table = step.block_table + step.table_row[row.row] * step.table_stride;
-        const int64_t block_size = spec.block_size, key_stride = spec.num_kv * dim;
+        item.row = &row, item.part = part, item.n = end - begin, item.first = first, item.heads = heads;
+        item.offset = first / spec.group * dim;
+        item.span = (int)(((first + heads - 1) / spec.group + 1) * dim - item.offset);
         int64_t column = begin / block_size, offset = begin % block_size;
-        for (int t = 0; t < n;) {
+        for (int t = 0; t < item.n;) {
             const T* at = (const T*)call.keys + (table[column] * block_size + offset) * key_stride;
-            for (; offset < block_size && t < n; ++offset, ++t, at += key_stride) keys[t] = at;
+            for (; offset < block_size && t < item.n; ++offset, ++t, at += key_stride) item.keys[t] = at;
             offset = 0;
             ++column;
         }
+        for (int t = item.n; t < (item.n + 15) / 16 * 16; ++t) item.keys[t] = item.keys[item.n - 1];
+    }
+
+    // Fetches memory in the order in which it is read, kFar rows ahead: keys and values of the item, then of the next.
+    // A few rows at a time: more would take all of the core's miss buffers, and loads would wait behind them.
+    struct Fetch {
+        const DecodeTask& task;
+        const DecodeItem<T>&item, &next;
+        int at, visits, credit = 0;  // rows fetched so far; times that a key is visited, once for each group of lanes
+
+        __attribute__((noinline)) void operator()(int keys) {
+            for (credit += keys; credit >= visits; credit -= visits) row(at++);
+        }
+        void row(int number) const {
+            const bool later = number >= 2 * item.n;
+            const DecodeItem<T>& which = later ? next : item;
+            const int t = later ? number - 2 * item.n : number;
+            const ptrdiff_t to_value = (const T*)task.call.values - (const T*)task.call.keys;
+            if (t < 2 * which.n)
+                fetch_row(t < which.n ? which.keys[t] : which.keys[t - which.n] + to_value, which.offset, which.span);
+        }
+    };
+
+    void run_item(const DecodeItem<T>& item, const DecodeItem<T>& next) const {
+        const DecodeRow& row = *item.row;
+        const int dim = (int)spec.head_dim, group = (int)spec.group, n = item.n, heads = item.heads;
+        const int64_t first = item.first;
+        if (item.part == row.parts - 1 && row.row < step.num_decode)  // slices are appended before: see attend()
+            for (int64_t kv = first / group; kv * group < first + heads; ++kv) append<T>(step, spec, call, row.token, kv);
         const ptrdiff_t to_value = (const T*)call.values - (const T*)call.keys;
 
+        const int stride = Sums::sums_of_head(dim);
         Q q[kItemHeads * kMaxHeadDim];
-        float acc[kItemHeads * kMaxHeadDim], scores[kItemHeads][kPartition + W], top[kItemHeads], mass[kItemHeads];
+        float sums[kItemHeads * kMaxHeadDim], scores[kItemHeads][kPartition + W], top[kItemHeads], mass[kItemHeads];
+        Weight weights[kItemHeads][kPartition + W];
         for (int h = 0; h < heads; ++h) {
             const int64_t kv = (first + h) / group, lane = (first + h) % group;
             load_query((const T*)call.q + row.token * call.q_token + kv * call.q_kv + lane * call.q_group, row.token,
                        q + h * dim);
         }
-        const int64_t low = first / group * dim, high = ((first + heads - 1) / group + 1) * dim;
-        fetch(keys, to_value, n, 0, kFar, low, (int)(high - low));
-        auto ahead_of = [&](int from) {
-            fetch(keys, to_value, n, from + kFar, from + kFar + kStretch, low, (int)(high - low));
-        };
+        Fetch fetch{*this, item, next, kFar, visits_of(first, heads)};
         each_lanes(first, heads, n, [&](auto lanes, int h, int64_t head_offset, int from, int to) {
-            if (h == 0) ahead_of(from);
-            score<decltype(lanes)::value>(q + h * dim, keys, head_offset, from, to, n - 1, dim, scores + h);
+            Sums::template score<decltype(lanes)::value>(q + h * dim, item.keys, head_offset, from, to, dim, scores + h, fetch);
         });
-        for (int h = 0; h < heads; ++h) soften(scores[h], n, (float)spec.scale, top + h, mass + h);
-        std::memset(acc, 0, heads * dim * sizeof(float));
+        for (int h = 0; h < heads; ++h) soften(scores[h], n, (float)spec.scale, weights[h], top + h, mass + h);
+        std::memset(sums, 0, heads * stride * sizeof(float));
         each_lanes(first, heads, n, [&](auto lanes, int h, int64_t head_offset, int from, int to) {
-            if (h == 0) ahead_of(n + from);
-            mix_all<decltype(lanes)::value>(keys, to_value + head_offset, from, to, n - 1, dim, scores + h, acc + h * dim);
+            Sums::template mix<decltype(lanes)::value>(item.keys, to_value + head_offset, from, to, dim, weights + h,
+                                                       sums + h * stride, fetch);
         });
 
-        const int64_t all = spec.num_kv * group;
         if (row.parts == 1) {
-            T* out = (T*)call.out + (row.token * all + first) * dim;
-            for (int h = 0; h < heads; ++h)
-                for (int d = 0; d < dim; d += W) store(out + h * dim + d, load(acc + h * dim + d) * (1.0f / mass[h]));
+            T* out = (T*)call.out + (row.token * spec.num_kv * group + first) * dim;
+            float sum[kMaxHeadDim];
+            for (int h = 0; h < heads; ++h) {
+                Sums::in_order(sums + h * stride, dim, sum);
+                for (int d = 0; d < dim; d += W) store(out + h * dim + d, load(sum + d) * (1.0f / mass[h]));
+            }
             return;
         }
         for (int h = 0; h < heads; ++h) {
-            float* partial = partial_of(row, part, first + h);
-            std::memcpy(partial, acc + h * dim, dim * sizeof(float));
+            float* partial = partial_of(row, item.part, first + h);
+            Sums::in_order(sums + h * stride, dim, partial);
             partial[dim] = top[h];
             partial[dim + 1] = mass[h];
         }
         int* arrived = arrivals + (&row - rows) * chunks + first / chunk_heads;
         if (__atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL) == row.parts) merge(row, first, heads);
+    }
+
+    int visits_of(int64_t first, int heads) const {
+        int visits = 0;
+        each_lanes(first, heads, 1, [&](auto, int, int64_t, int, int) { ++visits; });
+        return visits;
     }
 
     // body(lanes, first head, offset of its kv head, keys from, to) for up to kLanes heads of one group at a time.
@@ -290,18 +408,28 @@ static void run_group(Context& context, const Step& step, const Spec& spec, cons
     std::memset(arrivals, 0, count * chunks * sizeof(int));
     DecodeTask<T> task{step, spec, call, rows, partials, arrivals, chunks, chunk_heads};
     int64_t next = 0;
+    const int64_t items = parts * chunks;
     auto body = [&](int, int) {
         int64_t at = 0;  // item numbers only grow, so the next row is not before this one
-        for (;;) {
-            const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED), part = item / chunks;
-            if (part >= parts) return;
+        auto take = [&](DecodeItem<T>& item) {
+            const int64_t number = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED), part = number / chunks;
+            item.n = 0;
+            if (number >= items) return false;
             while (at + 1 < count && rows[at + 1].first_part <= part) ++at;
-            const int64_t first = item % chunks * chunk_heads;
-            const int64_t left = heads - first;
-            task.run_item(rows[at], (int)(part - rows[at].first_part), first, (int)(left < chunk_heads ? left : chunk_heads));
+            const int64_t first = number % chunks * chunk_heads, left = heads - first;
+            task.find_item(rows[at], (int)(part - rows[at].first_part), first, (int)(left < chunk_heads ? left : chunk_heads), item);
+            return true;
+        };
+        DecodeItem<T> pair[2];
+        int now = 0;
+        bool more = take(pair[0]);
+        if (more)
+            for (int i = 0; i < kFar; ++i) typename DecodeTask<T>::Fetch{task, pair[0], pair[0], 0, 1}.row(i);
+        for (; more; now ^= 1) {
+            more = take(pair[now ^ 1]);  // known before this item runs, so that its memory is fetched meanwhile
+            task.run_item(pair[now], pair[now ^ 1]);
         }
     };
-    const int64_t items = parts * chunks;
     parallel((int)(items < step.threads ? items : step.threads), body);
 }
 
