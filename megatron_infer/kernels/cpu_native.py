@@ -57,17 +57,26 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | Non
     function = bind(library, f"mi_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int], ctypes.c_uint64)
     width = int(bind(library, "mi_panel_rows", [], ctypes.c_int)())
 
+    def num_elements(weight: Tensor) -> int:
+        rows, inner = weight.shape
+        return -(-rows // width) * width * inner
+
     def pack(weight: Tensor, panels: Tensor | None) -> tuple[Tensor, int | None]:
         weight = weight.contiguous()
         rows, inner = weight.shape
-        size = -(-rows // width) * width * inner
+        size = num_elements(weight)
         if panels is None or panels.numel() != size:
             panels = torch.empty(size, dtype=dtype)
         checksum = function(weight.data_ptr(), panels.data_ptr(), inner, rows, torch.get_num_threads())
         return panels, int(checksum)
 
     # bf16 is multiplied in pairs along the inner dimension.
-    return PackedLayout(name=PANELS, takes=lambda weight: weight.dtype is dtype and weight.shape[1] % 2 == 0, pack=pack)
+    return PackedLayout(
+        name=PANELS,
+        takes=lambda weight: weight.dtype is dtype and weight.shape[1] % 2 == 0,
+        pack=pack,
+        num_elements=num_elements,
+    )
 
 
 class NativeOps(TorchOps):
