@@ -22,7 +22,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = ("elementwise.cpp", "linear.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp", "ssm.cpp", "team.cpp")
+SOURCES = (
+    "elementwise.cpp",
+    "linear.cpp",
+    "panels.cpp",
+    "decode.cpp",
+    "prefill.cpp",
+    "sampling.cpp",
+    "ssm.cpp",
+    "layers.cpp",
+    "team.cpp",
+)
 HEADERS = ("common.h", "attention.h", "checksum.h")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 BUILD_TIMEOUT_S = 180.0

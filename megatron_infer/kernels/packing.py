@@ -91,6 +91,7 @@ class PackedLinears:
         """Why nothing is packed here (`pack` keeps no weight and linears run plain); None: packing works."""
         self._weights: list[Tensor] = []
         """Those packed: no other tensor may have the id of one."""
+        self.num_packings = 0
         self._arena: list[Tensor] = []
         """The memory of the copies, in the order of the weights; empty where the layout finds it."""
         self._packed: dict[int, Tensor] = {}
@@ -106,6 +107,7 @@ class PackedLinears:
         unique = {id(weight): weight for weight in weights}
         self._weights = [weight for weight in unique.values() if self._takes(weight)]
         self._packed.clear()  # freed first: the peak is one extra set
+        self.num_packings += 1
         sums = {}
         with torch.no_grad():
             for weight, memory in zip(self._weights, self._memory(), strict=True):
