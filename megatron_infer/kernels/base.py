@@ -25,6 +25,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_infer.kernels.experts import ExpertsBackend
+    from megatron_infer.kernels.native_layers import LayerProgram
     from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 
 
@@ -235,6 +236,15 @@ class StepInputs(Protocol):
 
     def ssm(self, layer: int, xBC_TC: Tensor, dt_TH: Tensor, weights: SsmWeights, spec: SsmSpec) -> Tensor:
         """Mamba layer number `layer` of this rank (see `kernels.ssm.ScanBackend.run`)."""
+        ...
+
+    def run_program(
+        self, program: LayerProgram, x_TX: Tensor, residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """What the program's operations return one by one, to the bit; None: they must run one by one.
+
+        May write into residual_TD.
+        """
         ...
 
 

@@ -57,17 +57,26 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | Non
     function = bind(library, f"mi_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int], ctypes.c_uint64)
     width = int(bind(library, "mi_panel_rows", [], ctypes.c_int)())
 
+    def num_elements(weight: Tensor) -> int:
+        rows, inner = weight.shape
+        return -(-rows // width) * width * inner
+
     def pack(weight: Tensor, panels: Tensor | None) -> tuple[Tensor, int | None]:
         weight = weight.contiguous()
         rows, inner = weight.shape
-        size = -(-rows // width) * width * inner
+        size = num_elements(weight)
         if panels is None or panels.numel() != size:
             panels = torch.empty(size, dtype=dtype)
         checksum = function(weight.data_ptr(), panels.data_ptr(), inner, rows, torch.get_num_threads())
         return panels, int(checksum)
 
     # bf16 is multiplied in pairs along the inner dimension.
-    return PackedLayout(name=PANELS, takes=lambda weight: weight.dtype is dtype and weight.shape[1] % 2 == 0, pack=pack)
+    return PackedLayout(
+        name=PANELS,
+        takes=lambda weight: weight.dtype is dtype and weight.shape[1] % 2 == 0,
+        pack=pack,
+        num_elements=num_elements,
+    )
 
 
 class NativeOps(TorchOps):
@@ -259,15 +268,16 @@ class NativePagedAttention:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._attend = bind(library, f"mi_attend_{SUFFIXES[dtype]}", [_P, _P, _P, _P])
-        self._context = bind(library, "mi_context_new", [], _P)()
-        weakref.finalize(self, bind(library, "mi_context_free", [_P]), self._context)
+        self.context = bind(library, "mi_context_new", [], _P)()
+        weakref.finalize(self, bind(library, "mi_context_free", [_P]), self.context)
         self._step: StepMetadata | None = None
         self._step_struct = _AttentionStep()
-        self._step_address = ctypes.addressof(self._step_struct)
+        self.step_address = ctypes.addressof(self._step_struct)
         self._call = ctypes.create_string_buffer(_CALL.size)
         self._call_address = ctypes.addressof(self._call)
         self._kinds: dict[int, _AttentionKind] = {}
-        self._num_padding = 0
+        self.num_padding = 0
+        """Tokens of the planned step behind those of its rows."""
 
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
@@ -304,7 +314,7 @@ class NativePagedAttention:
             assert step.cos_TR.dtype is self._dtype and step.cos_TR.stride() == step.sin_TR.stride()
             s.cos, s.sin = step.cos_TR.data_ptr(), step.sin_TR.data_ptr()
             s.rotary_stride = step.cos_TR.stride(0)
-        self._num_padding = step.num_tokens - int(step.cu_q[step.num_rows])
+        self.num_padding = step.num_tokens - int(step.cu_q[step.num_rows])
 
     def run(
         self, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_cache: Tensor, *, layer: int, spec: AttendSpec
@@ -339,10 +349,14 @@ class NativePagedAttention:
             v_token,
             v_head,
         )
-        self._attend(self._context, self._step_address, kind.address, self._call_address)
-        if self._num_padding:
-            out[-self._num_padding :] = 0  # padding tokens must not carry garbage (NaN) onwards
+        self._attend(self.context, self.step_address, kind.address, self._call_address)
+        if self.num_padding:
+            out[-self.num_padding :] = 0  # padding tokens must not carry garbage (NaN) onwards
         return out
+
+    def address_of(self, spec: AttendSpec, block_size: int) -> int:
+        """Of the C struct of a layer's parameters, which lives as long as this object."""
+        return (self._kinds.get(id(spec)) or self._new_kind(spec, block_size)).address
 
     def _new_kind(self, spec: AttendSpec, block_size: int) -> _AttentionKind:
         packed = _AttentionSpec(

@@ -1,4 +1,4 @@
-"""Compile the C++ kernels once per machine into a user cache directory, and find torch's OpenMP runtime for them.
+"""Compile the C++ kernels once per machine into a user cache directory.
 
 A missing compiler or directory is no error: it becomes the reason in the table of choices.
 """
@@ -21,10 +21,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-
 FOLDER = Path(__file__).parent / "native"
-SOURCES = ("elementwise.cpp", "linear.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp", "ssm.cpp")
+SOURCES = (
+    "elementwise.cpp",
+    "linear.cpp",
+    "panels.cpp",
+    "decode.cpp",
+    "prefill.cpp",
+    "sampling.cpp",
+    "ssm.cpp",
+    "layers.cpp",
+    "team.cpp",
+)
 HEADERS = ("common.h", "attention.h", "checksum.h")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 BUILD_TIMEOUT_S = 180.0
@@ -110,7 +118,7 @@ def _compile(compiler: str, tune: str, work: Path) -> Path:
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         objects = list(pool.map(compile_one, SOURCES))
     linked = work / "kernels.so"
-    _run([compiler, "-shared", *objects, "-o", str(linked)], BUILD_TIMEOUT_S)
+    _run([compiler, "-shared", "-pthread", *objects, "-o", str(linked)], BUILD_TIMEOUT_S)
     return linked
 
 
@@ -139,32 +147,11 @@ def build() -> Path:
     return library
 
 
-def _openmp_runtime() -> ctypes.CDLL | None:
-    """The OpenMP library that torch has loaded: our regions then run on torch's threads, not on a second pool."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    paths = sorted(set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)", maps)))
-    torch_folder = str(Path(torch.__file__).parent)
-    paths.sort(key=lambda path: not path.startswith(torch_folder))  # torch.libs starts with the same text
-    for path in paths:
-        library = ctypes.CDLL(path)
-        if hasattr(library, "GOMP_parallel") and hasattr(library, "omp_get_thread_num"):
-            return library
-    return None
-
-
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The native library, built if need be, connected to torch's threads; raises NativeUnavailable."""
+    """The native library, built if need be; raises NativeUnavailable."""
     path = build()
     try:
-        library = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"{path} does not load: {error}") from None
-    runtime = _openmp_runtime()
-    if runtime is not None:
-        entries = (runtime.GOMP_parallel, runtime.omp_get_thread_num, runtime.omp_get_num_threads)
-        library.mi_init(*(ctypes.cast(entry, ctypes.c_void_p) for entry in entries))
-    return library

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.kernels import huge_pages
+
 PACKABLE_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -35,8 +37,10 @@ class PackedLayout:
     takes: Callable[[Tensor], bool]
     """Whether a CPU matrix can be packed."""
     pack: Callable[[Tensor, Tensor | None], tuple[Tensor, int | None]]
-    """(weight, its present copy or None) -> (its copy, the present one overwritten where possible; the weight's native
+    """(weight, memory for its copy or None) -> (its copy, in that memory where it has the size; the weight's native
     checksum, None where packing does not compute it)."""
+    num_elements: Callable[[Tensor], int] | None = None
+    """Elements of a weight's copy, a multiple of 64 bytes; None: `pack` finds the memory."""
 
 
 ONEDNN = PackedLayout(
@@ -87,6 +91,9 @@ class PackedLinears:
         """Why nothing is packed here (`pack` keeps no weight and linears run plain); None: packing works."""
         self._weights: list[Tensor] = []
         """Those packed: no other tensor may have the id of one."""
+        self.num_packings = 0
+        self._arena: list[Tensor] = []
+        """The memory of the copies, in the order of the weights; empty where the layout finds it."""
         self._packed: dict[int, Tensor] = {}
         self.get: Callable[[int], Tensor | None] = self._packed.get
         """get(id(weight)) -> the packed copy, or None for a weight that is not packed."""
@@ -94,21 +101,31 @@ class PackedLinears:
     def pack(self, weights: Iterable[Tensor]) -> dict[int, int]:
         """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out.
 
-        Overwrites the copies of weights that were packed before where the layout can. -> id(weight) -> checksum, for
+        Overwrites the copies of before where weights of the same sizes are packed again. -> id(weight) -> checksum, for
         weights whose checksum packing computes.
         """
         unique = {id(weight): weight for weight in weights}
         self._weights = [weight for weight in unique.values() if self._takes(weight)]
-        for key in self._packed.keys() - {id(weight) for weight in self._weights}:
-            del self._packed[key]  # freed first: the peak is one extra set
+        self._packed.clear()  # freed first: the peak is one extra set
+        self.num_packings += 1
         sums = {}
         with torch.no_grad():
-            for weight in self._weights:
-                key = id(weight)
-                self._packed[key], checksum = self.layout.pack(weight.detach(), self._packed.pop(key, None))
+            for weight, memory in zip(self._weights, self._memory(), strict=True):
+                self._packed[id(weight)], checksum = self.layout.pack(weight.detach(), memory)
                 if checksum is not None:
-                    sums[key] = checksum
+                    sums[id(weight)] = checksum
         return sums
+
+    def _memory(self) -> list[Tensor] | list[None]:
+        """Where to pack each weight. All copies are side by side: one by one, most would be smaller than a huge page."""
+        if self.layout.num_elements is None:
+            return [None] * len(self._weights)
+        sizes = [self.layout.num_elements(weight) for weight in self._weights]
+        if sizes != [len(part) for part in self._arena]:
+            self._arena = []
+            dtype = self._weights[0].dtype if self._weights else torch.uint8
+            self._arena = list(huge_pages.empty(sum(sizes), dtype).split(sizes))
+        return self._arena
 
     def forget_weights(self) -> None:
         """Keep the copies, but no weight alive; no copy may be used until the next `pack` has overwritten it."""
@@ -116,7 +133,7 @@ class PackedLinears:
 
     def clear(self) -> None:
         """Free the copies; linears run plain until the next `pack`."""
-        self._weights = []
+        self._weights, self._arena = [], []
         self._packed.clear()
 
     def differs(self, weights: Iterable[Tensor]) -> str | None:

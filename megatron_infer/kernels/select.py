@@ -26,6 +26,7 @@ from megatron_infer.kernels.cpu_native import (
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.native_layers import NativeLayers
 from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
@@ -97,6 +98,8 @@ class ChosenKernels:
     checksum: Callable[[Tensor], int | Tensor]
     """Changes with a weight's content; reads the weight once, at memory speed."""
     rows: list[BackendChoice]
+    layers: NativeLayers | None = None
+    """Runs the operations of many layers in one call; None: each is a call."""
     gather: Gather = torch_gather
     """Gathers a step's token ids, positions and angles from the device's tables."""
 
@@ -405,6 +408,7 @@ def choose_exact(
         sampling=NativeSampling(library),
         checksum=functools.partial(native_checksum, library),
         rows=rows,
+        layers=None if layout is None else NativeLayers(library, dtype, packed, attention),
     )
 
 
@@ -470,6 +474,7 @@ def choose(
     gathers, no_gather = backend_candidates.available(backend_candidates.STEP, device, dtype, forced=forced)
     if gathers or no_gather:
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
+    runs_layers = type(backend) is NativePagedAttention and packed.layout.name == PANELS
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
     return ChosenKernels(
         ops=ops,
@@ -482,5 +487,6 @@ def choose(
         search=draws.search,
         checksum=checksum,
         rows=rows,
+        layers=NativeLayers(library, dtype, packed, backend) if library is not None and runs_layers else None,
         gather=gathers[0] if gathers else torch_gather,
     )

@@ -31,9 +31,10 @@ from megatron_infer.models.adoption_checks import (
 from megatron_infer.models.census import Census
 from megatron_infer.models.compiled_layers import CompiledLayer, warm_up
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
-from megatron_infer.models.fused_layers import FusedLayer, FusedNorm
+from megatron_infer.models.fused_layers import FusedLayer, FusedNorm, LayerOps
 from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.layer_adoption import LayerAdoption
+from megatron_infer.models.layer_programs import with_programs
 from megatron_infer.models.model_shape import model_shape
 from megatron_infer.models.moe import FusedExperts, routing_shape
 from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
@@ -178,8 +179,7 @@ class AdoptedModel:
         """One for each of this rank's Mamba layers, in order."""
         self.fp8 = reading.fp8
         """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
-        self.layers: list[FusedLayer | CompiledLayer | None] = list(reading.fused)
-        """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
+        self._run_with(reading.fused)
         self._runs_layers = None not in reading.fused
         self.routing = reading.routing
         self._dtype = getattr(torch, self.shape.dtype)
@@ -285,14 +285,17 @@ class AdoptedModel:
             x_TD, residual_TD = torch.zeros_like(received_TD, dtype=self._dtype), received_TD
         if not self._runs_layers:
             return self._stock_decoder(step, x_TD, residual_TD)
-        for layer in self.layers:
-            assert layer is not None
-            if around is None:
-                x_TD, residual_TD = layer.run(step, x_TD, residual_TD)
-            else:
+        norm = self._reading.norm
+        if around is None:
+            x_TD, residual_TD = self._operations.run(step, x_TD, residual_TD)
+            if norm is not None:
+                return x_TD
+        else:
+            for layer in self.layers:
+                assert layer is not None
                 x_TD, residual_TD = around(layer.run, step, x_TD, residual_TD)
-        if (norm := self._reading.norm) is not None:
-            return norm.run(step, x_TD, residual_TD)[0]
+            if norm is not None:
+                return norm.run(step, x_TD, residual_TD)[0]
         return x_TD.float() if residual_TD is None else residual_TD.add_(x_TD)
 
     def _stock_decoder(self, step: StepInputs, x_TD: Tensor, received_TD: Tensor | None) -> Tensor:
@@ -315,12 +318,22 @@ class AdoptedModel:
         is_first = self.is_first_stage
         warm_up(layers, width=self.shape.hidden_size, dtype=self._dtype, device=self.device, is_first=is_first)
         compiler.expects_more = False
-        self.layers, self.compiler = list(layers), compiler
+        self._run_with(layers)
+        self.compiler = compiler
         return compiler
 
     def undo_compile(self) -> None:
         """Run the layers without compiled code again."""
-        self.layers, self.compiler = list(self._reading.fused), None
+        self._run_with(self._reading.fused)
+        self.compiler = None
+
+    def _run_with(self, layers: Sequence[FusedLayer | CompiledLayer | None]) -> None:
+        self.layers = list(layers)
+        """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
+        norm = self._reading.norm
+        each = [operation for layer in layers if layer is not None for operation in layer.flat()]
+        self._operations = LayerOps(*with_programs(each if norm is None else [*each, norm]))
+        """Those of all layers and the final norm."""
 
     def final_norm(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         """The norm behind the last layer, without the residual."""

@@ -41,6 +41,9 @@ class CompiledLayer(LayerOps):
             return self._layer.run(step, x, residual_TD)
         return super().run(step, x, residual_TD)
 
+    def flat(self) -> tuple[LayerOp, ...]:
+        return (self,)
+
 
 def _with_pieces(compiler: PieceCompiler, operations: Iterable[LayerOp]) -> Iterator[LayerOp]:
     """An operation between two that are not compiled is one call anyway and stays as it is."""

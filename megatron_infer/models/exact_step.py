@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_infer.kernels.base import AttendSpec, RotaryTable, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.native_layers import LayerProgram
 from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
@@ -195,6 +196,9 @@ class TrainingStep:
         return _Exact.apply(
             kernel, lambda x, dt, *own: self._recur(x, dt, _weights(own), spec), xBC_TC, dt_TH, *tensors
         )
+
+    def run_program(self, program: LayerProgram, x_TX: Tensor, residual_TD: Tensor | None) -> None:
+        """Each operation has its own gradients."""
 
     def _metadata(self, rotary: RotaryTable | None) -> StepMetadata:
         lengths = np.array(self.lengths, dtype=np.int32)

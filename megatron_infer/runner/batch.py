@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, RotaryTable, StateCaptures, StepMetadata
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec, SsmWeights
+from megatron_infer.kernels.native_layers import LayerProgram, NativeLayers
 from megatron_infer.kernels.step_gather import StepTables
 from megatron_infer.memory.device import Device
 from megatron_infer.runner.plan_writer import PlanWriter
@@ -66,6 +67,7 @@ class Batch:
     scan: ScanBackend | None
     states: StateTensors | None
     """None for a model that keeps no recurrent states."""
+    layers: NativeLayers | None
     max_sequence_length: int
     first_dummy_pos: int
     """Where the dummy block, the last one, begins among the values of `meta.kv_pos_T`."""
@@ -111,6 +113,13 @@ class Batch:
         if self.restore is not None:
             self.restore.wait_for_layer(("states", layer))
         return self.scan.run(xBC_TC, dt_TH, self.states.layer(layer), weights, spec)
+
+    def run_program(
+        self, program: LayerProgram, x_TX: Tensor, residual_TD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        if self.layers is None or self.restore is not None:
+            return None
+        return self.layers.run(program, self.kv_cache, x_TX, residual_TD)
 
     # What megatron-core's stacks and models ask of a context while a step runs (reference: its GPTModel.forward).
     def is_static_batching(self) -> bool:
@@ -325,6 +334,7 @@ class BatchBuilder:
             kv_cache=cache.kv_cache,
             scan=kernels.scan,
             states=cache.states,
+            layers=kernels.layers,
             restore=restore,
             max_sequence_length=self.rows.max_sequence_length,
             first_dummy_pos=self._first_dummy_pos,

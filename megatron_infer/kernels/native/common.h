@@ -176,8 +176,7 @@ inline vf exp_of(vf x) {
     return (vf)((vi)p + ((vi)shifted << 23));
 }
 
-// Threads come from the OpenMP runtime that torch has loaded; its entry points are passed at start-up, so there is
-// one thread pool in the process and no compiler support for OpenMP is needed. Without them everything runs serially.
+// The entry points of team.cpp, in the form of an OpenMP runtime's.
 struct Runtime {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
     int (*thread_num)();
@@ -187,7 +186,7 @@ extern Runtime runtime;
 
 template <class Body>
 void parallel(int threads, Body& body) {  // body(thread, threads)
-    if (threads <= 1 || !runtime.parallel) {
+    if (threads <= 1) {
         body(0, 1);
         return;
     }

@@ -3,8 +3,6 @@
 
 namespace mi {
 
-Runtime runtime = {};
-
 // Below this many elements a parallel region costs more than it saves.
 constexpr int64_t kSerialElements = 32768;
 
@@ -122,20 +120,6 @@ static void argmax(const T* x, int64_t stride, int64_t* out, int64_t rows, int64
 using namespace mi;
 
 extern "C" {
-
-void mi_init(void* parallel, void* thread_num, void* num_threads) {
-    std::memcpy(&runtime.parallel, &parallel, sizeof parallel);
-    std::memcpy(&runtime.thread_num, &thread_num, sizeof thread_num);
-    std::memcpy(&runtime.num_threads, &num_threads, sizeof num_threads);
-}
-
-// The number of threads that a region of `threads` gets: tests check with it that torch's runtime was found.
-int mi_count_threads(int threads) {
-    int count = 0;
-    auto arrive = [&](int, int) { __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED); };
-    parallel(threads, arrive);
-    return count;
-}
 
 #define MI_ELEMENTWISE(SUFFIX, T)                                                                                    \
     void mi_rms_norm_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t dim, \

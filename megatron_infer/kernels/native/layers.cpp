@@ -1,0 +1,121 @@
+// The operations of many layers in one call: the kernels of the other files, one after the other, without the time that a
+// caller in Python takes between them. Each output goes to one of two buffers in turn, which stay in the caches.
+#include <time.h>
+
+#include "attention.h"
+
+namespace mi {
+
+enum Kind : int64_t { kNorm, kLinear, kAttend, kSiluMul, kNumKinds };
+
+struct LayerOp {  // mirrored in native_layers.py
+    int64_t kind;
+    const void *weight, *bias;          // norm: weight; linear: panels and bias or null
+    int64_t inner, outer;               // entries of a token before and after the operation
+    const Spec* spec;                   // of attention, as are the rest
+    int64_t layer, at_q, at_k, at_v, cell;  // columns of the first query, key and value, and from one kv head to the next
+    double eps;
+};
+
+struct LayerCall {  // mirrored in native_layers.py
+    const LayerOp* ops;
+    int64_t num_ops, tokens, threads;
+    Context* context;
+    const Step* step;
+    const void* x;
+    void* residual;  // fp32
+    void *buffers[2], *out;
+    char *keys, *values;     // of the first layer
+    int64_t layer_bytes;     // from one layer's keys to the next one's
+    int64_t starts_residual; // the first norm sets the residual
+    int64_t* ns;             // time of each kind of operation, added up
+};
+
+template <class T>
+struct Kernels;
+
+extern "C" {
+#define MI_KERNELS(SUFFIX)                                                                                                \
+    void mi_attend_##SUFFIX(Context*, const Step*, const Spec*, const Call*);                                             \
+    void mi_rms_norm_##SUFFIX(const void*, void*, const void*, void*, int64_t, int64_t, float, int);                      \
+    void mi_rms_norm_wide_##SUFFIX(const void*, void*, const void*, void*, int64_t, int64_t, float, int);                 \
+    void mi_panel_linear_##SUFFIX(const void*, int64_t, const void*, const void*, void*, int64_t, int64_t, int64_t, int); \
+    void mi_silu_mul_##SUFFIX(const void*, void*, int64_t, int64_t, int);
+MI_KERNELS(f32)
+#if MI_BF16_DOT
+MI_KERNELS(bf16)
+#endif
+}
+
+#define MI_TABLE(SUFFIX, T)                                  \
+    template <>                                              \
+    struct Kernels<T> {                                      \
+        static constexpr auto attend = mi_attend_##SUFFIX;   \
+        static constexpr auto norm = mi_rms_norm_##SUFFIX;   \
+        static constexpr auto add_norm = mi_rms_norm_wide_##SUFFIX; \
+        static constexpr auto linear = mi_panel_linear_##SUFFIX;    \
+        static constexpr auto silu_mul = mi_silu_mul_##SUFFIX;      \
+    };
+MI_TABLE(f32, float)
+#if MI_BF16_DOT
+MI_TABLE(bf16, bf16)
+#endif
+
+static int64_t clock_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+template <class T>
+static void run_op(const LayerCall& call, const LayerOp& op, const T* x, T* out, bool starts_residual) {
+    using K = Kernels<T>;
+    const int threads = (int)call.threads;
+    switch (op.kind) {
+        case kNorm:
+            if (!starts_residual) {
+                K::add_norm(x, call.residual, op.weight, out, call.tokens, op.inner, (float)op.eps, threads);
+                return;
+            }
+            for (int64_t i = 0, n = call.tokens * op.inner; i < n; i += W) store_any((float*)call.residual, load_any(x, i, n), i, n);
+            K::norm(x, nullptr, op.weight, out, call.tokens, op.inner, (float)op.eps, threads);
+            return;
+        case kLinear:
+            K::linear(x, op.inner, op.weight, op.bias, out, call.tokens, op.inner, op.outer, threads);
+            return;
+        case kAttend: {
+            const int64_t dim = op.spec->head_dim, at = op.layer * call.layer_bytes;
+            const Call attend = {x + op.at_q, x + op.at_k, x + op.at_v, out, call.keys + at, call.values + at, op.inner,
+                                 op.cell, dim, op.inner, op.cell, op.inner, op.cell};
+            K::attend(call.context, call.step, op.spec, &attend);
+            return;
+        }
+        default: K::silu_mul(x, out, call.tokens, op.outer, threads);
+    }
+}
+
+template <class T>
+static void run_layers(const LayerCall& call) {
+    const T* x = (const T*)call.x;
+    int64_t begin = clock_ns();
+    for (int64_t i = 0; i < call.num_ops; ++i) {
+        const LayerOp& op = call.ops[i];
+        T* out = (T*)(i + 1 < call.num_ops ? call.buffers[i & 1] : call.out);
+        run_op(call, op, x, out, i == 0 && call.starts_residual);
+        x = out;
+        const int64_t end = clock_ns();
+        call.ns[op.kind] += end - begin;
+        begin = end;
+    }
+}
+
+}  // namespace mi
+
+using namespace mi;
+
+extern "C" {
+void mi_run_layers_f32(const LayerCall* call) { run_layers<float>(*call); }
+#if MI_BF16_DOT
+void mi_run_layers_bf16(const LayerCall* call) { run_layers<bf16>(*call); }
+#endif
+}

@@ -1,0 +1,109 @@
+"""Runs of neighbouring operations, over any number of layers, as one program of the kernels.
+
+    norm, qkv, attend, proj, norm, fc1, SwiGLU, fc2, norm, qkv, ...   one call a step in the place of eight a layer
+
+The operations of `fused_layers` stay the one description of a layer: a program is read off them. What a program buys is
+the time between two kernels, a quarter of a decode step of a small model. Where kernels cannot run one (weights that are
+not packed, a norm that is not RMS), the operations run one by one, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_infer.kernels.base import StepInputs
+from megatron_infer.kernels.native_layers import AttendOp, LayerProgram, LinearOp, NormOp, ProgramOp, SiluMulOp
+from megatron_infer.models.fused_layers import (
+    Attend,
+    FusedActivation,
+    FusedLinear,
+    FusedNorm,
+    LayerOp,
+    LayerOps,
+    SplitHeads,
+)
+
+
+class ProgramOps(LayerOps):
+    """Operations that the kernels run as one program where they can."""
+
+    __slots__ = ("program",)
+
+    def __init__(self, operations: Iterable[LayerOp], program: LayerProgram) -> None:
+        super().__init__(*operations)
+        self.program = program
+
+    def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None = None) -> tuple[Any, Tensor | None]:
+        done = step.run_program(self.program, x, residual_TD)
+        return super().run(step, x, residual_TD) if done is None else done
+
+
+def with_programs(operations: Iterable[LayerOp]) -> list[LayerOp]:
+    """The same operations, each run of several that a program can hold as one `ProgramOps`."""
+    found: list[LayerOp] = []
+    run: list[tuple[LayerOp, ProgramOp | None]] = []
+
+    def close() -> None:
+        ops = [op for _, op in run if op is not None]
+        operations = [operation for operation, _ in run]
+        found.extend(operations if len(ops) < 2 else [ProgramOps(operations, LayerProgram(ops))])
+        run.clear()
+
+    for group in _with_heads(operations):
+        op = _program_op(group)
+        if op is None:
+            close()
+            found.extend(group)
+        else:
+            run += [(operation, op if operation is group[-1] else None) for operation in group]
+    close()
+    return found
+
+
+def _with_heads(operations: Iterable[LayerOp]) -> Iterator[tuple[LayerOp, ...]]:
+    """Each operation by itself; the views of heads and their attention together, as the views are no single tensor."""
+    heads: SplitHeads | None = None
+    for operation in operations:
+        if type(operation) is SplitHeads:
+            heads = operation
+        else:
+            yield (operation,) if heads is None else (heads, operation)
+            heads = None
+
+
+def _program_op(group: tuple[LayerOp, ...]) -> ProgramOp | None:
+    make = _PROGRAM_OPS.get(type(group[-1]))
+    return None if make is None else make(*group)
+
+
+def _norm(norm: FusedNorm) -> ProgramOp | None:
+    return NormOp(weight=(norm.parameters, "weight"), eps=norm.eps) if norm.is_plain_rms else None
+
+
+def _linear(linear: FusedLinear) -> ProgramOp | None:
+    if linear.product is not None or linear.spread is not None or linear.foreign is not None:
+        return None
+    bias = None if linear.reduce is not None else (linear.parameters, "bias")
+    return LinearOp(weight=(linear.parameters, "weight"), bias=bias)
+
+
+def _activation(activation: FusedActivation) -> ProgramOp | None:
+    return SiluMulOp() if activation.function is None else None
+
+
+def _attend(heads: SplitHeads, attend: Attend) -> ProgramOp | None:
+    if heads.q_norm is not None or heads.k_norm is not None:
+        return None
+    at = {"at_q": heads.at_q, "at_k": heads.at_k, "at_v": heads.at_v, "cell": heads.strides_q[1]}
+    return AttendOp(layer=attend.layer, spec=attend.spec, **at)
+
+
+_PROGRAM_OPS: dict[type, Callable[..., ProgramOp | None]] = {
+    FusedNorm: _norm,
+    FusedLinear: _linear,
+    FusedActivation: _activation,
+    Attend: _attend,
+}
