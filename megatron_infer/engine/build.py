@@ -67,10 +67,13 @@ from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.token_masks import forbid
+from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.running_set import EventHook
 from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.speculative.ngram import NgramProposer
+from megatron_infer.speculative.verify import Verifier
 from megatron_infer.weights.derived import DerivedCache, DerivedCaches
 from megatron_infer.weights.manager import WeightManager
 
@@ -139,7 +142,8 @@ def build_engine(
     context = make_context(config, setup.agreed)
     swaps = context.swap is not None
     costs = agreed_costs(setup) if swaps else None
-    scheduler = make_scheduler(config, setup, context, costs=costs, on_event=output_processor.on_event)
+    drafts = make_drafts(config, setup, context)
+    scheduler = make_scheduler(config, setup, context, costs=costs, drafts=drafts, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids)
@@ -155,7 +159,16 @@ def build_engine(
         if rank_group.groups.is_leader:
             release = scheduler.queue.release if rank_group.size == 1 else outbox.release
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
-    loop = StepLoop(scheduler, executor, weights, output_processor, input_processor.grammars, config, observers)
+    loop = StepLoop(
+        scheduler,
+        executor,
+        weights,
+        output_processor,
+        input_processor.grammars,
+        config,
+        observers,
+        verifier=None if drafts is None else Verifier(drafts),
+    )
     kv_dtype = config.kv_dtype_of(adopted.shape)
     kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
@@ -278,6 +291,7 @@ def make_scheduler(
     context: DynamicInferenceContext,
     *,
     costs: CostModel | None,
+    drafts: DraftPlanner | None,
     on_event: EventHook,
 ) -> Scheduler:
     """costs: prices of evictions; None where requests are never swapped and the unit of the prices does not matter."""
@@ -297,7 +311,23 @@ def make_scheduler(
         prefill_room=room,
         limits=limits,
         phases=_phases_of(config, limits),
+        drafts=drafts,
         on_event=on_event,
+    )
+
+
+def make_drafts(
+    config: InferenceConfig, setup: ModelSetup, context: DynamicInferenceContext
+) -> DraftPlanner | None:
+    """What drafts tokens; None without `speculative`."""
+    asked = config.speculative
+    if asked is None:
+        return None
+    return DraftPlanner(
+        context,
+        NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
+        max_drafts=asked.num_speculative_tokens,
+        vocab_size=setup.adopted.shape.vocab_size,
     )
 
 
@@ -468,7 +498,8 @@ def make_runner(
     )
     store = CacheStore(layout, region, agreed.host)
     rotary = adopted.rotary_table(sizes.max_sequence_length)
-    builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype)
+    max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype, max_drafts=max_drafts)
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),
