@@ -49,7 +49,7 @@ class DraftPlanner:
     ) -> None:
         assert 1 <= max_drafts < context.block_size, f"{max_drafts} drafts, blocks of {context.block_size} tokens"
         self.stats = DraftStats(accepted_per_position=[0] * max_drafts, drafted_per_position=[0] * max_drafts)
-        self._context, self._proposer = context, proposer
+        self.proposer, self._context = proposer, context
         self._max_drafts, self._vocab_size = max_drafts, vocab_size
         self._verifying: set[Request] = set()
 
@@ -117,7 +117,7 @@ class DraftPlanner:
         """What may follow the tokens of `request`, as far as it can be drawn."""
         if most < 1 or not request.params.speculate or request.params.structured is not None:
             return ()
-        drafts = self._proposer.propose(request, most)[:most]
+        drafts = self.proposer.propose(request, most)[:most]
         wrong = next((place for place, one in enumerate(drafts) if not 0 <= one < self._vocab_size), len(drafts))
         return tuple(drafts[:wrong])
 
