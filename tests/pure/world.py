@@ -223,7 +223,8 @@ class World:
         self.account.counts["late hits"] += sum(
             request.history.cached_tokens > had for request, had in cached.items() if request.lease is not None
         )
-        for request, start in zip(plan.decode, plan.decode_starts, strict=True):
+        rows = [*zip(plan.decode, plan.decode_starts, strict=True)]
+        for request, start in [*rows, *((chunk.request, chunk.start) for chunk in plan.prefill if chunk.drafts)]:
             # A prompt that paused before its last token continues as a decode row.
             self.account.counts["never computed"] += start < self.account.admitted[request][0]
         self._check_plan(plan)
