@@ -282,6 +282,7 @@ def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenc
         recurrent=agreed.recurrent,
         num_cached_states=sizes.num_cached_states,
         num_host_states=num_host_states,
+        num_draft_states=max_drafts_of(config) if agreed.recurrent else 0,
     )
 
 
@@ -314,6 +315,11 @@ def make_scheduler(
         drafts=drafts,
         on_event=on_event,
     )
+
+
+def max_drafts_of(config: InferenceConfig) -> int:
+    """The most tokens drafted for a request in a step."""
+    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
 
 
 def make_drafts(
@@ -498,7 +504,7 @@ def make_runner(
     )
     store = CacheStore(layout, region, agreed.host)
     rotary = adopted.rotary_table(sizes.max_sequence_length)
-    max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    max_drafts = max_drafts_of(config)
     builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype, max_drafts=max_drafts)
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     sampler = Sampler(

@@ -89,7 +89,16 @@ class DraftPlanner:
             stats.num_drafted += len(drafts)
             for place in range(len(drafts)):
                 stats.drafted_per_position[place] += 1
-            chunks.append(PrefillChunk(request=request, start=start, n=1 + len(drafts), samples=True, drafts=drafts))
+            chunks.append(
+                PrefillChunk(
+                    request=request,
+                    start=start,
+                    n=1 + len(drafts),
+                    samples=True,
+                    drafts=drafts,
+                    captures=self._captures(request, start, len(drafts)),
+                )
+            )
         if chunks:
             decode[:], starts[:] = [request for request, _ in rows], [start for _, start in rows]
         stats.seconds_drafting += time.perf_counter() - begun
@@ -103,6 +112,8 @@ class DraftPlanner:
         request.scheduled += num_kept - 1
         self._verifying.discard(request)
         self._context.shrink(lease, request.scheduled)
+        if self._context.states is not None and num_kept < chunk.n:
+            self._context.states.keep_draft(lease, num_kept - 1)
 
     def count(self, request: Request, num_accepted: int) -> None:
         """A request has taken this many drafts as its tokens."""
@@ -112,6 +123,14 @@ class DraftPlanner:
         request.history.num_accepted_drafts += num_accepted
         for place in range(num_accepted):
             stats.accepted_per_position[place] += 1
+
+    def _captures(self, request: Request, start: int, num_drafts: int) -> tuple[tuple[int, int], ...]:
+        """The recurrent states behind the last known token and behind each draft but the last, whose own is the row's."""
+        states, lease = self._context.states, request.lease
+        if states is None:
+            return ()
+        assert lease is not None
+        return tuple((start + 1 + place, slot) for place, slot in enumerate(states.draft_slots(lease)[:num_drafts]))
 
     def _drafts(self, request: Request, most: int) -> tuple[int, ...]:
         """What may follow the tokens of `request`, as far as it can be drawn."""

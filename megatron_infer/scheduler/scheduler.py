@@ -207,8 +207,11 @@ class Scheduler:
             else:
                 self.running_set.start_over(request)
                 back.append(request)
+        states = self.context.states
         for request in self.running_set.live():
-            if request.lease is not None and not lost.isdisjoint(request.lease.blocks):
+            # The state behind a verified draft may be in a copy that the failed step took: it is not known whose.
+            unsure = states is not None and states.num_draft_states > 0
+            if request.lease is not None and (unsure or not lost.isdisjoint(request.lease.blocks)):
                 self.running_set.start_over(request)
                 back.append(request)
         self.queue.insert_sorted(back)

@@ -77,7 +77,8 @@ class FakeDevice:
         self.rows = [[None] * num_positions for _ in range(context.num_rows)]
         self.host = [None] * num_host_slots
         num_cached = context.states.slots.count if context.states else 0
-        self.states = [None] * (context.num_rows + 1 + num_cached)
+        num_draft = context.states.num_draft_states if context.states else 0
+        self.states = [None] * (context.num_rows * (1 + num_draft) + 1 + num_cached)
         self.host_states = [None] * context.num_rows
         self.num_copies = self.num_state_copies = self.num_captures = 0
         self.num_computed = self.num_prefilled = 0

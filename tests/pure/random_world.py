@@ -35,7 +35,7 @@ def random_world(rng: random.Random, *, drafting: float = 0.0, **fixed) -> World
         "num_cached_states": rng.choice([None] * 5 + [0, 1, 2, 4, 16]),
     }
     world = World(**(fields | fixed))
-    if rng.random() < drafting and not world.recurrent:
+    if rng.random() < drafting:
         world.proposer = AdversarialProposer(rng, lambda: world.version)
         world.build()
     return world

@@ -133,6 +133,7 @@ class World:
             recurrent=self.recurrent,
             num_cached_states=self.num_cached_states or 0,
             num_host_states=self.swap.states(self.num_rows) if self.recurrent else 0,
+            num_draft_states=self.max_drafts if self.recurrent and self.proposer is not None else 0,
         )
         self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2, self.swap.slots)
         self.drafts = None
@@ -300,8 +301,10 @@ class World:
             assert self.context.num_free_rows == self.num_rows
 
     def recompute(self):
-        """The cache is lost: all requests start over."""
+        """The cache is lost: all requests start over. As in a suspend, copies that wait are run before."""
         self.commit_previous()
+        for copy in self.context.take_copies():
+            self.device.copy(*copy)
         self._requeue_all()
         self.context.forget_all()
         self.device.kv = [None] * len(self.device.kv)
