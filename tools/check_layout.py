@@ -97,6 +97,7 @@ OPTIONAL = (
     "durable",
     "speculative",
     "scheduler.drafts",
+    "scheduler.draft_depth",
     "scheduler.phases",
     "runner.padded_steps",
     "context.build",

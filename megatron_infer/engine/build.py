@@ -47,6 +47,7 @@ from megatron_infer.engine.request_intake import RequestIntake
 from megatron_infer.engine.sequence_replay import SequenceReplay
 from megatron_infer.engine.states import Lifecycle
 from megatron_infer.engine.stats import StatLogger
+from megatron_infer.engine.step_cost_meter import StepCostMeter
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
 from megatron_infer.engine.suspend import Suspension
 from megatron_infer.errors import ConfigError
@@ -67,6 +68,7 @@ from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.token_masks import forbid
+from megatron_infer.scheduler.draft_depth import DraftDepth
 from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel
@@ -149,7 +151,7 @@ def build_engine(
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.lockstep)
-    stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes)
+    stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)
     observers: list[StepObserver] = [stat_logger]
     if swaps and rank_group.groups.is_leader:
         set_costs = scheduler.set_costs if rank_group.size == 1 else outbox.set_costs
@@ -159,6 +161,8 @@ def build_engine(
         if rank_group.groups.is_leader:
             release = scheduler.queue.release if rank_group.size == 1 else outbox.release
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
+    if drafts is not None and drafts.depth is not None and rank_group.groups.is_leader:
+        observers.append(StepCostMeter(drafts.set_costs if rank_group.size == 1 else outbox.set_draft_costs))
     loop = StepLoop(
         scheduler,
         executor,
@@ -181,6 +185,7 @@ def build_engine(
         queue=intake.queue,
         set_costs=scheduler.set_costs,
         release=scheduler.queue.release,
+        set_draft_costs=lambda costs: None if drafts is None else drafts.set_costs(costs),
     )
     lifecycle, profiler = Lifecycle(), _make_profiler(setup, loop, scheduler)
     suspension = Suspension(loop, lifecycle, executor, scheduler, weights, setup.device, setup.graphs, config)
@@ -334,6 +339,7 @@ def make_drafts(
         NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
         max_drafts=asked.num_speculative_tokens,
         vocab_size=setup.adopted.shape.vocab_size,
+        depth=DraftDepth() if asked.adaptive else None,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.draft_depth import DraftDepth, StepCosts
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.running_set import RunningSet
 from megatron_infer.scheduler.step_plan import PrefillChunk
@@ -23,18 +24,29 @@ class Proposer(Protocol):
 
 
 @dataclass(slots=True)
-class DraftStats:
-    """Counters since the scheduler was made."""
+class SpecDecodeMetrics:
+    """What was drafted and kept since the engine was built."""
 
     num_drafted: int = 0
     num_accepted: int = 0
     """Drafts that became tokens of their request."""
-    accepted_per_position: list[int] = field(default_factory=list)
-    """The same by place among the drafts of their step."""
     drafted_per_position: list[int] = field(default_factory=list)
+    """Both by place among the drafts of their step."""
+    accepted_per_position: list[int] = field(default_factory=list)
     num_verifications: int = 0
     """Requests that verified drafts, once for each step."""
     seconds_drafting: float = 0.0
+    """Host time: proposals, and how many of them pay."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafts that were kept; 0 before the first."""
+        return self.num_accepted / max(1, self.num_drafted)
+
+    @property
+    def mean_tokens_per_step(self) -> float:
+        """Tokens that a request drew in a step in which it verified drafts; 1 before the first."""
+        return 1.0 + self.num_accepted / max(1, self.num_verifications)
 
 
 class DraftPlanner:
@@ -45,11 +57,18 @@ class DraftPlanner:
     """
 
     def __init__(
-        self, context: DynamicInferenceContext, proposer: Proposer, *, max_drafts: int, vocab_size: int
+        self,
+        context: DynamicInferenceContext,
+        proposer: Proposer,
+        *,
+        max_drafts: int,
+        vocab_size: int,
+        depth: DraftDepth | None = None,
     ) -> None:
+        """depth: decides how many drafts pay; None: all of them."""
         assert 1 <= max_drafts < context.block_size, f"{max_drafts} drafts, blocks of {context.block_size} tokens"
-        self.stats = DraftStats(accepted_per_position=[0] * max_drafts, drafted_per_position=[0] * max_drafts)
-        self.proposer, self._context = proposer, context
+        self.stats = SpecDecodeMetrics(drafted_per_position=[0] * max_drafts, accepted_per_position=[0] * max_drafts)
+        self.proposer, self.depth, self._context = proposer, depth, context
         self._max_drafts, self._vocab_size = max_drafts, vocab_size
         self._verifying: set[Request] = set()
 
@@ -59,10 +78,11 @@ class DraftPlanner:
         With steps in flight a request waits for its last token if drafts can be expected to follow it: requests that
         draft take turns with each other, and the others decode in every step.
         """
+        decoding = running_set.decoding
         waiting = {
             request
-            for request in running_set.decoding
-            if request.in_flight and (request in self._verifying or self._drafts(request, 1))
+            for request, most in zip(decoding, self._depths(decoding), strict=True)
+            if request.in_flight and (request in self._verifying or self._drafts(request, min(most, 1)))
         }
         if not waiting:
             return among
@@ -75,10 +95,10 @@ class DraftPlanner:
         begun, stats = time.perf_counter(), self.stats
         chunks: list[PrefillChunk] = []
         rows: list[tuple[Request, int]] = []
-        for request, start in zip(decode, starts, strict=True):
+        for request, start, depth in zip(decode, starts, self._depths(decode), strict=True):
             drafts: tuple[int, ...] = ()
             if room > 0 and len(request.tokens) == start + 1:
-                most = min(room, self._max_drafts, request.max_total - 2 - start)
+                most = min(room, depth, request.max_total - 2 - start)
                 drafts = self._with_room(running_set, request, start, self._drafts(request, most))
             if not drafts:
                 rows.append((request, start))
@@ -104,10 +124,20 @@ class DraftPlanner:
         stats.seconds_drafting += time.perf_counter() - begun
         return chunks
 
+    def set_costs(self, costs: StepCosts) -> None:
+        """The next step decides with these costs; they must be the same on every rank."""
+        if self.depth is not None:
+            self.depth.costs = costs
+
+    def _depths(self, requests: Sequence[Request]) -> list[int]:
+        return [self._max_drafts] * len(requests) if self.depth is None else self.depth.of(requests, self._max_drafts)
+
     def settle(self, chunk: PrefillChunk, num_kept: int) -> None:
         """Of the tokens that a chunk drew `num_kept` count, the first of them without a doubt: undo the others."""
         request, lease = chunk.request, chunk.request.lease
         assert lease is not None and 1 <= num_kept <= chunk.n, f"{request.id}: {num_kept} of {chunk.n} kept"
+        if self.depth is not None:
+            self.depth.verified(request, len(chunk.drafts), num_kept - 1)
         request.in_flight -= chunk.n - num_kept
         request.scheduled += num_kept - 1
         self._verifying.discard(request)
