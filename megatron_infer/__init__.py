@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_infer.config.inference import SamplingChoice as SamplingChoice
     from megatron_infer.config.mamba_state import MambaInferenceStateConfig as MambaInferenceStateConfig
     from megatron_infer.config.sampling_params import SamplingParams as SamplingParams
+    from megatron_infer.config.speculative import SpeculativeConfig as SpeculativeConfig
     from megatron_infer.config.structured_output import StructuredOutput as StructuredOutput
     from megatron_infer.durable.snapshot import LoadReport as LoadReport
     from megatron_infer.engine.engine import DynamicInferenceEngine as DynamicInferenceEngine
@@ -68,6 +69,7 @@ _HOMES = {
     "RolloutError": "rl.samples",
     "RolloutSession": "rl.session",
     "SamplingParams": "config.sampling_params",
+    "SpeculativeConfig": "config.speculative",
     "StructuredOutput": "config.structured_output",
     "TokenSupport": "outputs.token_support",
     "UpdateReport": "rl.update_report",

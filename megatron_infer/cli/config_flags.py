@@ -17,6 +17,8 @@ from megatron_infer.config.checks import LOGPROBS_MODES
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config, machine_defaults
 from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.speculative import SpeculativeConfig
+from megatron_infer.errors import ConfigError
 
 NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types")
 """Objects of a running process, which a command line cannot give."""
@@ -25,6 +27,10 @@ RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
 BY_MODEL = ("prefix_caching_mamba_gb",)
 """Options whose defaults depend on the model, see `config.machine_defaults`."""
 DEST_PREFIX = "config_"
+SPECULATIVE_DESTS = {
+    item.name: f"{DEST_PREFIX}speculative_{item.name}" for item in dataclasses.fields(SpeculativeConfig)
+}
+"""Field of SpeculativeConfig -> where its flag's value is."""
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +39,9 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     docs = field_docs()
     by_machine = machine_defaults(is_cuda=False, available_bytes=0)
     for item in dataclasses.fields(InferenceConfig):
-        if item.name in NOT_FLAGS:
+        if item.name == "speculative":
+            _add_speculative_options(group)
+        if item.name in (*NOT_FLAGS, "speculative"):
             continue
         default = "chosen for the machine" if item.name in by_machine else f"default {_shown(item.default)}"
         default = "chosen for the model" if item.name in BY_MODEL else default
@@ -70,7 +78,39 @@ def config_from(
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The options that the command line gives."""
     names = (item.name for item in dataclasses.fields(InferenceConfig))
-    return {name: getattr(args, DEST_PREFIX + name) for name in names if hasattr(args, DEST_PREFIX + name)}
+    values = {name: getattr(args, DEST_PREFIX + name) for name in names if hasattr(args, DEST_PREFIX + name)}
+    fields = {name: getattr(args, dest) for name, dest in SPECULATIVE_DESTS.items() if hasattr(args, dest)}
+    if "method" in fields:
+        values["speculative"] = None if fields["method"] == "none" else fields
+    elif fields:
+        given = ", ".join(speculative_flag(name) for name in fields)
+        raise ConfigError(f"{given}: nothing is drafted without --speculative; add --speculative ngram")
+    return values
+
+
+def _add_speculative_options(group: Any) -> None:
+    """`--speculative METHOD`, and a flag for each other field of SpeculativeConfig."""
+    docs = docs_of(SpeculativeConfig)
+    for item in dataclasses.fields(SpeculativeConfig):
+        parsing = _parsing_of(item.name, str(item.type)) if item.type != "str" else {"metavar": item.name.upper()}
+        what = field_docs()["speculative"] if item.name == "method" else docs[item.name]
+        default = "none" if item.name == "method" else _shown(item.default)
+        group.add_argument(
+            speculative_flag(item.name),
+            dest=SPECULATIVE_DESTS[item.name],
+            default=argparse.SUPPRESS,
+            help=f"{what} (default {default})".replace("%", "%%"),
+            **parsing,
+        )
+
+
+def speculative_flag(name: str) -> str:
+    """The flag of a field of SpeculativeConfig: --speculative-adaptive."""
+    if name == "method":
+        return "--speculative"
+    return "--" + ("" if name in ("num_speculative_tokens", "ngram_max", "ngram_min") else "speculative-") + name.replace(
+        "_", "-"
+    )
 
 
 def flag_of(name: str) -> str:

@@ -17,13 +17,12 @@ from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
+from megatron_infer.config.sizing import STATE_SIZES
 from megatron_infer.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
 
-STATE_ROWS = ("state_slot_bytes", "num_cached_states", "num_state_slots", "state_bytes")
-"""Rows for models with recurrent state only; JSON has them always."""
 SHOWN_SHAPES = 8
 """Most rows of the table of graphs; JSON has all."""
 MIB = 1 << 20
@@ -153,7 +152,7 @@ def _print_table(name: str, config: InferenceConfig, shape: ModelShape, sizes: R
     table.add_column("unit", no_wrap=True)
     table.add_column("how it was derived")
     for row in sizes.table():
-        if row.name in STATE_ROWS and shape.state is None:
+        if row.name in STATE_SIZES and shape.state is None:  # JSON has them always
             continue
         value, unit = _readable(row.value, row.unit)
         table.add_row(row.name, value, unit, Text(row.how, style="dim"))

@@ -376,6 +376,7 @@ def describe(plan: StepPlan) -> list[list[Any]]:
                 [fork.id for fork in piece.forks],
                 lease.blocks if lease is not None else [],
                 piece.captures,
+                piece.drafts,
             ]
         )
     copies = [(copy.kind.value, *copy[1:]) for copy in (*plan.copies_before, *plan.copies_after)]

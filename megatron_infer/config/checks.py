@@ -101,6 +101,11 @@ def check_values(config: InferenceConfig) -> None:
         if not (_is_int(share) or isinstance(share, float)) or not 0 <= share <= 1:
             raise ConfigError(f"{name} is {share!r}, it must be a number from 0 to 1")
     _check_batching(config)
+    if config.speculative is not None and config.speculative.num_speculative_tokens >= config.block_size_tokens:
+        raise ConfigError(
+            f"speculative: num_speculative_tokens is {config.speculative.num_speculative_tokens}, it must be below "
+            f"block_size_tokens = {config.block_size_tokens}, so that drafts take one more block at most; lower it"
+        )
     if config.seed >= 2**64:
         raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
     if config.logprobs_mode not in LOGPROBS_MODES:

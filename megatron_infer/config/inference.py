@@ -22,6 +22,7 @@ from megatron_infer.config.model_shape import FP8_E4M3, ModelShape
 from megatron_infer.config.request_metadata import dtype_name
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import add_graphs, budget_of, resolve_sizes
+from megatron_infer.config.speculative import SpeculativeConfig, speculative_of
 from megatron_infer.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -291,6 +292,9 @@ class InferenceConfig:
     admission_watermark: float | None = None
     """Share of the cache, 0 to 1, that may be in use after a prompt is admitted while other requests run; 0 admits one
     request at a time. None: a few blocks stay free, one for each eight requests and at most 1/16 of the cache."""
+    speculative: SpeculativeConfig | None = None
+    """Draft several tokens a step and verify them in one forward: fewer steps where an answer repeats its context (see
+    `SpeculativeConfig`). Changes no token and no log probability. None: one token a step."""
     seed: int = 0
     """Seed of requests without a seed of their own, 0 .. 2**64 - 1. The same seed gives the same tokens whatever else
     is in the batch."""
@@ -342,6 +346,7 @@ class InferenceConfig:
         if isinstance(self.mamba_inference_state_config, Mapping):
             state = MambaInferenceStateConfig.from_dict(self.mamba_inference_state_config)
             object.__setattr__(self, "mamba_inference_state_config", state)
+        object.__setattr__(self, "speculative", speculative_of(self.speculative))
         checks.check_values(self)
         for message in checks.without_effect(self):
             warnings.warn(message, ConfigWarning, stacklevel=3)
@@ -369,6 +374,8 @@ class InferenceConfig:
             plain["request_metadata_types"] = [[a, dtype_name(b), c] for a, b, c in self.request_metadata_types]
         if self.mamba_inference_state_config is not None:
             plain["mamba_inference_state_config"] = asdict(self.mamba_inference_state_config)
+        if self.speculative is not None:
+            plain["speculative"] = self.speculative.to_dict()
         return {name: value.value if isinstance(value, Enum) else value for name, value in plain.items()}
 
     def resolve(

@@ -39,10 +39,12 @@ class ResolvedSizes:
     max_blocks_per_row: int = _in("blocks", "ceil(max_sequence_length / block_size)")
     max_requests: int = _in("requests")
     state_slot_bytes: int = _in("bytes")
-    """This and the next three are 0 for a model without recurrent state."""
+    """This and the next four are 0 for a model without recurrent state."""
     num_cached_states: int = _in("slots")
+    num_draft_states: int = _in("slots/request", "num_speculative_tokens: states behind drafts, on top of the buffer")
     num_state_slots: int = _in("slots")
-    """Slot r < max_requests belongs to row r, slot max_requests is the dummy, the cached states follow."""
+    """Slot r < max_requests belongs to row r, slot max_requests is the dummy, the cached states follow, then
+    num_draft_states for each row."""
     state_bytes: int = _in("bytes")
     max_tokens: int = _in("tokens/step")
     max_decode_requests: int = _in("requests/step", "max_requests: one token each")
@@ -85,6 +87,7 @@ def dependent_sizes(
     max_sequence_length: int,
     max_requests: int,
     num_cached_states: int,
+    num_draft_states: int,
     state_slot_bytes: int,
     max_prompt_tokens: int | None,
 ) -> dict[str, int]:
@@ -97,7 +100,8 @@ def dependent_sizes(
     if num_blocks is None:
         num_blocks = (max_requests + num_cached_states) * width + 1
     usable = num_blocks - 1
-    num_state_slots = max_requests + 1 + num_cached_states if state_slot_bytes else 0
+    num_draft_states = num_draft_states if state_slot_bytes else 0
+    num_state_slots = max_requests * (1 + num_draft_states) + 1 + num_cached_states if state_slot_bytes else 0
     prompt_limits = [max_sequence_length - 1, usable * block_size]
     return {
         "num_blocks": num_blocks,
@@ -106,6 +110,7 @@ def dependent_sizes(
         "max_blocks_per_row": width,
         "max_requests": max_requests,
         "num_cached_states": num_cached_states,
+        "num_draft_states": num_draft_states,
         "num_state_slots": num_state_slots,
         "state_bytes": num_state_slots * state_slot_bytes,
         "max_decode_requests": max_requests,

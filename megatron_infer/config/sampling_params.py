@@ -26,6 +26,7 @@ _SWITCHES = (
     "return_sampled_logprobs",
     "return_support",
     "return_routing",
+    "speculate",
     "skip_special_tokens",
     "detokenize",
 )
@@ -98,6 +99,8 @@ class SamplingParams:
     metadata: Mapping[str, Scalar] | None = None
     """Label -> number or bool, one for each entry of the engine's request_metadata_types: what `engine.on_logits` hooks
     get, and `RequestOutput.metadata`. None: the engine has no such types."""
+    speculate: bool = True
+    """False: draw one by one on an engine that drafts tokens. Changes no token."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True

@@ -7,9 +7,9 @@ The rules are those of Megatron's dynamic context, so that a job sized there is 
     blocks - 1   ── floor to TP, then to 4 ────────────> max_requests, when the user gives none
 
     states: a share of the buffers (mamba_memory_ratio), or those of max_requests, or one per block (`split_pool`)
-    state slots = max_requests + a dummy for padding writes + cached states
+    state slots = max_requests + a dummy for padding writes + cached states + states behind drafts
 
-Cached states are on top of the buffer. So is the dummy slot where a ratio or max_requests reserves states: Megatron
+Cached states and those behind drafts are on top of the buffer. So is the dummy slot where a ratio or max_requests reserves states: Megatron
 needs no dummy and reserves exactly those states. Without attention layers (Megatron refuses such models) blocks only
 name positions: they take no bytes, and the buffer holds states only, the dummy among them.
 
@@ -44,6 +44,10 @@ MIN_POOL_BLOCKS = 2
 """One block to use and the dummy block."""
 MIN_STATE_SLOTS = 2
 """One state slot to use and the dummy slot, where the buffer holds only states."""
+
+
+STATE_SIZES = ("state_slot_bytes", "num_cached_states", "num_draft_states", "num_state_slots", "state_bytes")
+"""Fields of ResolvedSizes that are 0 for a model without recurrent state."""
 
 
 class MemoryBudget(NamedTuple):
@@ -102,6 +106,7 @@ def resolve_sizes(
         max_sequence_length=length,
         max_requests=max_requests,
         num_cached_states=_num_cached_states(budget, slot_bytes),
+        num_draft_states=0 if config.speculative is None else config.speculative.num_speculative_tokens,
         state_slot_bytes=slot_bytes,
         max_prompt_tokens=None if config.enable_chunked_prefill else max_tokens,
     )
@@ -341,13 +346,14 @@ def _how_states(
     how = {"max_requests": "as configured" if config.max_requests is not None else f"{limit}, {floored}"}
     if state is None:
         none = "the model keeps no recurrent state"
-        return how | dict.fromkeys(("state_slot_bytes", "num_cached_states", "num_state_slots", "state_bytes"), none)
+        return how | dict.fromkeys(STATE_SIZES, none)
     return how | {
         "state_slot_bytes": f"{state.num_layers} Mamba layers x (conv {state.conv_shape} {state.conv_dtype} + SSM "
         f"{state.ssm_shape} {state.ssm_dtype}), each part up to {CACHE_LINE} B",
         "num_cached_states": "prefix_caching_mamba_gb is None or prefix caching is off: no states are cached"
         if budget.cached_state_bytes is None
         else f"{budget.cached_state_bytes:,} bytes (prefix_caching_mamba_gb, on top of the buffer) // state_slot_bytes",
-        "num_state_slots": "max_requests + 1 dummy slot + num_cached_states",
+        "num_state_slots": "max_requests + 1 dummy slot + num_cached_states"
+        + ("" if config.speculative is None else " + max_requests x num_draft_states"),
         "state_bytes": "num_state_slots x state_slot_bytes",
     }

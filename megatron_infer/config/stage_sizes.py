@@ -58,6 +58,7 @@ def agree(sizes: ResolvedSizes, limits: Sequence[int]) -> StageSizes:
         max_sequence_length=length,
         max_requests=max_requests,
         num_cached_states=cached_states if recurrent else 0,
+        num_draft_states=sizes.num_draft_states,
         state_slot_bytes=sizes.state_slot_bytes,
         max_prompt_tokens=sizes.max_prompt_tokens,
     ) | {"paused_block_limit": paused if attends else 0}

@@ -23,12 +23,13 @@ def build_context(
     recurrent: bool = False,
     num_cached_states: int = 0,
     num_host_states: int = 0,
+    num_draft_states: int = 0,
 ) -> DynamicInferenceContext:
     """num_blocks: without the dummy block. keep_cached: published blocks stay findable when no lease holds them.
 
     num_host_slots, num_host_states: places on the host for blocks and states of evicted sequences. recurrent: rows have
     a recurrent state: slots 0 .. num_rows - 1 are theirs, num_rows is the dummy for padding, then come
-    num_cached_states of the prefix cache.
+    num_cached_states of the prefix cache, and num_draft_states for each row.
     """
     assert recurrent or not (num_cached_states or num_host_states), "states of a model that keeps none"
     copies: list[Copy] = []
@@ -37,7 +38,11 @@ def build_context(
         num_blocks, keep_cached=prefix_caching and keep_cached, on_forget=slots.forget if slots.count else None
     )
     rows = RowPool(num_rows)
-    states = StateCache(slots, pool, block_size=block_size, journal=copies) if recurrent else None
+    states = None
+    if recurrent:
+        states = StateCache(
+            slots, pool, block_size=block_size, journal=copies, num_draft_states=num_draft_states
+        )
     swap = None
     if num_host_slots:
         swap = Swap(

@@ -102,6 +102,12 @@ class DynamicInferenceContext:
         lease.capacity += need * size
         return True
 
+    def shrink(self, lease: Lease, num_tokens: int) -> None:
+        """Give back the blocks behind those that hold the first `num_tokens` tokens; none of them is published."""
+        while lease.capacity - self.block_size >= num_tokens:
+            self.pool.unref(lease.blocks.pop())
+            lease.capacity -= self.block_size
+
     def fork(self, lease: Lease, num_tokens: int) -> tuple[Lease, list[Copy]] | None:
         """A second lease on the first `num_tokens` tokens of `lease`: full blocks are shared, a partial tail is not.
 

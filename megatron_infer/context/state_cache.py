@@ -40,9 +40,20 @@ class StateCache:
     Without slots (count 0) no prefix of the model is ever hit.
     """
 
-    def __init__(self, slots: StateSlots, pool: BlockPool, *, block_size: int, journal: list[Copy]) -> None:
-        """pool: tells `slots` of blocks that lose their content. journal: where copies of states are added."""
-        self.slots = slots
+    def __init__(
+        self,
+        slots: StateSlots,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        journal: list[Copy],
+        num_draft_states: int = 0,
+    ) -> None:
+        """pool: tells `slots` of blocks that lose their content. journal: where copies of states are added.
+
+        num_draft_states: slots of each row for the states behind drafts, which follow those of `slots`.
+        """
+        self.slots, self.num_draft_states = slots, num_draft_states
         self._pool, self._block_size, self._journal = pool, block_size, journal
         self._by_row: defaultdict[int, _LeaseStates] = defaultdict(_LeaseStates)
         """By row."""
@@ -90,6 +101,15 @@ class StateCache:
         self._journal.append(Copy(CopyKind.STATE, self.slots.load(states.load_from), lease.row))
         states.load_from = None
         return True
+
+    def draft_slots(self, lease: Lease) -> range:
+        """The row's slots for the states behind the tokens of a step that verifies drafts."""
+        first = self.slots.first_slot + self.slots.count + lease.row * self.num_draft_states
+        return range(first, first + self.num_draft_states)
+
+    def keep_draft(self, lease: Lease, place: int) -> None:
+        """Journal the copy of draft slot `place` into the row's own slot: what the row has computed behind is undone."""
+        self._journal.append(Copy(CopyKind.STATE, self.draft_slots(lease)[place], lease.row))
 
     def begin_step(self) -> None:
         """A step is planned from here on; the states that the one before writes can be read now."""

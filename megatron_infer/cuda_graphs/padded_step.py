@@ -179,6 +179,8 @@ class StepGraphs:
         """(shape, "") or (None, reason); depends on the plan alone, so that all ranks choose alike."""
         if any(chunk.captures for chunk in plan.prefill):
             return None, "states kept within a chunk"
+        if any(chunk.drafts for chunk in plan.prefill):
+            return None, "drafts to verify"
         if self._has_routing and asks_routing(plan):
             return None, "routing asked for"
         shape = self.pool.index.find(plan.num_tokens, len(plan.prefill), len(plan.decode))

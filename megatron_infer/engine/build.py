@@ -47,6 +47,7 @@ from megatron_infer.engine.request_intake import RequestIntake
 from megatron_infer.engine.sequence_replay import SequenceReplay
 from megatron_infer.engine.states import Lifecycle
 from megatron_infer.engine.stats import StatLogger
+from megatron_infer.engine.step_cost_meter import StepCostMeter
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
 from megatron_infer.engine.suspend import Suspension
 from megatron_infer.errors import ConfigError
@@ -67,10 +68,14 @@ from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.token_masks import forbid
+from megatron_infer.scheduler.draft_depth import DraftDepth
+from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.running_set import EventHook
 from megatron_infer.scheduler.scheduler import Scheduler
+from megatron_infer.speculative.ngram import NgramProposer
+from megatron_infer.speculative.verify import Verifier
 from megatron_infer.weights.derived import DerivedCache, DerivedCaches
 from megatron_infer.weights.manager import WeightManager
 
@@ -139,13 +144,14 @@ def build_engine(
     context = make_context(config, setup.agreed)
     swaps = context.swap is not None
     costs = agreed_costs(setup) if swaps else None
-    scheduler = make_scheduler(config, setup, context, costs=costs, on_event=output_processor.on_event)
+    drafts = make_drafts(config, setup, context)
+    scheduler = make_scheduler(config, setup, context, costs=costs, drafts=drafts, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.lockstep)
-    stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes)
+    stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)
     observers: list[StepObserver] = [stat_logger]
     if swaps and rank_group.groups.is_leader:
         set_costs = scheduler.set_costs if rank_group.size == 1 else outbox.set_costs
@@ -155,7 +161,18 @@ def build_engine(
         if rank_group.groups.is_leader:
             release = scheduler.queue.release if rank_group.size == 1 else outbox.release
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
-    loop = StepLoop(scheduler, executor, weights, output_processor, input_processor.grammars, config, observers)
+    if drafts is not None and drafts.depth is not None and rank_group.groups.is_leader:
+        observers.append(StepCostMeter(drafts.set_costs if rank_group.size == 1 else outbox.set_draft_costs))
+    loop = StepLoop(
+        scheduler,
+        executor,
+        weights,
+        output_processor,
+        input_processor.grammars,
+        config,
+        observers,
+        verifier=None if drafts is None else Verifier(drafts),
+    )
     kv_dtype = config.kv_dtype_of(adopted.shape)
     kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
@@ -168,6 +185,7 @@ def build_engine(
         queue=intake.queue,
         set_costs=scheduler.set_costs,
         release=scheduler.queue.release,
+        set_draft_costs=lambda costs: None if drafts is None else drafts.set_costs(costs),
     )
     lifecycle, profiler = Lifecycle(), _make_profiler(setup, loop, scheduler)
     suspension = Suspension(loop, lifecycle, executor, scheduler, weights, setup.device, setup.graphs, config)
@@ -269,6 +287,7 @@ def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenc
         recurrent=agreed.recurrent,
         num_cached_states=sizes.num_cached_states,
         num_host_states=num_host_states,
+        num_draft_states=max_drafts_of(config) if agreed.recurrent else 0,
     )
 
 
@@ -278,6 +297,7 @@ def make_scheduler(
     context: DynamicInferenceContext,
     *,
     costs: CostModel | None,
+    drafts: DraftPlanner | None,
     on_event: EventHook,
 ) -> Scheduler:
     """costs: prices of evictions; None where requests are never swapped and the unit of the prices does not matter."""
@@ -297,7 +317,29 @@ def make_scheduler(
         prefill_room=room,
         limits=limits,
         phases=_phases_of(config, limits),
+        drafts=drafts,
         on_event=on_event,
+    )
+
+
+def max_drafts_of(config: InferenceConfig) -> int:
+    """The most tokens drafted for a request in a step."""
+    return 0 if config.speculative is None else config.speculative.num_speculative_tokens
+
+
+def make_drafts(
+    config: InferenceConfig, setup: ModelSetup, context: DynamicInferenceContext
+) -> DraftPlanner | None:
+    """What drafts tokens; None without `speculative`."""
+    asked = config.speculative
+    if asked is None:
+        return None
+    return DraftPlanner(
+        context,
+        NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
+        max_drafts=asked.num_speculative_tokens,
+        vocab_size=setup.adopted.shape.vocab_size,
+        depth=DraftDepth() if asked.adaptive else None,
     )
 
 
@@ -468,7 +510,8 @@ def make_runner(
     )
     store = CacheStore(layout, region, agreed.host)
     rotary = adopted.rotary_table(sizes.max_sequence_length)
-    builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype)
+    max_drafts = max_drafts_of(config)
+    builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype, max_drafts=max_drafts)
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     sampler = Sampler(
         RowParams(sizes.max_requests + 1, shape.vocab_size),

@@ -16,6 +16,7 @@ from megatron_infer.comm.lockstep import FOLLOW, LocalLockstep, Lockstep, Meetin
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import LockstepError, NotLeader, RankFailure, RequestError
+from megatron_infer.scheduler.draft_depth import StepCosts
 from megatron_infer.scheduler.policy import CostModel
 
 DISMISS = "dismiss()"
@@ -42,6 +43,10 @@ class Outbox:
         """New prices of evictions, which the leader takes with the other ranks."""
         self._pass_on("price", costs=asdict(costs))
 
+    def set_draft_costs(self, costs: StepCosts) -> None:
+        """New costs of steps, by which all ranks decide how many tokens to draft."""
+        self._pass_on("draft price", costs=asdict(costs))
+
     def release(self, arrival: int) -> None:
         """Requests before `arrival` may be admitted from the next step on, by all ranks."""
         self._pass_on("release", arrival=arrival)
@@ -65,9 +70,11 @@ class CommandRelay:
         queue: Callable[..., str],
         set_costs: Callable[[CostModel], None],
         release: Callable[[int], None],
+        set_draft_costs: Callable[[StepCosts], None],
     ) -> None:
         """queue(id, text, token ids, params, stream, salt): queues a request that the leader has checked. set_costs:
-        takes new prices of evictions. release: of requests that wait for `ce_delay_ms`."""
+        takes new prices of evictions. release: of requests that wait for `ce_delay_ms`. set_draft_costs: takes new
+        costs of steps, where tokens are drafted."""
         self.is_leader = lockstep.is_leader
         self._lockstep, self._outbox, self._loop, self._queue = lockstep, outbox, loop, queue
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -75,6 +82,7 @@ class CommandRelay:
             "abort": lambda given: loop.abort(given["id"]),
             "price": lambda given: set_costs(CostModel(**given["costs"])),
             "release": lambda given: release(given["arrival"]),
+            "draft price": lambda given: set_draft_costs(StepCosts(**given["costs"])),
         }
         self._met: Meeting | None = None
         """A call of the leader that `follow` has received and whose method has not begun here."""
@@ -171,7 +179,7 @@ class CommandRelay:
     def _execute(self, met: Meeting) -> None:
         self._outbox.commands = []
         for command in met.commands:
-            if not self.is_leader or command["kind"] in ("price", "release"):
+            if not self.is_leader or command["kind"] in ("price", "release", "draft price"):
                 self._commands[command["kind"]](command)
 
 

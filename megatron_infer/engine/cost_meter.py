@@ -43,8 +43,8 @@ class CostMeter:
 
     def after_step(self, plan: StepPlan, seconds: float, step: int) -> None:
         """A step that took `seconds` changes the prices if it mostly prefills."""
-        num_prefill = plan.num_tokens - len(plan.decode)
-        if num_prefill < MIN_PREFILL_TOKENS or num_prefill < 3 * len(plan.decode):
+        num_prefill = plan.num_prompt_tokens
+        if num_prefill < MIN_PREFILL_TOKENS or num_prefill < 3 * (plan.num_tokens - num_prefill):
             return
         reading = seconds / plan.num_tokens
         self._num_readings += 1

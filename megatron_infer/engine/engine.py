@@ -26,6 +26,7 @@ from megatron_infer.outputs.request_output import OnError, RequestOutput, check_
 from megatron_infer.requests.drawn_sequence import DrawnSequence
 from megatron_infer.requests.input_processor import Prompt, TextCodec
 from megatron_infer.requests.request_state import StreamMode
+from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 
 StrPath = str | os.PathLike[str]
 
@@ -99,6 +100,10 @@ class DynamicInferenceEngine:
     def figures(self) -> EngineSnapshot:
         """Counters and gauges as the metrics export them; from any thread."""
         return self._stat_logger.snapshot(state=self.state.value, num_steps=self.num_steps)
+
+    def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
+        """What was drafted and kept since construction; None without `speculative`. From any thread."""
+        return self._stat_logger.spec_decode_metrics()
 
     def prefix_events(self) -> PrefixEvents | None:
         """A reader of what the prefix cache publishes and forgets from now on; None without a prefix cache."""

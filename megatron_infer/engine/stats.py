@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_infer.config.inference import InferenceConfig
@@ -13,6 +13,7 @@ from megatron_infer.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.metrics.engine_snapshot import GRAPH_STEPS, EngineSnapshot, StepSnapshot
 from megatron_infer.metrics.wandb import WandbSink, check_writer
 from megatron_infer.requests.output_processor import OutputProcessor
+from megatron_infer.scheduler.drafts import DraftPlanner, SpecDecodeMetrics
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
@@ -46,10 +47,11 @@ class StatLogger:
         graphs: StepGraphs | None,
         config: InferenceConfig,
         sizes: ResolvedSizes,
+        drafts: DraftPlanner | None = None,
     ) -> None:
         """Raises ConfigError for a metrics writer that is none."""
         self._scheduler, self._output_processor, self._weights = scheduler, output_processor, weights
-        self._graphs, self._config, self._sizes = graphs, config, sizes
+        self._graphs, self._config, self._sizes, self._drafts = graphs, config, sizes, drafts
         check_writer(config.metrics_writer)
         self._sink = WandbSink(config.metrics_writer) if config.logging_step_interval > 0 else None
 
@@ -67,6 +69,14 @@ class StatLogger:
             state=state,
             counters=scheduler.stats.as_dict(),
         )
+
+    def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
+        """A copy of what was counted; None where nothing is drafted."""
+        if self._drafts is None:
+            return None
+        found = self._drafts.stats
+        lists = {"drafted_per_position": list(found.drafted_per_position)}
+        return replace(found, accepted_per_position=list(found.accepted_per_position), **lists)
 
     def snapshot(self, *, state: str, num_steps: int) -> EngineSnapshot:
         """The engine as it is now. While a step runs, gauges may be of slightly different moments."""
@@ -97,6 +107,7 @@ class StatLogger:
             retracted_steps=scheduler.budget.num_retracted,
             recomputed_tokens=stats.recomputed_tokens,
             **_state_slots(context),
+            **_draft_figures(self.spec_decode_metrics()),
             **({} if self._graphs is None else _graph_figures(self._graphs)),
             **self._output_processor.meter.as_figures(),
         )
@@ -139,6 +150,18 @@ def _graph_figures(graphs: StepGraphs) -> dict[str, Any]:
         "graph_captures": counts.captures,
         "graph_steps": dict(zip(GRAPH_STEPS, steps, strict=True)),
         "graph_draws_outside": sum(list(graphs.drawn_outside.values())),
+    }
+
+
+def _draft_figures(found: SpecDecodeMetrics | None) -> dict[str, Any]:
+    """Drafted tokens, by place from 1."""
+    if found is None:
+        return {}
+    return {
+        "drafted": {str(place): count for place, count in enumerate(found.drafted_per_position, 1)},
+        "drafts_accepted": {str(place): count for place, count in enumerate(found.accepted_per_position, 1)},
+        "verifications": found.num_verifications,
+        "drafting_seconds": found.seconds_drafting,
     }
 
 

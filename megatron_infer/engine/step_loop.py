@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -14,6 +14,7 @@ from megatron_infer.errors import InferenceError
 from megatron_infer.memory.device import is_out_of_memory
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.output_processor import OutputProcessor
+from megatron_infer.requests.request_state import RequestState
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
 from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.token_masks import TokenMasks
@@ -21,6 +22,9 @@ from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan
 from megatron_infer.weights.manager import WeightManager
+
+if TYPE_CHECKING:
+    from megatron_infer.speculative.verify import Verifier
 
 log = logging.getLogger("megatron_infer")
 
@@ -57,7 +61,9 @@ class StepLoop:
         grammars: Grammars,
         config: InferenceConfig,
         observers: Sequence[StepObserver] = (),
+        verifier: Verifier | None = None,
     ) -> None:
+        """verifier: None where nothing is drafted."""
         self.output_processor = output_processor
         self.listeners: list[Listener] = []
         self.num_steps = 0
@@ -67,6 +73,7 @@ class StepLoop:
         """After the last step, or before the first: the same on every rank, which `is_idle` is not while the leader
         has requests that the other ranks do not have yet."""
         self._scheduler, self._executor, self._weights, self._grammars = scheduler, executor, weights, grammars
+        self._verifier = verifier
         self._observers, self._check_invariants = tuple(observers), config.check_invariants
         one_stage = config.max_steps_in_flight + config.overlap - 1
         self._ahead = scheduler.num_micro_batches - 1 if scheduler.num_micro_batches > 1 else one_stage
@@ -248,22 +255,34 @@ class StepLoop:
 
         An interrupt while waiting for the device leaves the step in flight.
         """
-        scheduler, processor = self._scheduler, self.output_processor
         while len(self._in_flight) > leave:
             step = self._in_flight[0]
-            plan, output = step.plan, self._executor.read(step)
+            output = self._executor.read(step)
             if output.error:
                 self._fail_oldest(output, outputs)
                 return
             del self._in_flight[0]
-            broken = [plan.sampled[index] for index in output.bad]
-            for request in broken:
-                processor.set_error(request, self._why_nothing(request))
-                scheduler.finish(request, FinishReason.ERROR)
-            taken, ended = scheduler.commit(plan, output.result)
-            if processor.num_structured:
-                ended = [*ended, *self._advance_grammars([plan.sampled[index] for index in taken])]
-            outputs.extend(processor.process(plan, output, taken, (*ended, *broken), scheduler.finish_by_text))
+            parts = ((step.plan, output, True),) if self._verifier is None else self._verifier.parts(step.plan, output)
+            ended: list[Request] = []
+            touched: dict[str, RequestState] = {}
+            for plan, part, is_last in parts:
+                ended += self._commit(plan, part, touched, is_last=is_last)
+            outputs.extend(self.output_processor.outputs_of(ended, self._scheduler.finish_by_text, touched))
+
+    def _commit(
+        self, plan: StepPlan, output: RunnerOutput, touched: dict[str, RequestState], *, is_last: bool
+    ) -> list[Request]:
+        """Commit a step, or a part of one -> requests that have ended. Requests with news are put into `touched`."""
+        scheduler, processor = self._scheduler, self.output_processor
+        broken = [request for request in map(plan.sampled.__getitem__, output.bad) if request.finish_reason is None]
+        for request in broken:
+            processor.set_error(request, self._why_nothing(request))
+            scheduler.finish(request, FinishReason.ERROR)
+        taken, ended = scheduler.commit(plan, output.result, is_last=is_last)
+        if processor.num_structured:
+            ended = [*ended, *self._advance_grammars([plan.sampled[index] for index in taken])]
+        processor.process(plan, output, taken, touched, scheduler.finish_by_text)
+        return [*ended, *broken]
 
     def _why_nothing(self, request: Request) -> InferenceError:
         """Why a request drew no token."""

@@ -54,6 +54,10 @@ ENGINE = _specs(
     ("engine_swaps_total", "counter", "evictions", "Evictions to the host (out) and returns from it (in)", ("way",)),
     ("engine_retracted_steps_total", "counter", "steps", "Steps that ran out of memory and were tried again smaller"),
     ("engine_recomputed_tokens_total", "counter", "tokens", "Computed tokens that evictions dropped"),
+    ("engine_drafted_tokens_total", "counter", "tokens", "Tokens drafted, by place in their step", ("position",)),
+    ("engine_accepted_drafts_total", "counter", "tokens", "Those of them that equalled what was drawn", ("position",)),
+    ("engine_verifications_total", "counter", "verifications", "Requests that verified drafts, once a step"),
+    ("engine_drafting_seconds_total", "counter", "seconds", "Host time spent on drafting"),
     ("engine_graphs", "gauge", "graphs", "CUDA graphs that exist now"),
     ("engine_graph_bytes", "gauge", "bytes", "Device memory of the CUDA graphs, measured"),
     ("engine_graph_captures_total", "counter", "captures", "CUDA graphs captured"),
@@ -206,6 +210,9 @@ def engine_families(snapshot: EngineSnapshot, **labels: str) -> list[Family]:
         count("engine_swaps_total", value, way=way)
     for how in GRAPH_STEPS:
         count("engine_graph_steps_total", f.graph_steps.get(how, 0), how=how)
+    for name, by_position in (("engine_drafted_tokens_total", f.drafted), ("engine_accepted_drafts_total", f.drafts_accepted)):
+        for position, value in by_position.items():
+            count(name, value, position=position)
     for outcome, value in f.ended.items():
         count("engine_requests_ended_total", value, outcome=outcome)
     for command, value in f.transitions.items():
@@ -217,8 +224,10 @@ def engine_families(snapshot: EngineSnapshot, **labels: str) -> list[Family]:
     return [*metrics.families(), *_external_families(f.beside, labels)]
 
 
-def _plain_counts(f: EngineSnapshot) -> dict[str, int]:
+def _plain_counts(f: EngineSnapshot) -> dict[str, float]:
     return {
+        "engine_verifications_total": f.verifications,
+        "engine_drafting_seconds_total": f.drafting_seconds,
         "engine_steps_total": f.num_steps,
         "engine_prompt_tokens_total": f.prompt_tokens,
         "engine_cached_prompt_tokens_total": f.cached_prompt_tokens,

@@ -140,6 +140,13 @@ class EngineSnapshot:
     swaps_in: int = 0
     retracted_steps: int = 0
     recomputed_tokens: int = 0
+    drafted: Mapping[str, int] = field(default_factory=dict)
+    """Tokens drafted by place among the drafts of a step, from "1"; this and the next three are empty or 0 where nothing
+    is drafted."""
+    drafts_accepted: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that became tokens of their request."""
+    verifications: int = 0
+    drafting_seconds: float = 0.0
     graphs: int = 0
     """CUDA graphs that exist now; this and the next four are 0 where steps are not captured."""
     graph_bytes: int = 0

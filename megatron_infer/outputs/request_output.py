@@ -85,6 +85,9 @@ class CompletionOutput:
     mixture-of-experts layer, ascending: uint8 (uint16 beyond 256 experts) [prompt + output - 1, layers, top-k]. Those
     of position p are from the forward that computed it first; the last token was never an input."""
 
+    num_accepted_drafts: int = 0
+    """Tokens so far (in delta mode too) that had been drafted; 0 on an engine that drafts none."""
+
     def finished(self) -> bool:
         return self.finish_reason is not None
 

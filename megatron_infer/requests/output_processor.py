@@ -146,12 +146,12 @@ class OutputProcessor:
         plan: StepPlan,
         output: RunnerOutput,
         taken: Sequence[int],
-        ended: Iterable[Request],
+        touched: dict[str, RequestState],
         finish_by_text: FinishByText,
-    ) -> list[RequestOutput]:
-        """Outputs of the requests that have news from a committed step.
+    ) -> None:
+        """Take in a committed step; requests that have news are put into `touched`, for `outputs_of`.
 
-        taken: indices into plan.sampled of requests that took their token. ended: those that have ended in this step.
+        taken: indices into plan.sampled of requests that took their token.
         """
         requests = plan.sampled if len(taken) == len(plan.sampled) else [plan.sampled[index] for index in taken]
         if output.prompt_scores:
@@ -159,7 +159,6 @@ class OutputProcessor:
         for pooled in output.pooled:
             self._add_pooled(pooled)
         self._count(plan, requests)
-        touched: dict[str, RequestState] = {}
         if self._watched:
             if output.logprobs is not None or output.token_details is not None:
                 self._add_details(plan, output, set(taken))
@@ -168,7 +167,6 @@ class OutputProcessor:
             for request in requests:
                 if request.id in self._watched:
                     self._add_text(request, touched, finish_by_text)
-        return self.outputs_of(ended, finish_by_text, touched)
 
     def outputs_of(
         self, ended: Iterable[Request], finish_by_text: FinishByText, touched: dict[str, RequestState] | None = None

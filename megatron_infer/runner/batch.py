@@ -195,12 +195,13 @@ class BatchBuilder:
         *,
         rotary: RotaryTable | None,
         dtype: torch.dtype,
+        max_drafts: int = 0,
     ) -> None:
-        """dtype: of activations. Steps may be padded to `sizes.graph_shapes`."""
+        """dtype: of activations. max_drafts: of a row in a step. Steps may be padded to `sizes.graph_shapes`."""
         max_requests, max_tokens, shapes = sizes.max_requests, sizes.max_tokens, sizes.graph_shapes
         self._buffer = StepBuffer(
             device,
-            max_sequences=max(max_requests, *(shape.num_rows for shape in shapes), 1),
+            max_sequences=max(max_requests * (1 + max_drafts), *(shape.num_rows for shape in shapes), 1),
             max_tokens=max(max_tokens, *(shape.num_tokens for shape in shapes), 1),
             max_writes=max(256, 2 * max_requests + max_tokens // sizes.block_size + sizes.max_blocks_per_row),
         )

@@ -118,10 +118,11 @@ class PlanWriter:
             host["kv_len"][i] = chunk.start + chunk.n
             host["cu_q"][i + 1] = end
             if chunk.samples:
+                num_drafts = len(chunk.drafts)
                 for request in (chunk.request, *chunk.forks):
-                    drawn_rows.append(request.lease.row)  # type: ignore[union-attr]
-                    drawn_positions.append(chunk.start + chunk.n)
-                    drawn_tokens.append(end - 1)
+                    drawn_rows += [request.lease.row] * (1 + num_drafts)  # type: ignore[union-attr]
+                    drawn_positions += range(chunk.start + chunk.n - num_drafts, chunk.start + chunk.n + 1)
+                    drawn_tokens += range(end - 1 - num_drafts, end)
             offset = end
         num_samples = num_decode + len(drawn_rows)
         host["sample_token"][num_decode:num_samples] = drawn_tokens

@@ -56,10 +56,12 @@ class RowTensors:
     # ------------------------------------------------------------------ tokens
 
     def admit(self, plan: StepPlan) -> None:
-        """Upload all tokens of newly admitted requests, the cached prefix included (penalties count them)."""
+        """Upload all tokens of newly admitted requests, the cached prefix included (penalties count them), and drafts."""
         admitted = [*plan.readmitted, *(chunk.request for chunk in plan.prefill if chunk.first)]
-        if admitted:
-            self._put_tokens(admitted)
+        runs: list[tuple[Request, int, Sequence[int]]] = [(request, 0, request.tokens) for request in admitted]
+        runs += [(chunk.request, chunk.start + 1, chunk.drafts) for chunk in plan.prefill if chunk.drafts]
+        if runs:
+            self._put_tokens(runs)
         for chunk in plan.prefill:
             if chunk.forks:
                 end = chunk.start + chunk.n
@@ -68,13 +70,13 @@ class RowTensors:
                 # a copy: index_copy_ may not read memory that it writes to
                 self.token_pool[:, :end].index_copy_(0, self._device.to_device(rows), shared_1P.repeat(len(rows), 1))
 
-    def _put_tokens(self, requests: Sequence[Request]) -> None:
-        """Upload all tokens of these requests by one copy and one scatter."""
-        tokens = np.concatenate([np.array(request.tokens, dtype=np.int32) for request in requests])
-        rows = np.array([request.lease.row for request in requests], dtype=np.int64)  # type: ignore[union-attr]
-        lengths = np.array([len(request.tokens) for request in requests])
+    def _put_tokens(self, runs: Sequence[tuple[Request, int, Sequence[int]]]) -> None:
+        """Upload runs of tokens (request, first position, ids) by one copy and one scatter."""
+        tokens = np.concatenate([np.array(ids, dtype=np.int32) for _, _, ids in runs])
+        first = np.array([one.lease.row * self.max_sequence_length + start for one, start, _ in runs], dtype=np.int64)  # type: ignore[union-attr]
+        lengths = np.array([len(ids) for _, _, ids in runs])
         before = np.cumsum(lengths) - lengths
-        at = np.arange(len(tokens)) + np.repeat(rows * self.max_sequence_length - before, lengths)
+        at = np.arange(len(tokens)) + np.repeat(first - before, lengths)
         bytes_B = self._device.to_device(np.concatenate([at.view(np.uint8), tokens.view(np.uint8)]))
         at_N, token_N = bytes_B[: at.nbytes].view(torch.int64), bytes_B[at.nbytes :].view(torch.int32)
         self.flat_pool.index_copy_(0, at_N, token_N)

@@ -49,6 +49,8 @@ class History:
     """Times it lost its memory: recomputed or swapped in later."""
     num_swaps: int = 0
     """Evictions after which its keys and values came back from host memory."""
+    num_accepted_drafts: int = 0
+    """Output tokens that had been drafted."""
     spans: list[VersionSpan] = field(default_factory=list)
     """The last one may begin at a token that is not drawn yet."""
 
@@ -99,7 +101,8 @@ class Request:
     """One sequence. `tokens` is prompt and output in one list; starting over is `scheduled = 0`.
 
     scheduled: tokens whose computation has been planned (kept in KV once their step is done).
-    in_flight: planned steps of this request whose result is not committed yet.
+    in_flight: planned draws and chunks of this request that are not committed yet; one that verifies drafts counts for
+    each of its draws.
     """
 
     id: str

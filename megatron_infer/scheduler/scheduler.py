@@ -23,6 +23,7 @@ from megatron_infer.scheduler.step_planner import StepPlanner
 from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
+    from megatron_infer.scheduler.drafts import DraftPlanner
     from megatron_infer.scheduler.phases import Phases
 
 
@@ -56,6 +57,7 @@ class Scheduler:
         prefill_room: PrefillRoom | None = None,
         limits: BatchingLimits | None = None,
         phases: Phases | None = None,
+        drafts: DraftPlanner | None = None,
         on_event: EventHook | None = None,
     ) -> None:
         """root, version: of the weights (see `set_root`). costs: see `set_costs`; None: the defaults.
@@ -63,7 +65,7 @@ class Scheduler:
         num_micro_batches: micro-batches that share the requests, for pipeline stages to work on at once.
         prefill_room: what the shapes of captured steps leave for prompts; None: max_tokens is the only bound.
         limits: further bounds; None: none. phases: the order of decode and prompts; None: each step
-        decodes, and prompts fill the rest of its budget.
+        decodes, and prompts fill the rest of its budget. drafts: None: nothing is drafted.
         """
         assert max_tokens >= 1 <= num_micro_batches, f"max_tokens {max_tokens}, micro-batches {num_micro_batches}"
         self.context, self.root = context, root
@@ -90,7 +92,7 @@ class Scheduler:
             limits=limits or BatchingLimits(),
         )
         decodes = DecodePlanner(context, self.running_set, num_micro_batches=num_micro_batches)
-        self._planner = StepPlanner(context, self.running_set, self.preemption, decodes, prefills, phases)
+        self._planner = StepPlanner(context, self.running_set, self.preemption, decodes, prefills, phases, drafts)
         self.recompute_progress = RecomputeProgress()
         self._num_uncommitted = self._prompt_tokens_in_flight = 0
         self._readmitted: list[Request] = []
@@ -205,8 +207,11 @@ class Scheduler:
             else:
                 self.running_set.start_over(request)
                 back.append(request)
+        states = self.context.states
         for request in self.running_set.live():
-            if request.lease is not None and not lost.isdisjoint(request.lease.blocks):
+            # The state behind a verified draft may be in a copy that the failed step took: it is not known whose.
+            unsure = states is not None and states.num_draft_states > 0
+            if request.lease is not None and (unsure or not lost.isdisjoint(request.lease.blocks)):
                 self.running_set.start_over(request)
                 back.append(request)
         self.queue.insert_sorted(back)
@@ -279,23 +284,25 @@ class Scheduler:
             plan = self._plan_step(among)
         if plan.num_tokens:
             self._num_uncommitted += 1
-            self._prompt_tokens_in_flight += plan.num_tokens - len(plan.decode)
+            self._prompt_tokens_in_flight += plan.num_prompt_tokens
             self._readmitted = []
             self.stats.steps += 1
-            self.stats.decode_tokens += len(plan.decode)
-            self.stats.prefill_tokens += plan.num_tokens - len(plan.decode)
+            self.stats.decode_tokens += plan.num_tokens - plan.num_prompt_tokens
+            self.stats.prefill_tokens += plan.num_prompt_tokens
         return plan
 
-    def commit(self, plan: StepPlan, result: StepResult) -> Committed:
+    def commit(self, plan: StepPlan, result: StepResult, *, is_last: bool = True) -> Committed:
         """Append what the step drew and finish the requests that end by it. In the order of the plans.
 
-        A token of a request that has finished meanwhile is dropped.
+        A token of a request that has finished meanwhile is dropped. A step that verified drafts is committed as several
+        plans of one token for each request, see `speculative.verify`; is_last: the last one of them.
         """
         if not plan.num_tokens:
             return Committed((), [])
-        self._num_uncommitted -= 1
-        self._prompt_tokens_in_flight -= plan.num_tokens - len(plan.decode)
-        self.budget.step_committed()
+        self._prompt_tokens_in_flight -= plan.num_prompt_tokens
+        if is_last:
+            self._num_uncommitted -= 1
+            self.budget.step_committed()
         finished = Status.FINISHED
         ended: list[Request] = []
         dropped: list[Request] = []

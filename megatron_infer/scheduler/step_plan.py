@@ -24,6 +24,9 @@ class PrefillChunk:
     """Siblings (n > 1) that draw their own first token from this chunk's last position; their leases exist already."""
     first: bool = False
     """True for the first chunk after an admission or swap-in: the row's tokens are not on the device yet."""
+    drafts: tuple[int, ...] = ()
+    """Guesses of the n - 1 tokens behind the one at `start`, which is the last known one: each of the n positions draws
+    a token. They are kept as far as they equal what was drawn before them."""
     captures: tuple[tuple[int, int], ...] = ()
     """(position, state slot): the recurrent state behind that many tokens of the request is kept there, while the step
     computes them; start < position < start + n, ascending."""
@@ -31,7 +34,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step. Token order: every decode request (one token each), then the prefill chunks in order.
+    """One step. Token order: every decode request (one token each), then the prefill chunks in order, those with drafts
+    first.
 
     decode_starts[i] is the position of decode[i]'s query token; its id may still be on the device only (overlap).
     """
@@ -50,7 +54,9 @@ class StepPlan:
     num_tokens: int = 0
     sampled: Sequence[Request] = ()
     """The requests that draw a token, in the order of StepResult.tokens: decode, then for each chunk that samples its
-    request and forks."""
+    request, once more for each draft, and its forks."""
+    num_prompt_tokens: int = 0
+    """Tokens of chunks without drafts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.prefill import NOTHING, PrefillPlanner
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.running_set import RunningSet
-from megatron_infer.scheduler.step_plan import StepPlan
+from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 
 if TYPE_CHECKING:
+    from megatron_infer.scheduler.drafts import DraftPlanner
     from megatron_infer.scheduler.phases import Phase, Phases
 
 BOTH: tuple[Phase, ...] = ((True, True, None),)  # type: ignore[assignment]
@@ -31,10 +32,11 @@ class StepPlanner:
         decodes: DecodePlanner,
         prefills: PrefillPlanner,
         phases: Phases | None,
+        drafts: DraftPlanner | None,
     ) -> None:
-        """phases: None: each step plans `BOTH`."""
+        """phases: None: each step plans `BOTH`. drafts: None: one token a step is drawn for each request."""
         self._context, self._running_set, self._preemption = context, running_set, preemption
-        self._decodes, self._prefills, self._phases = decodes, prefills, phases
+        self._decodes, self._prefills, self._phases, self._drafts = decodes, prefills, phases, drafts
 
     def plan(
         self,
@@ -59,6 +61,8 @@ class StepPlanner:
         for decodes, prefills, only in BOTH if phases is None else phases.attempts(running_set):
             if decodes:
                 chosen = among if only is None else [one for one in only if among is None or one in among]
+                if self._drafts is not None and num_in_flight:
+                    chosen = self._drafts.ready(running_set, chosen)
                 decode, starts = self._decodes.plan(budget, num_in_flight=num_in_flight, among=chosen)
             if prefills:
                 draft = self._prefills.plan(budget, starts, prompt_tokens, root, among)
@@ -66,15 +70,22 @@ class StepPlanner:
                 break
         if phases is not None:
             phases.planned(draft)
+        verified: list[PrefillChunk] = []
+        sampled = [*decode, *draft.sampled] if draft.sampled else decode
         num_tokens = len(decode) + draft.num_tokens
+        if self._drafts is not None and decode:
+            verified = self._drafts.plan(running_set, decode, starts, room=budget - num_tokens)
+            sampled = [*decode, *(one.request for one in verified for _ in range(one.n)), *draft.sampled]
+            num_tokens = len(decode) + sum(one.n for one in verified) + draft.num_tokens
         return StepPlan(
             step=running_set.stats.steps,
             decode=decode,
             decode_starts=starts,
-            prefill=tuple(draft.chunks),
+            prefill=(*verified, *draft.chunks),
             copies_before=context.take_copies() if num_tokens else (),
             copies_after=tuple(sorted(draft.copies, key=lambda copy: copy.kind.value)),
             readmitted=tuple([request for request in readmitted if request.lease is not None]),
             num_tokens=num_tokens,
-            sampled=[*decode, *draft.sampled] if draft.sampled else decode,
+            sampled=sampled,
+            num_prompt_tokens=draft.num_tokens,
         )

@@ -12,6 +12,7 @@ from megatron_infer.engine.executor import Executor
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.runner.model_runner import Runner
+from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.scheduler import Scheduler
 
 
@@ -26,6 +27,8 @@ class EngineInternals:
     runner: Runner
     store: CacheStore
     snapshots: SnapshotManager
+    drafts: DraftPlanner | None
+    """None where nothing is drafted."""
     cost_meter: CostMeter | None
     """On the leader of an engine that swaps requests to the host; else None."""
 
@@ -41,5 +44,6 @@ def inspect(engine: DynamicInferenceEngine) -> EngineInternals:
         runner=executor.runner,
         store=executor.runner.store,
         snapshots=engine._controls.snapshots,
+        drafts=None if loop._verifier is None else loop._verifier.drafts,
         cost_meter=meters[0] if meters else None,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model_kinds import RECURRENT, buffers, is_native, make_model, prefix_caching
+from rehearsal import DRAFTS, check_drafted, rehearse
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -44,6 +45,8 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "suspended, overlap": ({"overlap": True}, True),
     "suspended, chunked": (CHUNKED, True),
     "all of it": ({**PREFIX, **CHUNKED, **TINY_POOL, "overlap": True}, True),
+    "drafts": (DRAFTS, False),
+    "drafts, all of it": ({**DRAFTS, **PREFIX, **CHUNKED, **TINY_POOL, "overlap": True}, True),
 }
 """Settings, and whether the engine is suspended with recomputation every few steps.
 
@@ -163,7 +166,9 @@ def test_logprobs_have_the_same_bits(model, name, kind, plain, way):
     drawing = ("greedy", "sampled")[([*MODELS].index(name) + [*WAYS].index(way)) % 2]
     settings, suspended = WAYS[way]
     engine = make_engine(model, kind, **settings)
+    rehearse(engine, [prompt for prompt, _ in workload(drawing)], [tokens for tokens, _ in plain[drawing]])
     check_same(run(engine, drawing, suspended=suspended), plain[drawing])
+    check_drafted(engine)
     counters = engine.stats().counters
     tight = "pool_blocks" in settings and kind != "mamba"
     assert counters["evicted"] or not tight, "the pool was not tight enough to test"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model_kinds import KINDS, RECURRENT, buffers, make_model, prefix_caching
+from rehearsal import DRAFTS, check_drafted, rehearse
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "enable_prioritize_first_decode": True,
         "admission_watermark": 0.8,
     },
+    "drafts": DRAFTS,
     "tiny_pool_swap": {"pool_blocks": 14, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01},
 }
 PAIRS = [
@@ -108,8 +110,13 @@ def workload(drawing: str) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def run(engine: DynamicInferenceEngine, drawing: str, order: int | None = None) -> list[list[int]]:
+def run(
+    engine: DynamicInferenceEngine, drawing: str, order: int | None = None, answers: list[list[int]] | None = None
+) -> list[list[int]]:
+    """answers: what is drafted, where the engine drafts."""
     prompts, params = workload(drawing)
+    if answers is not None:
+        rehearse(engine, prompts, answers)
     places = list(range(len(prompts)))
     if order is not None:
         random.Random(order).shuffle(places)
@@ -139,7 +146,8 @@ def expected(model: torch.nn.Module, kind: str) -> dict[str, list[list[int]]]:
 def test_tokens_are_the_same_with_the_feature(model, kind, expected, feature, drawing):
     settings = FEATURES[feature]
     engine = make_engine(model, kind, **settings)
-    assert run(engine, drawing, settings.get("order")) == expected[drawing]
+    assert run(engine, drawing, settings.get("order"), expected[drawing]) == expected[drawing]
+    check_drafted(engine)
     if feature.startswith("tiny_pool") and kind != "mamba":  # whose blocks take no memory
         assert engine.stats().counters["evicted"] or engine.stats().counters["paused"], (
             "the pool was not tight enough to test"
@@ -156,7 +164,9 @@ def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, draw
     settings: dict[str, Any] = {}
     for name in pair:
         settings.update(FEATURES[name])
-    assert run(make_engine(model, kind, **settings), drawing, settings.get("order")) == expected[drawing]
+    engine = make_engine(model, kind, **settings)
+    assert run(engine, drawing, settings.get("order"), expected[drawing]) == expected[drawing]
+    check_drafted(engine)
 
 
 @pytest.mark.one_in(8)

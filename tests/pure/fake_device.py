@@ -61,6 +61,7 @@ def sampled_ends(plan: StepPlan):
     """Tokens of its sequence behind which each of plan.sampled draws."""
     ends = [start + 1 for start in plan.decode_starts]
     for chunk in plan.prefill:
+        ends += range(chunk.start + 1, chunk.start + chunk.n) if chunk.drafts else ()
         ends += [chunk.start + chunk.n] * (chunk.samples * (1 + len(chunk.forks)))
     return ends
 
@@ -76,7 +77,8 @@ class FakeDevice:
         self.rows = [[None] * num_positions for _ in range(context.num_rows)]
         self.host = [None] * num_host_slots
         num_cached = context.states.slots.count if context.states else 0
-        self.states = [None] * (context.num_rows + 1 + num_cached)
+        num_draft = context.states.num_draft_states if context.states else 0
+        self.states = [None] * (context.num_rows * (1 + num_draft) + 1 + num_cached)
         self.host_states = [None] * context.num_rows
         self.num_copies = self.num_state_copies = self.num_captures = 0
         self.num_computed = self.num_prefilled = 0
@@ -100,15 +102,17 @@ class FakeDevice:
                 self._upload(chunk.request)
             for fork in chunk.forks:
                 self.rows[fork.lease.row] = list(self.rows[row])
+            self.rows[row][chunk.start + 1 : chunk.start + 1 + len(chunk.drafts)] = chunk.drafts
             runs.append((chunk.request, chunk.start, chunk.n))
         self._write(runs, version)
         if self.context.states is not None:
             self._advance(runs, {chunk.request: chunk.captures for chunk in plan.prefill}, version)
-        self.num_prefilled += sum(chunk.n for chunk in plan.prefill)
-        reads = [self._read(request, start + n, version) for request, start, n in runs]
-        for chunk, read in zip(plan.prefill, reads[len(plan.decode) :], strict=True):
-            reads += [read] * (chunk.samples * (1 + len(chunk.forks)))
-        reads = reads[: len(plan.decode)] + reads[len(runs) :]
+        self.num_prefilled += sum(chunk.n for chunk in plan.prefill if not chunk.drafts)
+        reads = [self._read(request, start + 1, version) for request, start in zip(plan.decode, plan.decode_starts)]
+        for chunk in plan.prefill:
+            ends = range(chunk.start + 1 if chunk.drafts else chunk.start + chunk.n, chunk.start + chunk.n + 1)
+            read = [self._read(chunk.request, end, version) for end in ends]
+            reads += [*read, *read[-1:] * len(chunk.forks)] if chunk.samples else ()
         drawn = [draw(digest, version) for digest, _ in reads]
         self.origins = [origin for _, origin in reads]
         for request, end, token in zip(plan.sampled, sampled_ends(plan), drawn, strict=True):

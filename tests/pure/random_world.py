@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fake_device import VOCAB, continued, make_group
+from fake_device import EOS, VOCAB, continued, make_group
 from world import Swap, World
 
 from megatron_infer.config.inference import PreemptionMode
@@ -13,7 +13,8 @@ from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.request import CacheUse, Request
 
 
-def random_world(rng: random.Random, **fixed) -> World:
+def random_world(rng: random.Random, *, drafting: float = 0.0, **fixed) -> World:
+    """drafting: probability that tokens are drafted."""
     num_blocks = rng.randint(1, 6) if rng.random() < 0.2 else rng.randint(6, 40)
     caching = fixed.get("caching", rng.random() < 0.65)
     fields = {
@@ -33,7 +34,28 @@ def random_world(rng: random.Random, **fixed) -> World:
         ),
         "num_cached_states": rng.choice([None] * 5 + [0, 1, 2, 4, 16]),
     }
-    return World(**(fields | fixed))
+    world = World(**(fields | fixed))
+    if rng.random() < drafting:
+        world.proposer = AdversarialProposer(rng, lambda: world.version)
+        world.build()
+    return world
+
+
+class AdversarialProposer:
+    """Drafts what the oracle draws up to a random place, then anything: wrong ids, too many, stop ids, ids that do not
+    exist; or nothing."""
+
+    def __init__(self, rng: random.Random, version) -> None:
+        """version(): of the weights."""
+        self._rng, self._version = rng, version
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        rng = self._rng
+        if rng.random() < 0.2:
+            return []
+        right = continued(request.tokens, rng.choice([0, 1, most, most + 3]), self._version())[len(request.tokens) :]
+        wrong = rng.choice([[], [EOS] * 4, [VOCAB, 5], [-1], [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]])
+        return right + wrong
 
 
 def random_costs(rng: random.Random) -> policy.CostModel:

@@ -19,13 +19,13 @@ NUM_SHARDS = 3
 
 def run_schedule(seed, totals):
     rng = random.Random(seed)
-    world = random_world(rng)
+    world = random_world(rng, drafting=0.5)
     calm = rng.random() < 0.3  # nothing from outside: the scheduler's own decisions only
     stem = [rng.randrange(4, VOCAB) for _ in range(24)]
     prompts: list[list[int]] = []
     echo = rng.choice([0.3, 0.9])
     if echo > 0.5:
-        world = random_world(rng, max_tokens=rng.randint(1, 6), caching=True, chunked=True)
+        world = random_world(rng, drafting=0.5, max_tokens=rng.randint(1, 6), caching=True, chunked=True)
     leaders = [random_leader(world, rng, stem, f"r{i}", prompts, echo=echo) for i in range(rng.randint(1, 14))]
     pending = [leader for leader in leaders if leader is not None][::-1]
     rate, unrest = rng.choice([0.15, 0.5, 1.0]), rng.choice([0.2, 1.0])
@@ -39,6 +39,9 @@ def run_schedule(seed, totals):
     world.drain()
     tally(world, totals)
     totals.update(overlap=world.overlap, schedules=1)
+    if world.drafts is not None:
+        stats = world.drafts.stats
+        totals.update(drafted=stats.num_drafted, accepted=stats.num_accepted, verified=stats.num_verifications)
     computed = world.scheduler.stats.decode_tokens + world.scheduler.stats.prefill_tokens
     totals.update(world.account.counts)
     assert world.device.num_computed >= computed - world.max_tokens * totals["failed"]
@@ -138,6 +141,9 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "states_loaded",
         "states captured",
         "states copied",
+        "drafted",
+        "accepted",
+        "verified",
     ):
         assert totals[what] > 20, f"{what}: {totals[what]} times only"
     assert totals["states swapped in"] > 3 and totals["late hits"] and totals["shared returns"], totals

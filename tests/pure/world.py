@@ -6,17 +6,20 @@ import types
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fake_device import FakeDevice, draw, prefix_digests
+from fake_device import VOCAB, FakeDevice, draw, prefix_digests
 
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.context.build import build_context
 from megatron_infer.context.copies import CopyKind
 from megatron_infer.context.prefix_hash import root_of
+from megatron_infer.runner.in_flight import RunnerOutput
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.preemption import is_ending
 from megatron_infer.scheduler.request import FinishReason, Status, sort_key_of
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
+from megatron_infer.speculative.verify import Verifier
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,9 @@ class World:
     swap: Swap = field(default_factory=Swap)
     num_cached_states: int | None = None
     """State slots of the prefix cache, of a model with recurrent states; None: a model without."""
+    proposer: object = None
+    """Drafts tokens; None, or blocks of one token: nothing is drafted."""
+    max_drafts: int = 6
     version: int = 0
     in_flight_steps: list = field(default_factory=list)
     """(plan, tokens drawn, their origins), oldest first."""
@@ -127,8 +133,13 @@ class World:
             recurrent=self.recurrent,
             num_cached_states=self.num_cached_states or 0,
             num_host_states=self.swap.states(self.num_rows) if self.recurrent else 0,
+            num_draft_states=self.max_drafts if self.recurrent and self.proposer is not None else 0,
         )
         self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2, self.swap.slots)
+        self.drafts = None
+        if self.proposer is not None and self.block_size > 1:
+            most = min(self.max_drafts, self.block_size - 1)
+            self.drafts = DraftPlanner(self.context, self.proposer, max_drafts=most, vocab_size=VOCAB)
         self.scheduler = Scheduler(
             self.context,
             max_tokens=self.max_tokens,
@@ -139,6 +150,7 @@ class World:
             preemption=self.swap.mode,
             costs=self.swap.costs,
             on_event=self._on_event,
+            drafts=self.drafts,
             **self.scheduling,
         )
 
@@ -212,7 +224,8 @@ class World:
         self.account.counts["late hits"] += sum(
             request.history.cached_tokens > had for request, had in cached.items() if request.lease is not None
         )
-        for request, start in zip(plan.decode, plan.decode_starts, strict=True):
+        rows = [*zip(plan.decode, plan.decode_starts, strict=True)]
+        for request, start in [*rows, *((chunk.request, chunk.start) for chunk in plan.prefill if chunk.drafts)]:
             # A prompt that paused before its last token continues as a decode row.
             self.account.counts["never computed"] += start < self.account.admitted[request][0]
         self._check_plan(plan)
@@ -230,14 +243,16 @@ class World:
         if self.break_next and plan.sampled:  # it ends although later steps may count on its token
             self.break_next = False
             self.scheduler.finish(plan.sampled[0], FinishReason.ERROR)
-        for request, origin in zip(plan.sampled, origins, strict=True):
-            if request.status is not Status.FINISHED:
-                self.origins[request].append(origin)
-        unfinished = [index for index, request in enumerate(plan.sampled) if request.status is not Status.FINISHED]
-        committed = self.scheduler.commit(plan, StepResult(tokens))
-        assert list(committed.taken) == unfinished
-        ended = [plan.sampled[index] for index in unfinished if plan.sampled[index].status is Status.FINISHED]
-        assert committed.ended == ended
+        origin_of = dict(zip(plan.sampled, origins, strict=True))  # one for all draws of a request in a step
+        parts = [(plan, RunnerOutput(StepResult(tokens), None, [], []), True)]
+        for part, output, is_last in parts if self.drafts is None else Verifier(self.drafts).parts(*parts[0][:2]):
+            unfinished = [index for index, request in enumerate(part.sampled) if request.status is not Status.FINISHED]
+            for index in unfinished:
+                self.origins[part.sampled[index]].append(origin_of[part.sampled[index]])
+            committed = self.scheduler.commit(part, output.result, is_last=is_last)
+            assert list(committed.taken) == unfinished
+            ended = [part.sampled[index] for index in unfinished if part.sampled[index].status is Status.FINISHED]
+            assert committed.ended == ended
 
     def fail_step(self, moment) -> StepPlan:
         """A step whose forward raises "before" it is launched, "early" (table writes are lost) or "late" (it ran)."""
@@ -248,7 +263,7 @@ class World:
             self.launch(plan)
             self.in_flight_steps.pop()
         if moment != "late":
-            self.account.counts["never computed"] += sum(chunk.n for chunk in plan.prefill)
+            self.account.counts["never computed"] += plan.num_prompt_tokens
         self.commit_previous()
         before = self._scheduled()
         self.scheduler.cancel(plan)
@@ -286,8 +301,10 @@ class World:
             assert self.context.num_free_rows == self.num_rows
 
     def recompute(self):
-        """The cache is lost: all requests start over."""
+        """The cache is lost: all requests start over. As in a suspend, copies that wait are run before."""
         self.commit_previous()
+        for copy in self.context.take_copies():
+            self.device.copy(*copy)
         self._requeue_all()
         self.context.forget_all()
         self.device.kv = [None] * len(self.device.kv)
@@ -346,7 +363,7 @@ class World:
         assert len(leases) == self.num_rows - self.context.num_free_rows
         members = Counter()
         for plan, *_ in self.in_flight_steps:
-            members.update({*plan.sampled, *(chunk.request for chunk in plan.prefill)})
+            members.update([*plan.sampled, *(chunk.request for chunk in plan.prefill if not chunk.samples)])
         assert all(request.in_flight == members[request] for request in self.requests)
 
     def _check_plan(self, plan):
@@ -363,7 +380,12 @@ class World:
         for request, start in zip(plan.decode, plan.decode_starts, strict=True):
             assert start == request.scheduled - 1 < request.max_total - 1, f"{request.id}: step past its last token"
         for chunk in chunks:
+            expected += (chunk.request,) * len(chunk.drafts)
             expected += (chunk.request, *chunk.forks) if chunk.samples else ()
+            if chunk.drafts:
+                assert chunk.start == len(chunk.request.tokens) - 1 == chunk.request.scheduled - 1
+                assert chunk.n == 1 + len(chunk.drafts) <= chunk.request.max_total - 1 - chunk.start
+                continue
             known, cached = self.account.admitted[chunk.request]
             assert known == len(chunk.request.tokens)
             assert chunk.n > 0 and chunk.samples == (chunk.start + chunk.n == known)

@@ -1,0 +1,104 @@
+"""Options of speculative decoding: `SpeculativeConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from megatron_infer.errors import ConfigError, unknown_name
+
+METHODS = ("ngram",)
+NOT_BUILT = {
+    "grammar": "tokens that structured output forces are drawn one by one",
+    "draft": "a draft model has no cache here",
+    "standalone": "a draft model has no cache here",
+    "mtp": "heads that predict several tokens are not adopted",
+    "eagle": "megatron-core has no EAGLE heads",
+}
+"""Method that is known elsewhere -> why it is refused."""
+VERIFICATIONS = ("same_tokens",)
+OTHER_VERIFICATIONS = {
+    "greedy": "same_tokens at temperature 0 is greedy; set the temperature of the request",
+    "residual": "it draws other tokens than one by one; same_tokens draws the same",
+    "typical-acceptance": "it changes the distribution that tokens are drawn from",
+    "logit-comparison": "it changes the distribution that tokens are drawn from",
+}
+OTHER_FIELDS = {
+    "draft_model": "method is 'ngram', which drafts without a model",
+    "synthetic_acceptance_rate": "drafts are kept only where they equal what is drawn",
+}
+LARGEST_NGRAM = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted and verified. Raises ConfigError for a wrong value or an unknown name.
+
+    A step computes a request's last token and its drafts and draws behind each of them what it would have drawn one
+    by one; drafts are kept as far as they equal the draws. So no option here changes a token.
+    """
+
+    method: str = "ngram"
+    """ngram: what followed the last tokens where they stood before, in prompt or answer."""
+    num_speculative_tokens: int = 4
+    """The most tokens drafted for a request in a step; at least 1 and below the block size."""
+    ngram_max: int = 4
+    """The longest run of last tokens that is looked up; at most 16."""
+    ngram_min: int = 2
+    """The shortest run; at least 1."""
+    adaptive: bool = True
+    """Measured seconds of steps and the share of drafts kept decide how many tokens are drafted, none included. False:
+    always as many as are found."""
+    verification: str = "same_tokens"
+    """same_tokens: a draft is kept where it equals the token that is drawn at its position."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> SpeculativeConfig:
+        """Refuse an unknown keyword, with the reason or the nearest known one."""
+        known = [item.name for item in fields(cls)]
+        for name in kwargs:
+            if name in OTHER_FIELDS:
+                raise ConfigError(f"speculative: {name} is not possible: {OTHER_FIELDS[name]}; leave it out")
+            if name not in known:
+                raise ConfigError(unknown_name("SpeculativeConfig field", name, known))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _choice("method", self.method, METHODS, NOT_BUILT)
+        _choice("verification", self.verification, VERIFICATIONS, OTHER_VERIFICATIONS)
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"speculative: adaptive is {self.adaptive!r}, it must be True or False")
+        _int("num_speculative_tokens", self.num_speculative_tokens, 1, None, "for none leave speculative None")
+        _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "2 is usual")
+        _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, which `speculative_of` takes back."""
+        return asdict(self)
+
+
+def speculative_of(value: object) -> SpeculativeConfig | None:
+    """A config from what `InferenceConfig(speculative=...)` is given: one, a mapping of its fields, or None."""
+    if isinstance(value, Mapping):
+        return SpeculativeConfig(**value)
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    raise ConfigError(
+        f"speculative is {value!r} ({type(value).__name__}), it must be a SpeculativeConfig, a mapping of its fields "
+        'or None; SpeculativeConfig(method="ngram") drafts from prompt and answer'
+    )
+
+
+def _choice(name: str, value: object, known: tuple[str, ...], refused: Mapping[str, str]) -> None:
+    if value in known:
+        return
+    if isinstance(value, str) and value in refused:
+        raise ConfigError(f"speculative: {name}={value!r} is not built: {refused[value]}; known: {', '.join(known)}")
+    shown = unknown_name(name, str(value), known)
+    raise ConfigError(f"speculative: {shown}; one of {', '.join(known)}")
+
+
+def _int(name: str, value: object, low: int, high: int | None, remedy: str) -> None:
+    if type(value) is not int or value < low or (high is not None and value > high):
+        limits = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(f"speculative: {name} is {value!r}, it must be an integer of {limits}; {remedy}")

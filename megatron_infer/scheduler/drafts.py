@@ -1,0 +1,184 @@
+"""Drafts of a step: which decoding requests verify several tokens at once, and how many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.draft_depth import DraftDepth, StepCosts
+from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.running_set import RunningSet
+from megatron_infer.scheduler.step_plan import PrefillChunk
+
+
+class Proposer(Protocol):
+    """Guesses tokens; deterministic in the requests' tokens, as the scheduler is."""
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Tokens that may follow those of `request`, all of which are known. More than `most`, and those behind one
+        that does not exist, are cut off."""
+        ...
+
+
+@dataclass(slots=True)
+class SpecDecodeMetrics:
+    """What was drafted and kept since the engine was built."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Drafts that became tokens of their request."""
+    drafted_per_position: list[int] = field(default_factory=list)
+    """Both by place among the drafts of their step."""
+    accepted_per_position: list[int] = field(default_factory=list)
+    num_verifications: int = 0
+    """Requests that verified drafts, once for each step."""
+    seconds_drafting: float = 0.0
+    """Host time: proposals, and how many of them pay."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafts that were kept; 0 before the first."""
+        return self.num_accepted / max(1, self.num_drafted)
+
+    @property
+    def mean_tokens_per_step(self) -> float:
+        """Tokens that a request drew in a step in which it verified drafts; 1 before the first."""
+        return 1.0 + self.num_accepted / max(1, self.num_verifications)
+
+
+class DraftPlanner:
+    """Turns decode rows into chunks that verify drafts.
+
+    Drafts take tokens that the step has left and blocks that are free: no request pauses, is evicted or waits for a
+    guess. A request whose drafts are being verified sits out until the commit, as its next position is not known.
+    """
+
+    def __init__(
+        self,
+        context: DynamicInferenceContext,
+        proposer: Proposer,
+        *,
+        max_drafts: int,
+        vocab_size: int,
+        depth: DraftDepth | None = None,
+    ) -> None:
+        """depth: decides how many drafts pay; None: all of them."""
+        assert 1 <= max_drafts < context.block_size, f"{max_drafts} drafts, blocks of {context.block_size} tokens"
+        self.stats = SpecDecodeMetrics(drafted_per_position=[0] * max_drafts, accepted_per_position=[0] * max_drafts)
+        self.proposer, self.depth, self._context = proposer, depth, context
+        self._max_drafts, self._vocab_size = max_drafts, vocab_size
+        self._verifying: set[Request] = set()
+
+    def ready(self, running_set: RunningSet, among: Collection[Request] | None) -> Collection[Request] | None:
+        """Those of the decoding requests in `among` (None: all) that may be planned now; None: all.
+
+        With steps in flight a request waits for its last token if drafts can be expected to follow it: requests that
+        draft take turns with each other, and the others decode in every step.
+        """
+        decoding = running_set.decoding
+        waiting = {
+            request
+            for request, most in zip(decoding, self._depths(decoding), strict=True)
+            if request.in_flight and (request in self._verifying or self._drafts(request, min(most, 1)))
+        }
+        if not waiting:
+            return among
+        return {one for one in running_set.decoding if one not in waiting and (among is None or one in among)}
+
+    def plan(
+        self, running_set: RunningSet, decode: list[Request], starts: list[int], *, room: int
+    ) -> list[PrefillChunk]:
+        """Move requests with drafts from the step's decode rows to chunks of their own; room: tokens that it has left."""
+        begun, stats = time.perf_counter(), self.stats
+        chunks: list[PrefillChunk] = []
+        rows: list[tuple[Request, int]] = []
+        for request, start, depth in zip(decode, starts, self._depths(decode), strict=True):
+            drafts: tuple[int, ...] = ()
+            if room > 0 and len(request.tokens) == start + 1:
+                most = min(room, depth, request.max_total - 2 - start)
+                drafts = self._with_room(running_set, request, start, self._drafts(request, most))
+            if not drafts:
+                rows.append((request, start))
+                continue
+            room -= len(drafts)
+            request.in_flight += len(drafts)
+            self._verifying.add(request)
+            stats.num_drafted += len(drafts)
+            for place in range(len(drafts)):
+                stats.drafted_per_position[place] += 1
+            chunks.append(
+                PrefillChunk(
+                    request=request,
+                    start=start,
+                    n=1 + len(drafts),
+                    samples=True,
+                    drafts=drafts,
+                    captures=self._captures(request, start, len(drafts)),
+                )
+            )
+        if chunks:
+            decode[:], starts[:] = [request for request, _ in rows], [start for _, start in rows]
+        stats.seconds_drafting += time.perf_counter() - begun
+        return chunks
+
+    def set_costs(self, costs: StepCosts) -> None:
+        """The next step decides with these costs; they must be the same on every rank."""
+        if self.depth is not None:
+            self.depth.costs = costs
+
+    def _depths(self, requests: Sequence[Request]) -> list[int]:
+        return [self._max_drafts] * len(requests) if self.depth is None else self.depth.of(requests, self._max_drafts)
+
+    def settle(self, chunk: PrefillChunk, num_kept: int) -> None:
+        """Of the tokens that a chunk drew `num_kept` count, the first of them without a doubt: undo the others."""
+        request, lease = chunk.request, chunk.request.lease
+        assert lease is not None and 1 <= num_kept <= chunk.n, f"{request.id}: {num_kept} of {chunk.n} kept"
+        if self.depth is not None:
+            self.depth.verified(request, len(chunk.drafts), num_kept - 1)
+        request.in_flight -= chunk.n - num_kept
+        request.scheduled += num_kept - 1
+        self._verifying.discard(request)
+        self._context.shrink(lease, request.scheduled)
+        if self._context.states is not None and num_kept < chunk.n:
+            self._context.states.keep_draft(lease, num_kept - 1)
+
+    def count(self, request: Request, num_accepted: int) -> None:
+        """A request has taken this many drafts as its tokens."""
+        stats = self.stats
+        stats.num_verifications += 1
+        stats.num_accepted += num_accepted
+        request.history.num_accepted_drafts += num_accepted
+        for place in range(num_accepted):
+            stats.accepted_per_position[place] += 1
+
+    def _captures(self, request: Request, start: int, num_drafts: int) -> tuple[tuple[int, int], ...]:
+        """The recurrent states behind the last known token and behind each draft but the last, whose own is the row's."""
+        states, lease = self._context.states, request.lease
+        if states is None:
+            return ()
+        assert lease is not None
+        return tuple((start + 1 + place, slot) for place, slot in enumerate(states.draft_slots(lease)[:num_drafts]))
+
+    def _drafts(self, request: Request, most: int) -> tuple[int, ...]:
+        """What may follow the tokens of `request`, as far as it can be drawn."""
+        if most < 1 or not request.params.speculate or request.params.structured is not None:
+            return ()
+        drafts = self.proposer.propose(request, most)[:most]
+        wrong = next((place for place, one in enumerate(drafts) if not 0 <= one < self._vocab_size), len(drafts))
+        return tuple(drafts[:wrong])
+
+    def _with_room(
+        self, running_set: RunningSet, request: Request, start: int, drafts: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """`drafts`, cut to the blocks that the request has where no other is free."""
+        context, lease = self._context, request.lease
+        assert lease is not None
+        end = start + 1 + len(drafts)
+        if end > lease.capacity:
+            spare = context.num_free_blocks > len(running_set.decoding) and not running_set.paused
+            if not spare or not context.extend(lease, end):
+                return drafts[: lease.capacity - start - 1]
+        return drafts
