@@ -30,6 +30,11 @@ def check_version(version: int, running: str) -> None:
     """Raise ConfigError for a version that weights cannot have or an unknown choice for running requests."""
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
         raise ConfigError(f"version is {version!r}, it must be an integer of 0 or more")
+    check_running(running)
+
+
+def check_running(running: str) -> None:
+    """Raise ConfigError for an unknown choice for running requests."""
     if running not in RUNNING_CHOICES:
         known = ", ".join(RUNNING_CHOICES)
         raise ConfigError(f"running: {unknown_name('value', str(running), RUNNING_CHOICES)}; one of {known}")

@@ -86,6 +86,22 @@ class RunningSet:
         if self._on_event is not None:
             self._on_event(request, kind, payload)
 
+    def has_adapter_slot(self, request: Request) -> bool:
+        """Whether the device has the request's adapter, or room for it beside those of running requests."""
+        name = request.params.adapter
+        if name is None:
+            return True
+        assert self._context.adapters is not None, f"{request.id!r} names an adapter, the engine has none"
+        return self._context.adapters.has_room(name, self._used_adapters)
+
+    def _used_adapters(self) -> set[str]:
+        return {request.params.adapter for request in self.live() if request.params.adapter is not None}
+
+    def _take_adapter(self, request: Request, lease: Lease) -> None:
+        name, adapters = request.params.adapter, self._context.adapters
+        if name is not None and adapters is not None:
+            lease.adapter_slot = adapters.take(name, self._used_adapters)
+
     # ------------------------------------------------------------------ coming and going
 
     def admit(self, request: Request, lease: Lease) -> None:
@@ -141,6 +157,8 @@ class RunningSet:
 
     def readmit(self, request: Request, *, is_leader: bool) -> None:
         """Insert a request after `lease_computed`."""
+        assert request.lease is not None
+        self._take_adapter(request, request.lease)
         request.history.continue_with(self.version, first_token=request.num_output, computed=request.scheduled)
         self._run(request, is_leader=is_leader)
 
@@ -219,6 +237,7 @@ class RunningSet:
         self.emit(request, "resume")
 
     def _insert(self, request: Request, lease: Lease, **payload: Any) -> None:
+        self._take_adapter(request, lease)
         request.lease, request.scheduled = lease, lease.cached
         request.status = Status.RUNNING
         insort(self.prefilling, request, key=sort_key_of)
