@@ -106,7 +106,7 @@ OPTIONAL = (
 )
 """What an engine may do without; no module of `PATH` imports it, but for annotations."""
 HOMES: dict[str, tuple[str, ...]] = {
-    "megatron": ("models", "model_loader", "comm.groups", "rl.weights", "testing"),
+    "megatron": ("models", "model_loader", "lora.attach", "comm.groups", "rl.weights", "testing"),
     "pydantic": ("pipelines",),
     "torch.cuda": (
         "memory.device",
