@@ -19,8 +19,9 @@ class AdapterSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.digests: dict[str, str] = {}
-        """Loaded adapter -> hash of its content."""
+        self.versions: dict[str, tuple[int, str]] = {}
+        """Loaded adapter -> (its version, hash of its content)."""
+        self._last_version: dict[str, int] = {}
         self.num_loads = 0
         """Times that an adapter was written into a slot."""
         self._slot_of: dict[str, int] = {}
@@ -34,17 +35,24 @@ class AdapterSlots:
 
     def root(self, root: bytes, name: str) -> bytes:
         """The root of the prefix-hash chain of requests that compute with an adapter."""
-        return adapted(root, name, self.digests[name])
+        return adapted(root, name, self.versions[name][1])
 
     def put(self, name: str, digest: str) -> None:
-        """An adapter is loaded, or has another content: then its slot is written again. Nothing may be in flight."""
-        self.digests[name] = digest
+        """An adapter is loaded, or has another content: a version of it. Its slot is written again; nothing may be in
+        flight. Versions of a name rise, also over an unload."""
+        self._last_version[name] = number = self._last_version.get(name, 0) + 1
+        self.versions[name] = number, digest
         if (slot := self._slot_of.get(name)) is not None:
             self._loads[slot] = name
 
+    def raise_version(self, name: str, number: int) -> None:
+        """Count on from `number` if it is higher: loaded tokens carry it."""
+        if number > self.versions[name][0]:
+            self.versions[name], self._last_version[name] = (number, self.versions[name][1]), number
+
     def remove(self, name: str) -> int | None:
         """No request computes with the adapter any more -> the slot that is free now, if it had one."""
-        del self.digests[name]
+        del self.versions[name]
         slot = self._slot_of.pop(name, None)
         if slot is not None:
             self._loads.pop(slot, None)
@@ -80,7 +88,7 @@ class AdapterSlots:
     def check(self) -> None:
         slots = list(self._slot_of.values())
         assert len(set(slots)) == len(slots) <= self.num_slots, f"slots {self._slot_of}"
-        assert self._slot_of.keys() <= self.digests.keys(), f"{self._slot_of} of {list(self.digests)}"
+        assert self._slot_of.keys() <= self.versions.keys(), f"{self._slot_of} of {list(self.versions)}"
 
     def _free_slot(self, used: Used) -> int:
         if len(self._slot_of) < self.num_slots:

@@ -35,7 +35,7 @@ for _needed in ("msgspec", "zmq"):
 
 import msgspec  # noqa: E402
 
-SCHEMA = 4
+SCHEMA = 5
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
@@ -220,7 +220,7 @@ class Piece(_Message):
     cumulative_logprob: float | None = None
     logprobs: list[list[tuple[int, float, int | None, str | None]]] | None = None
     """For each token (token id, logprob, rank, text) of several, the sampled one first."""
-    spans: list[tuple[int, int, int, int]] = []
+    spans: list[tuple[int, int, int, int, int]] = []
     token_outputs: dict[str, TokenValues] = {}
     """By the name of the output."""
 

@@ -66,9 +66,8 @@ class EngineAdapters:
         self._adopted, self._bank, self._slots = adopted, bank, scheduler.context.adapters
         self._scheduler, self._loop, self._lifecycle = scheduler, loop, lifecycle
         self._relay, self._rank_group = relay, rank_group
-        self._versions: dict[str, tuple[int, str | None]] = {}
-        """(version, path) of each loaded adapter."""
-        self._last_version: dict[str, int] = {}
+        self._paths: dict[str, str | None] = {}
+        """Where each loaded adapter was loaded from."""
 
     def load(
         self,
@@ -93,7 +92,7 @@ class EngineAdapters:
         digests = self._rank_group.lockstep.gather("comparison of adapters", adapter.digest)
         if len(set(digests)) > 1:
             raise ConfigError(f"adapter {name!r} has another content on another rank; give the same on all")
-        known = slots.digests.get(name)
+        known = slots.versions[name][1] if name in slots.versions else None
         if known is not None and known != adapter.digest:
             if not replace:
                 raise AdapterInUse(
@@ -103,14 +102,17 @@ class EngineAdapters:
             with self._lifecycle.transition("update", timeout_s=None) as transition:
                 self._loop.quiesce(transition.tick)
         if known != adapter.digest:
-            self._put(adapter, path, running)
+            bank.adapters[name], self._paths[name] = adapter, path
+            slots.put(name, adapter.digest)
+            if known is not None:
+                self._scheduler.renew_adapter(name, running)
         return self.info(name)
 
     def unload(self, name: str, *, abort: bool = False) -> None:
         self._relay.meet("unload_adapter()", {"name": name, "abort": abort})
         bank, slots = self._require()
-        if name not in slots.digests:
-            raise UnknownAdapter(f"{unknown_name('adapter', str(name), slots.digests)}; adapters() lists them")
+        if name not in slots.versions:
+            raise UnknownAdapter(f"{unknown_name('adapter', str(name), slots.versions)}; adapters() lists them")
         if self._requests_of(name) and not abort:
             raise AdapterInUse(
                 f"adapter {name!r} is used by {len(self._requests_of(name))} unfinished requests; let them finish, or "
@@ -123,35 +125,24 @@ class EngineAdapters:
         slot = slots.remove(name)
         if slot is not None:
             bank.clear(slot)
-        del bank.adapters[name], self._versions[name]
+        del bank.adapters[name], self._paths[name]
 
     def loaded(self) -> list[AdapterInfo]:
-        return [self.info(name) for name in self._versions]
+        return [self.info(name) for name in self._paths]
 
     def info(self, name: str) -> AdapterInfo:
         bank, slots = self._require()
-        adapter, (version, path) = bank.adapters[name], self._versions[name]
+        adapter, (version, digest) = bank.adapters[name], slots.versions[name]
         return AdapterInfo(
             name=name,
             version=version,
-            digest=adapter.digest,
+            digest=digest,
             rank=adapter.rank,
             num_bytes=sum(pair.a.nbytes + pair.b.nbytes for pair in adapter.pairs.values()),
-            path=path,
+            path=self._paths[name],
             is_resident=name in slots.resident,
             num_requests=len(self._requests_of(name)),
         )
-
-    def _put(self, adapter: Adapter, path: str | None, running: str) -> None:
-        bank, slots = self._require()
-        name = adapter.name
-        is_new = name not in slots.digests
-        bank.adapters[name] = adapter
-        slots.put(name, adapter.digest)
-        self._last_version[name] = version = self._last_version.get(name, 0) + 1
-        self._versions[name] = version, path
-        if not is_new:
-            self._scheduler.renew_adapter(name, running)
 
     def _read(self, name: str, source: AdapterSource | None, config: Mapping[str, Any] | None) -> Adapter:
         if isinstance(source, Adapter):

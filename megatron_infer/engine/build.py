@@ -150,7 +150,7 @@ def build_engine(
     scheduler = make_scheduler(config, setup, context, costs=costs, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
-    loaded = None if context.adapters is None else context.adapters.digests
+    loaded = None if context.adapters is None else context.adapters.versions
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.lockstep)

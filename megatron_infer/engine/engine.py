@@ -345,13 +345,14 @@ class DynamicInferenceEngine:
         """
         self._controls.save_requests(path, kv=kv)
 
-    def load_requests(self, path: StrPath) -> LoadReport:
+    def load_requests(self, path: StrPath, *, changed_adapters: str = "refuse") -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
 
         Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them;
-        elsewhere the requests' tokens are computed again, see `LoadReport.recomputed`.
+        elsewhere the requests' tokens are computed again, see `LoadReport.recomputed`. changed_adapters: "refuse" the
+        file, or "recompute" requests that began with another content of their adapter than is loaded.
         """
-        return self._controls.load_requests(path)
+        return self._controls.load_requests(path, changed_adapters)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
         """On the leader: keep requests in `path` and a journal, so that SIGKILL loses none; None ends it.

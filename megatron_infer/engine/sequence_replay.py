@@ -111,6 +111,9 @@ class SequenceReplay:
         use_cache: with the cached prefix, as a new request would; else no cached block is used. model: runs in place of
         the engine's. Raises NoRoomForReplay.
         """
+        if params is not None and params.adapter is not None:
+            raise ConfigError(f"a replay of a request of adapter {params.adapter!r}: adapters that are loaded by name are "
+                              "not replayed; leave it out")
         known = max(prompt_len, len(ids) - MOST_DECODED)
         salt = "" if use_cache else f"mismatch replay {next(_salts)}"
         request = Request(

@@ -101,11 +101,13 @@ class RunningSet:
         name, adapters = request.params.adapter, self._context.adapters
         if name is not None and adapters is not None:
             lease.adapter_slot = adapters.take(name, self._used_adapters)
+            request.history.adapter = adapters.versions[name]
 
     # ------------------------------------------------------------------ coming and going
 
     def admit(self, request: Request, lease: Lease) -> None:
         """Insert a request with a fresh lease; it prefills what is not cached."""
+        self._take_adapter(request, lease)
         request.history.restart(self.version, first_token=request.num_output, cached=lease.cached)
         if self._context.prefix_caching and request.may_hit:
             stats = self.stats
@@ -125,6 +127,7 @@ class RunningSet:
 
     def swap_in(self, request: Request, lease: Lease) -> None:
         """Insert a request whose keys and values come back from the host; it continues with them."""
+        self._take_adapter(request, lease)
         request.history.continue_with(self.version, first_token=request.num_output, computed=lease.cached)
         request.history.num_swaps += 1
         self.stats.swapped_in += 1
@@ -237,7 +240,6 @@ class RunningSet:
         self.emit(request, "resume")
 
     def _insert(self, request: Request, lease: Lease, **payload: Any) -> None:
-        self._take_adapter(request, lease)
         request.lease, request.scheduled = lease, lease.cached
         request.status = Status.RUNNING
         insort(self.prefilling, request, key=sort_key_of)

@@ -183,9 +183,12 @@ class Scheduler:
                 self.preemption.drop(request)
             else:
                 swapped.publishes, swapped.contents = False, []
-        for request in its:
-            if request.lease is not None:
+        for request in self.running_set.live():
+            if request.params.adapter == name and request.lease is not None and self.context.adapters is not None:
                 request.lease.publishes = False
+                request.history.adapter = self.context.adapters.versions[name]
+                at = {"first_token": request.num_output, "computed": request.scheduled}
+                request.history.continue_with(self.running_set.version, **at)
 
     def set_costs(self, costs: policy.CostModel) -> None:
         """The next step decides on evictions with these prices; they must be the same on every rank."""
