@@ -130,6 +130,9 @@ class EngineAdapters:
     def loaded(self) -> list[AdapterInfo]:
         return [self.info(name) for name in self._paths]
 
+    def digests(self) -> dict[str, str]:
+        return {} if self._slots is None else {name: digest for name, (_, digest) in self._slots.versions.items()}
+
     def info(self, name: str) -> AdapterInfo:
         bank, slots = self._require()
         adapter, (version, digest) = bank.adapters[name], slots.versions[name]

@@ -311,6 +311,10 @@ class DynamicInferenceEngine:
         """The loaded adapters, in the order in which they were loaded."""
         return self._adapters.loaded()
 
+    def adapter_digests(self) -> dict[str, str]:
+        """Name -> hash of the content, of each loaded adapter."""
+        return self._adapters.digests()
+
     def reset_prefix_cache(self) -> int:
         """Nothing computed before is matched by a later prompt, in any state; requests in progress keep what they have.
         -> cached blocks that came free."""

@@ -20,7 +20,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.step_loop import StepLoop
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.kernels.base import PagedModel
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS
