@@ -252,8 +252,12 @@ class EngineClient:
         return self.adapter_of(name) or self.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that this server does not serve. None or "": no name is given."""
+        """Raises ApiError 404 for a model that this server does not serve, 503 while it is loading.
+
+        None or "": no name is given.
+        """
         if name and name not in self.model_names and name not in self.adapters:
+            _ = self.limits  # while the model is loading, its adapters are not known
             served = [*self.model_names, *self.adapters]
             shown = ", ".join(served[:20]) + (f" and {len(served) - 20} more" if len(served) > 20 else "")
             message = f"the model {name[:200]!r} is not served here; there is {shown}"
