@@ -1,4 +1,4 @@
-"""Routes that load and unload LoRA adapters on all engines: vLLM's and SGLang's. Served with --lora-root or --control."""
+"""vLLM's and SGLang's routes that load and unload LoRA adapters on all engines, for --lora-root or --control."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.field_tables import LOAD_ADAPTER
 from megatron_infer.server.http_errors import ApiError, bad_request
 from megatron_infer.server.openai_protocol import Body
+from megatron_infer.server.served_models import adapters_of
 
 
 class LoadAdapterBody(Body, kw_only=True):
@@ -89,7 +90,7 @@ class AdapterRoutes:
         args = {"name": name, "path": path, "replace": bool(body.load_inplace), "running": body.running or "keep"}
         async with self._lock:
             before = self._loaded.get(name)
-            had = name in client.adapters
+            had = name in adapters_of(client)
             try:
                 await self._run("load_adapter", **args)
             except FanoutFailed:
@@ -116,7 +117,7 @@ class AdapterRoutes:
         await self._machine.fanout.run(command, command, self._machine.status.name, **args)
 
     def _shown(self) -> dict[str, Any]:
-        return {name: name for name in self._machine.client.adapters}
+        return {name: name for name in adapters_of(self._machine.client)}
 
 
 def _refusal(error: ConfigError) -> ApiError:
