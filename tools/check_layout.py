@@ -42,6 +42,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("memory", "KV cache and state tensors, and their copies to the host and back"),
     ("models", "megatron-core models adopted in place"),
     ("model_loader", "weights from Hugging Face, GGUF and torch_dist checkpoints"),
+    ("lora", "low-rank adapters: read, written, attached to a live model"),
     ("weights", "weight versions, change detection, copies derived from weights"),
     ("sampling", "logits in, tokens out"),
     ("runner", "one step on one rank: batch, forward, sample"),
@@ -100,7 +101,9 @@ OPTIONAL = (
     "scheduler.draft_depth",
     "scheduler.phases",
     "runner.padded_steps",
+    "sampling.grammar_matchers",
     "context.build",
+    "context.adapter_slots",
     "context.swap",
     "context.state_cache",
     "context.state_slots",
@@ -108,7 +111,7 @@ OPTIONAL = (
 )
 """What an engine may do without; no module of `PATH` imports it, but for annotations."""
 HOMES: dict[str, tuple[str, ...]] = {
-    "megatron": ("models", "model_loader", "comm.groups", "rl.weights", "testing"),
+    "megatron": ("models", "model_loader", "lora.attach", "comm.groups", "rl.weights", "testing"),
     "pydantic": ("pipelines",),
     "torch.cuda": (
         "memory.device",

@@ -15,18 +15,25 @@ from typing import Any
 from megatron_infer.config import inference as config_module
 from megatron_infer.config.checks import LOGPROBS_MODES
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.machine_defaults import machine_config, machine_defaults
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.errors import ConfigError
 
-NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types")
-"""Objects of a running process, which a command line cannot give."""
+NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types", "lora")
+"""Objects of a running process, which a command line cannot give; `lora` has flags of its own, LORA_FLAGS."""
+LORA_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adapters": ("--lora", {"action": "append", "metavar": "NAME=PATH"}),
+    "max_loras": ("--max-loras", {"type": int, "metavar": "N"}),
+    "max_rank": ("--max-lora-rank", {"type": int, "metavar": "N"}),
+}
+"""Field of LoRAConfig -> its flag."""
 RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
 """Options whose names are sampling flags on a command line."""
 BY_MODEL = ("prefix_caching_mamba_gb",)
 """Options whose defaults depend on the model, see `config.machine_defaults`."""
-DEST_PREFIX = "config_"
+DEST_PREFIX, LORA_PREFIX = "config_", "lora_"
 SPECULATIVE_DESTS = {
     item.name: f"{DEST_PREFIX}speculative_{item.name}" for item in dataclasses.fields(SpeculativeConfig)
 }
@@ -52,6 +59,11 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
             help=f"{docs[item.name]} ({default})".replace("%", "%%"),
             **_parsing_of(item.name, str(item.type)),
         )
+    about = docs_of(LoRAConfig)
+    for name, (flag, parsing) in LORA_FLAGS.items():
+        default = "" if name == "adapters" else f" (default {getattr(LoRAConfig, name)})"
+        text = f"LoRA: {about[name]}{default}".replace("%", "%%")
+        group.add_argument(flag, dest=f"{LORA_PREFIX}{name}", default=argparse.SUPPRESS, help=text, **parsing)
 
 
 def config_from(
@@ -85,6 +97,9 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     elif fields:
         given = ", ".join(speculative_flag(name) for name in fields)
         raise ConfigError(f"{given}: nothing is drafted without --speculative; add --speculative ngram")
+    lora = {name: getattr(args, LORA_PREFIX + name) for name in LORA_FLAGS if hasattr(args, LORA_PREFIX + name)}
+    if lora:
+        values["lora"] = lora
     return values
 
 

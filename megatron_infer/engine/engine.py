@@ -14,6 +14,7 @@ from megatron_infer.config.request_metadata import Scalar
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.durable.snapshot import LoadReport
+from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
 from megatron_infer.engine.build import build_engine
 from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
 from megatron_infer.engine.logits_hooks import LogitsHook
@@ -139,7 +140,7 @@ class DynamicInferenceEngine:
         return self._controls.on_logits(hook)
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        """Begin what `add_request` would wait for, a grammar to compile; from any thread. None: nothing."""
+        """Begin what `add_request` would wait for, a grammar; from any thread. None: nothing."""
         return None if params.structured is None else self.input_processor.grammars.cache.compile(params.structured)
 
     def continue_request(
@@ -166,7 +167,7 @@ class DynamicInferenceEngine:
         return bool(self.loop.backlog) or not self.loop.is_idle
 
     def can_step(self) -> bool:
-        """True when step() has something to do: an output to hand out, or work in the RUNNING state. On the leader."""
+        """Whether step() has something to do: an output to hand out, or work while RUNNING. On the leader."""
         self.relay.require_leader("can_step()")
         return bool(self.loop.backlog) or (self.state is EngineState.RUNNING and not self.loop.is_idle)
 
@@ -256,47 +257,50 @@ class DynamicInferenceEngine:
     def suspended(
         self, mode: str | KVCacheManagementMode | None = None, tags: Iterable[str] | None = None
     ) -> AbstractContextManager[MemoryReport]:
-        """`with engine.suspended(): train()`: resumes whatever the body does. A failed resume is raised, beside the
-        body's own error if there was one."""
+        """`with engine.suspended(): train()`: resumes whatever the body does; a failed resume is raised."""
         return self._controls.suspended(mode, tags)
 
     def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
-        """The weights that the model has now are `version`: call it after writing them, in any state.
-
-        Cached KV of earlier weights is never matched again. running: "keep" lets unfinished requests go on with the KV
-        they have (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one.
+        """The weights that the model has now are `version`: call it after writing them, in any state. Cached KV of
+        earlier weights is never matched again. running: "keep" lets unfinished requests go on with the KV they have
+        (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one.
         """
         self._controls.set_weight_version(version, running, timeout_s=timeout_s)
 
     def refresh_weights(self) -> None:
-        """Weights changed in place: what set_weight_version(the next number) does; running requests keep their KV.
+        """set_weight_version(the next number): call it when weights were written through `.data` while requests run.
 
-        Every step sees parameters updated in place or re-pointed by itself, and the first step after idling any change
-        at all; call it when weights were written through `.data` while requests are running.
-        """
+        Every step sees other updates in place by itself, and the first step after idling any change at all."""
         self.set_weight_version(self.weight_version + 1)
 
     def verify_weights(self) -> None:
-        """Raise StaleCache if anything derived from the weights does not belong to those the model has now.
-
-        Computes every derived copy once more; `weights.derived` is the registry to put one's own into.
-        """
+        """Raise StaleCache if anything derived from the weights (`weights.derived`) does not belong to those the model
+        has now; computes every derived copy once more."""
         self.relay.meet("verify_weights()")
         self.weights.verify()
 
+    def load_adapter(self, name: str, source: AdapterSource, **how: Any) -> AdapterInfo:
+        """Load a LoRA adapter from a PEFT directory or tensors: `EngineAdapters.load`. Called on every rank."""
+        return self._controls.adapters.load(name, source, **how)
+
+    def unload_adapter(self, name: str, *, abort: bool = False) -> None:
+        """Forget an adapter: `EngineAdapters.unload`. Called on every rank."""
+        self._controls.adapters.unload(name, abort=abort)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The loaded adapters, in the order in which they were loaded."""
+        return self._controls.adapters.loaded()
+
     def reset_prefix_cache(self) -> int:
-        """Nothing computed before is matched by a later prompt, in any state; requests in progress keep what they have.
-        -> cached blocks that came free."""
+        """No later prompt matches what was computed before; running requests keep theirs -> cached blocks freed."""
         self.relay.meet("reset_prefix_cache()")
         return self._scheduler.reset_prefix_cache()
 
     # ------------------------------------------------------------------ several ranks
     def follow(self, also: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
-        """On every rank but the leader: take part in what the leader calls until it calls dismiss().
+        """On every rank but the leader, for scripts that only it runs: take part in its calls until it calls dismiss().
 
-        also: further calls of the leader's, by the name that they pass to `relay.meet`.
-        For scripts that only the leader runs. Outputs of steps are the leader's to take.
-        """
+        also: further calls of the leader's, by the name that they pass to `relay.meet`. Outputs are the leader's."""
         if self.relay.is_leader:
             raise WrongState("follow() is for the ranks beside the leader of an engine", state=self.state.value)
         self.relay.follow(self.followed() | dict(also or {}))
@@ -312,23 +316,20 @@ class DynamicInferenceEngine:
 
     # ------------------------------------------------------------------ requests that outlive the process
     def save_requests(self, path: StrPath, *, kv: bool = False) -> None:
-        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on.
-
-        With several ranks: on the leader, or with kv on every rank, each of which writes its part beside `path`.
-        """
+        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on. Several
+        ranks: on the leader, or with kv on every rank, each of which writes its part beside `path`."""
         self._controls.save_requests(path, kv=kv)
 
-    def load_requests(self, path: StrPath) -> LoadReport:
+    def load_requests(self, path: StrPath, *, changed_adapters: str = "refuse") -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
 
-        Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them;
-        elsewhere the requests' tokens are computed again, see `LoadReport.recomputed`.
+        Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them,
+        see `LoadReport.recomputed`. changed_adapters: "refuse", or "recompute" requests whose adapter has changed.
         """
-        return self._controls.load_requests(path)
+        return self._controls.load_requests(path, changed_adapters)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
-        """On the leader: keep requests in `path` and a journal, so that SIGKILL loses none; None ends it.
-        See `SnapshotManager.keep`."""
+        """On the leader: keep requests in `path` and a journal: `SnapshotManager.keep`. None ends it."""
         self.relay.require_leader("keep_snapshots()")
         self._controls.keep_snapshots(path, every_steps=every_steps, fsync=fsync)
 
@@ -374,6 +375,8 @@ def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]
         "resume()": lambda given: engine.resume(**given),
         "update()": lambda given: engine.set_weight_version(**given),
         "verify_weights()": lambda given: engine.verify_weights(),
+        "load_adapter()": lambda given: engine.load_adapter(**given),
+        "unload_adapter()": lambda given: engine.unload_adapter(**given),
         "reset_prefix_cache()": lambda given: engine.reset_prefix_cache(),
         "save_requests()": lambda given: engine.save_requests(**given),
         "load_requests()": lambda given: engine.load_requests(**given),

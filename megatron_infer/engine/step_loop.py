@@ -16,7 +16,6 @@ from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.requests.request_state import RequestState
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
-from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -25,6 +24,7 @@ from megatron_infer.weights.manager import WeightManager
 
 if TYPE_CHECKING:
     from megatron_infer.speculative.verify import Verifier
+    from megatron_infer.sampling.grammar_matchers import Grammars
 
 log = logging.getLogger("megatron_infer")
 
@@ -191,6 +191,13 @@ class StepLoop:
         """Abort every request, keeping the tokens it has; the outputs come with the next step."""
         for state in self.output_processor.requests:
             self.backlog.append(self.abort(state.id))
+
+    def end_requests(self, requests: Sequence[Request], error: InferenceError) -> None:
+        """End these with an error; nothing is in flight. The outputs come with the next step."""
+        for request in requests:
+            self.output_processor.set_error(request, error)
+            self._scheduler.finish(request, FinishReason.ERROR)
+        self.backlog += self.output_processor.outputs_of(requests, self._scheduler.finish_by_text)
 
     def abort(self, request_id: str) -> RequestOutput:
         """End an open request in any state -> what it has so far."""

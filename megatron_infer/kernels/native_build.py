@@ -25,6 +25,7 @@ FOLDER = Path(__file__).parent / "native"
 SOURCES = (
     "elementwise.cpp",
     "linear.cpp",
+    "lora.cpp",
     "panels.cpp",
     "decode.cpp",
     "prefill.cpp",

@@ -92,6 +92,8 @@ class LlamaNames:
     embedding, final_norm, positions, head = "model.embed_tokens", "model.norm", "", "lm_head"
     prefix = "model.layers"
     attention, mlp = "self_attn", "mlp"
+    transposed: ClassVar = False
+    """Linears are stored as [in, out]."""
     norms: ClassVar = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 
     def __init__(self, description: ModelDescription, model: nn.Module) -> None:
@@ -235,6 +237,7 @@ class GPT2Names(LlamaNames):
     base = "transformer"
     embedding, final_norm, positions, head = "transformer.wte", "transformer.ln_f", "transformer.wpe", "lm_head"
     prefix = "transformer.h"
+    transposed = True
     norms: ClassVar = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}
 
     def _qkv(self, prefix: str, kind: str) -> Recipe:

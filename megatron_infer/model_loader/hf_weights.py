@@ -184,8 +184,13 @@ _NAMES: Mapping[str, type[LlamaNames]] = {
 }
 
 
+def names_of(description: ModelDescription, model: nn.Module) -> LlamaNames:
+    """The recipes of the description's family."""
+    return _NAMES.get(description.architecture, LlamaNames)(description, model)
+
+
 def _recipes(model: nn.Module, description: ModelDescription) -> Iterator[tuple[str, Recipe]]:
-    names = _NAMES.get(description.architecture, LlamaNames)(description, model)
+    names = names_of(description, model)
     layers = getattr(getattr(model, "decoder", None), "layers", ())
     # layer_number counts from 1 over the whole model, in a pipeline stage too.
     numbers = [layer.layer_number - 1 for layer in layers]

@@ -20,6 +20,7 @@ from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, RoutingShape, StepInputs
+from megatron_infer.kernels.lora import LoRAWeights
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models.adoption_checks import (
     check_called_by_none,
@@ -31,7 +32,7 @@ from megatron_infer.models.adoption_checks import (
 from megatron_infer.models.census import Census
 from megatron_infer.models.compiled_layers import CompiledLayer, warm_up
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
-from megatron_infer.models.fused_layers import FusedLayer, FusedNorm, LayerOps
+from megatron_infer.models.fused_layers import FusedLayer, FusedLinear, FusedNorm, LayerOps
 from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.layer_programs import with_programs
@@ -107,6 +108,16 @@ class ModelReading:
         return [layer.fused for layer in self.layers]
 
     @property
+    def linears(self) -> dict[str, FusedLinear]:
+        """The linears that adapters may have pairs for, by their path in the whole model: all but routed experts'."""
+        found = [(layer, linear) for layer in self.layers for linear in layer.linears()]
+        return {
+            linear.name.replace(layer.name, f"decoder.layers.{layer.number}", 1): linear
+            for layer, linear in found
+            if ".experts." not in linear.name
+        }
+
+    @property
     def routing(self) -> RoutingShape | None:
         """None: of layers of the user's own, whose experts are not known. Numbers the experts' layers."""
         return None if None in self.fused else routing_shape(self.experts)
@@ -171,7 +182,9 @@ class AdoptedModel:
         for layer in reading.layers:
             layer.apply()
         cpu_rotary(self.live)
+        before = self.linears if self.num_adoptions else {}
         self._reading, self.shape = reading, reading.shape
+        self.set_lora({path: linear.lora for path, linear in before.items()})
         self.specs = reading.specs
         """One for each of this rank's attention layers, in order."""
         self._mixers = reading.mixers
@@ -188,6 +201,16 @@ class AdoptedModel:
         self._census = Census(self.live)
         if self.compiler is not None:
             self._compile_again()
+
+    def set_lora(self, weights: Mapping[str, LoRAWeights | None]) -> None:
+        """Add these pairs' products in steps with adapters, also after the model is adopted again. By `linears`."""
+        for path, linear in self._reading.linears.items():
+            linear.lora = weights.get(path)
+
+    @property
+    def linears(self) -> dict[str, FusedLinear]:
+        """See `ModelReading.linears`."""
+        return self._reading.linears
 
     def has_changed(self) -> bool:
         """Whether a module was replaced, hooked, patched, parametrized or cast, or a parameter replaced, since the

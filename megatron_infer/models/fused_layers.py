@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.activations import Activation
 from megatron_infer.kernels.base import AttendSpec, Norms, Ops, StepInputs
+from megatron_infer.kernels.lora import LoRAWeights
 from megatron_infer.models.activations import activation_of
 from megatron_infer.models.core_attention import TorchNorm
 from megatron_infer.models.fp8 import Fp8Product
@@ -184,7 +185,7 @@ class FusedLinear(LayerOp):
     Where ranks sum their products, `flat` gives the product and an `AllReduce`, which also adds the bias.
     """
 
-    __slots__ = ("foreign", "parameters", "product", "reduce", "spread")
+    __slots__ = ("foreign", "lora", "name", "parameters", "product", "reduce", "spread")
 
     def __init__(
         self,
@@ -201,6 +202,9 @@ class FusedLinear(LayerOp):
         self.spread: Reducer | None = None
         self.product: Fp8Product | None = None
         """What multiplies in FP8; None: `ops.linear` does, by the weight."""
+        self.name = name
+        self.lora: LoRAWeights | None = None
+        """Adapters' pairs for this linear; None: the engine has no adapters, or none may have a pair for it."""
         self.foreign: tuple[Any, str, str] | None = None
         """Transformer Engine's module, its name here and which of its weights it is; None: megatron-core's own."""
         role, whole = linear_role(module), ""
@@ -235,8 +239,12 @@ class FusedLinear(LayerOp):
         parameters = self.parameters
         bias = None if self.reduce is not None else parameters["bias"]
         if self.product is not None:
-            return self.product(x_TX, bias), residual_TD
-        return step.ops.linear(x_TX, parameters["weight"], bias), residual_TD
+            out_TW = self.product(x_TX, bias)
+        else:
+            out_TW = step.ops.linear(x_TX, parameters["weight"], bias)
+        if step.lora is not None and self.lora is not None and self.lora.num_pairs:
+            out_TW = step.lora.run(out_TW, x_TX, self.lora)
+        return out_TW, residual_TD
 
     def multiply(self, ops: Ops, x_TX: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's product with the bias that is given; for experts, which are never split here."""

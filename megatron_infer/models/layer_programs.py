@@ -4,7 +4,7 @@
 
 The operations of `fused_layers` stay the one description of a layer: a program is read off them. What a program buys is
 the time between two kernels, a quarter of a decode step of a small model. Where kernels cannot run one (weights that are
-not packed, a norm that is not RMS), the operations run one by one, with the same bits.
+not packed, a norm that is not RMS) and in steps with adapters, the operations run one by one, with the same bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ProgramOps(LayerOps):
         self.program = program
 
     def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None = None) -> tuple[Any, Tensor | None]:
-        done = step.run_program(self.program, x, residual_TD)
+        done = None if step.lora is not None else step.run_program(self.program, x, residual_TD)
         return super().run(step, x, residual_TD) if done is None else done
 
 

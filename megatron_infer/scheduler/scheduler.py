@@ -118,6 +118,8 @@ class Scheduler:
 
     def readmit(self, request: Request, computed: int, *, like: Request | None = None, num_shared: int = 0) -> bool:
         """Let `request` continue after `computed` tokens; the caller writes their KV now. False: no room, `add` it."""
+        if not self.running_set.has_adapter_slot(request):
+            return False
         if not self.running_set.lease_computed(request, computed, like=like, num_shared=num_shared):
             return False
         self.queue.assign_arrivals(request)
@@ -221,6 +223,8 @@ class Scheduler:
         self.context.repeat_table_writes()
         self.preemption.drop_all()
         self.context.take_copies()
+        if self.context.adapters is not None:
+            self.context.adapters.repeat_loads()
 
     def retract(self, plan: StepPlan, *later: StepPlan) -> bool:
         """Undo a step that ran out of memory and later ones, and halve the budget. False: it had one token only."""

@@ -77,6 +77,7 @@ class StepPlanner:
             verified = self._drafts.plan(running_set, decode, starts, room=budget - num_tokens)
             sampled = [*decode, *(one.request for one in verified for _ in range(one.n)), *draft.sampled]
             num_tokens = len(decode) + sum(one.n for one in verified) + draft.num_tokens
+        adapters = context.adapters
         return StepPlan(
             step=running_set.stats.steps,
             decode=decode,
@@ -85,6 +86,7 @@ class StepPlanner:
             copies_before=context.take_copies() if num_tokens else (),
             copies_after=tuple(sorted(draft.copies, key=lambda copy: copy.kind.value)),
             readmitted=tuple([request for request in readmitted if request.lease is not None]),
+            adapter_loads=() if adapters is None or not num_tokens else adapters.take_loads(),
             num_tokens=num_tokens,
             sampled=sampled,
             num_prompt_tokens=draft.num_tokens,

@@ -33,6 +33,7 @@ from megatron_infer.server.detokenize import OutputDetokenizer
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest, InFlightCall
+from megatron_infer.server.served_models import adapter_of
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tracing import Tracing
 from megatron_infer.text.tokenizer import Tokenizer
@@ -238,20 +239,17 @@ class EngineClient:
 
     # ------------------------------------------------------------------ requests
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that this server does not serve. None or "": no name is given."""
-        if name and name not in self.model_names:
-            message = f"the model {name[:200]!r} is not served here; there is {', '.join(self.model_names)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
     def checked(self, requests: Sequence[EngineRequest], call: Call, *, field: str = "prompt") -> list[EngineRequest]:
-        """The requests of a call, in its caller's name and bounded by `max_reply_bytes`.
+        """The requests of a call, in its caller's name, bounded by `max_reply_bytes`, with the adapter that its model
+        names.
 
         field: the body's field with the prompts.
 
         Raises ApiError 400 for requests that the engines would refuse, or could never take.
         """
         limits, settings = self.limits, self.settings
+        if (adapter := adapter_of(self, getattr(call.body, "model", None))) is not None:
+            requests = [replace(one, params=replace(one.params, adapter=adapter)) for one in requests]
         call_limits.check_num_requests(len(requests), limits, field=field)
         for request in requests:
             call_limits.check_enabled(request.params, settings)

@@ -3,61 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_infer.errors import ModelError, WeightUpdateError, unknown_name
-from megatron_infer.model_loader.checkpoint import description_from_model
+from megatron_infer.errors import WeightUpdateError, unknown_name
 from megatron_infer.model_loader.head_padding import PaddedReader
+from megatron_infer.model_loader.hf_family import plan_of, spelled
 from megatron_infer.model_loader.hf_names import Shard, Span
 from megatron_infer.model_loader.hf_weights import base_prefix, ignorable, made, recipes_of, source_shapes
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.rl.weights.inventory import listed
-
-_MEGATRON = ("embedding.", "decoder.", "output_layer.")
-_ARCHITECTURES = (
-    ("block_sparse_moe.", "GraniteMoeHybridForCausalLM"),
-    ("shared_mlp.", "GraniteMoeHybridForCausalLM"),
-    (".mamba.", "BambaForCausalLM"),
-    ("backbone.", "NemotronHForCausalLM"),
-    (".mixer.", "NemotronHForCausalLM"),
-    ("model.embeddings.", "NemotronHForCausalLM"),
-    ("qkv_proj.", "Phi3ForCausalLM"),
-    ("transformer.", "GPT2LMHeadModel"),
-)
-"""Part of a tensor name -> the family that uses it; all other families use Llama's names."""
-
-
-def is_hf_name(name: str) -> bool:
-    """Whether a name is a Hugging Face one rather than megatron-core's."""
-    return not name.startswith(_MEGATRON)
 
 
 def shard_of(model: Any) -> Shard:
     """This rank's part of tensor parallelism."""
     group = model.pg_collection.tp
     return Shard() if group is None else Shard(rank=group.rank(), size=group.size())
-
-
-def plan_of(model: Any, names: Mapping[str, object] | tuple[str, ...]) -> ModelDescription:
-    """The model's description, with the family that the names imply. Raises ModelError for a family that needs plan=:
-    the multipliers that it folds into its weights cannot be read from a model."""
-    plan = description_from_model(model)
-    family = next((family for mark, family in _ARCHITECTURES if any(mark in name for name in names)), None)
-    if family == "GraniteMoeHybridForCausalLM":
-        raise ModelError(
-            f"{family}: its weights are multiplied by values of config.json that the model does not have; give "
-            "plan=open_source(directory).config()"
-        )
-    return plan if family is None else replace(plan, architecture=family)
-
-
-def spelled(name: str, plan: ModelDescription) -> str:
-    """The name as in the family's files: models in memory call the body `model`, files may use another prefix."""
-    base = base_prefix(plan)
-    return f"{base}.{name.removeprefix('model.')}" if name.startswith("model.") and base != "model" else name
 
 
 class HFAssembler:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError, WeightUpdateError, unknown_name
+from megatron_infer.model_loader.hf_family import is_hf_name
 from megatron_infer.model_loader.model_description import ModelDescription
-from megatron_infer.rl.weights.hf import HFAssembler, is_hf_name
+from megatron_infer.rl.weights.hf import HFAssembler
 from megatron_infer.rl.weights.inventory import EMBEDDING, HEAD, Inventory, LocalTensor, listed, whole_name
 from megatron_infer.rl.weights.target import UpdateTarget
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError
 from megatron_infer.model_loader.checkpoint import CheckpointSource
 from megatron_infer.model_loader.find import is_checkpoint
+from megatron_infer.model_loader.hf_family import is_hf_name, plan_of, spelled
 from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, fitted, made
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.model_loader.sources import open_source
-from megatron_infer.rl.weights.hf import InMemoryReader, is_hf_name, plan_of, shard_of, spelled
+from megatron_infer.rl.weights.hf import InMemoryReader, shard_of
 from megatron_infer.rl.weights.inventory import LocalTensor, listed
 from megatron_infer.rl.weights.names import check_shape, locals_of, numbering_of
 from megatron_infer.rl.weights.target import UpdateTarget

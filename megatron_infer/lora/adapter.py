@@ -1,0 +1,54 @@
+"""An adapter on the host: the pairs of matrices that it adds to a model's linears, in the whole model's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LoRAPair:
+    """One linear computes y + scale * B(A x) in the place of y."""
+
+    a: Tensor
+    """[rank, in]."""
+    b: Tensor
+    """[out, rank], its rows in the order of the linear's own weight in megatron-core."""
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Pairs by the path of their linear below the model, such as `decoder.layers.3.self_attention.linear_qkv`.
+
+    Layers are counted over the whole model and matrices are whole: not those of one pipeline stage or tensor-parallel
+    rank. Queries, keys and values with an A each are one pair, whose A stacks theirs and whose B is block-diagonal.
+    """
+
+    name: str
+    pairs: dict[str, LoRAPair] = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a pair."""
+        return max((pair.rank for pair in self.pairs.values()), default=0)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all that the adapter computes with: paths, matrices in their dtypes, scales. Not of its name."""
+        found = blake2b(digest_size=16)
+        for path, pair in sorted(self.pairs.items()):
+            found.update(repr((path, float(pair.scale))).encode())
+            for tensor in (pair.a, pair.b):
+                plain = tensor.detach().cpu().contiguous()
+                found.update(repr((str(plain.dtype), tuple(plain.shape))).encode())
+                found.update(memoryview(plain.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        return found.hexdigest()

@@ -1,0 +1,164 @@
+"""Which linears of a model an adapter may change, and how their Hugging Face linears lie in megatron-core's.
+
+The recipes of `model_loader.hf_names`, which make a weight of Hugging Face tensors, are given tensors of numbered rows:
+what they make says where each row of a linear comes from. So an adapter goes the way that the weights go.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_infer.errors import ModelError
+from megatron_infer.model_loader.head_padding import pad_groups, unpadded
+from megatron_infer.model_loader.hf_family import is_hf_name, plan_of
+from megatron_infer.model_loader.hf_names import WHOLE, LlamaNames, Recipe, Span
+from megatron_infer.model_loader.hf_weights import names_of
+from megatron_infer.model_loader.model_description import ModelDescription
+
+PARTS = (
+    *("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
+    *("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mixer.in_proj", "mixer.out_proj"),
+)
+"""megatron-core's linears of a layer that an adapter may change."""
+LAYERS = "decoder.layers"
+_REFUSED = (
+    (r"embed|\bwte\b|\bwpe\b", "an embedding"),
+    (r"lm_head|output_layer|\bhead\b|\bscore\b|classifier", "an output layer"),
+    (r"\bexperts\b|block_sparse_moe\.(input|output)_linear", "routed experts"),
+    (r"conv1d", "a convolution"),
+    (r"router|\bgate$", "a router"),
+    (r"norm|\bln_", "a norm"),
+)
+"""Pattern in a linear's name -> what it is, where an adapter of it is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedLinear:
+    """A linear of the whole model, and the Hugging Face linears whose rows it has."""
+
+    path: str
+    shape: tuple[int, int]
+    """(out, in) of its weight."""
+    sources: Mapping[str, tuple[int, int]]
+    """Name of each Hugging Face linear -> its (out, in), in order."""
+    row: Tensor
+    """int64 [out]: the row in all sources, one behind the other, from 1 on; 0: padding."""
+    factor: float
+    """What loading multiplies into its weight (`WeightScales`)."""
+
+    def gathered(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """[out_s, n] of each source -> [out, n] in megatron-core's order."""
+        first = next(iter(parts.values()))
+        stacked = torch.cat([first.new_zeros(1, first.shape[1]), *(parts[source] for source in self.sources)])
+        found = stacked[self.row]
+        return found if self.factor == 1.0 else found.float() * self.factor
+
+    def parted(self, rows: Tensor) -> dict[str, Tensor]:
+        """[out, n] in megatron-core's order -> [out_s, n] of each source."""
+        sizes = [out for out, _ in self.sources.values()]
+        stacked = rows.new_empty(1 + sum(sizes), rows.shape[1])
+        stacked[self.row] = rows if self.factor == 1.0 else (rows.float() / self.factor).to(rows.dtype)
+        return {name: part.contiguous() for name, part in zip(self.sources, stacked[1:].split(sizes), strict=True)}
+
+
+class AdaptedLinears:
+    """All linears of a model that an adapter may change, by megatron-core's path and by Hugging Face's name."""
+
+    def __init__(self, description: ModelDescription, *, num_groups: int | None = None) -> None:
+        """num_groups: kv groups of the model, where `build_model` has added some to the description's."""
+        groups = description.transformer["num_query_groups"]
+        padded = description if num_groups in (None, groups) else pad_groups(description, num_groups)
+        self.description = description
+        self.by_path = {one.path: one for one in _linears(description, padded)}
+        self.by_source = {source: one for one in self.by_path.values() for source in one.sources}
+
+    @classmethod
+    def of(cls, model: Any, names: tuple[str, ...] = (), description: ModelDescription | None = None) -> AdaptedLinears:
+        """Those of a live model, or of the model that one pipeline stage belongs to.
+
+        names: of tensors, which imply the family where there is no description. Raises ModelError for a model or family
+        that needs one.
+        """
+        if description is None:
+            description = unpadded(plan_of(model, names), model)
+            if description.hybrid is not None and _is_unknown(description) and any(map(is_hf_name, names)):
+                raise ModelError(
+                    f"{names[0]}: the names do not say which family of hybrid models they are of; give "
+                    "description=open_source(directory).config()"
+                )
+        return cls(description, num_groups=model.config.num_query_groups)
+
+    def refusal(self, source: str) -> str:
+        """Why a Hugging Face linear, or a megatron-core one, that is none of these cannot have an adapter."""
+        for pattern, what in _REFUSED:
+            if re.search(pattern, source):
+                return f"{source} is {what}, whose adapters are not supported"
+        near = difflib.get_close_matches(source, [*self.by_source, *self.by_path], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{source} is no linear of this {self.description.architecture}{hint}"
+
+
+def _is_unknown(description: ModelDescription) -> bool:
+    return description.architecture.startswith("Megatron")
+
+
+def _linears(description: ModelDescription, padded: ModelDescription) -> Iterator[AdaptedLinear]:
+    own, names = _names(description), _names(padded)
+    for number in range(description.transformer["num_layers"]):
+        for part in PARTS:
+            recipe, target = (one.layer(number, f"{part}.weight") for one in (own, names))
+            if recipe is None or target is None or not all(map(all, recipe.sources.values())):
+                continue  # this layer has no such linear
+            yield _linear(f"{LAYERS}.{number}.{part}", recipe, target, transposed=names.transposed)
+
+
+def _names(description: ModelDescription) -> LlamaNames:
+    from megatron_infer.model_loader.hf_hybrid_names import HybridNames
+
+    if description.hybrid is not None and _is_unknown(description):
+        return HybridNames(description, nn.Module())  # for megatron-core's names
+    return names_of(description, nn.Module())
+
+
+def _linear(path: str, own: Recipe, target: Recipe, *, transposed: bool) -> AdaptedLinear:
+    def as_linear(shape: tuple[int, ...]) -> tuple[int, int]:
+        return (shape[1], shape[0]) if transposed else (shape[0], shape[1])
+
+    assert target.make is not None
+    sources = {name.removesuffix(".weight"): as_linear(shape) for name, shape in own.sources.items()}
+    sizes = {name: (as_linear(own.sources[name])[0], as_linear(shape)[0]) for name, shape in target.sources.items()}
+    numbers = target.make(_Rows(sizes, transposed=transposed, numbered=True), WHOLE).flatten().double()
+    factors = target.make(_Rows(sizes, transposed=transposed, numbered=False), WHOLE).flatten().double()
+    factor = float(factors.max())
+    row = (numbers / factor).round().long()
+    inputs = {as_linear(shape)[1] for shape in target.sources.values()}
+    assert len(inputs) == 1 and bool((factors[row > 0] == factor).all()), f"{path}: its sources differ"
+    return AdaptedLinear(path=path, shape=(len(row), inputs.pop()), sources=sources, row=row, factor=factor)
+
+
+class _Rows:
+    """A TensorReader of linears with one input, which hold the numbers of their rows from 1 on, counted through all
+    sources, or ones; 0 in the rows that padding adds."""
+
+    def __init__(self, sizes: Mapping[str, tuple[int, int]], *, transposed: bool, numbered: bool) -> None:
+        """sizes: rows of each source without and with padding."""
+        self._transposed, self._held, at = transposed, {}, 1
+        for name, (count, padded) in sizes.items():
+            values = torch.zeros(padded, dtype=torch.float64)
+            values[:count] = torch.arange(at, at + count) if numbered else 1.0
+            self._held[name], at = values, at + count
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: (1, len(held)) if self._transposed else (len(held), 1) for name, held in self._held.items()}
+
+    def read(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        span = columns if self._transposed else rows  # the other one is the linear's input
+        held = self._held[name] if span is None else self._held[name][slice(*span)]
+        return held[None] if self._transposed else held[:, None]

@@ -1,0 +1,295 @@
+"""Adapters in PEFT's format: adapter_config.json beside adapter_model.safetensors, or tensors in memory.
+
+    base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight   [rank, in]     Hugging Face's names
+    decoder.layers.3.self_attention.linear_qkv.lora_A.weight         [rank, in]     megatron-core's (`attach_lora`)
+
+Every tensor is used or refused, and no tensor is read before sizes are known to fit the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron_infer.errors import ModelError
+from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.lora.names import AdaptedLinear, AdaptedLinears
+from megatron_infer.lora.peft_config import PeftConfig
+from megatron_infer.model_loader.hf_family import spelled
+from megatron_infer.model_loader.hf_weights import base_prefix
+from megatron_infer.model_loader.model_description import ModelDescription
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES, MAX_HEADER_BYTES = 1 << 20, 8 << 20
+WIDEST = 4
+"""Bytes of the widest element type that is read."""
+MAX_RANK = 4096
+"""The largest rank that is read without max_rank."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PREFIX = "base_model.model."
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
+_REFUSED = (
+    ("lora_magnitude_vector", "a magnitude of DoRA, which is not supported"),
+    ("lora_embedding_", "of an embedding, whose adapters are not supported"),
+    ("modules_to_save", "a whole module's (modules_to_save), which is not supported"),
+    (".lora_B.bias", "a bias of an adapter, which is not supported"),
+    (".base_layer.", "a weight of the base model; give the adapter's tensors alone"),
+    (".bias", "a bias, which is not supported"),
+)
+"""Part of a tensor's name -> why it is refused."""
+_SHOWN = 5
+
+
+def read_adapter(
+    name: str,
+    source: str | Path | Mapping[str, Tensor],
+    model: Any,
+    *,
+    config: Mapping[str, Any] | None = None,
+    description: ModelDescription | None = None,
+    max_rank: int | None = None,
+) -> Adapter:
+    """An adapter for a live model, or for the model that a pipeline stage or tensor-parallel rank is a part of.
+
+    source: a PEFT directory, or tensors under PEFT's or megatron-core's names. config: fields of an
+    adapter_config.json; for tensors, which have no file of it, lora_alpha at least. description: the base model's
+    (`open_source(...).config()`); None: read off the model, which is not enough for every family. max_rank: a pair of
+    PEFT's may have; the pair of a fused linear that is made of several has the sum of their ranks, unless they share A.
+    Raises ModelError, which names the adapter and no path, with all that is wrong.
+    """
+    try:
+        given = {} if isinstance(source, Mapping) else _read_config(Path(source))
+        settings = PeftConfig(given | dict(config or {}))
+        _check_rank(settings, max_rank)
+        if isinstance(source, Mapping):
+            tensors, linears = source, AdaptedLinears.of(model, tuple(map(_module_name, source)), description)
+        else:
+            tensors, linears = _read_tensors(Path(source) / WEIGHTS, model, description, settings, max_rank)
+        return Adapter(name, _Pairs(settings, linears, max_rank).of(tensors))
+    except ModelError as error:
+        raise ModelError(f"adapter {name!r}: {error}") from error
+
+
+@dataclass(slots=True)
+class _Found:
+    """The tensors of one linear of the source."""
+
+    shown: str
+    """The linear's name there."""
+    sides: dict[str, Tensor]
+    """By A and B."""
+
+
+class _Pairs:
+    """Puts tensors together. All that is wrong is collected before anything is raised."""
+
+    def __init__(self, config: PeftConfig, linears: AdaptedLinears, max_rank: int | None) -> None:
+        self._config, self._linears, self._max_rank = config, linears, max_rank
+        self._problems: list[str] = []
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, LoRAPair]:
+        found = self._collected(tensors)
+        self._check_complete(found)
+        scaled = {source: one for source, one in ((s, self._checked(s, f)) for s, f in found.items()) if one}
+        if self._problems:
+            more = len(self._problems) - _SHOWN
+            raise ModelError("; ".join(self._problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else ""))
+        pairs: dict[str, LoRAPair] = {}
+        for path, linear in self._linears.by_path.items():
+            parts = {source: scaled[source] for source in linear.sources if source in scaled}
+            if path in scaled:
+                pairs[path] = scaled[path]
+            elif parts:
+                pairs[path] = _joined(linear, parts)
+        return pairs
+
+    def _collected(self, tensors: Mapping[str, Tensor]) -> dict[str, _Found]:
+        """By the linear's name in the description, or megatron-core's."""
+        found: dict[str, _Found] = {}
+        adapters = set()
+        for name, tensor in tensors.items():
+            match = _TENSOR.fullmatch(name.removeprefix(PREFIX))
+            if match is None:
+                why = next((why for part, why in _REFUSED if part in f".{name}"), "no tensor of a LoRA adapter")
+                self._problems.append(f"{name} is {why}")
+                continue
+            adapters.add(match["adapter"])
+            if (source := self._source(match["module"])) is None:
+                self._problems.append(self._linears.refusal(match["module"]))
+            elif match["side"] in found.setdefault(source, _Found(match["module"], {})).sides:
+                self._problems.append(f"{name} is there twice, under two names")
+            else:
+                found[source].sides[match["side"]] = tensor
+        if len(adapters) > 1:
+            self._problems.append(f"tensors of several adapters: {', '.join(sorted(map(str, adapters)))}")
+        if not tensors:
+            self._problems.append("there are no tensors")
+        paths = {self._linears.by_source[one].path for one in found if one in self._linears.by_source}
+        self._problems += [f"{one} is given under both kinds of names" for one in sorted(paths & found.keys())]
+        return found
+
+    def _source(self, module: str) -> str | None:
+        """The linear that a name means; None: there is none."""
+        if module in self._linears.by_path or module in self._linears.by_source:
+            return module
+        description = self._linears.description
+        known = (spelled(module, description), f"{base_prefix(description)}.{module}")  # the latter: of the bare body
+        return next((one for one in known if one in self._linears.by_source), None)
+
+    def _check_complete(self, found: Mapping[str, _Found]) -> None:
+        """Against target_modules: PEFT would not load what they do not name, and invent what is missing."""
+        config, linears = self._config, self._linears
+        if not config.names_targets or not found or any(source in linears.by_path for source in found):
+            return
+        base = f"{base_prefix(linears.description)}."
+        first, shown = next((source, one.shown) for source, one in found.items())
+        prefix = shown.removesuffix(first.removeprefix(base))
+        as_shown = {source: prefix + source.removeprefix(base) for source in linears.by_source}
+        for entry in config.unknown_targets(list(as_shown.values())):
+            self._problems.append(f"target_modules: {linears.refusal(entry)}")
+        for one in found.values():
+            if not config.targets(one.shown):
+                self._problems.append(f"{one.shown} has tensors, and target_modules does not name it")
+        for source, name in as_shown.items():
+            if source not in found and config.targets(name):
+                self._problems.append(f"{name} is one of target_modules, and has no tensors")
+
+    def _checked(self, source: str, found: _Found) -> LoRAPair | None:
+        """The pair, with the source's own rows; None: something is wrong with it."""
+        shown, count = found.shown, len(self._problems)
+        for side in "AB":
+            if side not in found.sides:
+                self._problems.append(f"{shown} has no lora_{side}")
+        if len(self._problems) > count:
+            return None
+        a, b = found.sides["A"], found.sides["B"]
+        linear = self._linears.by_path.get(source)
+        out, width = linear.shape if linear is not None else self._linears.by_source[source].sources[source]
+        rank = a.shape[0] if a.dim() == 2 else 0
+        if rank < 1:
+            self._problems.append(f"{shown}: lora_A is {list(a.shape)}, a rank is at least 1")
+        elif tuple(a.shape) != (rank, width) or tuple(b.shape) != (out, rank):
+            self._problems.append(
+                f"{shown}: lora_A {list(a.shape)} and lora_B {list(b.shape)}, and the base model needs "
+                f"[rank, {width}] and [{out}, rank]"
+            )
+        elif (said := self._config.rank_of(shown)) not in (None, rank):
+            self._problems.append(f"{shown} has rank {rank}, and the config says {said}")
+        elif self._max_rank is not None and rank > self._max_rank:
+            self._problems.append(f"{shown} has rank {rank}, max_rank is {self._max_rank}")
+        elif a.dtype not in DTYPES or b.dtype not in DTYPES:
+            self._problems.append(f"{shown}: {a.dtype} and {b.dtype}; known are float32, bfloat16 and float16")
+        elif not all(bool(torch.isfinite(one).all()) for one in (a, b)):
+            self._problems.append(f"{shown} has NaN or infinity")
+        else:
+            return LoRAPair(a=a.detach(), b=b.detach(), scale=self._config.scale_of(shown, rank))
+        return None
+
+
+def _joined(linear: AdaptedLinear, parts: Mapping[str, LoRAPair]) -> LoRAPair:
+    """One pair of a fused linear: A stacks those of its sources, and B is block-diagonal. Sources whose A and scale are
+    equal share their rows of A."""
+    blocks: list[LoRAPair] = []
+    block_of: dict[str, int] = {}
+    for source, pair in parts.items():
+        same = (i for i, b in enumerate(blocks) if b.scale == pair.scale and torch.equal(b.a, pair.a))
+        block_of[source] = next(same, len(blocks))
+        if block_of[source] == len(blocks):
+            blocks.append(pair)
+    dtypes = {tensor.dtype for pair in parts.values() for tensor in (pair.a, pair.b)}
+    is_one = len(dtypes) == 1 and len({pair.scale for pair in blocks}) == 1
+    dtype, scale = (dtypes.pop(), blocks[0].scale) if is_one else (torch.float32, 1.0)
+    starts = [0]
+    for block in blocks:
+        starts.append(starts[-1] + block.rank)
+    rows = {source: torch.zeros(out, starts[-1], dtype=dtype) for source, (out, _) in linear.sources.items()}
+    for source, pair in parts.items():
+        own = pair.b if pair.scale == scale else pair.b.to(dtype) * pair.scale
+        rows[source][:, starts[block_of[source]] : starts[block_of[source] + 1]] = own
+    a = torch.cat([block.a.to(dtype) for block in blocks])
+    if (missing := linear.shape[1] - a.shape[1]) > 0:  # kv groups of zeros
+        a = torch.nn.functional.pad(a, (0, missing))
+    return LoRAPair(a=a, b=linear.gathered(rows), scale=scale)
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _check_rank(config: PeftConfig, max_rank: int | None) -> None:
+    limit, what = (MAX_RANK, "the largest that is read") if max_rank is None else (max_rank, "max_rank")
+    if config.max_rank is not None and config.max_rank > limit:
+        raise ModelError(f"rank {config.max_rank}, the limit is {limit} ({what})")
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise ModelError(f"there is no such directory; a PEFT adapter is one, with {CONFIG} in it")
+    with _opened(directory / CONFIG) as file:
+        text = file.read(MAX_CONFIG_BYTES + 1)
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ModelError(f"{CONFIG} has more than {MAX_CONFIG_BYTES:,} bytes")
+    return _json_object(text, CONFIG)
+
+
+def _read_tensors(
+    path: Path, model: Any, description: ModelDescription | None, config: PeftConfig, max_rank: int | None
+) -> tuple[dict[str, Tensor], AdaptedLinears]:
+    """Read, not mapped: a mapped file that is cut short meanwhile kills the process."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    with _opened(path) as file:
+        start = file.read(8)
+        if len(start) < 8 or (length := int.from_bytes(start, "little")) > MAX_HEADER_BYTES:
+            raise ModelError(
+                f"{path.name} is no safetensors file, or its header has more than {MAX_HEADER_BYTES:,} bytes"
+            )
+        header = file.read(length)
+        names = tuple(_module_name(name) for name in _json_object(header, path.name) if name != "__metadata__")
+        linears = AdaptedLinears.of(model, names, description)
+        widths = (out + width for one in linears.by_path.values() for out, width in one.sources.values())
+        limit = WIDEST * (config.max_rank or max_rank or MAX_RANK) * sum(widths)
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ModelError(f"{path.name} has more than the {limit:,} bytes that all linears of this model take")
+    try:
+        return load(start + header + content), linears
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"{path.name} is damaged or cut short: {error}") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file; what cannot be read is a ModelError that names the file without its folder."""
+    if not path.is_file():
+        other = next((one.name for one in sorted(path.parent.glob("adapter_model*")) if path.name == WEIGHTS), None)
+        raise ModelError(f"there is no file {path.name}" + (f"; {other} is not read" if other else ""))
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise ModelError(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _json_object(text: bytes, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{name}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _module_name(name: str) -> str:
+    """The linear's name in a tensor's name; the name itself where there is none."""
+    match = _TENSOR.fullmatch(name.removeprefix(PREFIX))
+    return match["module"] if match else name

@@ -1,0 +1,58 @@
+"""An adapter that PEFT wrote computes here what it computes in PEFT."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft_cases import DENSE, logits_of, merge, saved
+from plain_forward import full_logits
+
+from megatron_infer.lora.peft import read_adapter
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.sources import open_source
+
+pytest.importorskip("peft")
+
+IDS = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+CASES = {
+    "every_target": ("llama", DENSE, {}),
+    "one_head_each": ("mha", ["q_proj", "v_proj"], {"r": 1}),
+    "wide": ("qwen3", DENSE, {"r": 64, "lora_alpha": 16}),
+    "rslora": ("llama", ["k_proj", "o_proj", "up_proj"], {"use_rslora": True, "r": 9}),
+    "patterns": (
+        "llama",
+        DENSE,
+        {
+            "rank_pattern": {"q_proj": 2, r"layers\.1\.self_attn\.v_proj": 7, "^model.layers.0.mlp.up_proj": 3},
+            "alpha_pattern": {"v_proj": 5.0, "down_proj": 1},
+        },
+    ),
+    "some_layers": ("llama", ["q_proj", "down_proj"], {"layers_to_transform": [1], "layers_pattern": "layers"}),
+    "by_pattern": ("llama", r".*\.layers\.\d+\.(self_attn|mlp)\.(v|gate)_proj", {}),
+    "all_linear": ("llama", "all-linear", {"exclude_modules": ["k_proj"]}),
+    "phi3": ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], {}),
+    "gpt2": ("gpt2", ["c_attn", "c_proj", "c_fc"], {"fan_in_fan_out": True}),
+    "mamba2": ("mamba2", ["in_proj"], {}),
+    "nemotron_h": (
+        "nemotron_h_experts",
+        r".*\.mixer\.(in_proj|q_proj|k_proj|v_proj|o_proj)|.*shared_experts\.(up_proj|down_proj)",
+        {},
+    ),
+    "bamba": ("bamba", [*DENSE, "in_proj", "out_proj"], {}),
+    "granite": ("granite_factors", ["q_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear",
+                                    "output_linear"], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_computes_what_it_computes_in_peft(case, tmp_path):
+    kind, targets, options = CASES[case]
+    base, folder, wrapped = saved(tmp_path, kind, targets, **options)
+    source = open_source(base)
+    model = build_model(source)
+    without = full_logits(model, IDS)
+    adapter = read_adapter("one", folder, model, description=source.config())
+    expected = logits_of(wrapped, IDS)
+    assert (without - expected).abs().max() > 0.1, "the adapter changes nothing"
+    scale = expected.abs().max()
+    assert (full_logits(merge(model, adapter), IDS) - expected).abs().max() < 1e-5 * max(scale, 1)
