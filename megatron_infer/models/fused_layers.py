@@ -24,6 +24,7 @@ from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.activations import Activation
 from megatron_infer.kernels.base import AttendSpec, Norms, Ops, StepInputs
 from megatron_infer.models.activations import activation_of
+from megatron_infer.models.attached_lora import LinearLoRA, lora_of
 from megatron_infer.models.core_attention import TorchNorm
 from megatron_infer.models.fp8 import Fp8Product
 from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, IdentityOp, L2Norm, RowParallelLinear
@@ -184,7 +185,7 @@ class FusedLinear(LayerOp):
     Where ranks sum their products, `flat` gives the product and an `AllReduce`, which also adds the bias.
     """
 
-    __slots__ = ("foreign", "parameters", "product", "reduce", "spread")
+    __slots__ = ("foreign", "lora", "parameters", "product", "reduce", "spread")
 
     def __init__(
         self,
@@ -201,6 +202,8 @@ class FusedLinear(LayerOp):
         self.spread: Reducer | None = None
         self.product: Fp8Product | None = None
         """What multiplies in FP8; None: `ops.linear` does, by the weight."""
+        self.lora: LinearLoRA | None = lora_of(module)
+        """The pair that trains on the live module; None: there is none."""
         self.foreign: tuple[Any, str, str] | None = None
         """Transformer Engine's module, its name here and which of its weights it is; None: megatron-core's own."""
         role, whole = linear_role(module), ""
@@ -230,13 +233,18 @@ class FusedLinear(LayerOp):
             self.foreign = module, name, number
 
     def run(self, step: StepInputs, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        given_TX = x_TX
         if self.spread is not None:
             x_TX = self.spread.spread(x_TX)
         parameters = self.parameters
         bias = None if self.reduce is not None else parameters["bias"]
         if self.product is not None:
-            return self.product(x_TX, bias), residual_TD
-        return step.ops.linear(x_TX, parameters["weight"], bias), residual_TD
+            y_TY = self.product(x_TX, bias)
+        else:
+            y_TY = step.ops.linear(x_TX, parameters["weight"], bias)
+        if self.lora is not None:
+            y_TY = self.lora.add_to(step.ops, given_TX, y_TY, spread=self.spread, reduce=self.reduce)
+        return y_TY, residual_TD
 
     def multiply(self, ops: Ops, x_TX: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's product with the bias that is given; for experts, which are never split here."""
