@@ -227,7 +227,7 @@ def _bare(model: Any) -> Any:
     while outer is not live:
         if not isinstance(outer, mcore.Float16Module):
             raise ConfigError(
-                f"attach_lora() on a model within {type(outer).__name__}, which would not know the adapter's parameters: "
+                f"attach_lora() on a model within {type(outer).__name__}, which would not train the adapter: "
                 "call it before DDP and the optimizer are built"
             )
         outer = outer.module
