@@ -112,7 +112,7 @@ class TrainerStep:
         given, starts = self._arguments("score()", sequences, options, grad)
         dropout = options.dropout
         if options.adapter != ATTACHED:
-            self._check_base(options.adapter, grad=grad)
+            _check_base(self._chain[-1], options.adapter, grad=grad)
         if not grad and dropout:
             raise ConfigError("dropout=True without grad=True; scores without gradients are those of the eval mode")
         if grad:
@@ -143,21 +143,6 @@ class TrainerStep:
             self._rank_group.lockstep.meet(call, arguments=digest)
         self._scorer.check(given_ids, options.temperature, limit, starts)
         return given_ids, starts
-
-    def _check_base(self, adapter: str | None, *, grad: bool) -> None:
-        """Raise for scores of the base model that cannot be had."""
-        if adapter is not None:
-            raise ConfigError(
-                f"score(adapter={adapter!r}): {ATTACHED!r} is the adapter that trains, None the base model"
-            )
-        pairs = list(attached(self._chain[-1]))
-        if grad and pairs:
-            raise ConfigError("score(adapter=None, grad=True): the base model is frozen, no score has a gradient")
-        if any(pair.is_merged for pair in pairs):
-            raise WrongState(
-                "score(adapter=None) while the adapter is merged into the base model: call unmerge() first",
-                state="merged",
-            )
 
     def _check_late_backward(self, *, dropout: bool, is_generating: bool) -> None:
         """Raise for what a backward pass after the return of `score` would compute wrongly or cannot run."""
@@ -433,3 +418,17 @@ def _has_gradient(parameter: Tensor) -> bool:
 def _norm(model: torch.nn.Module) -> float | None:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+
+
+def _check_base(model: torch.nn.Module, adapter: str | None, *, grad: bool) -> None:
+    """Raise for scores of the base model that cannot be had."""
+    if adapter is not None:
+        known = f"{ATTACHED!r} is the adapter that trains, None the base model"
+        raise ConfigError(f"score(adapter={adapter!r}): {known}")
+    pairs = list(attached(model))
+    if grad and pairs:
+        raise ConfigError("score(adapter=None, grad=True): the base model is frozen, no score has a gradient")
+    if any(pair.is_merged for pair in pairs):
+        raise WrongState(
+            "score(adapter=None) while the adapter is merged into the base model: call unmerge() first", state="merged"
+        )
