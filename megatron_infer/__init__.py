@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
     from megatron_infer.config.inference import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
     from megatron_infer.config.inference import SamplingChoice as SamplingChoice
+    from megatron_infer.config.lora import LoRAConfig as LoRAConfig
     from megatron_infer.config.mamba_state import MambaInferenceStateConfig as MambaInferenceStateConfig
     from megatron_infer.config.sampling_params import SamplingParams as SamplingParams
     from megatron_infer.config.structured_output import StructuredOutput as StructuredOutput
@@ -53,6 +54,7 @@ _HOMES = {
     "KVCacheDtype": "config.inference",
     "KVCacheManagementMode": "config.inference",
     "LLM": "entrypoints.llm",
+    "LoRAConfig": "config.lora",
     "LoadReport": "durable.snapshot",
     "MambaInferenceStateConfig": "config.mamba_state",
     "MemoryReport": "engine.suspend",

@@ -30,6 +30,14 @@ class DuplicateRequest(RequestError):
     """A request id that is already in the engine."""
 
 
+class UnknownAdapter(RequestError):
+    """A LoRA adapter that the engine has not loaded."""
+
+
+class AdapterInUse(InferenceError, ValueError):
+    """An adapter of that name is loaded with another content, or requests compute with it; nothing was changed."""
+
+
 class UnknownRequest(InferenceError, KeyError):
     """An operation on a request id that the engine does not have."""
 

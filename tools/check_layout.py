@@ -98,6 +98,7 @@ OPTIONAL = (
     "scheduler.phases",
     "runner.padded_steps",
     "context.build",
+    "context.adapter_slots",
     "context.swap",
     "context.state_cache",
     "context.state_slots",

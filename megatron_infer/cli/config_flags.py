@@ -15,16 +15,23 @@ from typing import Any
 from megatron_infer.config import inference as config_module
 from megatron_infer.config.checks import LOGPROBS_MODES
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.machine_defaults import machine_config, machine_defaults
 from megatron_infer.config.model_shape import ModelShape
 
-NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types")
-"""Objects of a running process, which a command line cannot give."""
+NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types", "lora")
+"""Objects of a running process, which a command line cannot give; `lora` has flags of its own, LORA_FLAGS."""
+LORA_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adapters": ("--lora", {"action": "append", "metavar": "NAME=PATH"}),
+    "max_loras": ("--max-loras", {"type": int, "metavar": "N"}),
+    "max_rank": ("--max-lora-rank", {"type": int, "metavar": "N"}),
+}
+"""Field of LoRAConfig -> its flag."""
 RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
 """Options whose names are sampling flags on a command line."""
 BY_MODEL = ("prefix_caching_mamba_gb",)
 """Options whose defaults depend on the model, see `config.machine_defaults`."""
-DEST_PREFIX = "config_"
+DEST_PREFIX, LORA_PREFIX = "config_", "lora_"
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +51,11 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
             help=f"{docs[item.name]} ({default})".replace("%", "%%"),
             **_parsing_of(item.name, str(item.type)),
         )
+    about = docs_of(LoRAConfig)
+    for name, (flag, parsing) in LORA_FLAGS.items():
+        default = "" if name == "adapters" else f" (default {getattr(LoRAConfig, name)})"
+        text = f"LoRA: {about[name]}{default}".replace("%", "%%")
+        group.add_argument(flag, dest=f"{LORA_PREFIX}{name}", default=argparse.SUPPRESS, help=text, **parsing)
 
 
 def config_from(
@@ -70,7 +82,11 @@ def config_from(
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The options that the command line gives."""
     names = (item.name for item in dataclasses.fields(InferenceConfig))
-    return {name: getattr(args, DEST_PREFIX + name) for name in names if hasattr(args, DEST_PREFIX + name)}
+    found = {name: getattr(args, DEST_PREFIX + name) for name in names if hasattr(args, DEST_PREFIX + name)}
+    lora = {name: getattr(args, LORA_PREFIX + name) for name in LORA_FLAGS if hasattr(args, LORA_PREFIX + name)}
+    if lora:
+        found["lora"] = lora
+    return found
 
 
 def flag_of(name: str) -> str:

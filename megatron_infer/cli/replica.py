@@ -38,11 +38,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--weights-root", metavar="DIR", help="with --control: new weights may be read from files below this directory"
     )
+    parser.add_argument(
+        "--lora-root", metavar="DIR", help="LoRA adapters may be loaded from directories below this one, by clients"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C -> 0. Raises an error of the engine, or AccessRefused."""
+    from megatron_infer.coordinator.adapter_commands import AdapterCommands
     from megatron_infer.coordinator.protocol import checked_address
     from megatron_infer.coordinator.replica import Replica  # fails for missing packages before a model is loaded
 
@@ -51,13 +55,24 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--weights-root without --control: nothing would read from it; give both")
     if args.weights_root is not None and not Path(args.weights_root).is_dir():
         raise ConfigError(f"--weights-root is {args.weights_root!r}, which is no directory")
+    if args.lora_root is not None and not Path(args.lora_root).is_dir():
+        raise ConfigError(f"--lora-root is {args.lora_root!r}, which is no directory")
     key = key_from(args)
     log_to_stderr("megatron_infer.coordinator")
     llm = load_llm(args)
     from megatron_infer.rl.remote_weights import RemoteWeights
 
     commands = RemoteWeights(llm.engine, weights_root=args.weights_root).commands() if args.control else None
-    replica = Replica(llm.engine, args.coordinator, name=args.name, key=key, control=args.control, commands=commands)
+    adapters = None if args.lora_root is None else AdapterCommands(llm.engine, root=args.lora_root).commands()
+    replica = Replica(
+        llm.engine,
+        args.coordinator,
+        name=args.name,
+        key=key,
+        control=args.control,
+        commands=commands,
+        adapter_commands=adapters,
+    )
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     note(f"serving for {args.coordinator}")
     with replica:

@@ -141,7 +141,10 @@ def _from_options(args: argparse.Namespace) -> Served:
     file_options, engine_options = read_config_file(args.config)
     settings = server_config_from(given_options, os.environ, file_options)
     layout = {name: _layout_size(name, args, engine_options) for name in LAYOUT}
-    return _engine_options(args, engine_options), settings, layout
+    options = _engine_options(args, engine_options)
+    if settings.lora_root is not None:
+        options.config.setdefault("lora", {})
+    return options, settings, layout
 
 
 def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> EngineOptions:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from megatron_infer.config.capacity import GIB
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.request_metadata import check_types
 from megatron_infer.errors import ConfigError, unknown_name
@@ -116,6 +117,8 @@ def check_values(config: InferenceConfig) -> None:
             "takes one token per request of a step); raise max_tokens or lower max_requests"
         )
     check_types(config.request_metadata_types)
+    if config.lora is not None and not isinstance(config.lora, LoRAConfig):
+        raise ConfigError(f"lora is {config.lora!r} ({type(config.lora).__name__}), it must be a LoRAConfig or None")
 
 
 def _check_exact(config: InferenceConfig) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_infer.config import checks
 from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.from_megatron import config_values
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import FP8_E4M3, ModelShape
 from megatron_infer.config.request_metadata import dtype_name
@@ -324,6 +325,9 @@ class InferenceConfig:
     offset_sampling_seed_by_dp_rank: bool = True
     """Add the data-parallel rank to `seed`, so that replicas draw differently. Requests with a seed of their own draw
     the same everywhere."""
+    lora: LoRAConfig | None = None
+    """LoRA adapters: how many serve at once and of which rank, and those loaded at the start (see `LoRAConfig`). None:
+    the engine loads none, and no request names one."""
     vocab_size: int | None = None
     """The number of tokens that exist, where the model's embedding is padded beyond it: no other token is accepted or
     drawn. None: as the model's files say; for a model built by the caller, all rows of the embedding."""
@@ -342,6 +346,8 @@ class InferenceConfig:
         if isinstance(self.mamba_inference_state_config, Mapping):
             state = MambaInferenceStateConfig.from_dict(self.mamba_inference_state_config)
             object.__setattr__(self, "mamba_inference_state_config", state)
+        if isinstance(self.lora, Mapping):
+            object.__setattr__(self, "lora", LoRAConfig.from_dict(self.lora))
         checks.check_values(self)
         for message in checks.without_effect(self):
             warnings.warn(message, ConfigWarning, stacklevel=3)
@@ -369,6 +375,8 @@ class InferenceConfig:
             plain["request_metadata_types"] = [[a, dtype_name(b), c] for a, b, c in self.request_metadata_types]
         if self.mamba_inference_state_config is not None:
             plain["mamba_inference_state_config"] = asdict(self.mamba_inference_state_config)
+        if self.lora is not None:
+            plain["lora"] = asdict(self.lora) | {"adapters": [list(pair) for pair in self.lora.adapters]}
         return {name: value.value if isinstance(value, Enum) else value for name, value in plain.items()}
 
     def resolve(

@@ -95,6 +95,8 @@ class SamplingParams:
     priority: int = 0
     """Smaller is served sooner: waiting requests start in this order, then in order of arrival; the largest is
     preempted first."""
+    adapter: str | None = None
+    """Name of the LoRA adapter to compute with, one that the engine has loaded; None: the base model."""
     metadata: Mapping[str, Scalar] | None = None
     """Label -> number or bool, one for each entry of the engine's request_metadata_types: what `engine.on_logits` hooks
     get, and `RequestOutput.metadata`. None: the engine has no such types."""
@@ -109,6 +111,8 @@ class SamplingParams:
         self._check_tokens()
         object.__setattr__(self, "structured", structured_of(self.structured))
         object.__setattr__(self, "metadata", checked_scalars(self.metadata))
+        if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
+            raise RequestError(f"adapter is the name of a loaded adapter, got {_show(self.adapter)}; None: none")
         for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -149,8 +153,9 @@ class SamplingParams:
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         if self.logit_bias is not None:
             plain["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
-        if self.metadata is None:
-            del plain["metadata"]  # most engines take none, and earlier versions read the files of these
+        for name in ("metadata", "adapter"):  # most engines take none, and earlier versions read the files of these
+            if plain[name] is None:
+                del plain[name]
         if self.structured is not None:
             plain["structured"] = self.structured.to_dict()
         return plain

@@ -12,6 +12,7 @@ from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of
 from megatron_infer.context.row_pool import RowPool
 
 if TYPE_CHECKING:
+    from megatron_infer.context.adapter_slots import AdapterSlots
     from megatron_infer.context.state_cache import StateCache
     from megatron_infer.context.swap import Swap, SwappedSequence
 
@@ -42,6 +43,8 @@ class DynamicInferenceContext:
         self.num_blocks, self.num_rows = pool.num_blocks, rows.count
         self.block_size, self.max_blocks_per_row, self.prefix_caching = block_size, max_blocks_per_row, prefix_caching
         self.states, self.swap = states, swap
+        self.adapters: AdapterSlots | None = None
+        """Set by an engine that has adapters."""
         self._leases: dict[int, Lease] = {}
         self._table_writes: list[tuple[int, int, int]] = []
 
@@ -132,6 +135,7 @@ class DynamicInferenceContext:
             cached=num_tokens,
             digests=lease.digests[:num_full],
             root=lease.root,
+            adapter_slot=lease.adapter_slot,
             publishes=lease.publishes,
         )
         self._issue(child)
@@ -263,6 +267,8 @@ class DynamicInferenceContext:
             self.swap.check()
         if self.states is not None:
             self.states.check(self._leases)
+        if self.adapters is not None:
+            self.adapters.check()
 
     def _find(self, lease: Lease, tokens: Sequence[int], *, beyond: int = 0) -> list[int]:
         """Published blocks that continue the digests of `lease`, which grow by theirs; never the last token.

@@ -26,6 +26,8 @@ class Lease:
     """Content digests of the leading blocks that were hit or published: a chain that starts at `root`."""
     root: bytes
     """First link of that chain: names what the blocks are computed with."""
+    adapter_slot: int = -1
+    """Where the device has the adapter that the sequence computes with; -1: it has none."""
     publishes: bool = True
     """False for good after a change of weights, a digest collision or a reset: it matches and publishes no more."""
 

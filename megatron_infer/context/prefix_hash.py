@@ -20,10 +20,15 @@ DIGEST_SIZE = 16
 TOKEN_SIZE = array("i").itemsize
 
 
-def root_of(*, model: str, adapter: str = "", weight_version: int = 0, update: int = 0) -> bytes:
-    """First link of a chain: roots are equal only if model, adapter, weight version and count of updates all are."""
-    parts = ("root", model, adapter, weight_version, update)
+def root_of(*, model: str, weight_version: int = 0, update: int = 0) -> bytes:
+    """First link of a chain: roots are equal only if model, weight version and count of updates all are."""
+    parts = ("root", model, weight_version, update)
     return repr(parts).encode()  # repr quotes: ("a", "bc") and ("ab", "c") differ
+
+
+def adapted(root: bytes, name: str, digest: str) -> bytes:
+    """The root of requests that compute with an adapter; equal only if `root`, its name and its content all are."""
+    return repr((root, "adapter", name, digest)).encode()
 
 
 def salted(root: bytes, salt: str) -> bytes:

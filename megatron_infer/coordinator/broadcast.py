@@ -24,6 +24,8 @@ class CommandsInForce:
         self.weight_version = 0
         """Replicas below it have old weights."""
         self.is_version_set = False
+        self.adapters: dict[str, dict[str, Any] | None] = {}
+        """Adapter -> the arguments that loaded it, None: it was unloaded."""
         self.decided: set[str] = set()
         """Those of INVERSE that were carried out or ended."""
 
@@ -35,6 +37,10 @@ class CommandsInForce:
 
     def record(self, command: str, args: dict[str, Any]) -> None:
         """A command was carried out."""
+        if command == "load_adapter":
+            self.adapters[str(args.get("name"))] = args | {"replace": True}
+        elif command == "unload_adapter":
+            self.adapters[str(args.get("name"))] = None
         if command in INVERSE:
             self.commands[command] = args
             self.decided.add(command)
@@ -97,6 +103,11 @@ class Broadcasts:
         if replica.state != "running":
             ended = [one for one in carried if one in INVERSE and one not in in_force.commands]
             missed += [(INVERSE[one], {}) for one in reversed(ended)]
+        for name, loaded in in_force.adapters.items():
+            if loaded is not None:
+                missed.append(("load_adapter", loaded))
+            elif name in replica.register.adapters:
+                missed.append(("unload_adapter", {"name": name, "abort": True}))
         for command, args in missed:
             self._send_command(replica, 0, Control(0, command, args, CATCH_UP_S))
 

@@ -17,14 +17,22 @@ from megatron_infer.errors import RequestError, TransitionTimeout
 class ReplicaCommands:
     """What a replica does for commands, and which of them are in force."""
 
-    def __init__(self, further: Mapping[str, Callable[..., Any]] | None) -> None:
-        """further: commands besides the engine's methods, by name. None: every command is refused."""
-        self._further = further
+    def __init__(
+        self, further: Mapping[str, Callable[..., Any]] | None, adapter_commands: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        """further: commands besides the engine's methods, by name. None: every command is refused but
+        adapter_commands, which are taken in any case."""
+        self._further, self._adapter_commands = further, adapter_commands
         self.in_force = CommandsInForce()
 
     def execute(self, engine: EngineAdapter, command: protocol.Command, came: float) -> protocol.Answer:
         """Run a command between two steps -> its answer, also if it fails. came: on time.monotonic's clock."""
-        answer = _execute(engine, self._further, command, came)
+        commands, own = self._further, self._adapter_commands
+        if command.command in own:
+            commands = {**(commands or {}), **own}
+        elif command.command in protocol.ADAPTER_COMMANDS:
+            commands = None
+        answer = _execute(engine, commands, command, came)
         if answer.ok:
             self.in_force.record(command.command, command.args)
         return answer
@@ -36,7 +44,8 @@ def _execute(
     left = command.timeout_s - (time.monotonic() - came)
     try:
         if commands is None:
-            text = f"this replica takes no commands ({command.command}): start it with --control (control=True)"
+            option = "--lora-root" if command.command in protocol.ADAPTER_COMMANDS else "--control (control=True)"
+            text = f"this replica takes no commands ({command.command}): start it with {option}"
             raise protocol.AccessRefused(text)
         if command.command not in protocol.COMMANDS:
             raise RequestError(f"unknown command {command.command!r}")

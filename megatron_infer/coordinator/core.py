@@ -178,6 +178,7 @@ class CoordinatorCore:
         replica.view = router.join(
             replica.peer, capacity=register.capacity, block_size=register.block_size, root=register.root
         )
+        replica.adapters = replica.view.adapters = register.adapters
         log.info("replica %s joined: %s, %d requests at once", replica.name, register.model, register.capacity)
         self.broadcasts.catch_up(replica)
         self._update_availability()
@@ -195,6 +196,7 @@ class CoordinatorCore:
         replica.stats = beat.stats or replica.stats
         assert self.dispatch.router is not None
         self.dispatch.router.set_root(replica.peer, beat.root)
+        replica.adapters = replica.view.adapters = beat.adapters
         if (beat.state, beat.weight_version) != (replica.state, replica.weight_version):
             replica.state, replica.weight_version = beat.state, beat.weight_version
             self._update_availability()

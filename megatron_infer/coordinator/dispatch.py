@@ -203,7 +203,9 @@ class Dispatcher:
         self._count_waiting(request, +1)
         request.number, request.route = 0, None
         if self.router is not None:
-            request.route = self.router.choose(request.prompt or b"", salt=request.submit.salt)
+            request.route = self.router.choose(
+                request.prompt or b"", salt=request.submit.salt, adapter=request.adapter
+            )
         if request.route is None:
             self._unassigned.push(request)
             return
@@ -256,6 +258,9 @@ class Dispatcher:
         longest = max(self._replicas.values(), key=lambda other: len(other.backlog))
         while longest.backlog:
             request = longest.backlog.pop_last()  # the last: those before it start soon, where their prefix is cached
+            if not request.ended and request.adapter is not None and request.adapter not in replica.adapters:
+                longest.backlog.push(request)
+                return None
             if not request.ended:
                 self._move(request, replica)
                 return request

@@ -40,6 +40,8 @@ class EngineInfo:
     """max_sequence_length (prompt and output), vocab_size, num_blocks, num_ranks (processes of the engine)."""
     dtype: str = "float32"
     """Dtype of the weights."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Loaded LoRA adapters: name -> hash of the content."""
 
 
 class EngineAdapter(Protocol):
@@ -86,6 +88,7 @@ def info_of(engine: Any) -> EngineInfo:
         num_requests=len(engine.output_processor),
         limits=_limits_of(engine.input_processor.limits, engine.rank_group.size, engine.shape.hidden_size),
         dtype=engine.shape.dtype,
+        adapters=engine.adapter_digests(),
     )
 
 

@@ -118,6 +118,12 @@ class PendingRequest:
         return number
 
     @property
+    def adapter(self) -> str | None:
+        """The LoRA adapter that it names."""
+        name = self.submit.params.get("adapter")
+        return name if isinstance(name, str) else None
+
+    @property
     def caller(self) -> tuple[bytes | str, str]:
         """Whose turn it takes."""
         return self.client.caller(self.submit.caller)
@@ -160,6 +166,7 @@ class ReplicaState:
     state: str = "running"
     draining: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, str] = field(default_factory=dict)
 
     @property
     def limit(self) -> int:
@@ -182,6 +189,7 @@ class ReplicaState:
             "model": "" if self.register is None else self.register.model,
             "limits": {} if self.register is None else self.register.limits,
             "dtype": "" if self.register is None else self.register.dtype,
+            "adapters": sorted(self.adapters),
             "stats": self.stats,
         }
 

@@ -35,7 +35,7 @@ for _needed in ("msgspec", "zmq"):
 
 import msgspec  # noqa: E402
 
-SCHEMA = 4
+SCHEMA = 5
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
@@ -52,8 +52,10 @@ WEIGHT_COMMANDS = (
     "check_weights",
 )
 STATE_COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache")
-COMMANDS = (*STATE_COMMANDS, "profile", *WEIGHT_COMMANDS)
-"""Commands of a `Control`. WEIGHT_COMMANDS need replicas that were given them (`Replica(commands=)`)."""
+ADAPTER_COMMANDS = ("load_adapter", "unload_adapter")
+COMMANDS = (*STATE_COMMANDS, "profile", *WEIGHT_COMMANDS, *ADAPTER_COMMANDS)
+"""Commands of a `Control`. WEIGHT_COMMANDS and ADAPTER_COMMANDS need replicas that were given them
+(`Replica(commands=)`, `Replica(adapter_commands=)`)."""
 assert sys.byteorder == "little", "token ids are sent as they are in memory, which must be little endian"
 
 
@@ -220,7 +222,7 @@ class Piece(_Message):
     cumulative_logprob: float | None = None
     logprobs: list[list[tuple[int, float, int | None, str | None]]] | None = None
     """For each token (token id, logprob, rank, text) of several, the sampled one first."""
-    spans: list[tuple[int, int, int, int]] = []
+    spans: list[tuple[int, int, int, int, int]] = []
     token_outputs: dict[str, TokenValues] = {}
     """By the name of the output."""
 
@@ -313,6 +315,8 @@ class Register(_Message):
     """Commands of a coordinator that it still carries out (pause, suspend), with their arguments."""
     set_version: int = 0
     """Version that a coordinator's command has set last."""
+    adapters: dict[str, str] = {}
+    """Loaded LoRA adapters: name -> hash of the content."""
 
 
 class Beat(_Message):
@@ -328,6 +332,8 @@ class Beat(_Message):
     step_s: float
     stats: dict[str, Any] = {}
     """Figures of its engine, see `engine_adapter.stats_of`; {}: unchanged."""
+    adapters: dict[str, str] = {}
+    """As in `Register`."""
 
 
 class PrefixNews(_Message):

@@ -54,15 +54,17 @@ class Replica:
         timeout_s: float = 10.0,
         control: bool = False,
         commands: Mapping[str, Callable[..., Any]] | None = None,
+        adapter_commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """control: take commands (pause, suspend, weights, ...) of every client that holds the coordinator's key.
 
-        commands: further ones than the engine's methods, by name (`protocol.COMMANDS`). Raises ConfigError.
+        commands: further ones than the engine's methods, by name (`protocol.COMMANDS`). adapter_commands: those of
+        `AdapterCommands`, taken without `control` too. Raises ConfigError.
         """
         if commands and not control:
             raise ConfigError("commands for a replica that takes none; give control=True")
         self.engine = engine
-        self._commands = ReplicaCommands(dict(commands or {}) if control else None)
+        self._commands = ReplicaCommands(dict(commands or {}) if control else None, dict(adapter_commands or {}))
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
@@ -156,6 +158,7 @@ class Replica:
             info.state,
             self.step_s,
             self._stats,
+            info.adapters,
         )
 
     def _post(self, message: protocol.Message | int | None) -> None:
@@ -312,7 +315,7 @@ class Replica:
         now = time.monotonic()
         if now >= self._next_stats or not info.num_requests or before.state != info.state:
             self._next_stats, self._stats = now + HOLD_S, stats_of(self.engine)
-        if (before.root, before.weight_version, before.state) != (info.root, info.weight_version, info.state):
+        if _seen(before) != _seen(info):
             self.connection.send(self.beat())
         if self._prefix_events is not None:
             report = self._prefix_events.take()
@@ -335,3 +338,8 @@ class Replica:
         self._requests.clear()
         self._numbers.clear()
         self._preparing.clear()
+
+
+def _seen(info: EngineInfo) -> tuple[Any, ...]:
+    """What the coordinator is told at once when it changes."""
+    return info.root, info.weight_version, info.state, info.adapters

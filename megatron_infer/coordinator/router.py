@@ -8,12 +8,12 @@ request will publish count as held until it ends.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
-from megatron_infer.context.prefix_hash import TOKEN_SIZE, digest_of, salted
+from megatron_infer.context.prefix_hash import TOKEN_SIZE, adapted, digest_of, salted
 from megatron_infer.errors import ConfigError, UnknownRequest
 
 MAX_DIGESTS = 1 << 17
@@ -120,6 +120,8 @@ class ReplicaView:
     block_size: int
     root: bytes
     table: PrefixTable
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Loaded LoRA adapters: name -> hash of the content."""
     availability: Availability = Availability.OPEN
     load: int = 0
     """Requests assigned to it and not ended."""
@@ -131,6 +133,10 @@ class ReplicaView:
     def free_share(self) -> float:
         """1 when idle, 0 when every row is in use, less when requests wait there."""
         return 1.0 - (self.load + self.foreign) / self.capacity
+
+    def root_of(self, adapter: str | None) -> bytes:
+        """The root of requests of an adapter (None: without one); of one it has not loaded some root without blocks."""
+        return self.root if adapter is None else adapted(self.root, adapter, self.adapters.get(adapter, ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +206,14 @@ class Router:
             view.root = root
             view.table.clear()
 
-    def choose(self, tokens: bytes, *, salt: str = "") -> Route | None:
-        """A replica for a prompt (int32 token ids; b"" if unknown); None: no replica takes requests."""
+    def choose(self, tokens: bytes, *, salt: str = "", adapter: str | None = None) -> Route | None:
+        """A replica for a prompt (int32 token ids; b"" if unknown); None: no replica takes requests.
+
+        adapter: one that the replica should have loaded; any replica where none has.
+        """
         candidates = self._candidates()
+        if adapter is not None:
+            candidates = [view for view in candidates if adapter in view.adapters] or candidates
         if not candidates:
             return None
         if self.policy is Policy.ROUND_ROBIN:
@@ -210,7 +221,7 @@ class Router:
             return Route(key=(following or candidates)[0].key)
         if self.policy is Policy.LOAD_BALANCED or not tokens:
             return Route(key=_least_loaded(candidates).key)
-        return self._by_prefix(candidates, tokens, salt)
+        return self._by_prefix(candidates, tokens, salt, adapter)
 
     def assign(self, route: Route) -> None:
         """The request is assigned to `route`."""
@@ -231,17 +242,17 @@ class Router:
         if route.root == view.root:
             view.table.expect_no_more(route.chain)
 
-    def _by_prefix(self, candidates: list[ReplicaView], tokens: bytes, salt: str) -> Route:
+    def _by_prefix(self, candidates: list[ReplicaView], tokens: bytes, salt: str, adapter: str | None) -> Route:
         chains: dict[tuple[bytes, int], list[bytes]] = {}
         if self.policy is Policy.FIRST_PREFIX_BLOCK:  # only the first block is hashed, once per kind of replica
             tokens = tokens[: TOKEN_SIZE * (max(view.block_size for view in candidates) + 1)]
         best: tuple[float, int, int] | None = None
         chosen, route_matched = candidates[0], 0
         for view in candidates:
-            kind = (view.root, view.block_size)
+            kind = (view.root_of(adapter), view.block_size)
             chain = chains.get(kind)
             if chain is None:
-                chain = chain_of(view.root, salt, tokens, view.block_size)
+                chain = chain_of(kind[0], salt, tokens, view.block_size)
                 if self.policy is Policy.FIRST_PREFIX_BLOCK:
                     del chain[1:]
                 chains[kind] = chain
@@ -255,7 +266,7 @@ class Router:
         fallback = _least_loaded(candidates)
         if best is None or best[0] < (1.0 - self.alpha) * fallback.free_share:
             chosen, route_matched = fallback, 0
-        kind = (chosen.root, chosen.block_size)
+        kind = (chosen.root_of(adapter), chosen.block_size)
         return Route(key=chosen.key, chain=chains[kind], root=chosen.root, matched=route_matched)
 
     def _candidates(self) -> list[ReplicaView]:

@@ -1,8 +1,9 @@
-"""Which files new weights are read from: those below a root, an option of the process."""
+"""Which files new weights and adapters are read from: those below a root, an option of the process."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from megatron_infer.errors import ConfigError
 
@@ -24,12 +25,7 @@ def weights_path(path: str, root: str | None) -> str:
     if root is None:
         text = "no weights are read from files here: start it with --weights-root DIR, or send them as bytes"
         raise WeightsPathRefused(text, "no_weights_root")
-    if not path or "\0" in path:
-        raise WeightsPathRefused("path is empty or no path", "invalid_value")
-    real_root = os.path.realpath(root)
-    real = os.path.realpath(os.path.join(real_root, path))
-    if not _is_below(real, real_root):
-        raise WeightsPathRefused("path leads out of the weights root", "outside_weights_root")
+    real, real_root = _resolved(path, root)
     if os.path.isfile(real):
         if not real.endswith(".safetensors"):
             raise WeightsPathRefused("path is a file of another kind than .safetensors", "invalid_value")
@@ -42,9 +38,39 @@ def weights_path(path: str, root: str | None) -> str:
         raise WeightsPathRefused(text, "invalid_value")
     if "metadata.json" not in names and "latest_checkpointed_iteration.txt" in names:
         raise WeightsPathRefused("path is a run of several checkpoints; give one iteration's folder", "invalid_value")
-    if not all(_is_below(os.path.realpath(os.path.join(real, name)), real_root) for name in names):
-        raise WeightsPathRefused("path holds a link that leads out of the weights root", "outside_weights_root")
+    _check_links(real, names, real_root)
     return real
+
+
+def adapter_path(path: str, root: str | None) -> str:
+    """The real path of a PEFT adapter's directory below `root`.
+
+    path: absolute, or from the root. Raises WeightsPathRefused, also for links that lead out of the root.
+    """
+    if root is None:
+        text = "no adapters are read from files here: start it with --lora-root DIR"
+        raise WeightsPathRefused(text, "no_lora_root")
+    real, real_root = _resolved(path, root)
+    if not os.path.isdir(real):
+        raise WeightsPathRefused(f"path: there is no directory {path[:200]!r} below the root", "not_found")
+    _check_links(real, os.listdir(real), real_root)
+    return real
+
+
+def _resolved(path: str, root: str) -> tuple[str, str]:
+    """The real paths of both."""
+    if not path or "\0" in path:
+        raise WeightsPathRefused("path is empty or no path", "invalid_value")
+    real_root = os.path.realpath(root)
+    real = os.path.realpath(os.path.join(real_root, path))
+    if not _is_below(real, real_root):
+        raise WeightsPathRefused("path leads out of the root", "outside_weights_root")
+    return real, real_root
+
+
+def _check_links(real: str, names: Sequence[str], real_root: str) -> None:
+    if not all(_is_below(os.path.realpath(os.path.join(real, name)), real_root) for name in names):
+        raise WeightsPathRefused("path holds a link that leads out of the root", "outside_weights_root")
 
 
 def _is_below(path: str, root: str) -> bool:

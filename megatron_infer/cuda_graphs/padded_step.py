@@ -181,9 +181,16 @@ class StepGraphs:
             return None, "states kept within a chunk"
         if self._has_routing and asks_routing(plan):
             return None, "routing asked for"
+        if has_adapters(plan):
+            return None, "adapters"
         shape = self.pool.index.find(plan.num_tokens, len(plan.prefill), len(plan.decode))
         if shape is None:
             return None, "no shape so large"
         if len(plan.sampled) > shape.num_rows:
             return None, "more samples than rows"
         return shape, ""
+
+
+def has_adapters(plan: StepPlan) -> bool:
+    requests = (*plan.decode, *(chunk.request for chunk in plan.prefill))
+    return any(request.params.adapter is not None for request in requests)

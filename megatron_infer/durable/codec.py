@@ -207,6 +207,8 @@ def decode_request(
         history["spans"] = [VersionSpan(*span) for span in history["spans"]]
         if history["kv_versions"] is not None:
             history["kv_versions"] = tuple(history["kv_versions"])
+        if history.get("adapter") is not None:
+            history["adapter"] = tuple(history["adapter"])
         request = Request(
             id=one["id"],
             tokens=prompt_ids + numbers.get_ints(one["tokens"]),

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.weights.manager import WeightManager
 
+REFUSE, RECOMPUTE = "refuse", "recompute"
 _PROBES = 512
 """Token ids whose texts are compared to tell tokenizers apart."""
 
@@ -167,10 +168,11 @@ class Archive:
 
     # ------------------------------------------------------------------ loading
 
-    def read(self, path: Path, *, owed: Iterable[str] = ()) -> Content:
+    def read(self, path: Path, *, owed: Iterable[str] = (), changed_adapters: str = REFUSE) -> Content:
         """The content of `path`, and of its journal if it is kept with one. Raises SnapshotError; changes nothing.
 
-        owed: ids of finished outputs that the engine holds, which must not be in the file as well.
+        owed: ids of finished outputs that the engine holds, which must not be in the file as well. changed_adapters:
+        "refuse" or "recompute" requests whose adapter has another content now.
         """
         manifest, tensors = file_format.read(path)
         try:
@@ -189,7 +191,33 @@ class Archive:
                 raise
             raise SnapshotError(path, f"its content cannot be understood ({type(error).__name__}: {error})") from error
         self._check(content, set(owed))
+        changed = [request for request in content.requests if self._has_changed_adapter(request)]
+        if changed and changed_adapters == REFUSE:
+            state = changed[0].state
+            raise SnapshotError(
+                path,
+                f"request {state.id!r} began with another content of adapter {state.params.adapter!r} than is loaded; "
+                'load that one, or give changed_adapters="recompute" to go on with this one',
+            )
+        for request in changed:
+            request.saved[:] = [replace(saved, kv=None) for saved in request.saved]
         return content
+
+    def _raise_adapter_versions(self, content: Content) -> None:
+        """Versions of an adapter only rise, too."""
+        adapters = self._scheduler.context.adapters
+        for saved in content.requests if adapters is not None else ():
+            name = saved.state.params.adapter
+            for sequence in saved.state.sequences:
+                if adapters is not None and name is not None and (found := sequence.request.history.adapter) is not None:
+                    adapters.raise_version(name, found[0] + (found[1] != adapters.versions[name][1]))
+
+    def _has_changed_adapter(self, saved: SavedRequest) -> bool:
+        adapters, name = self._scheduler.context.adapters, saved.state.params.adapter
+        if name is None or adapters is None:
+            return False
+        began = (sequence.request.history.adapter for sequence in saved.state.sequences)
+        return any(one is not None and one[1] != adapters.versions[name][1] for one in began)
 
     def put_back(self, content: Content) -> LoadReport:
         """Take in what `read` gave; nothing may be in flight."""
@@ -203,6 +231,7 @@ class Archive:
         weights.raise_version(content.weights["version"] + (not same))
         processor.num_seeds = max(processor.num_seeds, content.num_seeds)
         processor.num_ids = max(processor.num_ids, content.num_ids)
+        self._raise_adapter_versions(content)
         returning = self._kv.returning(content.memory) if unusable is None else None
         for request in content.requests:
             watched = self._output.add(request.state)

@@ -12,7 +12,7 @@ from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.durable import file_format
 from megatron_infer.durable.codec import Inline, encode_output, encode_request
 from megatron_infer.durable.journal import Generation, Journal, has_records, journal_path
-from megatron_infer.durable.snapshot import Archive, Content, LoadReport
+from megatron_infer.durable.snapshot import REFUSE, Archive, Content, LoadReport
 from megatron_infer.errors import InferenceError, SnapshotError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.input_processor import InputProcessor
@@ -65,10 +65,10 @@ class SnapshotManager:
         finished = {output.request_id: output for output in undelivered if output.finished} | self.owed
         self._archive.save(target, undelivered, finished, kv=kv)
 
-    def read(self, path: str | os.PathLike[str]) -> Content:
+    def read(self, path: str | os.PathLike[str], changed_adapters: str = REFUSE) -> Content:
         """A file's content, checked against this engine, which does not change. Raises SnapshotError. On every rank."""
         with self._rank_group.together("reading saved requests"):
-            return self._archive.read(Path(path), owed=self.owed)
+            return self._archive.read(Path(path), owed=self.owed, changed_adapters=changed_adapters)
 
     def put_back(self, content: Content, undelivered: Sequence[RequestOutput]) -> LoadReport:
         """Take in what `read` returned. Nothing may be in flight."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import add_graphs
 from megatron_infer.config.stage_sizes import StageSizes, agree, stage_limits
+from megatron_infer.context.adapter_slots import AdapterSlots
 from megatron_infer.context.build import build_context
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.prefix_hash import root_of
@@ -34,6 +35,7 @@ from megatron_infer.cuda_graphs.padded_step import StepGraphs
 from megatron_infer.durable.kv_restore import KVArchive
 from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
+from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
 from megatron_infer.engine.build_graphs import step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
@@ -50,7 +52,8 @@ from megatron_infer.engine.stats import StatLogger
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
 from megatron_infer.engine.suspend import Suspension
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels.select import BackendChoice, ChosenKernels, choose, choose_exact
+from megatron_infer.kernels.select import BackendChoice, ChosenKernels, add_lora, choose, choose_exact
+from megatron_infer.lora.bank import AdapterBank
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.choose import make_region
 from megatron_infer.memory.store import CacheStore
@@ -98,6 +101,8 @@ class ModelSetup:
     """`runner` itself, or what computes within its pipeline stage."""
     graphs: StepGraphs | None
     logits_hooks: LogitsHooks
+    bank: AdapterBank | None
+    """Adapters; None: the engine has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,7 @@ class BuiltEngine:
     intake: RequestIntake
     controls: EngineControls
     replay: SequenceReplay
+    adapters: EngineAdapters
 
 
 def build_engine(
@@ -137,12 +143,15 @@ def build_engine(
         pause_events=config.track_paused_request_events,
     )
     context = make_context(config, setup.agreed)
+    if config.lora is not None:
+        context.adapters = AdapterSlots(config.lora.max_loras)
     swaps = context.swap is not None
     costs = agreed_costs(setup) if swaps else None
     scheduler = make_scheduler(config, setup, context, costs=costs, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
-    input_processor = make_input_processor(config, setup, tokenizer, eos_ids)
+    loaded = None if context.adapters is None else context.adapters.versions
+    input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.lockstep)
     stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes)
@@ -170,6 +179,9 @@ def build_engine(
         release=scheduler.queue.release,
     )
     lifecycle, profiler = Lifecycle(), _make_profiler(setup, loop, scheduler)
+    adapters = EngineAdapters(
+        adopted, setup.bank, scheduler, loop, lifecycle, relay, rank_group
+    )
     suspension = Suspension(loop, lifecycle, executor, scheduler, weights, setup.device, setup.graphs, config)
     return BuiltEngine(
         setup=setup,
@@ -185,6 +197,7 @@ def build_engine(
         controls=EngineControls(
             loop, scheduler, weights, lifecycle, suspension, snapshots, relay, setup.logits_hooks, profiler
         ),
+        adapters=adapters,
         replay=SequenceReplay(adopted, executor, scheduler, weights, config),
     )
 
@@ -199,13 +212,15 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
     if rank_group.size > 1:
         # A rank that has closed its engine has launched all of its last step: the others still read theirs.
         own_device.on_wait = partial(rank_group.check_alive, goodbyes=False)
+    # before the cache takes what is left of the device's memory
+    bank = None if config.lora is None else AdapterBank(adopted, config.lora)
     agreed = agreed_sizes(config, adopted.shape, own_device, rank_group)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
     compile_layers(adopted, config, kernels, any_rank=rank_group.any_rank)
     hooks = LogitsHooks(config.request_metadata_types, own_device, adopted.tp_group)
-    runner, model_runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group, hooks)
+    runner, model_runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group, hooks, bank)
     return ModelSetup(
         adopted=adopted,
         rank_group=rank_group,
@@ -216,6 +231,7 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
         model_runner=model_runner,
         graphs=graphs,
         logits_hooks=hooks,
+        bank=bank,
     )
 
 
@@ -240,7 +256,7 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) 
     )
     if (fp8 := adopted.fp8) is not None:
         chosen.rows.append(BackendChoice("products in FP8", f"transformer_engine ({fp8.num_products} linears)", {}))
-    return chosen
+    return chosen if config.lora is None else add_lora(chosen, device.torch, getattr(torch, shape.dtype))
 
 
 def num_micro_batches_of(groups: ParallelGroups, config: InferenceConfig) -> int:
@@ -331,8 +347,13 @@ def agreed_costs(setup: ModelSetup) -> CostModel:
 
 
 def make_input_processor(
-    config: InferenceConfig, setup: ModelSetup, tokenizer: TextCodec | None, eos_ids: Sequence[int]
+    config: InferenceConfig,
+    setup: ModelSetup,
+    tokenizer: TextCodec | None,
+    eos_ids: Sequence[int],
+    adapters: Collection[str] | None,
 ) -> InputProcessor:
+    """adapters: those loaded, live; None: the engine has none."""
     sizes = setup.agreed.sizes
     limits = Limits(
         vocab_size=setup.adopted.shape.vocab_size,
@@ -342,6 +363,7 @@ def make_input_processor(
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
         unavailable={**({} if setup.runner.routing is not None else NO_ROUTING), **setup.adopted.unavailable},
+        adapters=adapters,
         metadata_types=config.request_metadata_types,
     )
     seed = config.seed
@@ -453,6 +475,7 @@ def make_runner(
     device: Device,
     rank_group: RankGroup,
     hooks: LogitsHooks,
+    bank: AdapterBank | None,
 ) -> tuple[Runner, ModelRunner, StepGraphs | None]:
     """Cache, batch builder, sampler and graphs -> (runner, what computes in it, graphs)."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
@@ -485,7 +508,14 @@ def make_runner(
             stages, hidden_size=shape.hidden_size, device=device.torch, timeout_s=config.collective_timeout_s
         )
     graphs = step_graphs(adopted, config, sizes, chosen, builder, sampler, link)
-    runner = ModelRunner(adopted, builder, for_group(sampler, adopted.tp_group), graphs=graphs, edit_logits=hooks.apply)
+    runner = ModelRunner(
+        adopted,
+        builder,
+        for_group(sampler, adopted.tp_group),
+        graphs=graphs,
+        edit_logits=hooks.apply,
+        load_adapter=None if bank is None else bank.write,
+    )
     if link is None:
         return runner, runner, graphs
     alone_s = ALONE_S if adopted.groups() else None

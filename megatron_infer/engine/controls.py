@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from megatron_infer.config.inference import KVCacheManagementMode
-from megatron_infer.durable.snapshot import LoadReport
+from megatron_infer.durable.snapshot import RECOMPUTE, REFUSE, LoadReport
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.command_relay import CommandRelay
 from megatron_infer.engine.logits_hooks import LogitsHook, LogitsHooks
@@ -30,6 +30,11 @@ def check_version(version: int, running: str) -> None:
     """Raise ConfigError for a version that weights cannot have or an unknown choice for running requests."""
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
         raise ConfigError(f"version is {version!r}, it must be an integer of 0 or more")
+    check_running(running)
+
+
+def check_running(running: str) -> None:
+    """Raise ConfigError for an unknown choice for running requests."""
     if running not in RUNNING_CHOICES:
         known = ", ".join(RUNNING_CHOICES)
         raise ConfigError(f"running: {unknown_name('value', str(running), RUNNING_CHOICES)}; one of {known}")
@@ -152,10 +157,12 @@ class EngineControls:
             self._relay.require_leader("save_requests() without kv")
         self.snapshots.save(path, self._loop.backlog, kv=kv)
 
-    def load_requests(self, path: str | os.PathLike[str]) -> LoadReport:
-        self._relay.meet("load_requests()", {"path": os.fspath(path)})
+    def load_requests(self, path: str | os.PathLike[str], changed_adapters: str) -> LoadReport:
+        if changed_adapters not in (REFUSE, RECOMPUTE):
+            raise ConfigError(f"changed_adapters is {changed_adapters!r}, it must be {REFUSE!r} or {RECOMPUTE!r}")
+        self._relay.meet("load_requests()", {"path": os.fspath(path), "changed_adapters": changed_adapters})
         self._lifecycle.require("load_requests()", EngineState.RUNNING, EngineState.PAUSED)
-        content = self.snapshots.read(path)
+        content = self.snapshots.read(path, changed_adapters)
         self._loop.drain()
         return self.snapshots.put_back(content, self._loop.backlog)
 

@@ -14,6 +14,7 @@ from megatron_infer.config.request_metadata import Scalar
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.durable.snapshot import LoadReport
+from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
 from megatron_infer.engine.build import build_engine
 from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
 from megatron_infer.engine.logits_hooks import LogitsHook
@@ -77,7 +78,10 @@ class DynamicInferenceEngine:
         self.lifecycle, self.relay, self.suspension = built.lifecycle, built.relay, built.controls.suspension
         """`suspension.tags`: what is suspended. `suspension.arrived_s`: how long the latest resume's copies took."""
         self._scheduler, self._stat_logger = built.scheduler, built.stat_logger
-        self._intake, self._controls = built.intake, built.controls
+        self._intake, self._controls, self._adapters = built.intake, built.controls, built.adapters
+        if self.config.lora is not None:
+            for name, path in self.config.lora.adapters:
+                self.load_adapter(name, path)
 
     @property
     def state(self) -> EngineState:
@@ -279,6 +283,38 @@ class DynamicInferenceEngine:
         self.relay.meet("verify_weights()")
         self.weights.verify()
 
+    # ------------------------------------------------------------------ adapters
+    def load_adapter(
+        self,
+        name: str,
+        source: AdapterSource,
+        *,
+        config: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        running: str = "keep",
+    ) -> AdapterInfo:
+        """Load a LoRA adapter, which requests then name (`SamplingParams.adapter`); between steps, in any state.
+
+        source: a PEFT directory, or tensors by name, with the fields of its adapter_config.json as `config`. An adapter
+        of that name with another content is refused, unless `replace`: a version of it alone, under which cached KV of
+        the one before is not matched; running "keep" lets its requests go on with the KV they have, "recompute"
+        recomputes it. A load that fails changes nothing. Called on every rank.
+        """
+        return self._adapters.load(name, source, config=config, replace=replace, running=running)
+
+    def unload_adapter(self, name: str, *, abort: bool = False) -> None:
+        """Forget an adapter; refused while unfinished requests use it, unless `abort`, which ends them with an error.
+        Called on every rank."""
+        self._adapters.unload(name, abort=abort)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The loaded adapters, in the order in which they were loaded."""
+        return self._adapters.loaded()
+
+    def adapter_digests(self) -> dict[str, str]:
+        """Name -> hash of the content, of each loaded adapter."""
+        return self._adapters.digests()
+
     def reset_prefix_cache(self) -> int:
         """Nothing computed before is matched by a later prompt, in any state; requests in progress keep what they have.
         -> cached blocks that came free."""
@@ -313,13 +349,14 @@ class DynamicInferenceEngine:
         """
         self._controls.save_requests(path, kv=kv)
 
-    def load_requests(self, path: StrPath) -> LoadReport:
+    def load_requests(self, path: StrPath, *, changed_adapters: str = "refuse") -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
 
         Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them;
-        elsewhere the requests' tokens are computed again, see `LoadReport.recomputed`.
+        elsewhere the requests' tokens are computed again, see `LoadReport.recomputed`. changed_adapters: "refuse" the
+        file, or "recompute" requests that began with another content of their adapter than is loaded.
         """
-        return self._controls.load_requests(path)
+        return self._controls.load_requests(path, changed_adapters)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
         """On the leader: keep requests in `path` and a journal, so that SIGKILL loses none; None ends it.
@@ -369,6 +406,8 @@ def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]
         "resume()": lambda given: engine.resume(**given),
         "update()": lambda given: engine.set_weight_version(**given),
         "verify_weights()": lambda given: engine.verify_weights(),
+        "load_adapter()": lambda given: engine.load_adapter(**given),
+        "unload_adapter()": lambda given: engine.unload_adapter(**given),
         "reset_prefix_cache()": lambda given: engine.reset_prefix_cache(),
         "save_requests()": lambda given: engine.save_requests(**given),
         "load_requests()": lambda given: engine.load_requests(**given),

@@ -20,7 +20,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.step_loop import StepLoop
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.kernels.base import PagedModel
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS
@@ -111,6 +111,9 @@ class SequenceReplay:
         use_cache: with the cached prefix, as a new request would; else no cached block is used. model: runs in place of
         the engine's. Raises NoRoomForReplay.
         """
+        if params is not None and params.adapter is not None:
+            raise ConfigError(f"a replay of a request of adapter {params.adapter!r}: adapters that are loaded by name are "
+                              "not replayed; leave it out")
         known = max(prompt_len, len(ids) - MOST_DECODED)
         salt = "" if use_cache else f"mismatch replay {next(_salts)}"
         request = Request(

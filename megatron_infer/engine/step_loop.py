@@ -185,6 +185,13 @@ class StepLoop:
         for state in self.output_processor.requests:
             self.backlog.append(self.abort(state.id))
 
+    def end_requests(self, requests: Sequence[Request], error: InferenceError) -> None:
+        """End these with an error; nothing is in flight. The outputs come with the next step."""
+        for request in requests:
+            self.output_processor.set_error(request, error)
+            self._scheduler.finish(request, FinishReason.ERROR)
+        self.backlog += self.output_processor.outputs_of(requests, self._scheduler.finish_by_text)
+
     def abort(self, request_id: str) -> RequestOutput:
         """End an open request in any state -> what it has so far."""
         state = self.output_processor.get(request_id)

@@ -2,6 +2,7 @@
 
     AttentionBackend   paged attention (the scan of Mamba layers: ScanBackend in kernels/ssm.py)
     Ops, Norms         linears, norms and activations (all experts at once: ExpertsBackend in kernels/experts.py)
+    LoRABackend        products of adapters, added to those of linears (kernels/lora.py)
     StepInputs         a step as a model's layer sees it
     PagedModel         a model as the runner sees it
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_infer.kernels.experts import ExpertsBackend
+    from megatron_infer.kernels.lora import LoRABackend
     from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 
 
@@ -228,6 +230,8 @@ class StepInputs(Protocol):
     """bool: the padding tokens of a padded step; None: the step is not padded."""
     routing_TLK: Tensor | None
     """Where mixture-of-experts layers write the experts of each token; None: no request asks for them."""
+    lora: LoRABackend | None
+    """What adds adapters' products to those of linears, planned for the step; None: no token has an adapter."""
 
     def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
         """Attention layer number `layer` of this rank (see `AttentionBackend.run`)."""

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,6 +26,8 @@ from megatron_infer.kernels.cpu_native import (
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.lora import LoRABackend, TorchLoRA
+from megatron_infer.kernels.native_lora import NativeLoRA
 from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import ScanBackend, SsmSpec
@@ -99,6 +101,8 @@ class ChosenKernels:
     rows: list[BackendChoice]
     gather: Gather = torch_gather
     """Gathers a step's token ids, positions and angles from the device's tables."""
+    lora: LoRABackend | None = None
+    """Products of adapters; None: the engine has none."""
 
     def table(self) -> str:
         """The choices as text: operation, backend, why not the others."""
@@ -335,6 +339,15 @@ def _choose_sampling(
         return _ChosenSampling(BackendChoice(SAMPLING, "native", why), NativeSampling(library))
     assert asked in (AUTO, "torch"), f"no sampling backend is called {asked}"
     return _ChosenSampling(BackendChoice(SAMPLING, "torch", why))
+
+
+def add_lora(chosen: ChosenKernels, device: torch.device, dtype: torch.dtype) -> ChosenKernels:
+    """The same kernels and what adds adapters' products, beside the linears of `chosen`."""
+    forced, _ = _forced_backend()
+    library, why_not = _library_if(forced in (None, "native"), device, dtype)
+    lora: LoRABackend = TorchLoRA() if library is None else NativeLoRA(library, dtype)
+    reasons = {"native": why_not or f"{BACKEND_VARIABLE}={forced}"} if library is None else {}
+    return replace(chosen, lora=lora, rows=[*chosen.rows, BackendChoice("adapters", lora.name, reasons)])
 
 
 def exact_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import AdoptionError, ConfigError, WrongState, unknown_name
 from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.lora.bank import parts_of
 from megatron_infer.lora.names import LAYERS, PARTS, AdaptedLinears
 from megatron_infer.lora.peft import write_adapter
 from megatron_infer.lora.peft_config import scale_of
@@ -53,12 +54,13 @@ def attach_lora(
     """
     _check(rank, alpha, dropout, targets)
     live = _bare(model)
-    linears, layers = _targets(live, targets), {layer.layer_number - 1: layer for layer in live.decoder.layers}
+    names = _targets(live, targets)
+    linears = {path: live.get_submodule(name) for path, name in names.items()}
     scale = scale_of(float(alpha), rank, rslora=rslora)
     true_share = getattr(live, "true_kv_groups", live.config.num_query_groups) / live.config.num_query_groups
     pairs = {}
     for path, linear in linears.items():
-        sections = _sections(layers[int(path.split(".")[2])], path, linear)
+        sections = tuple(parts_of(names[path], live, linear.weight.shape[0]))
         pairs[path] = LinearLoRA(linear, rank=rank, scale=scale, dropout=float(dropout), sections=sections)
         share = true_share if path.endswith(".linear_proj") else 1.0
         _initialise(pairs[path], path, linear.tp_group, seed, share)
@@ -251,9 +253,9 @@ def _check(rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> N
             raise ConfigError(f"targets: {unknown_name('linear', str(target), known)}; one of {', '.join(known)}")
 
 
-def _targets(live: Any, targets: Sequence[str]) -> dict[str, Any]:
-    """This rank's linears by path in the whole model."""
-    found: dict[str, Any] = {}
+def _targets(live: Any, targets: Sequence[str]) -> dict[str, str]:
+    """Names of this rank's linears by their path in the whole model."""
+    found: dict[str, str] = {}
     for place, layer in enumerate(live.decoder.layers):
         for part in PARTS:
             try:
@@ -269,24 +271,12 @@ def _targets(live: Any, targets: Sequence[str]) -> dict[str, Any]:
                     f"a pair cannot be attached to {type(linear).__module__}.{type(linear).__qualname__}; build the "
                     "model from megatron-core's local spec or from megatron_infer.models.specs",
                 )
-            found[f"{LAYERS}.{layer.layer_number - 1}.{part}"] = linear
+            found[f"{LAYERS}.{layer.layer_number - 1}.{part}"] = name
     if not found and live.pre_process and live.post_process:
         raise ConfigError(
             f"targets {', '.join(targets)}: no layer of the model has such a linear outside of its experts"
         )
     return found
-
-
-def _sections(layer: Any, path: str, linear: Any) -> tuple[int, ...]:
-    """See `LinearLoRA`: megatron-core divides each of these over the ranks."""
-    rows = linear.weight.shape[0]
-    if path.endswith(".linear_fc1") and linear.config.gated_linear_unit:
-        return rows // 2, rows // 2
-    if path.endswith(".in_proj"):
-        mixer = layer.mixer
-        state = mixer.ngroups_local_tp * mixer.d_state
-        return mixer.d_inner_local_tp, mixer.d_inner_local_tp, state, state, mixer.nheads_local_tp
-    return (rows,)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, RoutingShape, StepInputs
+from megatron_infer.kernels.lora import LoRAWeights
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models.adoption_checks import (
     check_called_by_none,
@@ -28,10 +29,11 @@ from megatron_infer.models.adoption_checks import (
     final_norm_of,
     unwrap,
 )
+from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.census import Census
 from megatron_infer.models.compiled_layers import CompiledLayer, warm_up
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
-from megatron_infer.models.fused_layers import FusedLayer, FusedNorm
+from megatron_infer.models.fused_layers import FusedLayer, FusedLinear, FusedNorm
 from megatron_infer.models.fused_mixer import FusedMixer
 from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.model_shape import model_shape
@@ -106,6 +108,16 @@ class ModelReading:
         return [layer.fused for layer in self.layers]
 
     @property
+    def linears(self) -> dict[str, FusedLinear]:
+        """The linears that adapters may have pairs for, by their path in the whole model: all but routed experts'."""
+        found = [(layer, linear) for layer in self.layers for linear in layer.linears()]
+        return {
+            linear.name.replace(layer.name, f"decoder.layers.{layer.number}", 1): linear
+            for layer, linear in found
+            if ".experts." not in linear.name
+        }
+
+    @property
     def routing(self) -> RoutingShape | None:
         """None: of layers of the user's own, whose experts are not known. Numbers the experts' layers."""
         return None if None in self.fused else routing_shape(self.experts)
@@ -160,6 +172,8 @@ class AdoptedModel:
         """It has the final norm and the output layer."""
         self.compiler: PieceCompiler | None = None
         """What compiled the layers; None: they are not compiled."""
+        self.lora: Mapping[str, LoRAWeights] = {}
+        """Adapters' pairs by the path of their linear in the whole model; see `set_lora`."""
         self.num_adoptions = 0
         """Times that the modules were adopted."""
         self.device: torch.device = next(live.parameters()).device
@@ -181,6 +195,7 @@ class AdoptedModel:
         self.layers: list[FusedLayer | CompiledLayer | None] = list(reading.fused)
         """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
         self._runs_layers = None not in reading.fused
+        self.set_lora(self.lora)
         self.routing = reading.routing
         self._dtype = getattr(torch, self.shape.dtype)
         self._tp = reading.tp
@@ -188,6 +203,17 @@ class AdoptedModel:
         self._census = Census(self.live)
         if self.compiler is not None:
             self._compile_again()
+
+    def set_lora(self, weights: Mapping[str, LoRAWeights]) -> None:
+        """Add these pairs' products in steps with adapters, also after the model was adopted again."""
+        self.lora = weights
+        for path, linear in self._reading.linears.items():
+            linear.lora = weights.get(path)
+
+    @property
+    def linears(self) -> dict[str, FusedLinear]:
+        """See `ModelReading.linears`."""
+        return self._reading.linears
 
     def has_changed(self) -> bool:
         """Whether a module was replaced, hooked, patched, parametrized or cast, or a parameter replaced, since the
@@ -226,6 +252,8 @@ class AdoptedModel:
 
     def _misfit(self, reading: ModelReading) -> str | None:
         """Why this engine's cache, kernels and graphs are not for what was read; None: they are."""
+        if self.lora and any(linear.attached is not None for linear in reading.linears.values()):
+            return f"the model {ATTACHED}, and the engine has adapters of its own"
         had, has = asdict(self.shape), asdict(reading.shape)
         if had["dtype"] != has["dtype"]:
             return f"the weights are {has['dtype']} where the engine's cache was laid out for {had['dtype']}"

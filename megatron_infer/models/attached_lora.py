@@ -25,6 +25,8 @@ from megatron_infer.models.tp_collectives import Reducer
 
 CHILD = "lora"
 """Name of the pair among its linear's children."""
+ATTACHED = "has an adapter that trains on it, with which every request is computed"
+"""Why an engine of the model has no adapters of its own."""
 
 
 class LinearLoRA(nn.Module):
@@ -34,8 +36,7 @@ class LinearLoRA(nn.Module):
     """
 
     def __init__(self, linear: Any, *, rank: int, scale: float, dropout: float, sections: tuple[int, ...]) -> None:
-        """sections: numbers of this rank's rows that the whole linear has one behind the other, each split over the
-        ranks (gate and up)."""
+        """sections: lengths of the parts of this rank's rows that are split over the ranks one by one (gate and up)."""
         super().__init__()
         weight = linear.weight
         self.is_row_parallel = isinstance(linear, mcore.RowParallelLinear)

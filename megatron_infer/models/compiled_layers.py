@@ -27,7 +27,7 @@ WARM_UP_TOKENS = (64, 1)
 class CompiledLayer(LayerOps):
     """The operations of a `FusedLayer`, each run of several that have a pure form as one compiled piece.
 
-    Compiled code runs only under inference mode; in any other mode the layer runs its operations one by one.
+    Compiled code runs only under inference mode and without adapters; else the layer runs its operations one by one.
     """
 
     __slots__ = ("_layer",)
@@ -37,7 +37,7 @@ class CompiledLayer(LayerOps):
         self._layer = layer
 
     def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None = None) -> tuple[Any, Tensor | None]:
-        if not torch.is_inference_mode_enabled():
+        if step.lora is not None or not torch.is_inference_mode_enabled():
             return self._layer.run(step, x, residual_TD)
         return super().run(step, x, residual_TD)
 

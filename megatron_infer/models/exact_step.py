@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_infer.kernels.base import AttendSpec, RotaryTable, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.lora import LoRABackend
 from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
 from megatron_infer.models.mamba_scan import causal_conv, chunk_scan, gated_rms_norm
@@ -163,6 +164,7 @@ class TrainingStep:
         self.ops: Any = ops
         self.token_ids_T = token_ids_T
         self.routing_TLK: Tensor | None = None
+        self.lora: LoRABackend | None = None
         self.is_padded, self.padding_T1 = False, None
         self.positions_T = torch.cat([torch.arange(length) for length in lengths])
         self._attention, self._scan, self._dtype, self._live_scan_weights = attention, scan, dtype, live_scan_weights

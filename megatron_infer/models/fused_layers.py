@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.activations import Activation
 from megatron_infer.kernels.base import AttendSpec, Norms, Ops, StepInputs
+from megatron_infer.kernels.lora import LoRAWeights
 from megatron_infer.models.activations import activation_of
 from megatron_infer.models.attached_lora import LinearLoRA, lora_of
 from megatron_infer.models.core_attention import TorchNorm
@@ -185,7 +186,7 @@ class FusedLinear(LayerOp):
     Where ranks sum their products, `flat` gives the product and an `AllReduce`, which also adds the bias.
     """
 
-    __slots__ = ("foreign", "lora", "parameters", "product", "reduce", "spread")
+    __slots__ = ("attached", "foreign", "lora", "name", "parameters", "product", "reduce", "spread")
 
     def __init__(
         self,
@@ -202,8 +203,11 @@ class FusedLinear(LayerOp):
         self.spread: Reducer | None = None
         self.product: Fp8Product | None = None
         """What multiplies in FP8; None: `ops.linear` does, by the weight."""
-        self.lora: LinearLoRA | None = lora_of(module)
+        self.attached: LinearLoRA | None = lora_of(module)
         """The pair that trains on the live module; None: there is none."""
+        self.name = name
+        self.lora: LoRAWeights | None = None
+        """Adapters' pairs for this linear; None: the engine has no adapters, or none may have a pair for it."""
         self.foreign: tuple[Any, str, str] | None = None
         """Transformer Engine's module, its name here and which of its weights it is; None: megatron-core's own."""
         role, whole = linear_role(module), ""
@@ -239,12 +243,14 @@ class FusedLinear(LayerOp):
         parameters = self.parameters
         bias = None if self.reduce is not None else parameters["bias"]
         if self.product is not None:
-            y_TY = self.product(x_TX, bias)
+            out_TW = self.product(x_TX, bias)
         else:
-            y_TY = step.ops.linear(x_TX, parameters["weight"], bias)
-        if self.lora is not None:
-            y_TY = self.lora.add_to(step.ops, given_TX, y_TY, spread=self.spread, reduce=self.reduce)
-        return y_TY, residual_TD
+            out_TW = step.ops.linear(x_TX, parameters["weight"], bias)
+        if self.attached is not None:
+            out_TW = self.attached.add_to(step.ops, given_TX, out_TW, spread=self.spread, reduce=self.reduce)
+        if step.lora is not None and self.lora is not None and self.lora.num_pairs:
+            out_TW = step.lora.run(out_TW, x_TX, self.lora)
+        return out_TW, residual_TD
 
     def multiply(self, ops: Ops, x_TX: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's product with the bias that is given; for experts, which are never split here."""

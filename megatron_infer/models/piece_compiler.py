@@ -66,7 +66,7 @@ def pure_norm(norm: FusedNorm) -> PureForm:
 
 def pure_linear(linear: FusedLinear) -> PureForm | None:
     """None for one with a pair that trains."""
-    if linear.lora is not None:
+    if linear.attached is not None:
         return None
     sources: tuple[Source, ...] = ((linear.parameters, "weight"),)
     if linear.reduce is None:

@@ -92,6 +92,7 @@ class ForeignModel:
     compiler = fp8 = routing = tp_group = None
     num_adoptions = 1
     ssm_specs: Sequence[Any] = ()
+    linears: Mapping[str, Any] = {}
 
     def __init__(self, model: PipelineModel[Any], params: KVCacheParams, *, live: ForeignWeights, name: str) -> None:
         self.model, self.live, self.name = model, live, name

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_infer.config.request_metadata import check_metadata
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import InvalidPrompt, PromptTooLong, RequestError
+from megatron_infer.errors import InvalidPrompt, PromptTooLong, RequestError, UnknownAdapter, unknown_name
 from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.rng import derive_seed
 from megatron_infer.scheduler.request import CacheUse, Request
@@ -43,6 +43,8 @@ class Limits:
     num_usable_blocks: int
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Parameters that the model cannot serve -> why not, and what to do."""
+    adapters: Collection[str] | None = None
+    """The LoRA adapters that are loaded, live; None: the engine has none."""
     metadata_types: Sequence[tuple[str, Any, bool]] | None = None
     """InferenceConfig.request_metadata_types."""
 
@@ -140,9 +142,20 @@ class InputProcessor:
                     f"{name}: token id {wrong[0]} is outside the vocabulary (0 to {self.limits.vocab_size - 1})"
                 )
         self._check_choice(params)
+        if params.adapter is not None:
+            self._check_adapter(params.adapter)
         check_metadata(self.limits.metadata_types, params.metadata)
         if params.structured is not None:
             self.grammars.cache.check(params.structured)
+
+    def _check_adapter(self, name: str) -> None:
+        known = self.limits.adapters
+        if known is None:
+            raise UnknownAdapter(
+                f"adapter {name!r}: this engine has no adapters; build it with InferenceConfig(lora=LoRAConfig(...))"
+            )
+        if name not in known:
+            raise UnknownAdapter(f"{unknown_name('adapter', name, known)}; load_adapter loads one")
 
     def _check_choice(self, params: SamplingParams) -> None:
         """Raises RequestError for ids that leave no token to draw, at all or before min_tokens."""

@@ -32,6 +32,7 @@ from megatron_infer.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from megatron_infer.config.resolved_sizes import ResolvedSizes
+    from megatron_infer.kernels.lora import LoRABackend
     from megatron_infer.kernels.select import ChosenKernels
     from megatron_infer.memory.layerwise_restore import LayerwiseRestore
     from megatron_infer.memory.store import CacheStore
@@ -72,6 +73,7 @@ class Batch:
     restore: LayerwiseRestore | None = None
     """The cache is being restored: each layer waits, on the device, for its own part. None: all of it is there."""
     routing_TLK: Tensor | None = None
+    lora: LoRABackend | None = None
     is_padded: bool = False
 
     use_flashinfer_fused_rope = False
@@ -235,6 +237,8 @@ class BatchBuilder:
             batch = self._batch(self._meta(written.views, captures=captures), written.views, restore)
         batch.sample_rows, batch.sample_positions = written.sample_rows, written.sample_positions
         if shape is None:
+            has_adapters = self._kernels.lora is not None and self.rows.has_adapters(written.views.host["table_row"])
+            batch.lora = self._kernels.lora if has_adapters else None
             self.derive(batch)
         return batch
 
@@ -257,6 +261,8 @@ class BatchBuilder:
         batch.token_ids_T, meta.positions_T, meta.kv_pos_T, meta.cos_TR, meta.sin_TR = kernels.gather(
             mirror["token_position"], mirror["token_row"], tables
         )
+        if batch.lora is not None:
+            batch.lora.plan(rows.adapter_slot_R.index_select(0, mirror["token_row"]))
         kernels.attention.plan(meta)
         if kernels.scan is not None:
             kernels.scan.plan(meta)

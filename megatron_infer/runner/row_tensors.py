@@ -1,8 +1,8 @@
-"""The device's tables of every request row: its blocks and its tokens' ids, kept from step to step."""
+"""The device's tables of every request row: blocks, token ids, adapter; kept from step to step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ class RowTensors:
         """int32 [rows + 1, blocks]."""
         self.token_pool = torch.zeros((num_rows, self.max_sequence_length), dtype=torch.int32, device=device.torch)
         """int32 [rows + 1, positions]: token ids."""
+        self.adapter_slot_R = torch.full((num_rows,), -1, dtype=torch.int32, device=device.torch)
+        """int32 [rows + 1]: where the device has the adapter of a row's sequence; -1: it has none."""
+        self._adapter_slots: np.ndarray = np.full(num_rows, -1, dtype=np.int32)
         self.flat_table, self.flat_pool = self.block_table.view(-1), self.token_pool.view(-1)
 
     # ------------------------------------------------------------------ block table
@@ -53,6 +56,24 @@ class RowTensors:
             at, block = buffer.mirror["write_at"][:num_writes], buffer.mirror["write_block"][:num_writes]
             self.flat_table.index_copy_(0, at, block)
 
+    # ------------------------------------------------------------------ adapters
+
+    def has_adapters(self, rows: np.ndarray) -> bool:
+        """Whether the sequence of one of these rows has an adapter."""
+        return bool((self._adapter_slots[rows] >= 0).any())
+
+    def _put_adapter_slots(self, requests: Iterable[Request]) -> None:
+        changed: dict[int, int] = {}
+        for request in requests:
+            lease = request.lease
+            assert lease is not None, f"{request.id} is planned without a lease"
+            if self._adapter_slots[lease.row] != lease.adapter_slot:
+                changed[lease.row] = lease.adapter_slot
+        if changed:
+            rows, slots = np.array(list(changed), dtype=np.int64), np.array(list(changed.values()), dtype=np.int32)
+            self._adapter_slots[rows] = slots
+            self.adapter_slot_R.index_copy_(0, self._device.to_device(rows), self._device.to_device(slots))
+
     # ------------------------------------------------------------------ tokens
 
     def admit(self, plan: StepPlan) -> None:
@@ -60,6 +81,8 @@ class RowTensors:
         admitted = [*plan.readmitted, *(chunk.request for chunk in plan.prefill if chunk.first)]
         if admitted:
             self._put_tokens(admitted)
+        forked = [fork for chunk in plan.prefill for fork in chunk.forks]
+        self._put_adapter_slots([*admitted, *forked])
         for chunk in plan.prefill:
             if chunk.forks:
                 end = chunk.start + chunk.n

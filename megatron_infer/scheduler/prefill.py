@@ -177,6 +177,8 @@ class PrefillPlanner:
 
     def _try_admit(self, draft: PrefillDraft, request: Request, root: bytes) -> bool:
         """Lease all that the known tokens of `request` need and plan its first chunk; False: nothing changed."""
+        if not self._running_set.has_adapter_slot(request):
+            return False
         if request in self._preemption.swapped:
             return self._swap_in(draft, request)
         context, total = self._context, len(request.tokens)
@@ -185,6 +187,8 @@ class PrefillPlanner:
         # Before anything is hashed: the last token is never found, so that at least one block is needed.
         if (1 if context.prefix_caching else need) > context.num_free_blocks - headroom:
             return False
+        if (adapter := request.params.adapter) is not None and context.adapters is not None:
+            root = context.adapters.root(root, adapter)
         lease = context.admit(request.tokens, root=salted(root, request.cache.salt), use_cache=request.may_hit)
         if lease is None:
             return False

@@ -36,6 +36,8 @@ class VersionSpan(NamedTuple):
     kv_version_min: int
     """Oldest and newest weights that any key or value attended to was computed with."""
     kv_version_max: int
+    adapter_version: int = 0
+    """Version of the adapter that drew the tokens; 0: they were drawn without one."""
 
 
 @dataclass(slots=True)
@@ -52,6 +54,8 @@ class History:
     spans: list[VersionSpan] = field(default_factory=list)
     """The last one may begin at a token that is not drawn yet."""
 
+    adapter: tuple[int, str] | None = None
+    """(version, digest) of the adapter that it computes with, or was computed with last; None: without one."""
     kv_versions: tuple[int, int] | None = None
     """(oldest, newest) weights of the keys and values it had when the last span began; None: it had none."""
     computed_at_mark: int = 0
@@ -72,11 +76,13 @@ class History:
 
     def fork_from(self, leader: History, *, first_token: int, computed: int) -> None:
         """From output token `first_token` on it attends to what `leader` has computed."""
-        last = leader.spans[-1]
+        last, self.adapter = leader.spans[-1], leader.adapter
         self.kv_versions, self.computed_at_mark = (last.kv_version_min, last.kv_version_max), computed
         self._mark(last._replace(first_token=first_token))
 
     def _mark(self, span: VersionSpan) -> None:
+        if self.adapter is not None:
+            span = span._replace(adapter_version=self.adapter[0])
         if self.spans and self.spans[-1].first_token == span.first_token:
             self.spans.pop()
         if not self.spans or self.spans[-1][1:] != span[1:]:

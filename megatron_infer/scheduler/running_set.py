@@ -86,10 +86,28 @@ class RunningSet:
         if self._on_event is not None:
             self._on_event(request, kind, payload)
 
+    def has_adapter_slot(self, request: Request) -> bool:
+        """Whether the device has the request's adapter, or room for it beside those of running requests."""
+        name = request.params.adapter
+        if name is None:
+            return True
+        assert self._context.adapters is not None, f"{request.id!r} names an adapter, the engine has none"
+        return self._context.adapters.has_room(name, self._used_adapters)
+
+    def _used_adapters(self) -> set[str]:
+        return {request.params.adapter for request in self.live() if request.params.adapter is not None}
+
+    def _take_adapter(self, request: Request, lease: Lease) -> None:
+        name, adapters = request.params.adapter, self._context.adapters
+        if name is not None and adapters is not None:
+            lease.adapter_slot = adapters.take(name, self._used_adapters)
+            request.history.adapter = adapters.versions[name]
+
     # ------------------------------------------------------------------ coming and going
 
     def admit(self, request: Request, lease: Lease) -> None:
         """Insert a request with a fresh lease; it prefills what is not cached."""
+        self._take_adapter(request, lease)
         request.history.restart(self.version, first_token=request.num_output, cached=lease.cached)
         if self._context.prefix_caching and request.may_hit:
             stats = self.stats
@@ -109,6 +127,7 @@ class RunningSet:
 
     def swap_in(self, request: Request, lease: Lease) -> None:
         """Insert a request whose keys and values come back from the host; it continues with them."""
+        self._take_adapter(request, lease)
         request.history.continue_with(self.version, first_token=request.num_output, computed=lease.cached)
         request.history.num_swaps += 1
         self.stats.swapped_in += 1
@@ -141,6 +160,8 @@ class RunningSet:
 
     def readmit(self, request: Request, *, is_leader: bool) -> None:
         """Insert a request after `lease_computed`."""
+        assert request.lease is not None
+        self._take_adapter(request, request.lease)
         request.history.continue_with(self.version, first_token=request.num_output, computed=request.scheduled)
         self._run(request, is_leader=is_leader)
 

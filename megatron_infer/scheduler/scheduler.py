@@ -116,6 +116,8 @@ class Scheduler:
 
     def readmit(self, request: Request, computed: int, *, like: Request | None = None, num_shared: int = 0) -> bool:
         """Let `request` continue after `computed` tokens; the caller writes their KV now. False: no room, `add` it."""
+        if not self.running_set.has_adapter_slot(request):
+            return False
         if not self.running_set.lease_computed(request, computed, like=like, num_shared=num_shared):
             return False
         self.queue.assign_arrivals(request)
@@ -162,6 +164,31 @@ class Scheduler:
             return
         self.root = root
         self.context.stop_publishing()
+
+    def renew_adapter(self, name: str, running: str) -> None:
+        """An adapter has another content from now on; nothing may be in flight.
+
+        Its requests keep what they have computed and publish no more; running "recompute": they start over.
+        """
+        assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
+        its = [request for request in self.running_set.live() if request.params.adapter == name]
+        if running == "recompute":
+            for request in its:
+                self.running_set.start_over(request)
+            self.queue.insert_sorted(its)
+        for request, swapped in list(self.preemption.swapped.items()):
+            if request.params.adapter != name:
+                continue
+            if running == "recompute":
+                self.preemption.drop(request)
+            else:
+                swapped.publishes, swapped.contents = False, []
+        for request in self.running_set.live():
+            if request.params.adapter == name and request.lease is not None and self.context.adapters is not None:
+                request.lease.publishes = False
+                request.history.adapter = self.context.adapters.versions[name]
+                at = {"first_token": request.num_output, "computed": request.scheduled}
+                request.history.continue_with(self.running_set.version, **at)
 
     def set_costs(self, costs: policy.CostModel) -> None:
         """The next step decides on evictions with these prices; they must be the same on every rank."""
@@ -216,6 +243,8 @@ class Scheduler:
         self.context.repeat_table_writes()
         self.preemption.drop_all()
         self.context.take_copies()
+        if self.context.adapters is not None:
+            self.context.adapters.repeat_loads()
 
     def retract(self, plan: StepPlan, *later: StepPlan) -> bool:
         """Undo a step that ran out of memory and later ones, and halve the budget. False: it had one token only."""

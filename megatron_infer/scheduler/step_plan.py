@@ -47,6 +47,8 @@ class StepPlan:
     ends. No destination comes twice, none is a source."""
     readmitted: tuple[Request, ...] = ()
     """Requests that were readmitted with their keys and values: their tokens and parameters go to the device first."""
+    adapter_loads: tuple[tuple[int, str], ...] = ()
+    """(slot, adapter) to write on the device before this step's forward."""
     num_tokens: int = 0
     sampled: Sequence[Request] = ()
     """The requests that draw a token, in the order of StepResult.tokens: decode, then for each chunk that samples its

@@ -66,7 +66,7 @@ class StepPlanner:
                 break
         if phases is not None:
             phases.planned(draft)
-        num_tokens = len(decode) + draft.num_tokens
+        num_tokens, adapters = len(decode) + draft.num_tokens, context.adapters
         return StepPlan(
             step=running_set.stats.steps,
             decode=decode,
@@ -75,6 +75,7 @@ class StepPlanner:
             copies_before=context.take_copies() if num_tokens else (),
             copies_after=tuple(sorted(draft.copies, key=lambda copy: copy.kind.value)),
             readmitted=tuple([request for request in readmitted if request.lease is not None]),
+            adapter_loads=() if adapters is None or not num_tokens else adapters.take_loads(),
             num_tokens=num_tokens,
             sampled=[*decode, *draft.sampled] if draft.sampled else decode,
         )

@@ -84,7 +84,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     async def reply(call: Call) -> Reply | Events:
         body: MessagesBody = call.body
         prepared = await prepare_as_chat(chat, routes, chat_of(body), call)
-        shown = MessagesReply(client.model_names[0], prepared)
+        shown = MessagesReply(client.shown_name(body.model), prepared)
         found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
         return Events(found.items, named=True) if isinstance(found, Events) else found
 

@@ -59,7 +59,7 @@ class ChatCompletions:
             raise bad_request("return_raw_text comes with whole replies only; give no stream: true", "return_raw_text")
         chat = await self.prepare(body, call)
         texts = self._token_ids if body.return_tokens_as_token_ids else self._token_texts
-        reply = ChatReply(body, self._client.model_names[0], chat, texts)
+        reply = ChatReply(body, self._client.shown_name(body.model), chat, texts)
         ids = (reply.id, call.id, *([body.request_id] if body.request_id else ()))
         return await generate(self._client, [chat.request], reply, stream=body.stream, abort_ids=ids)
 

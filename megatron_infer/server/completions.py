@@ -72,8 +72,8 @@ class Completions:
         )
         echoed = await self._echoed(body, prompts) if body.echo else []
         texts = self._token_ids if body.return_tokens_as_token_ids else self._token_texts
-        names, shown = client.model_names, self._settings.show_cached_tokens
-        reply = CompletionReply(body, names[0], requests, echoed, texts, shows_cached=shown)
+        shown = self._settings.show_cached_tokens
+        reply = CompletionReply(body, client.shown_name(body.model), requests, echoed, texts, shows_cached=shown)
         ids = (reply.id, call.id, *([body.request_id] if body.request_id else ()))
         return await generate(client, requests, reply, stream=body.stream, abort_ids=ids)
 

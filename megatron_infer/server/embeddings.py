@@ -52,7 +52,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         data = await client.run_in_thread(_data, outputs, body)
         num_tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return Reply({"object": "list", "data": data, "model": client.model_names[0], "usage": usage})
+        return Reply({"object": "list", "data": data, "model": client.shown_name(body.model), "usage": usage})
 
     summary = "Vectors of texts or token ids"
     routes.add(

@@ -13,7 +13,7 @@ _MEDIA_OPTIONS = no_effect("there are no images, audio or video here", {}, False
 _BEAM = "beam search is not served; use best_of"
 _CHAT_ONLY = "tool calls are served at /v1/chat/completions and /v1/responses only"
 _LABEL = no_effect("it labels the call for the caller's own use")
-_NO_LORA = refused("there are no LoRA adapters here", [], "")
+_BY_MODEL = refused("give the adapter's name as model", [], "")
 _NO_KV_TRANSFER = refused("keys and values are not handed between servers", {})
 _NO_DP_RANK = no_effect("the coordinator chooses the engine")
 
@@ -61,8 +61,8 @@ _VLLM = {
 _SGLANG = {
     "return_hidden_states": refused("hidden states are not returned; /v1/embeddings has pooled ones", False),
     "custom_logit_processor": refused("code of a caller is not run; use logit_bias or structured_outputs", ""),
-    "lora_path": _NO_LORA,
-    "lora_id": _NO_LORA,
+    "lora_path": _BY_MODEL,
+    "lora_id": _BY_MODEL,
     "session_params": refused("send the whole prompt: its prefix is found in the cache", {}),
     "data_parallel_rank": _NO_DP_RANK,
     "routed_dp_rank": _NO_DP_RANK,
@@ -148,7 +148,7 @@ EMBEDDINGS = FieldTable(
         "embed_dtype": refused("numbers are float32", "float32", "auto"),
         "endianness": refused("base64 is little-endian", "little", "native"),
         "messages": refused("send the rendered text as input"),
-        "lora_path": _NO_LORA,
+        "lora_path": _BY_MODEL,
     }
 )
 TOKENIZE = FieldTable(
@@ -303,10 +303,17 @@ VLLM_GENERATE = FieldTable(
         ),
     },
 )
+LOAD_ADAPTER = FieldTable(
+    {
+        "pinned": no_effect("the least recently used adapter makes room, unless running requests use it", False),
+        "added_tokens_config": refused("adapters that add tokens are not supported", {}),
+        "is_3d_lora_weight": refused("adapters of routed experts are not supported", False),
+    }
+)
 TRL = FieldTable(_VLLM | {"images": refused(_NO_MEDIA, [])})
 TRL_SCORES = FieldTable({"temperature": refused("log probabilities are those of the model at temperature 1", 1.0)})
 SGLANG_GENERATE = FieldTable(
-    _SGLANG
+    {name: rule for name, rule in _SGLANG.items() if name != "lora_path"}
     | {
         "session_id": _LABEL,
         "conversation_id": _LABEL,
@@ -411,6 +418,7 @@ TABLES: dict[str, FieldTable] = {
     "/v1/score": SCORE,
     "/tokenize": TOKENIZE,
     "/generate": SGLANG_GENERATE,
+    "/v1/load_lora_adapter, /load_lora_adapter": LOAD_ADAPTER,
     "/inference/v1/generate, /skyrl/v1/generate": VLLM_GENERATE,
     "/generate/, /chat/": TRL,
     "/get_sequence_logprobs/": TRL_SCORES,

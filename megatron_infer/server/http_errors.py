@@ -13,6 +13,7 @@ from megatron_infer.errors import (
     ModelError,
     PromptTooLong,
     RequestError,
+    UnknownAdapter,
     UnknownRequest,
     WrongState,
     unknown_name,
@@ -74,6 +75,8 @@ def api_error_of(error: BaseException) -> ApiError:
         return ApiError(429, str(error), code="queue_full", headers=retry)
     if isinstance(error, PromptTooLong):
         return bad_request(f"This model's maximum context length is exceeded: {error}", None, "context_length_exceeded")
+    if isinstance(error, UnknownAdapter):
+        return ApiError(404, str(error), param="model", code="model_not_found")
     if isinstance(error, RequestError | NotImplementedError):
         return bad_request(str(error), _named_field(str(error)))
     if isinstance(error, protocol.MessageTooLarge):

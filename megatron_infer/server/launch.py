@@ -67,6 +67,7 @@ class EngineOptions:
             "threads": threads,
             "control": settings.control,
             "weights_root": settings.weights_root,
+            "lora_root": settings.lora_root,
             "loader": self.loader,
             "loader_options": self.loader_options,
         }

@@ -1,4 +1,4 @@
-"""/v1/models: the names of the served model."""
+"""/v1/models: the names of the served model and of its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         owner = {"object": "model", "created": client.started, "owned_by": "megatron-infer"}
         return {"id": name, **owner, "root": client.model_names[0], "max_model_len": client.max_length}
 
+    def card_of(name: str) -> dict[str, Any]:
+        adapter = client.adapter_of(name)
+        return card(name) if adapter is None else card(name) | {"parent": client.model_names[0]}
+
     async def models(call: Call) -> Reply:
-        return Reply({"object": "list", "data": [card(name) for name in client.model_names]})
+        return Reply({"object": "list", "data": [card_of(name) for name in (*client.model_names, *client.adapters)]})
 
     async def model(call: Call) -> Reply:
         name = call.request.path_params["model"]
         client.check_model(name)
-        return Reply(card(name))
+        return Reply(card_of(name))
 
     async def model_info(call: Call) -> Reply:
         """SGLang's description of the model."""

@@ -33,13 +33,15 @@ def num_output_tokens(outputs: Iterable[RequestOutput]) -> int:
 
 
 def version_spans_of(one: CompletionOutput) -> list[dict[str, int]]:
-    """Which weight version sampled which tokens, and the weight versions of the keys and values they attended to."""
+    """Which weight version sampled which tokens, and the weight versions of the keys and values they attended to; the
+    version of the adapter where there is one."""
     return [
         {
             "first_token": span.first_token,
             "policy_version": span.policy_version,
             "kv_version_min": span.kv_version_min,
             "kv_version_max": span.kv_version_max,
+            **({"adapter_version": span.adapter_version} if span.adapter_version else {}),
         }
         for span in one.spans
     ]

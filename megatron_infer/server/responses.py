@@ -41,7 +41,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
             text = f"replies have all that there is; {LOGPROBS} acts"
             ignore(call.ignored, "include", text, strict=settings.strict_fields)
         prepared = await prepare_as_chat(chat, routes, chat_of(body), call)
-        shown = ResponsesReply(body, client.model_names[0], prepared, texts)
+        shown = ResponsesReply(body, client.shown_name(body.model), prepared, texts)
         found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
         return Events(found.items, named=True) if isinstance(found, Events) else found
 

@@ -80,7 +80,7 @@ async def _label_scores(call: Call, client: EngineClient) -> dict[str, Any]:
         weights = [math.exp(one) for one in found]
         rows.append([one / math.fsum(weights) for one in weights] if body.apply_softmax else weights)
     usage = _usage(sum(map(len, prompts)))
-    return {"object": "scoring", "model": client.model_names[0], "scores": rows, "usage": usage}
+    return {"object": "scoring", "model": client.shown_name(body.model), "scores": rows, "usage": usage}
 
 
 def _last_logprob(output: RequestOutput) -> float:
@@ -114,7 +114,7 @@ async def _likeness(call: Call, client: EngineClient) -> dict[str, Any]:
         for place, (one, other) in enumerate(pairs)
     ]
     head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return {**head, "model": client.model_names[0], "data": data, "usage": _usage(sum(map(len, prompts)))}
+    return {**head, "model": client.shown_name(body.model), "data": data, "usage": _usage(sum(map(len, prompts)))}
 
 
 def _usage(num_tokens: int) -> dict[str, int]:

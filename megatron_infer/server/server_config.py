@@ -49,6 +49,9 @@ class ServerConfig:
     """Serve the routes that control the engines (pause, suspend, weights). Needs an API key beyond loopback."""
     weights_root: str | None = None
     """Directory that paths of new weights must lie in. None: weights are not read from files."""
+    lora_root: str | None = None
+    """Directory below which LoRA adapters may be loaded over HTTP (/v1/load_lora_adapter), also without control. Needs
+    an API key beyond loopback. None: none is loaded over HTTP."""
     max_weight_bytes: int = 512 << 20
     """Most bytes in one body of new weights; send a larger update in several."""
     strict_fields: bool = False
@@ -151,6 +154,12 @@ class ServerConfig:
             raise ConfigError("api_key is empty; None means no key")
         if self.control and self.api_key is None and not self.is_local:
             raise ConfigError(f"control at {self.host} needs an API key: others could control the engines; set api_key")
+        if self.lora_root is not None:
+            if not Path(self.lora_root).is_dir():
+                raise ConfigError(f"lora_root is {self.lora_root!r}, which is no directory")
+            if self.api_key is None and not self.is_local:
+                text = f"lora_root at {self.host} needs an API key: others could load and unload adapters"
+                raise ConfigError(f"{text}; set api_key")
         if self.control and self.http_workers > 1:
             text = f"control with {self.http_workers} HTTP processes: the state of the engines is kept by one"
             raise ConfigError(f"{text}; leave http_workers at 1")

@@ -115,14 +115,16 @@ def engine(
     threads: int | None = None,
     control: bool = False,
     weights_root: str | None = None,
+    lora_root: str | None = None,
     loader: str | None = None,
     loader_options: dict[str, Any] | None = None,
 ) -> None:
     """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish.
 
-    control, weights_root: as in `ServerConfig`, held to here, too. loader, loader_options: as in `EngineOptions`.
+    control, weights_root, lora_root: as in `ServerConfig`, held to here, too. loader, loader_options: as in `EngineOptions`.
     """
     beat = Beat()
+    from megatron_infer.coordinator.adapter_commands import AdapterCommands
     from megatron_infer.coordinator.peers import MAX_STEP_S
     from megatron_infer.coordinator.replica import Replica
     from megatron_infer.entrypoints.llm import LLM  # imports torch
@@ -137,7 +139,8 @@ def engine(
         module, _, function = loader.partition(":")
         own = getattr(importlib.import_module(module), function)(**loader_options or {})
     commands = RemoteWeights(own, weights_root=weights_root).commands() if control else None
-    replica = Replica(own, coordinator, name=name, control=control, commands=commands)
+    adapters = None if lora_root is None else AdapterCommands(own, root=lora_root).commands()
+    replica = Replica(own, coordinator, name=name, control=control, commands=commands, adapter_commands=adapters)
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     shape = own.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})

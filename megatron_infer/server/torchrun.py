@@ -33,6 +33,7 @@ import torch
 from megatron_infer.comm.backends import device_of
 from megatron_infer.comm.groups import build_groups
 from megatron_infer.config.machine_defaults import machine_config
+from megatron_infer.coordinator.adapter_commands import AdapterCommands
 from megatron_infer.coordinator.replica import Replica
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError
@@ -85,9 +86,16 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         if options.config.get("logging_step_interval"):
             log_to_stderr(METRICS_LOGGER)
         key = None if coordinator["key"] is None else coordinator["key"].encode()
+        root = settings.lora_root
         name, commands = f"replica{rank_group.dp_rank}", weights.commands() if settings.control else None
         replica = Replica(
-            engine, coordinator["address"], name=name, key=key, control=settings.control, commands=commands
+            engine,
+            coordinator["address"],
+            name=name,
+            key=key,
+            control=settings.control,
+            commands=commands,
+            adapter_commands=None if root is None else AdapterCommands(engine, root=root).commands(),
         )
         stopping = threading.Thread(target=_stop_with_http, args=(store, frontend, replica), daemon=True)
         _ignore_signals() if frontend is None else frontend.forward_signals()

@@ -12,6 +12,7 @@ from state_sabotage import finish, worst_error
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.inspect import inspect
 
 PROMPTS = [[(7 * i + 3 * j) % 120 + 4 for j in range(n)] for i, n in enumerate((50, 41, 66, 50))]
@@ -59,7 +60,7 @@ def test_answers_between_optimizer_steps_are_a_fresh_engines_with_those_weights(
     for version in range(4):
         outputs = engine.generate(PROMPTS, GREEDY)
         assert worst_error(model, outputs) < 1e-4
-        assert [output.outputs[0].spans for output in outputs] == [[(0, version, version, version)]] * 4
+        assert [output.outputs[0].spans for output in outputs] == [[VersionSpan(0, version, version, version)]] * 4
         hits = engine.stats().counters["states_loaded"]
         again = engine.generate(PROMPTS, GREEDY)
         assert engine.stats().counters["states_loaded"] == hits + len(PROMPTS), "the cache holds this round's states"
@@ -90,12 +91,12 @@ def test_requests_that_training_fell_into_say_which_weights_made_what(kind, mode
     engine.add_request(PROMPTS[0], GREEDY, request_id="new", stream="final")
     outputs = {output.request_id: output for output in finish(engine)}
     assert worst_error(model, [outputs["new"]]) < 1e-4, "it found something of the old weights"
-    assert outputs["new"].outputs[0].spans == [(0, 1, 1, 1)]
+    assert outputs["new"].outputs[0].spans == [VersionSpan(0, 1, 1, 1)]
     first = {"persist": 0, "offload": 0, "recompute": 1}[mode]
     for i, tokens in enumerate(drawn):
         num_drawn = len(tokens) - len(PROMPTS[i])
         one = outputs[f"running-{i}"].outputs[0]
-        assert one.spans == [(0, 0, 0, 0), (num_drawn, 1, first, 1)]
+        assert one.spans == [VersionSpan(0, 0, 0, 0), VersionSpan(num_drawn, 1, first, 1)]
         assert one.token_ids[:num_drawn] == tokens[len(PROMPTS[i]) :]
         if mode == "recompute":
             rest = SamplingParams(temperature=0.0, max_tokens=16 - num_drawn, ignore_eos=True)

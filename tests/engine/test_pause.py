@@ -17,6 +17,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, StaleCache, TransitionFailed, TransitionTimeout, WrongState
 from megatron_infer.models.adopt import adopt
+from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.weights.derived import DerivedCache
 
@@ -169,9 +170,9 @@ def test_spans_tell_which_weights_made_each_token(model, running, overlap):
     engine.unpause()
     done = finish(engine)
     for name, count in drawn.items():
-        want = [(0, 0, 0, 0), (count, 7, 0 if running == "keep" else 7, 7)]
+        want = [VersionSpan(0, 0, 0, 0), VersionSpan(count, 7, 0 if running == "keep" else 7, 7)]
         assert done[name].outputs[0].spans == want
-    assert done["new"].outputs[0].spans == [(0, 7, 7, 7)]
+    assert done["new"].outputs[0].spans == [VersionSpan(0, 7, 7, 7)]
     fresh = make_engine(model).generate([PROMPTS[0]], PARAMS)[0].outputs[0]
     assert done["new"].outputs[0].token_ids == fresh.token_ids, "stale KV was served to a new request"
     assert engine.stats().weight_version == 7

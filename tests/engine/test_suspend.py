@@ -27,6 +27,7 @@ from suspend_case import (
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, TransitionFailed, TransitionTimeout, WrongState
 from megatron_infer.memory.store import CacheStore
+from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.testing.inspect import inspect
 
 
@@ -239,7 +240,7 @@ def test_tags_go_and_come_back_one_by_one_in_the_order_trainers_use(model):
         done = {}
         while engine.has_unfinished():
             done |= {output.request_id: output for output in engine.step() if output.finished}
-        assert done["a"].outputs[0].spans == [(0, 0, 0, 0), (drawn, 5, 0, 5)]
+        assert done["a"].outputs[0].spans == [VersionSpan(0, 0, 0, 0), VersionSpan(drawn, 5, 0, 5)]
         engine.verify_weights()
         fresh = make_engine(model).generate([prompt], params)[0].outputs[0].token_ids
         assert engine.generate([prompt], params)[0].outputs[0].token_ids == fresh
@@ -322,7 +323,7 @@ def test_training_between_suspend_and_resume_finds_its_modules_and_is_noticed(ki
     while engine.has_unfinished():
         done |= {output.request_id: output for output in engine.step() if output.finished}
     spans = done["a"].outputs[0].spans
-    assert [span[1:] for span in spans] == [(0, 0, 0), (1, 1, 1)]
+    assert [span[1:4] for span in spans] == [(0, 0, 0), (1, 1, 1)]
     assert live.training and engine.stats().weight_version == 1
 
 

@@ -8,9 +8,11 @@ from lora_case import with_lora
 from session_case import answers_in, batch, copied, fresh_answers, make_session
 from training_case import loss_over, sequences_of
 
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import ConfigError, WrongState
+from megatron_infer.errors import AdoptionError, ConfigError, WrongState
 from megatron_infer.kernels import native_build
+from megatron_infer.lora.attach import attach_lora
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 BF16 = {"params_dtype": torch.bfloat16}
@@ -134,3 +136,16 @@ def test_exact_math_refuses_dropout_of_the_adapter():
         session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))  # dropout=False
         with pytest.raises(ConfigError, match=r"drops with probability 0\.2"):
             session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), dropout=True)
+
+
+def test_an_engine_with_adapters_of_its_own_takes_no_attached_one():
+    settings = {"lora": LoRAConfig(max_loras=2)}
+    model = tiny_gpt()
+    adapter = attach_lora(model)
+    with pytest.raises(ConfigError, match=r"trains on it.*leave lora None"):
+        make_session(model, settings=settings)
+    adapter.detach()
+    session = make_session(model, settings=settings)
+    attach_lora(model)
+    with pytest.raises(AdoptionError, match="adapters of its own"):
+        answers_in(session)

@@ -8,7 +8,7 @@ from fake_device import replace_digests
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.build import build_context
 from megatron_infer.context.copies import Copy, CopyKind
-from megatron_infer.context.prefix_hash import DIGEST_SIZE, digest_of, preimage_of, root_of, salted
+from megatron_infer.context.prefix_hash import adapted, DIGEST_SIZE, digest_of, preimage_of, root_of, salted
 from megatron_infer.context.row_pool import RowPool
 
 ROOT = root_of(model="m")
@@ -42,7 +42,9 @@ def chain(prev, tokens):
 def test_root_differs_in_each_part_and_borders_count():
     roots = [
         root_of(model="a"),
-        root_of(model="a", adapter="x"),
+        adapted(root_of(model="a"), "x", "1"),
+        adapted(root_of(model="a"), "x", "2"),
+        adapted(root_of(model="a"), "y", "1"),
         root_of(model="a", weight_version=1),
         root_of(model="ax"),
         salted(root_of(model="a"), ""),

@@ -309,7 +309,7 @@ class World:
         assert request.tokens == expected, f"{request.id}: {request.tokens} != {expected}"
         spans = request.history.spans
         for index, origin in enumerate(self.origins[request]):
-            claimed = [span[1:] for span in spans if span.first_token <= index][-1]
+            claimed = [span[1:4] for span in spans if span.first_token <= index][-1]
             assert claimed == origin, f"{request.id}: {spans}, but output token {index} comes from {origin}"
         assert [span.first_token for span in spans] == sorted({span.first_token for span in spans}), spans
         assert request.finish_reason is not None and request.lease is None and request.in_flight == 0

@@ -10,6 +10,7 @@ WeightUpdates --> ControlMachine (state_machine.py)               generation.py
 from __future__ import annotations
 
 from megatron_infer.server.control import (
+    adapter_routes,
     profile_routes,
     server_info,
     sglang_generate,
@@ -33,6 +34,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     updates = WeightUpdates(machine)
     if settings.control:
         client.admission_hooks.append(machine.admit)
+    adapter_routes.register(control_routes, machine)
     vllm_routes.register(control_routes, machine, updates)
     sglang_routes.register(control_routes, machine, updates)
     server_info.register(control_routes, machine)

@@ -72,6 +72,10 @@ def _failure(failed: Mapping[str, protocol.Answer], total: int, phase: str, stat
     status, code = 500, "engine_error"
     if kinds == {"WrongState"}:
         status, code = 409, "wrong_state"
+    elif kinds == {"AdapterInUse"}:
+        status, code = 409, "adapter_in_use"
+    elif kinds == {"UnknownAdapter"}:
+        status, code = 404, "model_not_found"
     elif kinds <= set(CLIENT_ERRORS):
         status, code = 400, "invalid_value"
     elif kinds & {"AccessRefused", "WeightsPathRefused"}:

@@ -89,6 +89,8 @@ class SglangGenerateBody(Body):
     top_logprobs_num: TopCount | list[TopCount] | None = None
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = None
+    lora_path: Text | list[Text | None] | None = None
+    """Name of a loaded LoRA adapter, or a list with an entry for each prompt."""
     stream: bool | None = None
 
 
@@ -127,11 +129,14 @@ class SglangGenerate:
             text = f"sampling_params has {len(samplings)} entries for {len(prompts)} prompts; give one, or one for each"
             raise bad_request(text, "sampling_params", "invalid_value")
         wanted, requests = _wanted_logprobs(body, len(prompts)), []
-        for prompt, one, logprobs in zip(prompts, samplings, wanted, strict=True):
+        adapters = _adapters(body, len(prompts))
+        for adapter in adapters:
+            client.check_model(adapter)
+        for prompt, one, logprobs, adapter in zip(prompts, samplings, wanted, adapters, strict=True):
             if logprobs.start >= len(prompt):
                 text = f"logprob_start_len is {logprobs.start}, the prompt has {len(prompt)} tokens; start within it"
                 raise bad_request(text, "logprob_start_len")
-            params = params_from(await self._values(body, one, logprobs))
+            params = params_from(await self._values(body, one, logprobs) | {"adapter": client.adapter_of(adapter)})
             requests.append(EngineRequest(prompt_ids=prompt, params=params))
         requests = client.checked(requests, call, field=field)
         if body.stream and (len(requests) > 1 or requests[0].params.n > 1):
@@ -184,6 +189,16 @@ class Logprobs:
     start: int
     """Position of the first prompt token that has them; -1: none."""
     num_top: int
+
+
+def _adapters(body: SglangGenerateBody, num_prompts: int) -> list[str | None]:
+    """One for each prompt. Raises ApiError 400."""
+    given = body.lora_path
+    names = given if isinstance(given, list) else [given] * num_prompts
+    if len(names) != num_prompts:
+        text = f"lora_path has {len(names)} entries for {num_prompts} prompts; give one, or one for each"
+        raise bad_request(text, "lora_path", "invalid_value")
+    return names
 
 
 def _wanted_logprobs(body: SglangGenerateBody, num_prompts: int) -> list[Logprobs]:

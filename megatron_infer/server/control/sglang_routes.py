@@ -112,8 +112,6 @@ CHANNELS = (
 NOT_SERVED = {
     "/post_process_weights": "derived copies of the weights are made again when an update is finished",
     "/get_weights_by_name": "weights are not sent out; /weights_checker has their checksum",
-    "/load_lora_adapter": "there are no LoRA adapters here; merge one into the weights and update these",
-    "/unload_lora_adapter": "there are no LoRA adapters here",
     "/slow_down": "engines are not slowed down; /pause_generation stops them",
 }
 """Further routes that are answered with 501 -> why."""

@@ -115,8 +115,6 @@ NOT_SERVED = {
         ("/init_communicator/", "/close_communicator/", "/update_named_param/", "/batch_update_named_params/"),
         "weights do not come by NCCL; send them to /update_weights (ServerWeights of megatron_infer.rl.adapters.trl)",
     ),
-    "/v1/load_lora_adapter": "there are no LoRA adapters here; merge one into the weights and update these",
-    "/v1/unload_lora_adapter": "there are no LoRA adapters here",
 }
 """Routes of vLLM and TRL that are answered with 501 -> why."""
 

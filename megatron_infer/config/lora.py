@@ -1,0 +1,74 @@
+"""Options for LoRA adapters: `LoRAConfig`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_infer.errors import ConfigError, unknown_name
+
+MAX_LORAS, MAX_RANK = 4096, 4096
+MAX_NAME_CHARS = 128
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """How many adapters serve at once, and which are there from the start. Raises ConfigError if wrong."""
+
+    max_loras: int = 1
+    """Adapters that are on the device at once, so that a step may compute with all of them. More may be loaded: they
+    are kept in host memory, and the least recently used one makes room. Requests of an adapter wait while running
+    requests use all places."""
+    max_rank: int = 16
+    """The largest rank of an adapter; larger ones are refused. An adapter of a smaller rank costs what it is."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """(name, PEFT directory) of the adapters loaded at the start; also given as "name=path" or as a mapping."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("max_loras", MAX_LORAS), ("max_rank", MAX_RANK)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ConfigError(f"lora: {name} is {value!r}, it must be an integer from 1 to {most:,}")
+        given: Any = self.adapters
+        if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
+            raise ConfigError(f"lora: adapters is {given!r}, it must be a list of name=path or a mapping")
+        pairs = given.items() if isinstance(given, Mapping) else map(_pair_of, given)
+        adapters = tuple((check_adapter_name(name), os.fspath(path)) for name, path in pairs)
+        names = [name for name, _ in adapters]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"lora: adapter {twice[0]!r} is given twice; choose another name")
+        object.__setattr__(self, "adapters", adapters)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LoRAConfig:
+        """From plain values. Raises ConfigError for an unknown field."""
+        known = [item.name for item in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"lora: {unknown_name('field', str(name), known)}; one of {', '.join(known)}")
+        return cls(**values)
+
+
+def check_adapter_name(name: object) -> str:
+    """The name. Raises ConfigError for one that requests, files and metrics could not name."""
+    if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None:
+        shown = repr(name) if len(repr(name)) <= 80 else repr(name)[:77] + "..."
+        raise ConfigError(
+            f"adapter name {shown}: a name has 1 to {MAX_NAME_CHARS} characters, letters, digits and . _ : @ / -, and "
+            "begins with a letter or digit"
+        )
+    return name
+
+
+def _pair_of(entry: Any) -> tuple[Any, Any]:
+    if isinstance(entry, str):
+        name, equals, path = entry.partition("=")
+        if equals and name and path:
+            return name, path
+    elif isinstance(entry, Sequence) and len(entry) == 2:
+        return entry[0], entry[1]
+    raise ConfigError(f"lora: adapters has {entry!r}, it must be name=path")

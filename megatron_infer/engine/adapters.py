@@ -1,0 +1,170 @@
+"""The life of LoRA adapters in an engine: loaded, replaced and unloaded between steps, on all ranks or on none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.config.lora import check_adapter_name
+from megatron_infer.context.adapter_slots import AdapterSlots
+from megatron_infer.engine.command_relay import CommandRelay
+from megatron_infer.engine.controls import check_running
+from megatron_infer.engine.states import Lifecycle
+from megatron_infer.engine.step_loop import StepLoop
+from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, RequestError, UnknownAdapter, unknown_name
+from megatron_infer.lora.adapter import Adapter
+from megatron_infer.lora.bank import AdapterBank
+from megatron_infer.lora.peft import read_adapter
+from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.scheduler import Scheduler
+
+AdapterSource = str | os.PathLike[str] | Mapping[str, Tensor] | Adapter
+"""A PEFT directory, tensors by name, or an adapter that was read before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """A loaded adapter."""
+
+    name: str
+    version: int
+    """1 when it is loaded, one more each time its content is replaced."""
+    digest: str
+    """Hash of its content."""
+    rank: int
+    """The largest rank of its pairs."""
+    num_bytes: int
+    path: str | None
+    """Where it was loaded from; None: from memory."""
+    is_resident: bool
+    """Whether the device has it; else it is written there before a request of it runs."""
+    num_requests: int
+    """Unfinished sequences that compute with it."""
+
+
+class EngineAdapters:
+    """Loads and unloads adapters. `DynamicInferenceEngine` documents the methods."""
+
+    def __init__(
+        self,
+        adopted: AdoptedModel,
+        bank: AdapterBank | None,
+        scheduler: Scheduler,
+        loop: StepLoop,
+        lifecycle: Lifecycle,
+        relay: CommandRelay,
+        rank_group: RankGroup,
+    ) -> None:
+        """bank: None for an engine without adapters."""
+        self._adopted, self._bank, self._slots = adopted, bank, scheduler.context.adapters
+        self._scheduler, self._loop, self._lifecycle = scheduler, loop, lifecycle
+        self._relay, self._rank_group = relay, rank_group
+        self._paths: dict[str, str | None] = {}
+        """Where each loaded adapter was loaded from."""
+
+    def load(
+        self,
+        name: str,
+        source: AdapterSource | None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        running: str = "keep",
+    ) -> AdapterInfo:
+        check_adapter_name(name)
+        check_running(running)
+        path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+        given = {"name": name, "source": path, "config": config, "replace": replace, "running": running}
+        self._relay.meet("load_adapter()", given)
+        bank, slots = self._require()
+        with self._rank_group.together(f"loading adapter {name!r}"):
+            adapter = self._read(name, source, config)
+        missing = bank.check_on_ranks(adapter, self._rank_group)
+        if missing:
+            raise ModelError(f"adapter {name!r}: {missing[0]} is no linear of this model that takes adapters")
+        digests = self._rank_group.lockstep.gather("comparison of adapters", adapter.digest)
+        if len(set(digests)) > 1:
+            raise ConfigError(f"adapter {name!r} has another content on another rank; give the same on all")
+        known = slots.versions[name][1] if name in slots.versions else None
+        if known is not None and known != adapter.digest:
+            if not replace:
+                raise AdapterInUse(
+                    f"adapter {name!r} is loaded with another content; unload it first, choose another name, or give "
+                    "replace=True"
+                )
+            with self._lifecycle.transition("update", timeout_s=None) as transition:
+                self._loop.quiesce(transition.tick)
+        if known != adapter.digest:
+            bank.adapters[name], self._paths[name] = adapter, path
+            slots.put(name, adapter.digest)
+            if known is not None:
+                self._scheduler.renew_adapter(name, running)
+        return self.info(name)
+
+    def unload(self, name: str, *, abort: bool = False) -> None:
+        self._relay.meet("unload_adapter()", {"name": name, "abort": abort})
+        bank, slots = self._require()
+        if name not in slots.versions:
+            raise UnknownAdapter(f"{unknown_name('adapter', str(name), slots.versions)}; adapters() lists them")
+        if self._requests_of(name) and not abort:
+            raise AdapterInUse(
+                f"adapter {name!r} is used by {len(self._requests_of(name))} unfinished requests; let them finish, or "
+                "give abort=True to end them"
+            )
+        with self._lifecycle.transition("update", timeout_s=None) as transition:
+            self._loop.quiesce(transition.tick)
+        if requests := self._requests_of(name):  # those that the steps in flight have not ended
+            self._loop.end_requests(requests, RequestError(f"adapter {name!r} was unloaded"))
+        slot = slots.remove(name)
+        if slot is not None:
+            bank.clear(slot)
+        del bank.adapters[name], self._paths[name]
+
+    def loaded(self) -> list[AdapterInfo]:
+        return [self.info(name) for name in self._paths]
+
+    def digests(self) -> dict[str, str]:
+        return {} if self._slots is None else {name: digest for name, (_, digest) in self._slots.versions.items()}
+
+    def info(self, name: str) -> AdapterInfo:
+        bank, slots = self._require()
+        adapter, (version, digest) = bank.adapters[name], slots.versions[name]
+        return AdapterInfo(
+            name=name,
+            version=version,
+            digest=digest,
+            rank=adapter.rank,
+            num_bytes=sum(pair.a.nbytes + pair.b.nbytes for pair in adapter.pairs.values()),
+            path=self._paths[name],
+            is_resident=name in slots.resident,
+            num_requests=len(self._requests_of(name)),
+        )
+
+    def _read(self, name: str, source: AdapterSource | None, config: Mapping[str, Any] | None) -> Adapter:
+        if isinstance(source, Adapter):
+            return Adapter(name, source.pairs)
+        if source is None:
+            raise ConfigError(f"adapter {name!r}: the leader has its tensors; load it on every rank, or give a path")
+        assert self._bank is not None
+        live, most = self._adopted.live, self._bank.max_rank
+        given = source if isinstance(source, Mapping) else Path(source)
+        return read_adapter(name, given, live, config=config, max_rank=most)
+
+    def _require(self) -> tuple[AdapterBank, AdapterSlots]:
+        if self._bank is None or self._slots is None:
+            raise ConfigError("this engine has no adapters; build it with InferenceConfig(lora=LoRAConfig(max_loras=...))")
+        return self._bank, self._slots
+
+    def _requests_of(self, name: str) -> list[Request]:
+        """Unfinished sequences that compute with the adapter."""
+        states = self._loop.output_processor.requests
+        its = [state for state in states if state.params.adapter == name]
+        sequences = [sequence.request for state in its for sequence in state.sequences]
+        return [request for request in sequences if request.finish_reason is None]

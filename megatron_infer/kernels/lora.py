@@ -1,0 +1,118 @@
+"""Products of LoRA adapters: y + scale * B(A x), for each token with its own adapter. Any device, in torch.
+
+The product comes after a linear's own, whose weight is not touched. A step with adapters calls `plan` once and `run`
+for each linear. Legend: T tokens, X and W widths of a linear, S adapter slots, R rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LoRAWeights:
+    """The pairs of all adapter slots for one linear, this rank's part of them. The tensors keep their addresses."""
+
+    a_SRX: Tensor
+    """Rows behind a slot's rank are zero."""
+    b_SRW: Tensor
+    """B transposed; rows behind a slot's rank are zero."""
+    rank_S: Tensor
+    """int32; 0: the slot's adapter has no pair for this linear."""
+    scale_S: Tensor
+    """fp32."""
+    num_pairs: int = 0
+    """Slots whose rank is not 0. A step that is not captured skips a linear without any."""
+    native: Any = field(default=None, repr=False)
+    """What a backend keeps beside it."""
+
+    @classmethod
+    def empty(
+        cls, num_slots: int, max_rank: int, width_in: int, width_out: int, *, dtype: torch.dtype, device: torch.device
+    ) -> LoRAWeights:
+        """Zeros: on a CPU they take memory only where an adapter is written."""
+        return cls(
+            a_SRX=torch.zeros(num_slots, max_rank, width_in, dtype=dtype, device=device),
+            b_SRW=torch.zeros(num_slots, max_rank, width_out, dtype=dtype, device=device),
+            rank_S=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            scale_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
+        )
+
+    def put(self, slot: int, a_RX: Tensor, b_WR: Tensor, scale: float) -> None:
+        """Write a pair into a slot, in the weights' dtype."""
+        self.clear(slot)
+        rank = len(a_RX)
+        self.a_SRX[slot, :rank].copy_(a_RX)
+        self.b_SRW[slot, :rank].copy_(b_WR.T)
+        self.scale_S[slot] = scale
+        self.rank_S[slot] = rank
+        self.num_pairs += 1
+
+    def clear(self, slot: int) -> None:
+        """Make a slot add nothing."""
+        rank = int(self.rank_S[slot])
+        if rank:
+            self.a_SRX[slot, :rank] = 0
+            self.b_SRW[slot, :rank] = 0
+            self.rank_S[slot] = 0
+            self.num_pairs -= 1
+
+
+class LoRABackend(Protocol):
+    """Adds adapters' products to a linear's own."""
+
+    name: str
+    graph_safe: bool
+    """As `AttentionBackend.graph_safe`: `plan` and `run` may be captured, the slots being read when the step runs."""
+
+    def plan(self, slot_T: Tensor) -> None:
+        """Called once a step, before the first layer. slot_T: int32 slot of each token's adapter, -1: none."""
+        ...
+
+    def run(self, y_TW: Tensor, x_TX: Tensor, weights: LoRAWeights) -> Tensor:
+        """y + scale * B(A x) -> y, overwritten. Sums are fp32, rounded once; tokens without adapter are not changed."""
+        ...
+
+
+class TorchLoRA:
+    """Two products with the matrices of all slots, masked between them: work grows with the number of slots."""
+
+    name = "torch"
+    graph_safe = True
+
+    def __init__(self) -> None:
+        self._slot_T1: Tensor | None = None
+        self._columns: dict[tuple[int, int], Tensor] = {}
+
+    def plan(self, slot_T: Tensor) -> None:
+        self._slot_T1 = slot_T.unsqueeze(1)
+
+    def run(self, y_TW: Tensor, x_TX: Tensor, weights: LoRAWeights) -> Tensor:
+        assert self._slot_T1 is not None, "plan comes first"
+        num_slots, max_rank, _ = weights.a_SRX.shape
+        h_TC = x_TX.float() @ weights.a_SRX.flatten(0, 1).float().T
+        own_TC = self._slot_of_column(num_slots, max_rank, x_TX.device) == self._slot_T1
+        h_TC = torch.where(own_TC, h_TC * weights.scale_S.repeat_interleave(max_rank), 0.0)
+        added_TW = h_TC @ weights.b_SRW.flatten(0, 1).float()
+        return y_TW.copy_(torch.where(self._slot_T1 >= 0, y_TW.float() + added_TW, y_TW.float()))
+
+    def _slot_of_column(self, num_slots: int, max_rank: int, device: torch.device) -> Tensor:
+        key = (num_slots, max_rank)
+        if key not in self._columns:
+            self._columns[key] = torch.arange(num_slots, device=device).repeat_interleave(max_rank)
+        return self._columns[key]
+
+
+def reference_product(y_TW: Tensor, x_TX: Tensor, slot_T: Tensor, weights: LoRAWeights) -> Tensor:
+    """The same by definition: one token after the other, in float64, rounded once."""
+    out_TW = y_TW.clone()
+    for token, slot in enumerate(slot_T.tolist()):
+        if slot >= 0 and (rank := int(weights.rank_S[slot])):
+            h_R = weights.a_SRX[slot, :rank].double() @ x_TX[token].double()
+            added_W = weights.b_SRW[slot, :rank].double().T @ h_R
+            out_TW[token] = (y_TW[token].double() + weights.scale_S[slot].double() * added_W).to(y_TW.dtype)
+    return out_TW

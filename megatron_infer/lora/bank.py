@@ -1,0 +1,150 @@
+"""The adapters that an engine has loaded: whole on the host, and this rank's part of some in slots on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_infer.comm.rank_group import RankGroup
+from megatron_infer.config.lora import LoRAConfig
+from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.kernels.lora import LoRAWeights
+from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.models.attached_lora import ATTACHED
+from megatron_infer.models.fused_layers import FusedLinear
+from megatron_infer.models.tp_collectives import Reducer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Which part of a linear's pair this rank computes with."""
+
+    shape: tuple[int, int]
+    """(out, in) of the whole linear."""
+    rows: Reducer | None = None
+    """The ranks that divide the rows of B; None: each has all."""
+    parts: Sequence[int] = ()
+    """Lengths of the parts that follow each other in a rank's rows; each is divided over the ranks."""
+    columns: Reducer | None = None
+    """The ranks that divide the columns of A."""
+
+    def of(self, pair: LoRAPair) -> tuple[Tensor, Tensor]:
+        a, b = pair.a, pair.b
+        if (group := self.columns) is not None:
+            a = a.chunk(group.size, dim=1)[group.rank]
+        if (group := self.rows) is not None:
+            whole = b.split([length * group.size for length in self.parts])
+            b = torch.cat([part.chunk(group.size)[group.rank] for part in whole])
+        return a, b
+
+
+class AdapterBank:
+    """Holds loaded adapters by name, and writes them into the slots that steps compute with."""
+
+    def __init__(self, adopted: AdoptedModel, config: LoRAConfig) -> None:
+        """Raises ConfigError for a model without linears of megatron-core's."""
+        linears = adopted.linears
+        if not linears:
+            raise ConfigError("lora: the model runs by a class of its own, whose linears take no adapters; leave it None")
+        if any(linear.attached is not None for linear in linears.values()):
+            raise ConfigError(f"lora={config}, and the model {ATTACHED}; leave lora None")
+        self.max_rank = config.max_rank
+        self.adapters: dict[str, Adapter] = {}
+        self._parts = {path: _part_of(linear, adopted.live) for path, linear in linears.items()}
+        self._weights: dict[str, LoRAWeights] = {}
+        for path, linear in linears.items():
+            width_out, width_in = linear.weight().shape
+            # Projections made of several Hugging Face linears have the ranks of all.
+            most = config.max_rank * (3 if path.endswith("linear_qkv") else 2 if path.endswith("linear_fc1") else 1)
+            dtype = getattr(torch, adopted.shape.dtype)
+            with torch.inference_mode(False):
+                self._weights[path] = LoRAWeights.empty(
+                    config.max_loras, most, width_in, width_out, dtype=dtype, device=adopted.device
+                )
+        adopted.set_lora(self._weights)
+
+    def check(self, adapter: Adapter) -> set[str]:
+        """Raise ModelError for an adapter that this model cannot compute with -> paths that this rank does not have."""
+        name, missing = adapter.name, set()
+        if not adapter.pairs:
+            raise ModelError(f"adapter {name!r} changes no linear")
+        for path, pair in adapter.pairs.items():
+            if (part := self._parts.get(path)) is None:
+                missing.add(path)
+                continue
+            limit, got = self._weights[path].a_SRX.shape[1], (pair.b.shape[0], pair.a.shape[1])
+            if not 1 <= pair.rank <= limit:
+                raise ModelError(
+                    f"adapter {name!r}: {path} has rank {pair.rank}, the limit is {limit} (max_rank "
+                    f"{self.max_rank}); raise max_rank in LoRAConfig (--max-lora-rank)"
+                )
+            if got != part.shape or pair.b.shape[1] != pair.rank:
+                raise ModelError(
+                    f"adapter {name!r}: {path} is for a linear of {got[1]} inputs and {got[0]} outputs, the model's has "
+                    f"{part.shape[1]} and {part.shape[0]}; is it an adapter of another model?"
+                )
+            if not (pair.a.isfinite().all() and pair.b.isfinite().all() and abs(pair.scale) < float("inf")):
+                raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite")
+        return missing
+
+    def check_on_ranks(self, adapter: Adapter, rank_group: RankGroup) -> list[str]:
+        """`check` on every rank -> paths that no rank has."""
+        with rank_group.together(f"checking adapter {adapter.name!r}"):
+            missing = self.check(adapter)
+        texts = rank_group.lockstep.gather("linears of an adapter", "\n".join(sorted(missing)))
+        return sorted(set.intersection(*(set(text.split("\n")) - {""} for text in texts)))
+
+    def write(self, slot: int, name: str) -> None:
+        """Write an adapter into a slot; whatever was there is gone. Steps launched before have read the slot by then."""
+        pairs = self.adapters[name].pairs
+        with torch.inference_mode(False), torch.no_grad():
+            for path, weights in self._weights.items():
+                pair = pairs.get(path)
+                if pair is None:
+                    weights.clear(slot)
+                else:
+                    weights.put(slot, *self._parts[path].of(pair), pair.scale)
+
+    def clear(self, slot: int) -> None:
+        """Make a slot add nothing."""
+        with torch.inference_mode(False), torch.no_grad():
+            for weights in self._weights.values():
+                weights.clear(slot)
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the loaded adapters on the host."""
+        pairs = (pair for adapter in self.adapters.values() for pair in adapter.pairs.values())
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
+
+    @property
+    def weights(self) -> Mapping[str, LoRAWeights]:
+        """The slots, by the path of their linear in the whole model."""
+        return self._weights
+
+
+def _part_of(linear: FusedLinear, live: Any) -> _Part:
+    width_out, width_in = linear.weight().shape
+    if (group := linear.reduce) is not None:
+        return _Part(shape=(width_out, width_in * group.size), columns=group)
+    if (group := linear.spread) is None:
+        return _Part(shape=(width_out, width_in))
+    return _Part(shape=(width_out * group.size, width_in), rows=group, parts=parts_of(linear.name, live, width_out))
+
+
+def parts_of(name: str, live: Any, length: int) -> Sequence[int]:
+    """Gate and up of a gated linear_fc1, and what a Mamba mixer's in_proj computes, are divided one by one."""
+    if name.endswith("linear_fc1") and live.config.gated_linear_unit:
+        return length // 2, length // 2
+    if name.endswith("in_proj"):
+        mixer = live.get_submodule(name.rpartition(".")[0])
+        state = mixer.ngroups_local_tp * mixer.d_state
+        parts = (mixer.d_inner_local_tp, mixer.d_inner_local_tp, state, state, mixer.nheads_local_tp)
+        assert sum(parts) == length, f"{name}: {length} rows, parts {parts}"
+        return parts
+    return (length,)

@@ -1,0 +1,126 @@
+"""Routes that load and unload LoRA adapters on all engines: vLLM's and SGLang's. Served with --lora-root or --control."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.responses import PlainTextResponse, Response
+
+from megatron_infer.config.lora import check_adapter_name
+from megatron_infer.coordinator.weight_paths import WeightsPathRefused, adapter_path
+from megatron_infer.errors import ConfigError
+from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
+from megatron_infer.server.control.fanout import FanoutFailed
+from megatron_infer.server.control.state_machine import ControlMachine
+from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.field_tables import LOAD_ADAPTER
+from megatron_infer.server.http_errors import ApiError, bad_request
+from megatron_infer.server.openai_protocol import Body
+
+
+class LoadAdapterBody(Body, kw_only=True):
+    lora_name: str
+    lora_path: str
+    """A PEFT directory below --lora-root: absolute, or from the root."""
+    load_inplace: bool | None = None
+    """True: an adapter of that name with another content is replaced (vLLM's name)."""
+    running: str | None = None
+    """For running requests of an adapter that is replaced: "keep" their keys and values, or "recompute" them."""
+
+
+class UnloadAdapterBody(Body, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None
+    """vLLM's number of the adapter; it has no effect."""
+    abort: bool | None = None
+    """True: unfinished requests of the adapter end with an error; else they keep it from being unloaded."""
+
+
+def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
+    routes = AdapterRoutes(machine, control_routes.settings.lora_root)
+    shared: dict[str, Any] = {"optional_body": False, "control": control_routes.settings.lora_root is None}
+    for prefix, kind in (("/v1", routes.vllm), ("", routes.sglang)):
+        load = {"body": LoadAdapterBody, "fields": LOAD_ADAPTER, **shared}
+        control_routes.add("POST", f"{prefix}/load_lora_adapter", kind(routes.load), "Load a LoRA adapter", **load)
+        unload = {"body": UnloadAdapterBody, **shared}
+        control_routes.add("POST", f"{prefix}/unload_lora_adapter", kind(routes.unload), "Unload one", **unload)
+
+
+class AdapterRoutes:
+    """Handlers; one change at a time, on all engines or on none."""
+
+    def __init__(self, machine: ControlMachine, root: str | None) -> None:
+        self._machine, self._root = machine, root
+        self._lock = asyncio.Lock()
+        self._loaded: dict[str, dict[str, Any]] = {}
+        """Adapter -> the arguments that it was loaded with here."""
+
+    @staticmethod
+    def vllm(handler: Any) -> Any:
+        """As vLLM replies: a line of text."""
+
+        async def reply(call: Call) -> Response:
+            name, done, _ = await handler(call)
+            return PlainTextResponse(f"Success: LoRA adapter {name!r} {done} successfully.")
+
+        return reply
+
+    def sglang(self, handler: Any) -> Any:
+        """As SGLang replies: the adapters that are loaded now."""
+
+        async def reply(call: Call) -> Reply:
+            _, _, adapters = await handler(call)
+            return Reply({"success": True, "error_message": "", "loaded_adapters": adapters})
+
+        return reply
+
+    async def load(self, call: Call) -> tuple[str, str, dict[str, Any]]:
+        QueryParams(call).end()
+        body: LoadAdapterBody = call.body
+        name, client = body.lora_name, self._machine.client
+        try:
+            check_adapter_name(name)
+            path = await client.run_in_thread(adapter_path, body.lora_path, self._root)
+        except ConfigError as error:
+            raise _refusal(error) from None
+        if name in client.model_names:
+            raise bad_request(f"lora_name: {name!r} is the model's own name; choose another", "lora_name")
+        args = {"name": name, "path": path, "replace": bool(body.load_inplace), "running": body.running or "keep"}
+        async with self._lock:
+            before = self._loaded.get(name)
+            had = name in client.adapters
+            try:
+                await self._run("load_adapter", **args)
+            except FanoutFailed:
+                if before is not None:
+                    await self._machine.fanout.undo("load_adapter", **before | {"replace": True})
+                elif not had:
+                    await self._machine.fanout.undo("unload_adapter", name=name, abort=True)
+                raise
+            self._loaded[name] = args
+            await client.refresh()
+        return name, "added", self._shown()
+
+    async def unload(self, call: Call) -> tuple[str, str, dict[str, Any]]:
+        QueryParams(call).end()
+        body: UnloadAdapterBody = call.body
+        name = body.lora_name
+        async with self._lock:
+            await self._run("unload_adapter", name=name, abort=bool(body.abort))
+            self._loaded.pop(name, None)
+            await self._machine.client.refresh()
+        return name, "removed", self._shown()
+
+    async def _run(self, command: str, **args: Any) -> None:
+        await self._machine.fanout.run(command, command, self._machine.status.name, **args)
+
+    def _shown(self) -> dict[str, Any]:
+        return {name: name for name in self._machine.client.adapters}
+
+
+def _refusal(error: ConfigError) -> ApiError:
+    if not isinstance(error, WeightsPathRefused):
+        return bad_request(str(error), "lora_name", "invalid_value")
+    status = {"no_lora_root": 403, "outside_weights_root": 403, "not_found": 404}.get(error.code, 400)
+    return ApiError(status, str(error).replace("path", "lora_path", 1), param="lora_path", code=error.code)
