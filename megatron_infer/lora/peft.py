@@ -9,6 +9,7 @@ Every tensor is used or refused, and no tensor is read before sizes are known to
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -218,6 +219,53 @@ def _joined(linear: AdaptedLinear, parts: Mapping[str, LoRAPair]) -> LoRAPair:
     if (missing := linear.shape[1] - a.shape[1]) > 0:  # kv groups of zeros
         a = torch.nn.functional.pad(a, (0, missing))
     return LoRAPair(a=a, b=linear.gathered(rows), scale=scale)
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def write_adapter(
+    directory: str | Path, adapter: Adapter, linears: AdaptedLinears, *, alpha: float, rslora: bool, base: str | None
+) -> None:
+    """Write an adapter, all of whose pairs have one rank and the scale of `alpha`, as a PEFT directory.
+
+    Files that are there are replaced, each once it is complete, the config last. base: the base model's name or path.
+    Raises ModelError where the directory cannot be written.
+    """
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {}
+    sources: list[str] = []
+    for path, pair in adapter.pairs.items():
+        linear = linears.by_path[path]
+        for source, rows in linear.parted(pair.b).items():
+            shown = linears.in_memory(source)
+            width = linear.sources[source][1]
+            tensors[f"{PREFIX}{shown}.lora_A.weight"] = pair.a[:, :width].contiguous().clone()
+            tensors[f"{PREFIX}{shown}.lora_B.weight"] = rows
+            sources.append(source)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or linears.description.name or None,
+        "r": adapter.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "use_rslora": rslora,
+        "target_modules": linears.shortest_targets(sources),
+        "fan_in_fan_out": linears.is_transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    directory = Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in ((WEIGHTS, save(tensors, metadata={"format": "pt"})), (CONFIG, text.encode())):
+            partial = directory / f".{name}.{os.getpid()}"
+            partial.write_bytes(content)
+            partial.replace(directory / name)
+    except OSError as error:
+        raise ModelError(f"{directory}: the adapter cannot be written: {error.strerror}") from error
 
 
 # ---------------------------------------------------------------------- files
