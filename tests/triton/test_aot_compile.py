@@ -148,30 +148,24 @@ def test_what_compiles_alike_everywhere_is_compiled_once_and_products_in_bf16_fo
 
 
 def test_what_the_table_has_is_not_compiled_again_until_the_kernel_changes(tmp_path):
-    table = str(tmp_path / "table.txt")
     both = 'variant("double", scaled, scaled_types, N=64), variant("dot", product, product_types, N=16, K=16)'
-    first = ran(tmp_path, "--arch", "90", "--write", table, planted=both)
-    assert first.returncode == 0 and "2 compiled" in first.stdout and "0 in the table" in first.stdout
-    second = ran(tmp_path, "--arch", "90", "--table", table, "--write", table, planted=both)
-    assert second.returncode == 0 and "0 compiled" in second.stdout and "2 in the table" in second.stdout
-    kernels = tmp_path / "planted" / "kernels.py"
-    for old, new in (("x * F", "x + F"), ("constexpr(2)", "constexpr(3)"), ("N=64", "N=128"), ('"n": "i32', '"n": "i64')):
-        changed = ran(tmp_path, "--arch", "90", "--table", table, planted=both, replaced=(old, new))
-        assert new in kernels.read_text() and "1 compiled" in changed.stdout and "1 in the table" in changed.stdout
-    other = ran(tmp_path, "--arch", "80", "--table", table, planted=both)
-    assert "2 compiled" in other.stdout
+    table = tmp_path / "table.txt"
 
+    def told(*options, replaced=("", "")):
+        return ran(tmp_path, "--arch", "90", *options, planted=both, replaced=replaced)
 
-def test_a_table_with_other_figures_than_the_compilers_fails_a_recheck(tmp_path):
-    table, one = tmp_path / "table.txt", 'variant("double", scaled, scaled_types, N=64)'
-    assert ran(tmp_path, "--arch", "90", "--write", str(table), planted=one).returncode == 0
+    assert "2 compiled" in told("--write", str(table)).stdout
+    again = told("--table", str(table), "--recheck", "1", "--write", str(table))
+    assert again.returncode == 0 and "1 compiled" in again.stdout and "1 in the table" in again.stdout
+    for change in (("constexpr(2)", "constexpr(3)"), ('"n": "i32', '"n": "i64')):  # of a function that it calls; a type
+        changed = told("--table", str(table), replaced=change)
+        assert "1 compiled" in changed.stdout and "1 in the table" in changed.stdout
     key, registers, rest = table.read_text().splitlines()[1].split(maxsplit=2)
     table.write_text(f"{key} {int(registers) + 1} {rest}\n")
-    assert ran(tmp_path, "--arch", "90", "--table", str(table), planted=one).returncode == 0
-    checked = ran(tmp_path, "--arch", "90", "--table", str(table), "--recheck", "5", planted=one)
+    checked = told("--table", str(table), "--recheck", "5")
     assert checked.returncode == 1 and "make kernels-table" in checked.stdout
     table.write_text(f"{key} many {rest}\n")
-    assert "table.txt:1: is no line of the table" in ran(tmp_path, "--table", str(table), planted=one).stderr
+    assert "table.txt:1: is no line of the table" in told("--table", str(table)).stderr
 
 
 def test_it_refuses_to_run_where_kernels_are_interpreted(tmp_path):
