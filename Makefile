@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# One worker per core pays off: a good part of the suite waits for imports and model builds.
-TEST_WORKERS ?= 2
+# One more than two cores: a quarter of the suite's time is waiting, for ranks, replicas and deadlines.
+TEST_WORKERS ?= 3
 PYTEST_ARGS ?=
 # What the kernels' tests launch, for the compiler: an interpreter takes what that refuses.
 LAUNCHES := $(VENV)/launches

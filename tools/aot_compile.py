@@ -264,9 +264,7 @@ def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
         raise ValueError(f"the signature lacks {', '.join(missing)}")
     signature = {name: variant.signature[name] for name in variant.kernel.arg_names}
     multiples = aligned_in(variant)
-    aligned = {
-        (index,): [["tt.divisibility", ALIGNMENT]] for index, name in enumerate(signature) if name in multiples
-    }
+    aligned = {(index,): [["tt.divisibility", ALIGNMENT]] for index, name in enumerate(signature) if name in multiples}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constexprs), attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(variant.options))
     if variant.options.get("launch_pdl") and not waits_first(compiled.asm["ptx"]):

@@ -35,7 +35,9 @@ NOT_RUN = {
 }
 """How a command or a line of a block begins -> what it needs that is not here."""
 
-LONG = re.compile(r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|--otlp|DIR)|curl .*DIR")
+LONG = re.compile(
+    r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|--otlp|DIR)|curl .*DIR"
+)
 """Commands that take many seconds."""
 SLOW = re.compile(
     r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py"
