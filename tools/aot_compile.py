@@ -1,6 +1,6 @@
 """Compiles every Triton kernel of the package for GPUs that need not be there, and says what each takes of one.
 
-    python tools/aot_compile.py [--arch 80 --arch 90] [--only NAME] [--quick] [--jobs 2] [--json out.json] [--table FILE]
+    python tools/aot_compile.py [--arch 80 --arch 90] [--only NAME] [--quick] [--jobs 2] [--json OUT] [--table FILE]
 
 Kernels are what the modules of megatron_infer/kernels/triton list in `aot_variants()`, and with --launches what a run
 of the tests in the interpreter launched besides, as it launched it: a list may miss what is launched. One line each:
@@ -12,8 +12,8 @@ Each variant is compiled for one of the architectures, in turn, and for the othe
 way for each (products on tensor cores, 8-bit floats, inline assembly) or its shared memory does not fit them. What is
 listed in bf16, too, is compiled for the others in bf16 alone: models run in it, and the code is the same.
 
-With --table, what FILE has from an earlier run is not compiled again, save for --recheck variants taken at random, whose
-figures must be those of FILE. --write writes FILE from what was compiled or found; `make kernels-table` does.
+With --table, what FILE has from an earlier run is not compiled again, save for --recheck variants taken at random,
+whose figures must be those of FILE. --write writes FILE from what was compiled or found; `make kernels-table` does.
 
 Of what is listed, pointers and integers named for a stride are compiled as multiples of 16, as torch's allocations make
 them: that is what turns loads into copies to shared memory, the larger case of both figures.
