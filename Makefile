@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# One worker per core pays off: a good part of the suite waits for imports and model builds.
-TEST_WORKERS ?= 2
+# One more than two cores: a quarter of the suite's time is waiting, for ranks, replicas and deadlines.
+TEST_WORKERS ?= 3
 PYTEST_ARGS ?=
 # What the kernels' tests launch, for the compiler: an interpreter takes what that refuses.
 LAUNCHES := $(VENV)/launches
+# What the compiler gave for each kernel: one that has not changed is not compiled again.
+KERNELS_TABLE := tools/aot_table.txt
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -27,7 +29,7 @@ SEEDS ?= 1
 RL_DEMO ?= rl-demo
 RL_DEMO_ARGS ?=
 
-.PHONY: install demo rl-demo test test-all check-kernels lint format bench clean
+.PHONY: install demo rl-demo test test-all check-kernels kernels-table lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -73,7 +75,11 @@ test-all: $(VENV)/.smollm2
 check-kernels: $(VENV)/.smollm2
 	rm -rf $(LAUNCHES)
 	$(TEST_ENV) TRITON_INTERPRET=1 MEGATRON_INFER_LAUNCHES=$(LAUNCHES) $(PYTEST) tests/triton -m triton --durations=10 $(PYTEST_ARGS)
-	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES)
+	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES) --table $(KERNELS_TABLE) --recheck 20
+
+# After a kernel has changed, and `make check-kernels` has noted what is launched: what it compiled anew is known from then on.
+kernels-table: $(VENV)/.smollm2
+	$(BIN)/python tools/aot_compile.py --jobs $(TEST_WORKERS) --launches $(LAUNCHES) --most-launched 10000 --table $(KERNELS_TABLE) --write $(KERNELS_TABLE)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel of the package for GPUs that need not be there, and says what each takes of one.
 
-    python tools/aot_compile.py [--arch 80 --arch 90] [--only NAME] [--quick] [--jobs 2] [--json out.json]
+    python tools/aot_compile.py [--arch 80 --arch 90] [--only NAME] [--quick] [--jobs 2] [--json OUT] [--table FILE]
 
 Kernels are what the modules of megatron_infer/kernels/triton list in `aot_variants()`, and with --launches what a run
 of the tests in the interpreter launched besides, as it launched it: a list may miss what is launched. One line each:
@@ -11,6 +11,9 @@ kernel, which the interpreter does not, and nothing about what the kernel comput
 Each variant is compiled for one of the architectures, in turn, and for the others where Triton compiles it in another
 way for each (products on tensor cores, 8-bit floats, inline assembly) or its shared memory does not fit them. What is
 listed in bf16, too, is compiled for the others in bf16 alone: models run in it, and the code is the same.
+
+With --table, what FILE has from an earlier run is not compiled again, save for --recheck variants taken at random,
+whose figures must be those of FILE. --write writes FILE from what was compiled or found; `make kernels-table` does.
 
 Of what is listed, pointers and integers named for a stride are compiled as multiples of 16, as torch's allocations make
 them: that is what turns loads into copies to shared memory, the larger case of both figures.
@@ -25,14 +28,16 @@ import json
 import multiprocessing
 import os
 import pkgutil
+import random
 import re
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +73,25 @@ class Job:
     arch: int
     launched: Any = None
     """What a run launched (`testing.launches.Launched`), where no list names it."""
+
+    @property
+    def specialisation(self) -> Any:
+        return variants_of(self.module)[self.variant] if self.launched is None else self.launched.variant()
+
+    @property
+    def key(self) -> str:
+        """Of the table; empty if Triton cannot read the kernel: the error is told where it is compiled."""
+        import aot_table
+
+        variant = self.specialisation
+        try:
+            return aot_table.key_of(variant, self.arch, aligned_in(variant))
+        except Exception:
+            return ""
+
+
+Figures = Mapping[str, Mapping[str, Any]]
+"""Key of a job -> what compiling it gave (`aot_table.FIGURES`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +143,13 @@ def variants_of(module: str) -> dict[str, Any]:
 
 
 def jobs_of(modules: Iterable[str], archs: Sequence[int], *, only: str | None, quick: bool) -> list[Job]:
-    """Every variant for every architecture that it is for; with `quick` each variant for one of them, in turn."""
+    """Every variant for every architecture that it is for; with `quick` each variant for one of them, by its name."""
     names = [(module, name) for module in modules for name in variants_of(module)]
     if only:
         names = [pair for pair in names if only in f"{pair[0]}.{pair[1]}"]
     fitting = [(pair, [arch for arch in archs if _is_for(variants_of(pair[0])[pair[1]], arch)]) for pair in names]
     if quick:
-        return [Job(*pair, some[i % len(some)]) for i, (pair, some) in enumerate(fitting) if some]
+        return [Job(*pair, some[zlib.crc32(pair[1].encode()) % len(some)]) for pair, some in fitting if some]
     return [Job(*pair, arch) for pair, some in fitting for arch in some]
 
 
@@ -152,23 +176,29 @@ def _is_for(variant: Any, arch: int) -> bool:
 
 
 def jobs_launched(
-    folder: Path, modules: Iterable[str], archs: Sequence[int], *, only: str | None, most: int
+    folder: Path, modules: Iterable[str], archs: Sequence[int], *, only: str | None, most: int, table: Figures
 ) -> list[Job]:
-    """What a run noted in `folder` for one architecture: first what no list is like, then other numbers of the rest."""
+    """What a run noted in `folder` for one architecture: all that the table has, and of the rest at most `most`:
+    first what no list is like, then other numbers."""
     from megatron_infer.testing.launches import read, some_of, unlisted
 
     found = [one for one in read(folder) if not only or only in f"{one.module}.{one.name}"]
     if not found and not only:
         raise SystemExit(f"aot_compile: no launch was noted in {folder}; run `make check-kernels`")
-    new, others = unlisted(found, [variant for module in modules for variant in variants_of(module).values()])
+    arch = LAUNCHED_ARCH if LAUNCHED_ARCH in archs else archs[-1]
+    jobs = {one: Job(one.module, one.name, arch, one) for one in found}
+    known = [one for one in found if jobs[one].key in table]
+    new, others = unlisted(
+        [one for one in found if jobs[one].key not in table],
+        [variant for module in modules for variant in variants_of(module).values()],
+    )
     taken = some_of(new, most)
     rest = some_of(others, most - len(taken))
     print(
-        f"aot_compile: {len(found)} specialisations were launched: {len(taken)} of {len(new)} shapes that are on no "
-        f"list are compiled, and {len(rest)} of the {len(others)} others"
+        f"aot_compile: {len(found)} specialisations were launched: {len(known)} are in the table, {len(taken)} of "
+        f"{len(new)} shapes that are on no list are compiled, and {len(rest)} of the {len(others)} others"
     )
-    arch = LAUNCHED_ARCH if LAUNCHED_ARCH in archs else archs[-1]
-    return [Job(one.module, one.name, arch, one) for one in taken + rest]
+    return [jobs[one] for one in known + taken + rest]
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -212,6 +242,17 @@ def waits_first(ptx: str) -> bool:
     return 0 <= wait < (len(ptx) if access is None else access.start())
 
 
+def aligned_in(variant: Any) -> frozenset[str]:
+    """Arguments that are compiled as multiples of 16."""
+    if variant.aligned is not None:
+        return frozenset(variant.aligned)
+    return frozenset(
+        name
+        for name, kind in variant.signature.items()
+        if kind.startswith("*") or (kind in ("i32", "i64") and "stride" in name)
+    )
+
+
 def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
     """Figures of one kernel compiled for sm_`arch`; raises what the compiler raises."""
     import triton
@@ -222,15 +263,8 @@ def compile_variant(variant: Any, arch: int) -> dict[str, Any]:
     if missing:
         raise ValueError(f"the signature lacks {', '.join(missing)}")
     signature = {name: variant.signature[name] for name in variant.kernel.arg_names}
-    aligned = {
-        (index,): [["tt.divisibility", ALIGNMENT]]
-        for index, (name, kind) in enumerate(signature.items())
-        if (
-            name in variant.aligned
-            if variant.aligned is not None
-            else kind.startswith("*") or (kind in ("i32", "i64") and "stride" in name)
-        )
-    }
+    multiples = aligned_in(variant)
+    aligned = {(index,): [["tt.divisibility", ALIGNMENT]] for index, name in enumerate(signature) if name in multiples}
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=dict(variant.constexprs), attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(variant.options))
     if variant.options.get("launch_pdl") and not waits_first(compiled.asm["ptx"]):
@@ -252,8 +286,7 @@ def compile_job(job: Job) -> Compiled:
     start = time.perf_counter()
     known = {"module": job.module, "variant": job.variant, "arch": job.arch}
     try:
-        variant = variants_of(job.module)[job.variant] if job.launched is None else job.launched.variant()
-        figures = compile_variant(variant, job.arch)
+        figures = compile_variant(job.specialisation, job.arch)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return Compiled(**known, seconds=time.perf_counter() - start, error=text[:2000])
@@ -285,6 +318,28 @@ def compile_all(jobs: Sequence[Job], num_processes: int, tell: Callable[[Compile
     return [done[job] for job in jobs]
 
 
+def outcomes_of(
+    jobs: Sequence[Job], table: Figures, *, recheck: int, num_processes: int, tell: Callable[[Compiled], None]
+) -> list[Compiled]:
+    """Every job's outcome, in the order of `jobs`: the table's, or the compiler's.
+
+    recheck: so many that the table has are compiled all the same; other figures than the table's are their error.
+    """
+    done = {
+        job: Compiled(module=job.module, variant=job.variant, arch=job.arch, seconds=0.0, **table[job.key])
+        for job in jobs
+        if job.key in table
+    }
+    again = random.sample(list(done), min(recheck, len(done)))
+    asked = again + [job for job in jobs if job not in done]
+    for job, new in zip(asked, compile_all(asked, num_processes, tell), strict=True):
+        old = done.get(job)
+        if old is not None and new.error is None and replace(new, seconds=0.0, cubin_bytes=NO_FIGURE) != old:
+            new = replace(new, error=f"the table has {table[job.key]}; write it again: make kernels-table")
+        done[job] = new
+    return [done[job] for job in jobs]
+
+
 def line_of(outcome: Compiled, package: str, max_spill: int) -> str:
     """One row of the table."""
     figures = [outcome.num_registers, outcome.spill_bytes, outcome.shared_bytes]
@@ -306,6 +361,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--launches", type=Path, metavar="FOLDER", help="compile also what a run of the tests noted there"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="what it has is not compiled again")
+    parser.add_argument("--recheck", type=int, default=0, metavar="N", help="compile N that the table has all the same")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write a table")
+    parser.add_argument(
+        "--most-launched", type=int, default=MOST_LAUNCHED, metavar="N", help="launched ones that are compiled"
+    )
     return parser.parse_args(arguments)
 
 
@@ -319,11 +380,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not modules:
         print(f"aot_compile: no module of {options.package} has aot_variants(); there is nothing to compile")
         return 0
+    import aot_table
+
+    table = aot_table.read(options.table) if options.table else {}
     archs = options.arch or ARCHS
     jobs = jobs_of(modules, archs, only=options.only, quick=True)
     launched = []
     if options.launches:
-        launched = jobs_launched(options.launches, modules, archs, only=options.only, most=MOST_LAUNCHED)
+        launched = jobs_launched(
+            options.launches, modules, archs, only=options.only, most=options.most_launched, table=table
+        )
     if not jobs and not launched:
         print(f"aot_compile: no variant matches {options.only!r}")
         return 2
@@ -332,17 +398,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def tell(outcome: Compiled) -> None:
         print(line_of(outcome, options.package, options.max_spill), flush=True)
 
-    outcomes = compile_all(jobs, options.jobs, tell)
+    how = {"num_processes": options.jobs, "tell": tell}
+    outcomes = outcomes_of(jobs, table, recheck=options.recheck, **how)
     if not options.quick:
         every = jobs_of(modules, archs, only=options.only, quick=False)
         launched = jobs_left(every, outcomes) + launched
-    outcomes += compile_all(launched, options.jobs, tell)
+    outcomes += outcomes_of(launched, table, recheck=options.recheck, **how)
+    if options.write:
+        found = zip(jobs + launched, outcomes, strict=True)
+        rows = {
+            job.key: (f"{one.module.removeprefix(options.package + '.')}.{one.variant}", asdict(one))
+            for job, one in found
+            if one.error is None
+        }
+        aot_table.write(options.write, rows)
     failed = [outcome for outcome in outcomes if outcome.failure(options.max_spill) is not None]
     if options.json:
         rows = [asdict(outcome) | {"failure": outcome.failure(options.max_spill)} for outcome in outcomes]
         options.json.write_text(json.dumps(rows, indent=1))
     wall = time.perf_counter() - start
-    print(f"aot_compile: {len(outcomes)} compiled in {wall:.0f} s, {len(failed)} failed")
+    known = sum(not one.seconds for one in outcomes)
+    print(f"aot_compile: {len(outcomes) - known} compiled in {wall:.0f} s, {known} in the table, {len(failed)} failed")
     for outcome in failed:
         print("FAILED", line_of(outcome, options.package, options.max_spill))
     return 1 if failed else 0

@@ -18,15 +18,18 @@ def full_collections_by_hand() -> Iterator[None]:
     """Within it the collector looks at young objects only; `give_back` collects all.
 
     A full collection stops all threads: for over a second where streams that are not read hold a million objects.
+    What the caller had frozen stays frozen afterwards.
     """
-    before = gc.get_threshold()
+    before, is_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
+    gc.collect()  # garbage that is frozen is never collected
     gc.freeze()
     gc.set_threshold(_YOUNG, _MIDDLE, _NEVER)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
 
 
 def give_back() -> None:

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 EDITS: dict[str, tuple[tuple[str, str], ...]] = {
     "config/sampling_params.py": (
@@ -101,6 +103,7 @@ sys.exit(case.exitcode)
 """The case and its ranks are forks of one server: the copy is imported once."""
 
 
+@pytest.mark.long
 def test_two_outputs_added_in_six_files_arrive_everywhere(tmp_path):
     shutil.copytree(ROOT / "megatron_infer", tmp_path / "megatron_infer", ignore=shutil.ignore_patterns("__pycache__"))
     assert len(EDITS) <= 8

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gloo_ranks as ranks
+import pytest
 import torch
 from carried_case import ALL, BASE, SIZES, told, workload
 from test_expert_engine import LAYOUTS, take_part
@@ -74,6 +75,7 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
         assert_same(play(model, **BUSY if name != "hybrid" else {}), want, f"stages, {name}")
 
 
+@pytest.mark.long
 def test_two_ranks_carry_what_one_process_does(tmp_path):
     """Experts whole on two ranks, experts split over two, layers on two stages with experts on either or both."""
     for name, make in MODELS.items():

@@ -98,6 +98,7 @@ def test_stream_has_each_token_once_over_restarts():
         assert seen == sorted(seen) and seen[-1] == 150
 
 
+@pytest.mark.long
 def test_coordinator_that_hangs_and_wakes_up_again_costs_no_token():
     with case(EchoEngine(step_s=0.01), timeout_s=0.4) as (restarted, client):
         future = client.submit([9], SamplingParams(max_tokens=200, temperature=0.0))

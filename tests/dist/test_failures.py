@@ -18,7 +18,7 @@ EXIT_S = 15.0
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_a_rank_that_is_gone_is_named_within_the_deadline(tmp_path: Path, part: int):
     here = Path(__file__).parent
     path = [here.parent.parent, here, here.parent / "engine", here.parent / "models"]

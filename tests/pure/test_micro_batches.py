@@ -16,7 +16,7 @@ from megatron_infer.scheduler.request import FinishReason
 
 MIN_SHARE = policy.MIN_SHARE_TOKENS
 NUM_SEEDS = 600
-NUM_SHARDS = 3
+NUM_SHARDS = 5
 
 
 def endless(name, length, max_new, start=10):

@@ -271,7 +271,8 @@ def test_no_block_outlives_the_block_it_follows(keep_cached):
 # ------------------------------------------------------------------ collisions
 
 
-def test_tokens_stay_right_when_digests_have_four_bits(monkeypatch):
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_tokens_stay_right_when_digests_have_four_bits(monkeypatch, part):
     replace_digests(monkeypatch, lambda preimage: bytes([digest_of(preimage)[0] & 15]) * 16)
     collisions = Counter()
     publish, lookup = BlockPool.publish, BlockPool.lookup
@@ -289,10 +290,10 @@ def test_tokens_stay_right_when_digests_have_four_bits(monkeypatch):
 
     monkeypatch.setattr(BlockPool, "publish", counted_publish)
     monkeypatch.setattr(BlockPool, "lookup", counted_lookup)
-    for seed in range(10_000, 10_200):
+    for seed in range(10_000 + part, 10_201, 3):
         try:
             run_schedule(seed, Counter())
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-    assert collisions["publish"] > 500 and collisions["lookup"] > 500 and collisions["hit"] > 500, collisions
+    assert collisions["publish"] > 150 and collisions["lookup"] > 150 and collisions["hit"] > 150, collisions

@@ -77,6 +77,7 @@ def history(runs: dict[str, Any], name: str) -> list[dict[str, float]]:
     return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
 
 
+@pytest.mark.long
 def test_every_run_ends_as_it_should(runs):
     refused = ("another", "done", "again")
     wanted = {name: [2] if name in refused else [0] * (2 if name == "pair" else 1) for name in runs["statuses"]}
@@ -85,6 +86,7 @@ def test_every_run_ends_as_it_should(runs):
     assert "holds a run; give --resume" in runs["stderr"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_equals_an_uninterrupted_run(runs):
     assert history(runs, "parts") == history(runs, "whole")
     first, second = (
@@ -95,6 +97,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(runs):
     assert first["run"]["step"] == second["run"]["step"] == 4
 
 
+@pytest.mark.long
 def test_the_reward_rises_and_the_ratio_is_one(runs):
     for name in ("whole", "torch", "pair"):
         rows = history(runs, name)
@@ -107,6 +110,7 @@ def test_the_reward_rises_and_the_ratio_is_one(runs):
     assert "switch" in runs["stdout"] and "trained: mean reward train" in runs["stdout"]
 
 
+@pytest.mark.long
 def test_held_out_questions_are_evaluated_and_never_trained_on(runs, grpo):
     rows = history(runs, "whole")
     assert [name for row in rows for name in row if name.startswith("held_out")] == 2 * [
@@ -125,6 +129,7 @@ def test_held_out_questions_are_evaluated_and_never_trained_on(runs, grpo):
         assert 0.18 < len(held_out) / len(questions) < 0.21
 
 
+@pytest.mark.long
 def test_two_ranks_learn_what_one_learns(runs):
     for one, two in zip(history(runs, "whole"), history(runs, "pair"), strict=True):
         assert (
@@ -133,12 +138,14 @@ def test_two_ranks_learn_what_one_learns(runs):
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_batches_drawn_ahead_are_as_old_as_the_lag(runs):
     assert [row["staleness"] for row in history(runs, "far")] == [0.0, 1.0, 1.0]
     assert history(runs, "far")[-1]["kl"] > 0
     assert 0 < sum(row["staleness"] for row in history(runs, "partial")) <= 4
 
 
+@pytest.mark.long
 def test_a_metered_run_reports_the_mismatch_of_rollout_and_trainer(runs):
     first = history(runs, "far")[0]
     assert first["mismatch/num_tokens"] > 0 and 0 < first["mismatch/abs_diff_max"] < 1e-4
@@ -234,6 +241,7 @@ def test_no_constant_answer_gets_what_the_untrained_model_gets(grpo, task):
     assert max(best[0], others, *map(mean, listed)) < sum(rewards.values()) / len(rewards)
 
 
+@pytest.mark.long
 def test_the_table_compares_runs_and_a_missing_matplotlib_is_reported(runs, grpo, capsys, monkeypatch):
     report = importlib.import_module("grpo_report")
     figures, costs, changes = report.table([runs["folder"] / name for name in ("whole", "torch")]).split("\n\n")
@@ -257,6 +265,7 @@ def test_the_page_of_results_shows_the_tables_of_its_runs(grpo):
     assert report.table(both_modes).split("\n\n")[1] in page
 
 
+@pytest.mark.long
 def test_the_curve_is_a_small_picture(runs, grpo, tmp_path):
     pytest.importorskip("matplotlib")
     importlib.import_module("grpo_report").draw([runs["folder"] / "whole"], tmp_path / "curve.png")

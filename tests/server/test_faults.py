@@ -49,6 +49,7 @@ def supervised_coordinator(folder, **changes):
         one.stop(number=signal.SIGTERM, timeout_s=5)
 
 
+@pytest.mark.long
 def test_process_that_hangs_is_killed_and_started_again_and_what_waits_for_it_goes_on(tmp_path):
     with supervised_coordinator(tmp_path, hang_timeout_s=2.5) as process:
         address = process.ready["address"]
@@ -61,6 +62,7 @@ def test_process_that_hangs_is_killed_and_started_again_and_what_waits_for_it_go
             assert future.result(60).outputs[0].token_ids == echo_tokens([1, 2], 100)
 
 
+@pytest.mark.long
 def test_process_that_hangs_before_its_first_word_is_killed_too(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "LOADING_FACTOR", 1)
     spec = supervisor.coordinator_process({"bind": f"ipc://{tmp_path}/c", "max_queue": 7})

@@ -151,6 +151,7 @@ class Streams:
         return self.found
 
 
+@pytest.mark.long
 def test_killed_process_ends_its_own_streams_alone_and_sigterm_waits_for_all(tmp_path):
     with workers(tmp_path, step_s=0.01) as case:
         first, second = case.pids()
