@@ -44,6 +44,8 @@ GRAPHS_VARIABLE = "MEGATRON_INFER_GRAPHS"
 """For debugging only: "module:class" of the `Recorder` to use in place of CUDA graphs, on any device."""
 WARM_UPS = 2
 """Runs before a capture: they compile and load kernels and allocate workspaces, which must not happen inside."""
+ERROR_MODE = "thread_local"
+"""Other threads (a stage's inbox, a checkpoint writer) may allocate and wait while one captures."""
 MIB = 1 << 20
 SPARE_BYTES = 256 * MIB
 """Device memory that a capture must leave free, beyond what it is expected to take."""
@@ -84,7 +86,7 @@ class Recorder(Protocol):
         ...
 
     def capture(self, run: Callable[[], None]) -> Recorded:
-        """Comes after `warm_up`. May call `run` several times; raises what it raises."""
+        """Comes after `warm_up`. May call `run` several times; raises what it raises, and nothing has changed then."""
         ...
 
     def reset(self) -> None:
@@ -102,10 +104,12 @@ class CudaRecorder:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device.torch)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool: Any = torch.cuda.MemPool()
+        self._cell = torch.zeros(1, dtype=torch.uint8, device=device.torch)
 
     def reserve(self, num_bytes: int) -> None:
         with torch.cuda.stream(self._stream):  # the allocator keeps what was freed for the stream it was taken on
+            torch.cuda.current_blas_handle()  # its workspace outlives the warm-up: not out of what is reserved
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch)
 
     def warm_up(self, run: Callable[[], None]) -> None:
@@ -124,32 +128,50 @@ class CudaRecorder:
         torch.cuda.empty_cache()
 
     def capture(self, run: Callable[[], None]) -> Recorded:
-        graph, before = torch.cuda.CUDAGraph(), self._device.used_bytes()
+        graph, before, num_uses = torch.cuda.CUDAGraph(), self._device.used_bytes(), self._pool.use_count()
         current = torch.cuda.current_stream(self._device.torch)
-        # thread_local: other threads (a stage's inbox, a checkpoint writer) may allocate and wait meanwhile
         # no_collection: a finalizer (of an engine's cache, for instance) may wait for the device, which ends a capture
         with (
             no_collection(),
             torch.cuda.stream(current),  # a capture that cannot be ended leaves torch.cuda.graph's stream current
-            self._ended_on_failure(),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            self._undone_on_failure(graph, num_uses),
+            torch.cuda.graph(graph, pool=self._pool.id, stream=self._stream, capture_error_mode=ERROR_MODE),
         ):
             run()
         return _CudaRecorded(graph, max(0, self._device.used_bytes() - before))
 
     @contextlib.contextmanager
-    def _ended_on_failure(self) -> Iterator[None]:
-        """End the allocator's part of a capture that raised. Up to torch 2.11 the allocator takes a capture that could
-        not be ended for one that goes on, and its cache can never be emptied again (pytorch pull request 180395)."""
+    def _undone_on_failure(self, graph: Any, num_uses: int) -> Iterator[None]:
+        """Leave allocator, pool and random generators as they were before a capture that raised.
+
+        torch does a part of it by itself, each version another one. Missing are, up to
+        * 2.11, the end of the allocator's capture: its cache can never be emptied again (pytorch 180395);
+        * 2.12, the end of the default generator's: the next draw, the trainer's dropout too, raises (pytorch 176752);
+        * 2.13, the release of the pool: its memory stays taken for good (pytorch 190348).
+        """
         try:
             yield
         except BaseException:
+            graph.reset()
+            index, pool = self._device.torch.index or 0, self._pool.id
             with contextlib.suppress(RuntimeError):  # it has ended already
-                torch._C._cuda_endAllocateToPool(self._device.torch.index or 0, self._pool)
+                torch._C._cuda_endAllocateToPool(index, pool)
+            for _ in range(self._pool.use_count() - num_uses):
+                torch._C._cuda_releasePool(index, pool)
+            self._capture_cell()
             raise
 
+    def _capture_cell(self) -> None:
+        """A capture that succeeds, which takes the default generator's state out of its last one. The state itself is
+        kept: graphs of the trainer hold it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool.id, capture_error_mode=ERROR_MODE)
+            self._cell.zero_()
+            graph.capture_end()
+
     def reset(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.MemPool()
         torch.cuda.empty_cache()
 
 
@@ -187,12 +209,16 @@ class Capturable(Protocol):
         """Addresses of the large tensors: a graph is valid while they stay the same."""
         ...
 
+    def make_outputs(self) -> None:
+        """Allocate the output buffers that all shapes share, where they are not there."""
+        ...
+
     def output_bytes(self) -> int:
-        """Memory of the output buffers that all shapes share."""
+        """Memory of these buffers now."""
         ...
 
     def drop_outputs(self) -> None:
-        """Give that memory back; the next run allocates it again."""
+        """Give that memory back."""
         ...
 
 
@@ -332,8 +358,11 @@ class GraphPool:
         """Everything that may fail on this rank alone, before the ranks compute together -> why it failed."""
         try:
             reason = self._no_room(shape)
-            if reason is None:
+            if reason is None:  # what outlives the capture first: it must not lie in the segment that is reserved
+                self._step.make_outputs()
                 self._step.prepare(shape)
+                if self._device.is_cuda:
+                    self.recorder.reserve(self._expected_bytes(shape))
         except (torch.OutOfMemoryError, MemoryError) as error:  # device or page-locked memory
             reason = f"no memory: {error}"
         except RuntimeError as error:
@@ -374,17 +403,21 @@ class GraphPool:
             what = f"{type(error).__name__}: {error}"
             raise CollectiveAbandoned(f"the first run of {shape}, together with other ranks, raised {what}") from error
 
+    def needed_bytes(self, shape: GraphShape) -> int:
+        """Free memory without which the shape is not captured."""
+        return self._expected_bytes(shape) + self._missing_outputs() + SPARE_BYTES
+
+    def _missing_outputs(self) -> int:
+        return max(0, self._expected_outputs - self._step.output_bytes())
+
     def _no_room(self, shape: GraphShape) -> str | None:
         if not self._device.is_cuda:
             return None
         self._device.trim()
-        expected = self._expected_bytes(shape)
-        outputs = max(0, self._expected_outputs - self._step.output_bytes())
-        free, needed = self._device.available_bytes(), expected + outputs + SPARE_BYTES
+        free, needed, outputs = self._device.available_bytes(), self.needed_bytes(shape), self._missing_outputs()
         if free < needed:
             of_outputs = f", {outputs:,} of them for the outputs of all shapes" if outputs else ""
             return f"{free:,} bytes are free, {needed:,} may be needed{of_outputs}"
-        self.recorder.reserve(expected + outputs)
         return None
 
 

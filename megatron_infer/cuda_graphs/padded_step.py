@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_infer.config.graph_shapes import GraphShape
@@ -27,7 +28,7 @@ from megatron_infer.sampling.sampler import SamplerInput, SamplerOutput
 from megatron_infer.scheduler.step_plan import StepPlan
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """Buffers for the results of every shape's step, each of which fills the first part of them."""
 
@@ -54,28 +55,47 @@ class PaddedStep:
         draw: CapturedDraw | None,
         max_drawn_rows: int | None,
         received_TD: Tensor | None,
+        hidden_size: int,
+        num_logits: int,
+        dtype: torch.dtype,
     ) -> None:
         """draw: None in a pipeline stage that is not the last. max_drawn_rows: shapes with more sequences end with
         their logits; None: all draw. received_TD: buffer for the residual stream of the stage before, of the largest
-        shape; None in the first stage.
+        shape; None in the first stage. num_logits: of one sample on this rank. dtype: of the model.
         """
-        self._model, self._builder, self.draw = model, builder, draw
+        self._model, self._shapes, self._builder, self.draw = model, tuple(shapes), builder, draw
         self.received_TD, self._max_drawn_rows = received_TD, max_drawn_rows
-        with_hidden = (shape.num_tokens for shape in shapes if shape.num_prefill or draw is None)
-        self._max_tokens = max(with_hidden, default=0)
-        self._max_samples = max((shape.num_rows for shape in shapes), default=0)
-        self.out = Outputs()
+        self._hidden_size, self._num_logits, self._dtype = hidden_size, num_logits, dtype
+        self.out: Outputs | None = None
+        """None: not allocated."""
 
     def refresh(self) -> None:
         """Upload the parameters that the draw reads; before each run, never within a capture."""
         if self.draw is not None:
             self.draw.refresh()
 
+    @torch.inference_mode()
+    def make_outputs(self) -> None:
+        if self.out is not None:
+            return
+        device, is_last = self._builder.device.torch, self.draw is not None
+        num_tokens = max((shape.num_tokens for shape in self._shapes if shape.num_prefill or not is_last), default=0)
+        if not is_last:
+            self.out = Outputs(torch.zeros(num_tokens, self._hidden_size, device=device))
+            return
+        hidden_TD = torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=device)
+        num_samples = max(shape.num_rows for shape in self._shapes)
+        logits_SV = torch.zeros(num_samples, self._num_logits, dtype=self._dtype, device=device)
+        drawn = DrawRoom.make(num_samples, device) if any(map(self.draws, self._shapes)) else None
+        self.out = Outputs(hidden_TD if num_tokens else None, logits_SV, drawn)
+
     def prepare(self, shape: GraphShape) -> None:
         self.refresh()
         self._builder.build(EMPTY_PLAN, (), shape=shape)
 
     def run(self, shape: GraphShape) -> None:
+        out = self.out
+        assert out is not None, "run before make_outputs"
         batch = self._builder.static_view(shape)
         self._builder.derive(batch)
         if self.received_TD is None:
@@ -83,22 +103,16 @@ class PaddedStep:
         else:
             hidden_TD = self._model.hidden(batch, self.received_TD[: shape.num_tokens])
         if shape.num_prefill or self.draw is None:  # for the next stage, or for prompt logprobs and pooling
-            self._put("hidden_TD", hidden_TD, self._max_tokens)
+            _put(hidden_TD, out.hidden_TD)
         if self.draw is None:
             return
         hidden_SD = hidden_TD if shape.is_decode_only else hidden_TD.index_select(0, batch.sample_token_S)
         logits_SV = self._model.logits(hidden_SD, batch.ops)
-        self._put("logits_SV", logits_SV, self._max_samples)
+        _put(logits_SV, out.logits_SV)
         if self.draws(shape):
-            if self.out.drawn is None:
-                self.out.drawn = DrawRoom.make(self._max_samples, logits_SV.device)
-            self.draw.draw(
-                logits_SV,
-                batch.sample_row_S,
-                batch.sample_position_S,
-                self._builder.token_pool,
-                self.out.drawn.first(shape.num_rows),
-            )
+            assert out.drawn is not None
+            room = out.drawn.first(shape.num_rows)
+            self.draw.draw(logits_SV, batch.sample_row_S, batch.sample_position_S, self._builder.token_pool, room)
 
     def draws(self, shape: GraphShape) -> bool:
         """Whether steps of this shape draw tokens."""
@@ -110,17 +124,15 @@ class PaddedStep:
         return store.kv_cache.data_ptr(), None if states is None else states.conv_SLCW.data_ptr()
 
     def output_bytes(self) -> int:
-        return self.out.num_bytes
+        return 0 if self.out is None else self.out.num_bytes
 
     def drop_outputs(self) -> None:
-        self.out = Outputs()
+        self.out = None
 
-    def _put(self, name: str, result: Tensor, capacity: int) -> None:
-        kept: Tensor | None = getattr(self.out, name)
-        if kept is None:
-            kept = result.new_zeros((capacity, *result.shape[1:]))
-            setattr(self.out, name, kept)
-        kept[: len(result)].copy_(result)
+
+def _put(result: Tensor, kept: Tensor | None) -> None:
+    assert kept is not None and kept.dtype == result.dtype, f"{result.dtype} results, the buffer is {kept}"
+    kept[: len(result)].copy_(result)
 
 
 class StepGraphs:
@@ -153,10 +165,12 @@ class StepGraphs:
     ) -> PaddedOutput:
         step, num_sampled = self._step, batch.num_sampled
         step.refresh()
+        step.make_outputs()  # there were none to be had, where no shape could be captured
         if received_TD is not None:
             assert step.received_TD is not None
             step.received_TD[: shape.num_tokens].copy_(received_TD)
         self.pool.launch(shape)
+        assert step.out is not None
         hidden_TD, logits_SV, drawn = step.out.hidden_TD, step.out.logits_SV, step.out.drawn
         if hidden_TD is not None and step.draw is None:
             hidden_TD = hidden_TD[: shape.num_tokens]

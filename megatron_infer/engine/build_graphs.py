@@ -77,6 +77,9 @@ def step_graphs(
         draw=draw,
         max_drawn_rows=memory.max_drawn_rows if chosen.search is None else 0,
         received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
+        hidden_size=adopted.shape.hidden_size,
+        num_logits=adopted.shape.padded_vocab_size // num_parts,
+        dtype=getattr(torch, adopted.shape.dtype),
     )
     pool = GraphPool(
         shapes,

@@ -27,14 +27,15 @@ from megatron_infer.kernels.host_uploads import upload
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.optional_packages import missing, not_on_gpu
 
-PACKAGE, MIN_VERSION = "flashinfer-python", (0, 7)
+PACKAGE, MIN_VERSION = "flashinfer-python", (0, 7, 2)
 MODULES = ("flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.page", "flashinfer.rope")
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 BACKEND = "fa2"
 """FlashInfer's backend for every page size, window and GPU from Ampere on."""
-WORKSPACE_BYTES = 128 << 20
-"""For partial results of split rows, as FlashInfer recommends; zeros before the first use."""
+WORKSPACE_BYTES = 384 << 20
+"""For partial results of split rows; zeros before the first use. FlashInfer recommends 128 MiB, of which plans of its
+0.6.18 have reserved more."""
 SCALAR_GROUPS = (1, 2)
 """Query heads per kv head with which decode is faster without tensor cores."""
 NUM_TURNS = 2
@@ -230,7 +231,9 @@ def _lay_out(meta: StepMetadata, block_size: int) -> _Step:
     device = meta.block_table.device
     batch_T = upload(np.repeat(np.arange(len(rows), dtype=np.int32), meta.q_len[rows]), device)
     position_T = meta.positions_T[: len(batch_T)].int()
-    whole.kv_indptr, whole.last_page_len = whole.kv_indptr.to(device), whole.last_page_len.to(device)
+    whole.kv_indptr, whole.last_page_len = (
+        upload(host.numpy(), device) for host in (whole.kv_indptr, whole.last_page_len)
+    )
     return _Step(meta, block_size, parts, batch_T, position_T, whole)
 
 

@@ -1,8 +1,9 @@
 """The runner of one pipeline stage: launches without waiting, so that every stage has a step to work on.
 
 host:    launch k    launch k+1    read k ..................  launch k+2
-thread:      [copies, batch, receive, layers, send] k  [...] k+1                 one stage, in order
+thread:      [copies, batch, receive, layers, send or draw] k  [...] k+1         one stage, in order
 inbox:                                     receive the result of step k         stages before the last
+                                           read step k, send its result         the last stage
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class StageRunner:
         self._runner, self._on_wait, self._alone_s = runner, on_wait, alone_s
         self._thread = OrderedThread(f"stage {link.rank}")
         self._thread.submit(runner.device.make_current)
-        self._inbox = self._thread if link.is_last else OrderedThread(f"stage {link.rank} inbox")
+        self._inbox = OrderedThread(f"stage {link.rank} {'outbox' if link.is_last else 'inbox'}")
+        self._inbox.submit(runner.device.make_current)
         self._num_routed_before, self.routing = self._compare_routing(runner.model.routing)
         """Mixture-of-experts layers of the stages before; routing of all layers up to this stage's (None: unknown)."""
 
@@ -134,8 +136,11 @@ class StageRunner:
         return step
 
     def sample(self, step: StageStep, masks: TokenMasks | None = None) -> None:
-        finish = partial(self._sample, step, masks) if self.draws else partial(self._receive_result, step)
-        step.result = self._inbox.submit(finish)
+        if self.draws:  # read in a thread of its own: this one launches the next step meanwhile
+            drawn = self._thread.submit(partial(self._draw, step, masks))
+            step.result = self._inbox.submit(partial(self._send_result, step, drawn))
+        else:
+            step.result = self._inbox.submit(partial(self._receive_result, step))
 
     def then(self, action: Callable[[], None]) -> None:
         self._thread.submit(action)
@@ -205,12 +210,20 @@ class StageRunner:
             failed_before=failed_before,
         )
 
-    def _sample(self, step: StageStep, masks: TokenMasks | None) -> RunnerOutput:
-        """On the last stage: draw, and send the result to the others."""
+    def _draw(self, step: StageStep, masks: TokenMasks | None) -> None:
+        """On the last stage: enqueue the draws and the copy of the outputs to the host."""
+        if step.failure is None:
+            try:
+                self._runner.sample(step.local, masks)
+            except Exception as error:
+                self._note_failure(step, error)
+
+    def _send_result(self, step: StageStep, drawn: Future[None]) -> RunnerOutput:
+        """On the last stage: wait for the outputs, and send the result to the others."""
+        drawn.result()
         failed = step.failure
         if failed is None:
             try:
-                self._runner.sample(step.local, masks)
                 output = step.local.read()
                 failed = next(
                     (found for code in output.also_read if (found := StageFailure.of_code(float(code)))), None

@@ -20,6 +20,7 @@ import gc
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,7 +397,8 @@ def _install(gpu: LateGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         "empty_cache": lambda: None,
         "set_device": lambda device: None,
         "mem_get_info": lambda *args: (1 << 40, 1 << 41),
-        "graph_pool_handle": object,
+        "MemPool": lambda: SimpleNamespace(id=(0, 1), use_count=lambda: 1),
+        "current_blas_handle": lambda: 0,
         "CUDAGraph": lambda: LateGraph(gpu),
         "graph": captures,
     }.items():

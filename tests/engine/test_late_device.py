@@ -202,12 +202,12 @@ def reads_without_waiting(patch) -> None:
 def outputs_within_the_graph(patch) -> None:
     run = PaddedStep.run
 
-    def run_with_room_of_its_own(self, shape) -> None:
-        self.out.drawn = None
+    def run_with_outputs_of_its_own(self, shape) -> None:
+        self.out = None
+        self.make_outputs()
         run(self, shape)
 
-    patch.setattr(PaddedStep, "run", run_with_room_of_its_own)
-    patch.setattr(PaddedStep, "_put", lambda self, name, result, capacity: setattr(self.out, name, result))
+    patch.setattr(PaddedStep, "run", run_with_outputs_of_its_own)
 
 
 def parameters_of_the_start(patch) -> None:

@@ -85,6 +85,35 @@ def test_one_backend_serves_layers_and_steps_of_different_kinds(make):
         paged_case.check_case(backend, case)
 
 
+def test_flashinfer_gets_what_the_host_makes_by_uploads_that_do_not_wait(monkeypatch):
+    """A copy from pageable memory waits for the device; its planner alone takes host tensors, which it pins."""
+    fake_packages.install(monkeypatch, "flashinfer")
+    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
+    upload, uploads, appended = flashinfer_attention.upload, [], []
+
+    def note(array, device):
+        uploads.append(upload(array, device))
+        return uploads[-1]
+
+    def append(keys, values, batch, positions, cache, pages, indptr, last_page_len, kv_layout):
+        appended.extend((batch, indptr, last_page_len))
+
+    monkeypatch.setattr(flashinfer_attention, "upload", note)
+    monkeypatch.setattr(sys.modules["flashinfer.page"], "append_paged_kv_cache", append)
+    make_case([(1, 33), (9, 9)], num_decode=1, dtype=torch.bfloat16).run(flashinfer_attention.make(CPU, torch.bfloat16))
+    assert appended and all(any(one is sent for sent in uploads) for one in appended)
+
+
+def test_flashinfer_before_the_version_whose_source_was_read_is_refused(monkeypatch):
+    fake_packages.install(monkeypatch, "flashinfer")
+    monkeypatch.setattr(flashinfer_attention, "not_on_gpu", lambda device: None)
+    monkeypatch.setattr(flashinfer_attention, "no_compiler", lambda: None)
+    monkeypatch.setattr(flashinfer_attention, "missing", optional_packages.missing.__wrapped__)  # without its cache
+    monkeypatch.setattr(sys.modules["flashinfer"], "__version__", "0.7.1", raising=False)
+    reason = "needs flashinfer-python 0.7.2 or newer, this is 0.7.1"
+    assert flashinfer_attention.unavailable(CPU, torch.bfloat16) == reason
+
+
 @pytest.mark.parametrize("rows", [[(1, 40), (1, 3)], [(1, 40), (3, 3)], [(2, 5)]])
 def test_padding_gives_zeros_and_changes_nothing_else(make, rows):
     num_decode = sum(q_len == 1 for q_len, _ in rows)

@@ -79,6 +79,15 @@ def last(ctx):
 """
 
 
+def test_a_device_waits_for_the_host_in_gaps_longer_than_a_launch(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
+    from light.machine import LAUNCH_GAP_US, waiting
+
+    spans = [(0.0, 10.0), (4.0, 8.0), (11.0, 20.0), (60.0, 70.0)]  # a kernel within another, a launch, the host
+    assert waiting(spans, least=LAUNCH_GAP_US) == (40.0, 41.0)
+    assert waiting([(0.0, 1.0)], least=LAUNCH_GAP_US) == (0.0, 0.0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def interpreter():
     with pytest.MonkeyPatch.context() as patched:
@@ -105,6 +114,7 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
         by_status.setdefault(row["status"], []).append(row["name"])
     packages = {f"{name}_engine" for name in ("flashinfer", "flash_attn", "mamba_ssm")} | {"flash_attn_graphs"}
     packages |= {"flashinfer_rope", "flashinfer_sampling", "speed_peer", "fp8_training_model"}
+    packages |= {"no_sync_flashinfer"}
     assert set(by_status.get("skipped", ())) <= packages | {"sync_is_noticed"}, result.stdout
     assert report["rehearsal"] and report["facts"]["packages"]["torch"]
     assert "# A rehearsal" in (tmp_path / "report.md").read_text()

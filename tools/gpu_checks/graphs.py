@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,14 +17,17 @@ from gpu_checks.context import Context
 from gpu_checks.engines import answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE
+from megatron_infer.cuda_graphs.graph_pool import GRAPHS_VARIABLE, SPARE_BYTES, Recorded, Recorder, make_recorder
 from megatron_infer.kernels.triton.launch import PDL_CAPABILITY, PDL_VARIABLE
+from megatron_infer.memory.device import Device
 from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
 from megatron_infer.testing.static_kernels import STATIC
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
+SLACK = 48 << 20
+"""Of memory: what the allocator rounds up to, workspaces, and kernels that are loaded meanwhile."""
 
 
 @contextlib.contextmanager
@@ -226,3 +229,83 @@ def many(ctx: Context) -> Result:
     got = answers(graphed(ctx, model, **options), work)
     same(compare, "many", got, answers(graphed(ctx, model, captures=False, **options), work))
     return compare.result()
+
+
+@check(
+    "graphs_failed_capture",
+    group="graphs",
+    promise="a capture that fails leaves random generators, allocator and free memory as they were; the next succeeds",
+    budget_s=15,
+)
+def failed_capture(ctx: Context) -> Result:
+    compare = Comparison("difference")
+    with environment(GRAPHS_VARIABLE, ctx.pick(None, REPLAY)):
+        recorder = make_recorder(Device(str(ctx.device)))
+    assert not isinstance(recorder, str), recorder
+    cells = torch.zeros(4, device=ctx.device)
+
+    def fails() -> None:
+        scratch = torch.empty(ctx.pick(64 << 20, 64), dtype=torch.uint8, device=ctx.device)
+        scratch.zero_()
+        cells.add_(1)
+        cells.sum().item()  # not while a stream is captured
+
+    def draws() -> list[float]:
+        torch.manual_seed(7)
+        return [torch.rand((), device=ctx.device).item() for _ in range(3)]
+
+    def works() -> None:
+        cells.add_(1)
+
+    with torch.inference_mode():
+        wanted = draws()
+        for run in (works, fails):  # workspaces, and torch's own memory for a first capture
+            _attempt(recorder, run)
+        recorder.reset()
+        free = ctx.free_bytes()
+        for _ in range(3):
+            compare.require("a capture that reads a value succeeded", _attempt(recorder, fails) is None)
+        compare.require("other draws after a capture that failed", draws() == wanted)
+        recorder.reset()
+        left = free - ctx.free_bytes()
+        compare.require(f"{left:,} bytes are not back", ctx.rehearse or left <= 4 << 20)
+        graph = _attempt(recorder, works)
+        cells.zero_()
+        if graph is not None:
+            graph.replay()
+        ctx.wait()
+        compare.require("the next capture does not compute", cells.tolist() == [1.0] * 4)
+    return compare.result(left_over_bytes=left)
+
+
+def _attempt(recorder: Recorder, run: Callable[[], None]) -> Recorded | None:
+    """The capture; None: it raised."""
+    try:
+        recorder.warm_up(run)
+        return recorder.capture(run)
+    except RuntimeError:
+        return None
+
+
+@check(
+    "graphs_reserve",
+    group="graphs",
+    promise="a shape whose memory is just there is captured: what was reserved for it is not taken by what outlives it",
+    budget_s=20,
+)
+def reserve(ctx: Context) -> Result:
+    compare = Comparison("difference")
+    model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device)
+    options = {"max_sequence_length": 4096, "max_tokens": 4096, "buffer_size_gb": 0.3}
+    pool = inspect(graphed(ctx, model, **ctx.pick(options, {}))).runner.graphs.pool
+    shape = max(pool.index.shapes, key=lambda one: one.num_tokens)
+    free, needed = ctx.free_bytes(), pool.needed_bytes(shape)
+    ballast = torch.empty(ctx.pick(max(1, free - needed - SLACK), 1), dtype=torch.uint8, device=ctx.device)
+    with torch.inference_mode():
+        pool.ready(shape)
+    del ballast
+    compare.require(f"refused: {pool.refused}", not pool.refused)
+    taken = free - ctx.free_bytes()
+    most = needed - SPARE_BYTES + SLACK
+    compare.require(f"{taken:,} bytes were taken, {most:,} estimated", ctx.rehearse or taken <= most)
+    return compare.result(needed_bytes=needed, taken_bytes=taken)

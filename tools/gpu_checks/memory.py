@@ -61,6 +61,8 @@ def _cycle(ctx: Context, mode: str, **options: Any) -> tuple[Comparison, dict[st
     away = engine.suspend(mode, {"kv_cache"})
     freed = ctx.free_bytes() - free
     back = engine.resume()
+    ctx.wait()
+    store.pending_restore()  # the copies have arrived: their staging buffers are given up
     after = ctx.free_bytes()
     found: dict[str, Any] = {
         "pool_bytes": engine.sizes.kv_bytes,

@@ -11,6 +11,7 @@ from gpu_checks.engines import make_engine, make_model
 from gpu_checks.graphs import graphed
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.kernels import flashinfer_attention
 
 
 def _decoding(engine: Any, count: int, steps: int) -> None:
@@ -64,6 +65,22 @@ def replayed(ctx: Context) -> Result:
         engine = graphed(ctx, make_model(kind, ctx.pick(torch.bfloat16, torch.float32), ctx.device), overlap=True)
         waits[kind] = _hold(ctx, engine, ctx.pick(20, 2))
         compare.require(f"{kind}: waits {waits[kind]}", sum(waits[kind].values()) <= 1.0)
+    return compare.result(waits_per_step=waits)
+
+
+@check(
+    "no_sync_flashinfer",
+    group="sync",
+    promise="a decode step on FlashInfer's attention, where it is installed, never waits but for its tokens",
+    budget_s=60,
+)
+def flashinfer(ctx: Context) -> Result:
+    if (reason := flashinfer_attention.unavailable(ctx.device, torch.bfloat16)) is not None:
+        raise Unavailable(reason)
+    model = make_model("attention", torch.bfloat16, ctx.device)
+    waits = _hold(ctx, make_engine(model, ctx.device, overlap=True, attention_backend="flashinfer"), 20)
+    compare = Comparison("difference")
+    compare.require(f"waits {waits}", sum(waits.values()) <= 1.0)
     return compare.result(waits_per_step=waits)
 
 

@@ -79,20 +79,27 @@ def measure(device: torch.device) -> Ceilings:
     )
 
 
-def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length covered by intervals, which may overlap."""
-    covered, end = 0.0, float("-inf")
+LAUNCH_GAP_US = 5.0
+"""Kernels that follow each other at once, in a graph too, are about a microsecond apart: the device drains and fills. A
+gap up to this long is the price of a launch and no wait for the host."""
+
+
+def waiting(intervals: Iterable[tuple[float, float]], *, least: float) -> tuple[float, float]:
+    """(length of the gaps between intervals, which may overlap, that are longer than `least`, of all gaps)."""
+    found, of_all = 0.0, 0.0
+    end: float | None = None
     for begin, stop in sorted(intervals):
-        if stop > end:
-            covered += stop - max(begin, end)
-            end = stop
-    return covered
+        gap = 0.0 if end is None else max(0.0, begin - end)
+        found, of_all = found + (gap if gap > least else 0.0), of_all + gap
+        end = stop if end is None else max(end, stop)
+    return found, of_all
 
 
-def idle_share(run: Callable[[], Any], device: torch.device) -> tuple[float, int]:
-    """(share of the time between its first and last kernel in which `device` did nothing, kernels), while `run` runs.
+def idle_share(run: Callable[[], Any], device: torch.device) -> tuple[float, float, int]:
+    """While `run` runs, of the time between the first and the last kernel on `device`: (the share in which it waited
+    for the host, the share in which no kernel ran, number of kernels).
 
-    A CPU's operators stand in for kernels there.
+    It waits for the host in gaps over LAUNCH_GAP_US. A CPU's operators stand in for kernels there.
     """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -106,4 +113,5 @@ def idle_share(run: Callable[[], Any], device: torch.device) -> tuple[float, int
     if not spans:
         raise RuntimeError("the profiler saw no kernel; is another profiler attached, or CUPTI missing?")
     whole = max(stop for _, stop in spans) - min(begin for begin, _ in spans)
-    return 1.0 - union(spans) / whole, len(spans)
+    waited, of_all = waiting(spans, least=LAUNCH_GAP_US)
+    return waited / whole, of_all / whole, len(spans)

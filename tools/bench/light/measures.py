@@ -55,9 +55,9 @@ def idle(bench: Bench, *, batch: int, context: int, steps: int) -> Row:
     """Share of a decode trace in which the device waits for the host."""
     bench.fill(batch, context, STEADY + steps + 16)
     bench.steps(STEADY)
-    share, kernels = idle_share(lambda: bench.steps(steps), bench.device)
+    share, no_kernel, kernels = idle_share(lambda: bench.steps(steps), bench.device)
     bench.drain()
-    return {"what": f"idle batch {batch} context {context}", "share": share, "kernels": kernels}
+    return {"what": f"idle batch {batch} context {context}", "share": share, "no_kernel": no_kernel, "kernels": kernels}
 
 
 def prefill(bench: Bench, ceilings: Ceilings, *, lengths: Sequence[int]) -> list[Row]:
@@ -153,7 +153,7 @@ def suspend(bench: Bench, ceilings: Ceilings, *, modes: Sequence[str], shares: S
 def lines(rows: Sequence[Row]) -> list[str]:
     """A table for people."""
     out = [f"{'':<46} {'ms':>9} {'GB/s':>8} {'TFLOP/s':>8} {'of ceiling':>10} {'tokens/s':>10}"]
-    extra = ("resume_ms", "resume_share", "first_step_ms", "hidden", "freed_mib", "graphs_mib")
+    extra = ("no_kernel", "resume_ms", "resume_share", "first_step_ms", "hidden", "freed_mib", "graphs_mib")
     for row in rows:
         cells = [
             f"{row['ms']:9.3f}" if "ms" in row else " " * 9,
