@@ -84,7 +84,7 @@ def _norm(norm: FusedNorm) -> ProgramOp | None:
 
 
 def _linear(linear: FusedLinear) -> ProgramOp | None:
-    if linear.product is not None or linear.spread is not None or linear.foreign is not None:
+    if any(one is not None for one in (linear.product, linear.spread, linear.foreign, linear.attached)):
         return None
     bias = None if linear.reduce is not None else (linear.parameters, "bias")
     return LinearOp(weight=(linear.parameters, "weight"), bias=bias)
