@@ -46,6 +46,29 @@ void decode_rows(Context& context, const Step& step, const Spec& spec, const Cal
 template <class T>
 void prefill_rows(Context& context, const Step& step, const Spec& spec, const Call& call);
 
+// e^(scale (s - top)) for s <= top, as weights of T are made of: of bf16 to 4e-6, below its own rounding.
+template <class T>
+struct Softmax {
+    float top, scale;
+    Softmax(float top, float scale) : top(top), scale(scale) {}
+    vf operator()(vf s) const { return exp_of((s - top) * scale); }
+};
+#if defined(__AVX512F__)
+template <>
+struct Softmax<bf16> {
+    vf factor, shift;
+    Softmax(float top, float scale) : factor(splat(scale * 1.44269504088896f)), shift(splat(top) * -factor) {}
+    vf operator()(vf s) const {  // 2^y = 2^n 2^f with |f| <= 1/2 and a polynomial in f
+        const vf y = fma_of(s, factor, shift), n = (vf)_mm512_roundscale_ps((__m512)y, 8), f = y - n;
+        vf p = fma_of(f, splat(0.00957008731f), splat(0.0559178591f));
+        p = fma_of(p, f, splat(0.240247458f));
+        p = fma_of(p, f, splat(0.693121791f));
+        p = fma_of(p, f, splat(0.999999285f));
+        return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+    }
+};
+#endif
+
 // dst = src with its leading rotary_dim dims rotated by the token's angle, computed in fp32 and rounded once.
 template <class T>
 inline void rotate_head(const Step& step, const Spec& spec, int64_t token, const T* src, T* dst) {

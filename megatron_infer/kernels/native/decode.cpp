@@ -198,16 +198,17 @@ struct Arithmetic<bf16> {
 #endif
 
 // Scores of n keys -> unnormalised weights e^(scale (s - top)), 0 from n on; returns scale * top and their sum.
-template <class Weight>
+template <class T, class Weight>
 static void soften(float* s, int n, float scale, Weight* weights, float* top, float* mass) {
     const int padded = (n + W - 1) / W * W;
     for (int t = n; t < padded; ++t) s[t] = kMasked;
     vf best = splat(kMasked);
     for (int t = 0; t < padded; t += W) best = vmax(load(s + t), best);
     const float highest = max_of(best);
+    const Softmax<T> weight_of(highest, scale);
     vf sum = {};
     for (int t = 0; t < padded; t += W) {
-        vf e = exp_of((load(s + t) - highest) * scale);
+        vf e = weight_of(load(s + t));
         store(weights + t, e);
         sum += e;
     }
@@ -319,7 +320,7 @@ struct DecodeTask {
         each_lanes(first, heads, n, [&](auto lanes, int h, int64_t head_offset, int from, int to) {
             Sums::template score<decltype(lanes)::value>(q + h * dim, item.keys, head_offset, from, to, dim, scores + h, fetch);
         });
-        for (int h = 0; h < heads; ++h) soften(scores[h], n, (float)spec.scale, weights[h], top + h, mass + h);
+        for (int h = 0; h < heads; ++h) soften<T>(scores[h], n, (float)spec.scale, weights[h], top + h, mass + h);
         std::memset(sums, 0, heads * stride * sizeof(float));
         each_lanes(first, heads, n, [&](auto lanes, int h, int64_t head_offset, int from, int to) {
             Sums::template mix<decltype(lanes)::value>(item.keys, to_value + head_offset, from, to, dim, weights + h,

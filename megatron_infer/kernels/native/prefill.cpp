@@ -60,7 +60,7 @@ static void multiply(const bf16* a, int a_stride, const bf16* b, int steps, floa
             int pair;
             std::memcpy(&pair, a + r * a_stride + 2 * p, sizeof pair);
             const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
-            for (int j = 0; j < NV; ++j) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], row, column[j]);
+            for (int j = 0; j < NV; ++j) acc[r][j] = _mm512_dpbf16_ps(acc[r][j], column[j], row);
         }
     }
     for (int r = 0; r < kMicroRows; ++r)
@@ -106,29 +106,85 @@ struct PrefillTask {
     void put(T from, float* to) const { *to = to_float(from); }
     void put(T from, bf16* to) const { std::memcpy(to, &from, sizeof *to); }
 
-    // Keys as [panel of keys][dim / pair][keys][pair], values as [panel of dims][keys / pair][dims][pair].
+    // Keys as [panel of keys][dim / pair][keys][pair], values as [panel of dims][keys / pair][dims][pair]; what is behind the
+    // row's last key is 0.
     void pack_tile(const PrefillRow& row, int64_t head, int tile) const {
         Op* keys = packed + row.packed + (head * row.num_tiles + tile) * tile_size();
-        Op* values = keys + (int64_t)kTile * dim;
         const int begin = row.first_key + tile * kTile, kv_len = row.kv_len;
         const int n = kv_len - begin < kTile ? kv_len - begin : kTile;
-        if (n < kTile) std::memset(keys, 0, tile_size() * sizeof(Op));
         const int32_t* table = step.block_table + step.table_row[row.row] * step.table_stride;
-        constexpr int kWide = kPanel * W;
-        const int whole = dim / kWide * kWide;
+        const T* from[kTile];
         for (int t = 0; t < n; ++t) {
-            const int position = begin + t;
-            const int64_t at = (table[position / spec.block_size] * spec.block_size + position % spec.block_size);
-            const T* key = (const T*)call.keys + (at * spec.num_kv + head) * dim;
-            const T* value = (const T*)call.values + (at * spec.num_kv + head) * dim;
+            const int64_t position = begin + t, column = position / spec.block_size;
+            const int64_t at = table[column] * spec.block_size + position % spec.block_size;
+            from[t] = (const T*)call.keys + (at * spec.num_kv + head) * dim;
+        }
+        pack_keys(from, n, keys);
+        pack_values(from, (const T*)call.values - (const T*)call.keys, n, keys + (int64_t)kTile * dim);
+    }
+
+    void pack_keys(const T* const* from, int n, Op* keys) const {
+        constexpr int kWide = kPanel * W;
+#if defined(__AVX512F__)
+        if constexpr (sizeof(T) * pair == 4) {
+            for (int t = 0; t < kTile; t += 16)
+                for (int d = 0; d < dim; d += 16 * pair)
+                    transpose(from + t, n - t, d, keys + (int64_t)(t / kWide) * kWide * dim + d * kWide + (t % kWide) * pair);
+            return;
+        }
+#endif
+        if (n < kTile) std::memset(keys, 0, (int64_t)kTile * dim * sizeof(Op));
+        for (int t = 0; t < n; ++t) {
             Op* to = keys + (t / kWide) * kWide * dim + (t % kWide) * pair;
             for (int d = 0; d < dim; d += pair, to += kWide * pair)
-                for (int i = 0; i < pair; ++i) put(key[d + i], to + i);
-            for (int d = 0; d < dim; d += W) {
-                const int wide = d < whole ? kWide : W;
-                const int panel = d < whole ? d / kWide * kWide : d;
-                Op* out = values + panel * kTile + (int64_t)(t / pair) * wide * pair + (d - panel) * pair + t % pair;
-                for (int i = 0; i < W; ++i) put(value[d + i], out + i * pair);
+                for (int i = 0; i < pair; ++i) put(from[t][d + i], to + i);
+        }
+    }
+
+#if defined(__AVX512F__)
+    // 16 words of dims, from d on, of 16 keys of which n are there -> one vector of keys for each word.
+    void transpose(const T* const* from, int n, int d, Op* to) const {
+        const int words = (dim - d) / pair < 16 ? (dim - d) / pair : 16;
+        const __mmask16 mask = (__mmask16)((1u << words) - 1);
+        __m512i a[16], b[16];
+        for (int r = 0; r < 16; ++r) a[r] = r < n ? _mm512_maskz_loadu_epi32(mask, from[r] + d) : _mm512_setzero_si512();
+        for (int r = 0; r < 16; r += 2) {
+            b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
+            b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+        }
+        for (int r = 0; r < 16; r += 4)
+            for (int i = 0; i < 2; ++i) {
+                a[r + 2 * i] = _mm512_unpacklo_epi64(b[r + i], b[r + 2 + i]);
+                a[r + 2 * i + 1] = _mm512_unpackhi_epi64(b[r + i], b[r + 2 + i]);
+            }
+        // Of 4 keys from r on, a[r + i] has word i + 4 l in 128-bit lane l.
+        for (int i = 0; i < 4; ++i) {
+            const __m512i low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), high = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44);
+            const __m512i low2 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xee), high2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xee);
+            b[i] = _mm512_shuffle_i32x4(low, high, 0x88);
+            b[4 + i] = _mm512_shuffle_i32x4(low, high, 0xdd);
+            b[8 + i] = _mm512_shuffle_i32x4(low2, high2, 0x88);
+            b[12 + i] = _mm512_shuffle_i32x4(low2, high2, 0xdd);
+        }
+        for (int w = 0; w < words; ++w) _mm512_storeu_si512(to + w * kPanel * W * pair, b[w]);
+    }
+#endif
+
+    void pack_values(const T* const* from, ptrdiff_t to_value, int n, Op* values) const {
+        constexpr int kWide = kPanel * W;
+        const int whole = dim / kWide * kWide;
+        for (int d = 0; d < dim; d += W) {
+            const int wide = d < whole ? kWide : W, panel = d < whole ? d / kWide * kWide : d;
+            Op* out = values + panel * kTile + (d - panel) * pair;
+            for (int t = 0; t < kTile; t += pair, out += wide * pair) {
+                if constexpr (pair == 1) {
+                    store(out, t < n ? load(from[t] + to_value + d) : vf{});
+                } else {
+                    const vu even = t < n ? (vu)load(from[t] + to_value + d) : vu{};
+                    const vu odd = t + 1 < n ? (vu)load(from[t + 1] + to_value + d) : vu{};
+                    const vu both = even >> 16 | odd;  // a bf16 is the upper half of its float
+                    std::memcpy(out, &both, sizeof both);
+                }
             }
         }
     }
@@ -179,45 +235,52 @@ struct PrefillTask {
 
     void attend_keys(const Op* keys, int first_key, Scratch& s) const {
         constexpr int kWide = kPanel * W;
+        // Keys that some row of the tile sees. A key outside weighs exactly 0 in the rows that do not see it.
+        int low = first_visible(s.position[0]) - first_key, high = s.position[s.rows - 1] + 1 - first_key;
+        low = low < 0 ? 0 : low / kWide * kWide;
+        high = high > kTile ? kTile : (high + pair - 1) / pair * pair;
         const Op* values = keys + (int64_t)kTile * dim;
-        for (int panel = 0; panel < kTile; panel += kWide)
+        for (int panel = low; panel < high; panel += kWide)
             for (int r = 0; r < s.padded; r += kMicroRows)
                 multiply<kPanel, false>(s.queries + r * dim, dim, keys + panel * dim, dim / pair,
                                         s.scores + r * kTile + panel, kTile);
-        for (int r = 0; r < s.rows; ++r) weigh(r, first_key, s);
-        const int whole = dim / kWide * kWide;
+        for (int r = 0; r < s.rows; ++r) weigh(r, first_key, low, high, s);
+        const int whole = dim / kWide * kWide, steps = (high - low) / pair;
         for (int d = 0; d < dim;) {
             const bool full = d < whole;
+            const Op* from = values + d * kTile + low * (full ? kWide : W);
             for (int r = 0; r < s.padded; r += kMicroRows) {
+                const Op* weights = s.weights + r * kTile + low;
                 if (full)
-                    multiply<kPanel, true>(s.weights + r * kTile, kTile, values + d * kTile, kTile / pair,
-                                           s.out + r * dim + d, dim);
+                    multiply<kPanel, true>(weights, kTile, from, steps, s.out + r * dim + d, dim);
                 else
-                    multiply<1, true>(s.weights + r * kTile, kTile, values + d * kTile, kTile / pair, s.out + r * dim + d,
-                                      dim);
+                    multiply<1, true>(weights, kTile, from, steps, s.out + r * dim + d, dim);
             }
             d += full ? kWide : W;
         }
     }
 
-    // Scores of row r over this tile -> weights; rescales the row's sums so far.
-    void weigh(int r, int first_key, Scratch& s) const {
+    // Scores of row r over keys low .. high of this tile -> weights; rescales the row's sums so far.
+    void weigh(int r, int first_key, int low, int high, Scratch& s) const {
         float* score = s.scores + r * kTile;
         Op* weight = s.weights + r * kTile;
         int begin = first_visible(s.position[r]) - first_key, end = s.position[r] + 1 - first_key;
-        begin = begin < 0 ? 0 : begin;
-        end = end > kTile ? kTile : end;
+        begin = begin < low ? low : begin;
+        end = end > high ? high : end;
         if (begin >= end) {
-            std::memset(weight, 0, kTile * sizeof(Op));
+            std::memset(weight + low, 0, (high - low) * sizeof(Op));
             return;
         }
-        for (int t = 0; t < begin; ++t) score[t] = kMasked;
-        for (int t = end; t < kTile; ++t) score[t] = kMasked;
+        const int from = begin / W * W, to = (end + W - 1) / W * W;
+        for (int t = from; t < begin; ++t) score[t] = kMasked;
+        for (int t = end; t < to; ++t) score[t] = kMasked;
         vf best[2] = {splat(s.top[r]), splat(kMasked)};
-        for (int t = 0; t < kTile; t += 2 * W) {
+        int t = from;
+        for (; t + 2 * W <= to; t += 2 * W) {
             best[0] = vmax(load(score + t), best[0]);
             best[1] = vmax(load(score + t + W), best[1]);
         }
+        if (t < to) best[0] = vmax(load(score + t), best[0]);
         const float top = max_of(vmax(best[0], best[1])), scale = (float)spec.scale;
         if (top > s.top[r]) {
             const vf shrink = exp_of(splat((s.top[r] - top) * scale));
@@ -225,16 +288,17 @@ struct PrefillTask {
             s.top[r] = top;
             for (int d = 0; d < dim; d += W) store(s.out + r * dim + d, load(s.out + r * dim + d) * shrink);
         }
+        const Softmax<T> weight_of(top, scale);
         vf mass = {};
-        for (int t = 0; t < kTile; t += W) {
-            vf e = exp_of((load(score + t) - top) * scale);
+        for (t = from; t < to; t += W) {
+            vf e = weight_of(load(score + t));
             store(weight + t, e);
             mass += e;
         }
         s.mass[r] += sum_of(mass);
-        // Masked keys have e^-87, and differ with the chunk. In the sum of all weights they vanish.
-        std::memset(weight, 0, begin * sizeof(Op));
-        std::memset(weight + end, 0, (kTile - end) * sizeof(Op));
+        // What is left of masked keys, e^-87 at most, differs with the chunk: it vanishes in the sum, and the weights are 0.
+        std::memset(weight + low, 0, (begin - low) * sizeof(Op));
+        if (end < high) std::memset(weight + end, 0, (high - end) * sizeof(Op));
     }
 };
 
