@@ -147,14 +147,14 @@ def run(args: argparse.Namespace) -> int:
             if args.suspend_every > 0:
                 found["suspend"] = summarize_suspensions(results[SUSPENDING], results[OURS], every=args.suspend_every)
             report["columns"][name] = found
+            _write(report, report_path)  # what is measured is kept, whatever comes
             if args.columns is None:
                 print(render(found, report["ceiling"], workload))
         ours = {"version": __version__, "start_s": start_s, "rss_mib": resident_mib(os.getpid())}
         report["engines"] = {OURS: ours} | {peer.name: peer.facts() for peer in peers}
     if pythons or args.columns is not None:
         print(render_table(report))
-    if report_path is not None:
-        report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _write(report, report_path)
     if args.plot is not None:
         plot_engines(report, args.plot)
     return 0
@@ -274,6 +274,11 @@ def _settings(args: argparse.Namespace, sizes: dict[str, dict[str, Any]], device
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _write(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _open_report(path: str | None) -> Path | None:

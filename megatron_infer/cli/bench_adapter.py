@@ -110,7 +110,7 @@ class OpenVINO:
         export = {"task": "text-generation-with-past", "convert_tokenizer": True}
         main_export(settings["model"], target, **export, ov_config=_weights("fp16" if half else "fp32"))
         self._genai = openvino_genai
-        self.version = openvino_genai.__version__
+        self.version = openvino_genai.__version__.partition("-")[0]
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = settings["kv_gib"]
         scheduler.max_num_seqs = settings["max_rows"]

@@ -213,7 +213,8 @@ def run_engine(
     suspensions: list[dict[str, Any]] = []
     count, samples = len(workload.prompts), workload.num_samples
     kind = {"temperature": 0.0} if samples == 1 else {"temperature": 1.0, "n": samples, "logprobs": 0}
-    arrivals, times = [0.0] * (count * samples), [[] for _ in range(count * samples)]
+    arrivals = [0.0] * (count * samples)
+    times: list[list[float]] = [[] for _ in range(count * samples)]
     outputs: list[list[int]] = [[] for _ in range(count * samples)]
     index_of: dict[str, int] = {}
     before, clock, added = engine.stats(), CpuClock.now(company), 0
