@@ -1,33 +1,50 @@
-"""`megatron-infer bench`: throughput and latency of a workload, beside the machine's limits and transformers."""
+"""`megatron-infer bench`: throughput and latency of a workload, beside the machine's limits and other engines."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
+import os
 import platform
-import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.cli.bench_suspend import render_suspensions, summarize_suspensions
+from megatron_infer import __version__
+from megatron_infer.cli.bench_peers import PEERS, parse_pythons, peers_of, resident_mib
+from megatron_infer.cli.bench_plot import plot_engines, require_matplotlib
+from megatron_infer.cli.bench_report import OURS, SUSPENDING, render, render_table, summarize_column
+from megatron_infer.cli.bench_suspend import summarize_suspensions
 from megatron_infer.cli.bench_workload import (
+    QUIET_CORES,
     RunResult,
     Workload,
-    latency_summary,
+    column,
     make_workload,
     parse_range,
     run_engine,
 )
 from megatron_infer.cli.loading import add_model_options, describe, load_llm, note, positive_int
-from megatron_infer.config.model_shape import KV_DTYPE_BYTES
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import ConfigError, InferenceError
 
-OURS = "megatron_infer"
-SUSPENDING = "megatron_infer, suspending"
-Runner = Callable[[], RunResult]
+Runner = Callable[[Workload], RunResult | None]
+SIZES: dict[str, Any] = {"num_requests": 32, "input_len": (64, 256), "output_len": (64, 128), "concurrency": 16}
+"""Defaults of the options that describe one workload."""
+SPIN = """
+import sys, time
+while True:
+    until = time.perf_counter() + 0.01 * float(sys.argv[1])
+    while time.perf_counter() < until:
+        pass
+    time.sleep(0.01 * (1 - float(sys.argv[1])))
+"""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,10 +55,16 @@ def add_parser(subparsers: Any) -> None:
         "medians with their spread, and the shares of the machine's measured limits that were reached.",
     )
     add_model_options(parser)
-    parser.add_argument("--num-requests", type=positive_int, default=32, metavar="N")
-    parser.add_argument("--input-len", type=parse_range, default=(64, 256), metavar="LOW:HIGH", help="prompt tokens")
-    parser.add_argument("--output-len", type=parse_range, default=(64, 128), metavar="LOW:HIGH", help="answer tokens")
-    parser.add_argument("--concurrency", type=positive_int, default=16, metavar="N", help="requests in flight at once")
+    parser.add_argument("--num-requests", type=positive_int, metavar="N", help="default 32")
+    parser.add_argument("--input-len", type=parse_range, metavar="LOW:HIGH", help="prompt tokens, default 64:256")
+    parser.add_argument("--output-len", type=parse_range, metavar="LOW:HIGH", help="answer tokens, default 64:128")
+    parser.add_argument("--concurrency", type=positive_int, metavar="N", help="requests in flight at once, default 16")
+    parser.add_argument(
+        "--columns",
+        metavar="NAME,...",
+        help="instead of one workload those of a table: single (one stream, 128 to 128 tokens), a number N (that "
+        "many at once, 64:256 to 64:128), prefill (4 prompts of 1,024), rl (8 prompts with 8 samples each)",
+    )
     parser.add_argument(
         "--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts"
     )
@@ -54,199 +77,166 @@ def add_parser(subparsers: Any) -> None:
         help="also run with a suspend and resume every N steps, in the mode of --kv-cache-management-mode; 0: never",
     )
     parser.add_argument("--rounds", type=positive_int, default=3, metavar="N")
-    parser.add_argument("--vs", choices=["transformers"], help="also run this engine, on the same weights and workload")
+    parser.add_argument(
+        "--vs", metavar="NAME,...", help=f"also run these engines on the same weights and workload: {', '.join(PEERS)}"
+    )
+    parser.add_argument(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="the interpreter of the environment in which a peer is installed (default: this one)",
+    )
+    parser.add_argument(
+        "--background-load", type=float, default=0.0, metavar="CORES", help="keep that much of a core busy meanwhile"
+    )
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
+    parser.add_argument("--plot", metavar="FILE", help="draw bars of the engines (PNG; needs matplotlib)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """-> 0. Raises InferenceError if an engine does not answer with the lengths asked for."""
+    """-> 0. Raises InferenceError if an engine does not start or does not answer with the lengths asked for."""
     report_path = _open_report(args.json)
+    if args.plot is not None:
+        require_matplotlib()
+        _open_report(args.plot)
+    if not 0 <= args.background_load < 1:
+        raise ConfigError(f"--background-load is {args.background_load:g}, it must be from 0 to below 1")
+    names = _peer_names(args.vs)
+    pythons, sizes = parse_pythons(args.peer_python, names), _sizes(args)
+    started = time.perf_counter()
     llm = load_llm(args)
-    workload = make_workload(
-        num_requests=args.num_requests,
-        input_len=args.input_len,
-        output_len=args.output_len,
-        concurrency=min(args.concurrency, args.num_requests),
-        token_ids=_plain_ids(llm),
-        seed=args.workload_seed,
-        shared_prefix=args.shared_prefix,
-    )
-    from megatron_infer.cli.bench_roofline import least_work, measure_ceiling  # imports torch
+    start_s = time.perf_counter() - started
+    ids = _plain_ids(llm)
+    drawn = {"token_ids": ids, "seed": args.workload_seed, "shared_prefix": args.shared_prefix}
+    workloads = {name: make_workload(**size, **drawn) for name, size in sizes.items()}
+    from megatron_infer.cli.bench_roofline import measure_ceiling  # imports torch
 
-    shape = llm.engine.shape
+    shape, device = llm.engine.shape, _device(llm)
+    settings = _settings(args, sizes, device)
     print(f"{args.model}: {describe(llm)}, {cpu_name()}")
-    print(
-        f"{len(workload.prompts)} requests, {workload.num_input_tokens:,} prompt + {workload.num_output_tokens:,} "
-        f"answer tokens, {workload.concurrency} at once, {args.rounds} rounds"
-    )
-    runners: dict[str, Runner] = {OURS: lambda: run_engine(llm.engine, SamplingParams, _fresh(workload, llm))}
-    if args.suspend_every > 0:
-        runners[SUSPENDING] = lambda: run_engine(
-            llm.engine, SamplingParams, _fresh(workload, llm), suspend_every=args.suspend_every
-        )
-    if args.vs is not None:
-        runners |= _peers(args, llm, workload)
-    note("warming up ...")
-    run_engine(llm.engine, SamplingParams, _head(workload))
-    device = _device(llm)
-    ceiling = measure_ceiling(shape.dtype, device)
-    rounds = interleave(runners, args.rounds)
-    report = {
+    report: dict[str, Any] = {
         "model": args.model,
         "shape": asdict(shape),
         "versions": _versions(),
-        "settings": _settings(args, device),
-        "ceiling": asdict(ceiling),
-        "engines": {name: summarize(results, workload) for name, results in rounds.items()},
+        "settings": settings,
+        "columns": {},
     }
-    work = least_work(shape, workload, kv_dtype_bytes=KV_DTYPE_BYTES[llm.engine.config.kv_dtype_of(shape)])
-    report["least_work"] = {**asdict(work), "best_seconds": work.best_seconds(ceiling)}
-    for summary in report["engines"].values():
-        seconds = summary["seconds"]["median"]
-        summary["shares"] = {
-            "bandwidth": work.bytes / seconds / (ceiling.read_gb_s * 1e9),
-            "flops": work.flops / seconds / (ceiling.gemm_gflop_s * 1e9),
-            "bound": work.best_seconds(ceiling) / seconds,
-        }
-    report["ratio"] = ratio(report["engines"])
-    if args.suspend_every > 0:
-        report["suspend"] = summarize_suspensions(rounds[SUSPENDING], rounds[OURS], every=args.suspend_every)
-    print(render(report, workload))
-    if report_path is not None:
-        report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+        given = list(workloads.values())
+        starting = peers_of(
+            args.model, pythons, shape=shape, device=device, threads=settings["threads"], workloads=given
+        )
+        peers = stack.enter_context(starting) if pythons else []
+        report["ceiling"] = asdict(ceiling := measure_ceiling(shape.dtype, device))
+        company = stack.enter_context(_background(args.background_load))
+        for name, workload in workloads.items():
+            print(
+                f"{name}: {len(workload.prompts)} requests, {workload.num_input_tokens:,} prompt + "
+                f"{workload.num_output_tokens:,} answer tokens, {workload.concurrency} at once, {args.rounds} rounds"
+            )
+            runners = _our_runners(llm, args.suspend_every, company)
+            runners |= {peer.name: functools.partial(peer.run, company=company) for peer in peers}
+            note("warming up ...")
+            run_engine(llm.engine, SamplingParams, workload.head())
+            for peer in peers:
+                peer.warm_up(workload.head())
+            results = interleave(runners, workload, args.rounds)
+            found = summarize_column(results, workload, llm.engine, ceiling)
+            if args.suspend_every > 0:
+                found["suspend"] = summarize_suspensions(results[SUSPENDING], results[OURS], every=args.suspend_every)
+            report["columns"][name] = found
+            _write(report, report_path)  # what is measured is kept, whatever comes
+            if args.columns is None:
+                print(render(found, report["ceiling"], workload))
+        ours = {"version": __version__, "start_s": start_s, "rss_mib": resident_mib(os.getpid())}
+        report["engines"] = {OURS: ours} | {peer.name: peer.facts() for peer in peers}
+    if pythons or args.columns is not None:
+        print(render_table(report))
+    _write(report, report_path)
+    if args.plot is not None:
+        plot_engines(report, args.plot)
     return 0
 
 
-def interleave(runners: dict[str, Runner], num_rounds: int) -> dict[str, list[RunResult]]:
-    """Run every engine once per round; rounds start with different engines, so that none always runs first."""
+def interleave(runners: Mapping[str, Runner], workload: Workload, num_rounds: int) -> dict[str, list[RunResult]]:
+    """Run every engine once a round; rounds start with different engines, so that none always runs first.
+
+    A run that others disturbed is repeated, at most `num_rounds` times for an engine; the quieter one of both counts.
+    Engines that cannot run the workload are left out.
+    """
     names = list(runners)
     results: dict[str, list[RunResult]] = {name: [] for name in names}
+    repeats = dict.fromkeys(names, num_rounds)
     for index in range(num_rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            result = runners[name]()
+            if name not in results:
+                continue
+            result = runners[name](workload)
+            if result is None:
+                del results[name]
+                continue
+            while (result.other_load or 0.0) > QUIET_CORES and repeats[name]:
+                repeats[name] -= 1
+                note(f"round {index + 1}: {name} repeated, others used {result.other_load:.2f} cores")
+                again = runners[name](workload)
+                assert again is not None
+                result = min(result, again, key=lambda one: one.other_load or 0.0)
             results[name].append(result)
-            tokens = sum(map(len, result.outputs))
-            busy = "" if result.other_load is None else f", others used {result.other_load:.1f} cores"
-            note(f"round {index + 1}: {name} {tokens / result.seconds:.1f} tok/s{busy}")
+            busy = "" if result.other_load is None else f", others used {result.other_load:.2f} cores"
+            note(f"round {index + 1}: {name} {workload.num_counted_tokens / result.seconds:.1f} tok/s{busy}")
     return results
 
 
-def summarize(results: list[RunResult], workload: Workload) -> dict[str, Any]:
-    """Medians and spread over the rounds; latencies and counters are those of the round with the median time."""
-    output = [workload.num_output_tokens / r.seconds for r in results]
-    total = [(workload.num_output_tokens + workload.num_input_tokens) / r.seconds for r in results]
-    middle = sorted(results, key=lambda r: r.seconds)[len(results) // 2]
-    return {
-        "seconds": _spread([r.seconds for r in results]),
-        "output_tok_s": _spread(output),
-        "total_tok_s": _spread(total),
-        "latency": latency_summary(middle),
-        "single_stream_decode_tok_s": _decode_rate(middle) if workload.concurrency == 1 else None,
-        "details": middle.details,
-        "other_load": [r.other_load for r in results],
-    }
+@contextlib.contextmanager
+def _background(cores: float) -> Iterator[list[int]]:
+    """A process that uses a share of a core -> its id; none for 0."""
+    if not cores:
+        yield []
+        return
+    with subprocess.Popen([sys.executable, "-c", SPIN, str(cores)]) as process:
+        try:
+            yield [process.pid]
+        finally:
+            process.kill()
 
 
-def ratio(engines: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Our median output rate over the faster peer's; None without a peer."""
-    peers = {name: s["output_tok_s"] for name, s in engines.items() if name not in (OURS, SUSPENDING)}
-    if not peers:
-        return None
-    best = max(peers, key=lambda name: peers[name]["median"])
-    ours = engines[OURS]["output_tok_s"]
-    return {
-        "peer": best,
-        "output_tok_s": ours["median"] / peers[best]["median"],
-        "worst_case": ours["min"] / peers[best]["max"],
-    }
+def _our_runners(llm: Any, suspend_every: int, company: list[int]) -> dict[str, Runner]:
+    def runner(every: int) -> Runner:
+        def run_ours(workload: Workload) -> RunResult:
+            llm.engine.reset_prefix_cache()  # hits come from the same round only
+            return run_engine(llm.engine, SamplingParams, workload, suspend_every=every, company=company)
+
+        return run_ours
+
+    return {OURS: runner(0)} | ({SUSPENDING: runner(suspend_every)} if suspend_every > 0 else {})
 
 
-def render(report: dict[str, Any], workload: Workload) -> str:
-    width = max(len(name) for name in report["engines"])
-    lines = ["", f"{'':{width}}  output tok/s (min..max)     total tok/s   bandwidth  FLOPs  of the bound"]
-    for name, s in report["engines"].items():
-        o, shares = s["output_tok_s"], s["shares"]
-        lines.append(
-            f"{name:{width}}  {o['median']:9.1f} ({o['min']:.1f}..{o['max']:.1f})".ljust(width + 29)
-            + f" {s['total_tok_s']['median']:11.1f}  {shares['bandwidth']:9.0%}  {shares['flops']:5.0%}"
-            + f"  {shares['bound']:11.0%}"
-        )
-    c, best = report["ceiling"], report["least_work"]["best_seconds"]
-    lines.append(
-        f"limits measured here: read {c['read_gb_s']:.1f} GB/s, matrix product {c['gemm_gflop_s']:,.0f} GFLOP/s; "
-        f"they bound this workload at {workload.num_output_tokens / best:,.0f} output tok/s"
-    )
-    for name, values in report["engines"][OURS]["latency"].items():
-        figures = "  ".join(f"{key} {value:.1f}" for key, value in values.items())
-        lines.append(f"{name.removesuffix('_ms').upper():4} ms  {figures}")
-    details = report["engines"][OURS]["details"]
-    lines.append("  ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in details.items()))
-    if (rate := report["engines"][OURS]["single_stream_decode_tok_s"]) is not None:
-        lines.append(f"single-stream decode {rate:.1f} tok/s")
-    if "suspend" in report:
-        lines += render_suspensions(report["suspend"])
-    if report["ratio"] is not None:
-        r = report["ratio"]
-        lines.append(
-            f"ratio: {r['output_tok_s']:.2f}x {r['peer']}, the faster peer (our slowest round over its fastest: "
-            f"{r['worst_case']:.2f}x)"
-        )
-    busy = [x for s in report["engines"].values() for x in s["other_load"] if x is not None]
-    if busy and max(busy) > 0.3:
-        lines.append(f"other programs used up to {max(busy):.1f} cores: repeat on an idle machine")
-    return "\n".join(lines)
+def _peer_names(text: str | None) -> list[str]:
+    names = [] if text is None else list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in PEERS]:
+        raise ConfigError(f"--vs: unknown engine {unknown[0]!r}; there are {', '.join(PEERS)}")
+    return names
 
 
-def _peers(args: argparse.Namespace, llm: Any, workload: Workload) -> dict[str, Runner]:
-    from megatron_infer.cli.bench_transformers import TransformersPeer
-    from megatron_infer.model_loader.sources import open_source
-
-    note("loading transformers ...")
-    peer = TransformersPeer(Path(open_source(args.model).path), dtype=llm.engine.shape.dtype, device=_device(llm))
-    if "continuous" not in peer.variants:
-        note("transformers' continuous batching has no recurrent states: only its generate is measured")
-    peer.choose_attention(workload)
-    return {f"transformers {name}": _peer_runner(peer, name, workload) for name in peer.variants}
-
-
-def _peer_runner(peer: Any, variant: str, workload: Workload) -> Runner:
-    return lambda: peer.run(variant, workload)
-
-
-def _fresh(workload: Workload, llm: Any) -> Workload:
-    """The workload, with an empty prefix cache, so that hits come from the same round only."""
-    llm.engine.reset_prefix_cache()
-    return workload
-
-
-def _head(workload: Workload) -> Workload:
-    """A few short requests, at the full batch size, to warm up every path."""
-    count = workload.concurrency
-    return Workload(
-        prompts=workload.prompts[:count],
-        output_lens=[min(n, 8) for n in workload.output_lens[:count]],
-        concurrency=count,
-    )
+def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The sizes of each workload by its name, from --columns or from the options of one."""
+    typed = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    if args.columns is None:
+        sizes = SIZES | typed
+        return {"workload": {**sizes, "concurrency": min(sizes["concurrency"], sizes["num_requests"])}}
+    if typed:
+        option = "--" + next(iter(typed)).replace("_", "-")
+        raise ConfigError(f"{option} describes one workload, and --columns has its own; give one of both")
+    return {name: column(name) for name in args.columns.split(",")}
 
 
 def _plain_ids(llm: Any) -> list[int]:
     tokenizer = llm.tokenizer
     special = set() if tokenizer is None else tokenizer.special_ids | set(tokenizer.eos_ids)
     return [i for i in range(llm.engine.shape.vocab_size) if i not in special]
-
-
-def _decode_rate(result: RunResult) -> float | None:
-    if result.token_times is None:
-        return None
-    gaps = sum(len(times) - 1 for times in result.token_times)
-    seconds = sum(times[-1] - times[0] for times in result.token_times)
-    return gaps / seconds if seconds > 0 else None
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def _device(llm: Any) -> str:
@@ -266,25 +256,29 @@ def cpu_name() -> str:
 def _versions() -> dict[str, str]:
     import torch
 
-    import megatron_infer
-
     return {
-        "megatron_infer": megatron_infer.__version__,
+        "megatron_infer": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
 
 
-def _settings(args: argparse.Namespace, device: str) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, sizes: dict[str, dict[str, Any]], device: str) -> dict[str, Any]:
     import torch
 
-    names = ("num_requests", "input_len", "output_len", "concurrency", "shared_prefix", "workload_seed", "rounds")
+    names = ("shared_prefix", "workload_seed", "rounds", "background_load")
     return {
         **{name: getattr(args, name) for name in names},
+        "sizes": sizes,
         "device": device,
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _write(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _open_report(path: str | None) -> Path | None:

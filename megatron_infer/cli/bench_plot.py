@@ -1,4 +1,4 @@
-"""Plots the latencies and throughput of a load test."""
+"""Pictures of a load test, and of engines side by side."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_infer.errors import ConfigError, InferenceError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from megatron_infer.cli.load_generator import LoadResult
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError if matplotlib is not installed; called before the load test."""
+    """Raises ConfigError if matplotlib is not installed; called before anything is measured."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -41,6 +43,34 @@ def plot(load: LoadResult, report: dict[str, Any], path: str) -> None:
     rates.hist(times, bins=60, weights=[1 / width] * len(times), histtype="step")
     rates.set(xlabel="seconds", ylabel="chunks per second", title="Throughput")
     figure.suptitle(f"{report['model']}, {report['load']}: {report['output_tokens_per_s']:,.0f} output tokens/s")
+    _save(figure, path)
+
+
+def plot_engines(report: dict[str, Any], path: str) -> None:
+    """Write a PNG of a report of `megatron-infer bench`: for each workload a bar of each engine's median rate, with the
+    least and the most of its rounds."""
+    from matplotlib.figure import Figure
+
+    names = list(report["engines"])
+    columns = report["columns"]
+    figure = Figure(figsize=(2.6 * len(columns) + 1, 4), layout="constrained")
+    panels = figure.subplots(1, len(columns), squeeze=False)[0]
+    for panel, (title, column) in zip(panels, columns.items(), strict=True):
+        for place, name in enumerate(names):
+            if (found := column["engines"].get(name)) is None:
+                continue
+            rate = found["tok_s"]
+            spread = [[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]]
+            panel.bar(place, rate["median"], yerr=spread, capsize=3, color=f"C{place}", label=name)
+        panel.set(title=title, xticks=[])
+    panels[0].set(ylabel="tokens per second")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    settings = report["settings"]
+    figure.suptitle(f"{report['model']}, {report['shape']['dtype']}, {settings['threads']} threads")
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: str) -> None:
     try:
         figure.savefig(path, format="png", dpi=110)
     except OSError as error:

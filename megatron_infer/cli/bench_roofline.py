@@ -72,17 +72,17 @@ def least_work(shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = N
     kv_bytes = kv_dtype_bytes or shape.kv_dtype_bytes
     kv_token = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * kv_bytes
     per_key = 4 * shape.num_attention_layers * shape.num_query_heads * shape.head_dim
-    prompts = [len(prompt) for prompt in workload.prompts]
+    prompts, samples = [len(prompt) for prompt in workload.prompts], workload.num_samples
     keys_prefill = sum(n * (n + 1) // 2 for n in prompts)
     # The first output token is sampled at the prompt's last position; token i sees n + i - 1 keys.
-    keys_decode = sum(
+    keys_decode = samples * sum(
         (out - 1) * n + (out - 1) * out // 2 for n, out in zip(prompts, workload.output_lens, strict=True)
     )
-    decoded = workload.num_output_tokens - len(prompts)
+    decoded = workload.num_output_tokens - len(prompts) * samples
     state = shape.state
     per_state = 0 if state is None else 5 * state.num_layers * math.prod(state.ssm_shape)
     state_bytes = 0 if state is None else state.slot_bytes
-    steps = -(-decoded // workload.concurrency)
+    steps = -(-decoded // (workload.concurrency * samples))
     prefill_tokens = sum(prompts)
     return Work(
         prefill_flops=2 * (prefill_tokens * (shape.num_parameters - projection) + len(prompts) * projection)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+
+from megatron_infer.errors import ConfigError
+
+QUIET_CORES = 0.1
+"""A run beside which other programs used more of the cores is disturbed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +28,8 @@ class Workload:
     output_lens: list[int]
     concurrency: int
     """Most requests in flight at once."""
+    num_samples: int = 1
+    """Answers to each prompt: one is drawn greedily, several at temperature 1 with log probabilities."""
 
     @property
     def num_input_tokens(self) -> int:
@@ -28,7 +37,17 @@ class Workload:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(self.output_lens)
+        return sum(self.output_lens) * self.num_samples
+
+    @property
+    def num_counted_tokens(self) -> int:
+        """Tokens that its rate counts: those of the answers, or of the prompts where answers have one token."""
+        return self.num_input_tokens if max(self.output_lens) == 1 else self.num_output_tokens
+
+    def head(self) -> Workload:
+        """A few short requests, at the full batch size, to warm up every path."""
+        count = self.concurrency
+        return replace(self, prompts=self.prompts[:count], output_lens=[min(n, 8) for n in self.output_lens[:count]])
 
 
 def parse_range(text: str) -> tuple[int, int]:
@@ -52,13 +71,41 @@ def make_workload(
     token_ids: Sequence[int],
     seed: int,
     shared_prefix: int = 0,
+    num_samples: int = 1,
 ) -> Workload:
     """Lengths are uniform in their ranges, tokens over `token_ids`; all prompts share their first `shared_prefix`."""
     draw = random.Random(seed)
     prefix = draw.choices(token_ids, k=shared_prefix)
     lengths = [(draw.randint(*input_len), draw.randint(*output_len)) for _ in range(num_requests)]
     prompts = [(prefix + draw.choices(token_ids, k=size))[: max(size, shared_prefix + 1)] for size, _ in lengths]
-    return Workload(prompts=prompts, output_lens=[size for _, size in lengths], concurrency=concurrency)
+    output_lens = [size for _, size in lengths]
+    return Workload(prompts=prompts, output_lens=output_lens, concurrency=concurrency, num_samples=num_samples)
+
+
+def column(name: str) -> dict[str, Any]:
+    """The sizes of a column of the benchmark's table, for `make_workload`. Raises ConfigError for an unknown name."""
+    if name in NAMED_COLUMNS:
+        return NAMED_COLUMNS[name]
+    if not name.isdecimal() or int(name) < 1:
+        known = ", ".join(NAMED_COLUMNS)
+        raise ConfigError(f"--columns: {name!r} is neither a number of requests at once nor one of {known}")
+    at_once = int(name)
+    lengths = {"input_len": (64, 256), "output_len": (64, 128)}
+    return {"num_requests": max(32, at_once), "concurrency": at_once, **lengths}
+
+
+NAMED_COLUMNS: dict[str, dict[str, Any]] = {
+    "single": {"num_requests": 2, "input_len": (128, 128), "output_len": (128, 128), "concurrency": 1},
+    "prefill": {"num_requests": 4, "input_len": (1024, 1024), "output_len": (1, 1), "concurrency": 4},
+    "rl": {
+        "num_requests": 8,
+        "input_len": (64, 256),
+        "output_len": (128, 128),
+        "concurrency": 8,
+        "num_samples": 8,
+    },
+}
+"""One stream; prompts alone; rollouts: 8 prompts with 8 samples each at temperature 1, with log probabilities."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,32 +126,54 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class CpuClock:
-    """CPU seconds of this process and of the whole machine at a moment."""
+    """CPU seconds of an engine's processes, and of the cores that this process may use, at a moment."""
 
     wall: float
     own: float
-    machine: float | None
+    cores: float | None
 
     @classmethod
-    def now(cls) -> CpuClock:
-        times = os.times()
-        return cls(time.perf_counter(), times.user + times.system, _machine_busy_s())
+    def now(cls, pids: Sequence[int] = ()) -> CpuClock:
+        """pids: processes that count with those they started, beside this one, which counts alone."""
+        started = sum(_cpu_s(child) for pid in pids for child in processes_below(pid))
+        return cls(time.perf_counter(), time.process_time() + started, _cores_busy_s())
 
     def other_load(self, since: CpuClock) -> float | None:
         """Cores used by other processes since then; None where the system does not report it."""
-        if self.machine is None or since.machine is None:
+        if self.cores is None or since.cores is None:
             return None
-        busy = (self.machine - since.machine) - (self.own - since.own)
+        busy = (self.cores - since.cores) - (self.own - since.own)
         return max(0.0, busy / max(self.wall - since.wall, 1e-9))
 
 
-def _machine_busy_s() -> float | None:
+def _cores_busy_s() -> float | None:
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
         with open("/proc/stat", encoding="ascii") as lines:
-            user, nice, system, _, _, irq, softirq, steal = map(int, lines.readline().split()[1:9])
-    except (OSError, ValueError):
+            rows = [line.split() for line in lines if line.partition(" ")[0] in names]
+    except OSError:
         return None
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    # user, nice, system, (idle, iowait,) irq, softirq, steal
+    return sum(int(row[column]) for row in rows for column in (1, 2, 3, 6, 7, 8)) / os.sysconf("SC_CLK_TCK")
+
+
+def processes_below(pid: int) -> list[int]:
+    """A process and those it started that are still there."""
+    found = [pid]
+    for one in found:
+        with contextlib.suppress(OSError):
+            for path in Path(f"/proc/{one}/task").glob("*/children"):
+                found += map(int, path.read_text().split())
+    return found
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system seconds of a process and of its children that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def percentile(values: Sequence[float], p: float) -> float:
@@ -133,23 +202,27 @@ def latency_summary(result: RunResult) -> dict[str, dict[str, float]]:
     }
 
 
-def run_engine(engine: Any, params_type: type, workload: Workload, *, suspend_every: int = 0) -> RunResult:
+def run_engine(
+    engine: Any, params_type: type, workload: Workload, *, suspend_every: int = 0, company: Sequence[int] = ()
+) -> RunResult:
     """Run a workload on an engine with at most `concurrency` requests in flight.
 
     suspend_every: steps between suspends with running requests, each resumed at once; 0: none.
+    company: processes whose use of the cores is meant to be there.
     """
     suspensions: list[dict[str, Any]] = []
-    count = len(workload.prompts)
-    arrivals, times, outputs = [0.0] * count, [[] for _ in range(count)], [[] for _ in range(count)]
+    count, samples = len(workload.prompts), workload.num_samples
+    kind = {"temperature": 0.0} if samples == 1 else {"temperature": 1.0, "n": samples, "logprobs": 0}
+    arrivals = [0.0] * (count * samples)
+    times: list[list[float]] = [[] for _ in range(count * samples)]
+    outputs: list[list[int]] = [[] for _ in range(count * samples)]
     index_of: dict[str, int] = {}
-    before, clock, added = engine.stats(), CpuClock.now(), 0
+    before, clock, added = engine.stats(), CpuClock.now(company), 0
     started = clock.wall
     while index_of or added < count:
         while added < count and len(index_of) < workload.concurrency:
-            params = params_type(
-                max_tokens=workload.output_lens[added], temperature=0.0, ignore_eos=True, detokenize=False
-            )
-            arrivals[added] = time.perf_counter() - started
+            params = params_type(max_tokens=workload.output_lens[added], ignore_eos=True, detokenize=False, **kind)
+            arrivals[added * samples : (added + 1) * samples] = [time.perf_counter() - started] * samples
             index_of[engine.add_request(workload.prompts[added], params)] = added
             added += 1
         if suspend_every and engine.num_steps > before.num_steps and not engine.num_steps % suspend_every:
@@ -158,12 +231,14 @@ def run_engine(engine: Any, params_type: type, workload: Workload, *, suspend_ev
             index = index_of[output.request_id]
             if output.error is not None:
                 raise output.error
-            tokens = output.outputs[0].token_ids
-            times[index] += [time.perf_counter() - started] * (len(tokens) - len(times[index]))
+            now = time.perf_counter() - started
+            for sample, answer in enumerate(output.outputs, start=index * samples):
+                times[sample] += [now] * (len(answer.token_ids) - len(times[sample]))
+                if output.finished:
+                    outputs[sample] = answer.token_ids
             if output.finished:
-                outputs[index] = tokens
                 del index_of[output.request_id]
-    end = CpuClock.now()
+    end = CpuClock.now(company)
     after = engine.stats()
     counters = {name: value - before.counters.get(name, 0) for name, value in after.counters.items()}
     return RunResult(

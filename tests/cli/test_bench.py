@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_infer.cli import bench, bench_workload
+from megatron_infer.cli import bench, bench_report, bench_workload
 from megatron_infer.cli.bench_roofline import Ceiling, Work, least_work, measure_ceiling
 from megatron_infer.cli.bench_suspend import render_suspensions, summarize_suspensions
 from megatron_infer.cli.bench_workload import (
@@ -161,24 +164,76 @@ def test_ceiling_is_measured_on_this_machine():
     assert 0.1 < ceiling.read_gb_s < 10_000 and 0.1 < ceiling.gemm_gflop_s < 1e6
 
 
+def test_least_work_of_samples_shares_the_prefill():
+    one = Workload(prompts=[[1] * 3, [1] * 5], output_lens=[4, 2], concurrency=2)
+    apart, shared = least_work(SHAPE, one), least_work(SHAPE, dataclasses.replace(one, num_samples=3))
+    assert shared.prefill_flops == apart.prefill_flops and shared.prefill_bytes == apart.prefill_bytes
+    assert shared.decode_flops == 3 * apart.decode_flops
+    weights = 2 * 2 * 10_000  # 4 tokens at 2 rows, or 12 at 6: 2 steps
+    assert shared.decode_bytes - weights == 3 * (apart.decode_bytes - weights)
+
+
 def test_rounds_are_interleaved_and_engines_take_turns_to_be_first():
     order = []
 
     def runner(name):
-        return lambda: order.append(name) or RunResult(seconds=1)
+        return lambda load: order.append(name) or RunResult(seconds=1)
 
-    results = bench.interleave({name: runner(name) for name in "abc"}, 4)
+    runners = {name: runner(name) for name in "abc"} | {"cannot": lambda load: None}
+    results = bench.interleave(runners, workload(), 4)
     assert "".join(order) == "abc" + "bca" + "cab" + "abc"
     assert {name: len(r) for name, r in results.items()} == {"a": 4, "b": 4, "c": 4}
 
 
+def test_disturbed_runs_are_repeated_and_the_quieter_one_counts():
+    loads = {"ours": iter([0.5, 0.02, 0.0]), "peer": iter([0.9, 0.8, 0.7, 0.6])}
+
+    def runner(name):
+        return lambda load: RunResult(seconds=1, other_load=next(loads[name]))
+
+    results = bench.interleave({name: runner(name) for name in loads}, workload(), 2)
+    assert [r.other_load for r in results["ours"]] == [0.02, 0.0]
+    assert [r.other_load for r in results["peer"]] == [0.7, 0.6]  # two repeats for two rounds
+
+
 def test_ratio_is_against_the_better_peer():
     def figures(median, low, high):
-        return {"output_tok_s": {"median": median, "min": low, "max": high}}
+        return {"tok_s": {"median": median, "min": low, "max": high}}
 
     engines = {bench.OURS: figures(200, 180, 210), "slow": figures(50, 50, 50), "fast": figures(80, 70, 90)}
-    assert bench.ratio(engines) == {"peer": "fast", "output_tok_s": 2.5, "worst_case": 2.0}
-    assert bench.ratio({bench.OURS: figures(1, 1, 1)}) is None
+    assert bench_report.ratio(engines) == {"peer": "fast", "tok_s": 2.5, "worst_case": 2.0}
+    assert bench_report.ratio({bench.OURS: figures(1, 1, 1)}) is None
+
+
+def test_samples_of_a_prompt_are_counted_and_held_apart(llm):
+    load = workload(num_samples=3)
+    result = bench_workload.run_engine(llm.engine, SamplingParams, load)
+    assert [len(tokens) for tokens in result.outputs] == [n for n in load.output_lens for _ in range(3)]
+    assert sum(map(len, result.outputs)) == load.num_output_tokens == sum(map(len, result.token_times))
+    assert {(r.params.n, r.params.temperature, r.params.logprobs) for r in llm.engine.added} == {(3, 1.0, 0)}
+
+
+def test_prompts_are_counted_where_answers_have_one_token():
+    load = workload(**bench_workload.column("prefill"))
+    assert load.num_counted_tokens == 4096 and load.concurrency == 4
+    load = workload(**bench_workload.column("64"))
+    assert len(load.prompts) == load.concurrency == 64 and load.num_counted_tokens == load.num_output_tokens
+
+
+def test_cores_used_by_processes_of_the_engine_are_not_others():
+    spin = "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: pass\ninput()"
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen([sys.executable, "-c", child, spin], stdin=subprocess.PIPE) as process:
+        try:
+            both, alone = bench_workload.CpuClock.now([process.pid]), bench_workload.CpuClock.now()
+            while (used := bench_workload.CpuClock.now([process.pid])).own - both.own < 0.35:
+                assert used.wall - both.wall < 60
+                time.sleep(0.02)
+            without = bench_workload.CpuClock.now()
+        finally:
+            process.stdin.close()
+    seen = without.other_load(alone) * (without.wall - alone.wall)
+    assert seen - used.other_load(both) * (used.wall - both.wall) == pytest.approx(0.4, abs=0.25)
 
 
 @pytest.fixture
@@ -201,14 +256,15 @@ def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, 
     argv = ["--num-requests", "3", "--input-len", "4:8", "--output-len", "3", "--concurrency", "1", "--rounds", "2"]
     assert command("bench", "m", *argv, "--json", str(out)) == 0
     report = json.loads(out.read_text())
-    ours = report["engines"][bench.OURS]
+    column = report["columns"]["workload"]
+    ours = column["engines"][bench.OURS]
     assert ours["details"]["steps"] == 9 and set(ours["latency"]) == {"ttft_ms", "itl_ms", "tpot_ms"}
     assert ours["single_stream_decode_tok_s"] > 0
-    assert ours["shares"]["bound"] == pytest.approx(report["least_work"]["best_seconds"] / ours["seconds"]["median"])
-    assert report["ratio"] is None and report["ceiling"] == {"read_gb_s": 10, "gemm_gflop_s": 100}
+    assert ours["shares"]["bound"] == pytest.approx(column["least_work"]["best_seconds"] / ours["seconds"]["median"])
+    assert column["ratio"] is None and report["ceiling"] == {"read_gb_s": 10, "gemm_gflop_s": 100}
     assert len(bench_llm.forgotten) == 2  # no round finds an earlier round's cache
     text = capsys.readouterr().out
-    for part in ("output tok/s", "TTFT ms", "p99", "steps 9", "single-stream decode", "GB/s"):
+    for part in ("tok/s (min..max)", "TTFT ms", "p99", "steps 9", "single-stream decode", "GB/s"):
         assert part in text
 
 

@@ -45,9 +45,22 @@ def test_bench_measures_the_real_model(tmp_path, capsys):
     sizes = ["--num-requests", "4", "--concurrency", "2", "--input-len", "8:16", "--output-len", "4", "--rounds", "1"]
     assert main(["bench", "smollm2", *sizes, "--json", str(out), *SMALL]) == 0
     report = json.loads(out.read_text())
-    ours = report["engines"]["megatron_infer"]
-    assert 0 < ours["shares"]["bound"] < 1.5 and ours["output_tok_s"]["median"] > 0
+    ours = report["columns"]["workload"]["engines"]["megatron_infer"]
+    assert 0 < ours["shares"]["bound"] < 1.5 and ours["tok_s"]["median"] > 0
     assert "of the bound" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_bench_beside_transformers_in_a_process_of_its_own(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    out = tmp_path / "bench.json"
+    argv = ["--vs", "transformers", "--rounds", "1", "--dtype", "float32", "--json", str(out), *SMALL]
+    sizes = ["--num-requests", "4", "--concurrency", "2", "--input-len", "8:16", "--output-len", "4"]
+    assert main(["bench", "smollm2", *sizes, *argv]) == 0
+    column = json.loads(out.read_text())["columns"]["workload"]
+    assert column["engines"]["transformers"]["same_first_tokens"] == 4
+    assert column["ratio"]["peer"] == "transformers"
+    assert "| 4 prompts, 2 at once, 8 to 16 -> 4 | " in capsys.readouterr().out
 
 
 def test_generate_follows_a_schema(tmp_path, capsys):

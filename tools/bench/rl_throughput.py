@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from megatron_infer.cli.bench_transformers import load_transformers
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.entrypoints.llm import chat_prompt
@@ -108,6 +107,17 @@ class Theirs:
         return int(((ended == 0) | ((ended == 1) & torch.isin(drawn, self._eos))).sum())
 
 
+def load_transformers(path: Path, dtype: torch.dtype) -> Any:
+    """The same weights in transformers: a directory, or a .gguf file, which it dequantises."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(path, dtype=dtype) if path.is_dir() else load(path.parent, gguf_file=path.name, dtype=dtype)
+    model.generation_config = transformers.GenerationConfig(do_sample=False)
+    return model.eval()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="an alias, a Hugging Face directory, a .gguf file")
@@ -129,7 +139,7 @@ def main() -> None:
     config = machine_config(wanted, shape, is_cuda=False, available_bytes=device.available_bytes())
     session = RolloutSession(build_model(source, dtype=dtype), config, tokenizer, eos_ids=plan.eos_ids)
     ours = Ours(session, prompts, args)
-    theirs = Theirs(load_transformers(Path(source.path), dtype=name, device="cpu"), prompts, tuple(plan.eos_ids), args)
+    theirs = Theirs(load_transformers(Path(source.path), dtype), prompts, tuple(plan.eos_ids), args)
     rates: dict[str, list[tuple[float, float]]] = {"megatron_infer": [], "transformers, as TRL calls it": []}
     machine = f"{platform.processor() or platform.machine()}, load average {os.getloadavg()[0]:.0f}"
     print(f"{machine}, {threads} threads, {name}; {args.prompts} x {args.group_size}")

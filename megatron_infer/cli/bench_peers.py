@@ -1,0 +1,222 @@
+"""Peer engines of a benchmark: each loads the same weights in a process of its own, in its own environment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_infer.cli.bench_workload import CpuClock, RunResult, Workload, processes_below
+from megatron_infer.cli.loading import note
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.utils.openmp import SPIN_COUNT
+
+PEERS = ("vllm", "openvino", "llama.cpp", "transformers")
+ADAPTER = Path(__file__).with_name("bench_adapter.py")
+TIMEOUT_S = 900.0
+"""For loading (vLLM compiles, OpenVINO converts), and for one run of a workload."""
+
+
+def parse_pythons(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """ "vllm=/venv/bin/python" ... -> each peer's interpreter; this one where none is given. Raises ConfigError."""
+    pythons = dict.fromkeys(names, sys.executable)
+    for text in texts:
+        name, _, path = text.partition("=")
+        if name not in pythons:
+            raise ConfigError(f"--peer-python {text}: expected NAME=PATH, with one of --vs {','.join(names)}")
+        if not os.access(path, os.X_OK):
+            raise ConfigError(f"--peer-python {text}: {path or 'no path'} is not a program that can be run")
+        pythons[name] = path
+    return pythons
+
+
+class Peer:
+    """A peer engine that has loaded a model, driven over pipes; `bench_adapter.py` is its other end."""
+
+    def __init__(self, name: str, python: str, settings: Mapping[str, Any], log: Path) -> None:
+        """Starts the process; `wait_until_loaded` returns when it is ready."""
+        self.name, self.version, self.start_s = name, "", 0.0
+        self._log = log
+        # Our own spinning limit is not the peer's default.
+        env = {k: v for k, v in os.environ.items() if (k, v) != ("GOMP_SPINCOUNT", str(SPIN_COUNT))}
+        env.pop("PYTHONPATH", None)
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [python, str(ADAPTER), json.dumps({"engine": name, **settings})],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=log.parent,
+                env=env,
+                start_new_session=True,
+            )
+
+    def wait_until_loaded(self) -> None:
+        """Raises InferenceError with the end of its log where the engine does not start."""
+        loaded = self._receive("start")
+        self.version, self.start_s = loaded["version"], loaded["start_s"]
+
+    def warm_up(self, workload: Workload) -> None:
+        self._call(workload, is_warm_up=True)
+
+    def run(self, workload: Workload, *, company: Sequence[int] = ()) -> RunResult | None:
+        """None: this engine cannot run the workload. Raises InferenceError unless every answer has its length.
+
+        company: processes whose use of the cores is meant to be there.
+        """
+        clock = CpuClock.now([self._process.pid, *company])
+        answer = self._call(workload, is_warm_up=False)
+        end = CpuClock.now([self._process.pid, *company])
+        if "unsupported" in answer:
+            note(f"{self.name}: not measured: {answer['unsupported']}")
+            return None
+        outputs = answer["outputs"]
+        expected = [length for length in workload.output_lens for _ in range(workload.num_samples)]
+        if [len(tokens) for tokens in outputs] != expected:
+            raise InferenceError(
+                f"{self.name} gave answers of {list(map(len, outputs))} tokens, {expected} were asked for"
+            )
+        return RunResult(seconds=answer["seconds"], outputs=outputs, other_load=end.other_load(clock))
+
+    def facts(self) -> dict[str, Any]:
+        """Its version, seconds to load, and the resident memory of its processes now."""
+        rss_mib = sum(resident_mib(pid) for pid in processes_below(self._process.pid))
+        return {"version": self.version, "start_s": self.start_s, "rss_mib": rss_mib}
+
+    def close(self) -> None:
+        """End the process and what it started."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _call(self, workload: Workload, *, is_warm_up: bool) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        line = json.dumps({**dataclasses.asdict(workload), "is_warm_up": is_warm_up})
+        with contextlib.suppress(BrokenPipeError):  # its end is reported by what is read
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        return self._receive("run a workload")
+
+    def _receive(self, what: str) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], TIMEOUT_S)
+        line = self._process.stdout.readline() if readable else b""
+        if line.endswith(b"\n"):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        end = "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
+        why = "ended" if readable else f"gave no answer within {TIMEOUT_S:.0f} s"
+        raise InferenceError(f"{self.name} could not {what}: its process {why}. It wrote:\n{end}")
+
+
+@contextlib.contextmanager
+def peers_of(
+    model: str,
+    pythons: Mapping[str, str],
+    *,
+    shape: ModelShape,
+    device: str,
+    threads: int,
+    workloads: Sequence[Workload],
+) -> Iterator[list[Peer]]:
+    """The peers, loaded and sized for the workloads; ended afterwards. They load at the same time."""
+    lengths = [len(p) + n for w in workloads for p, n in zip(w.prompts, w.output_lens, strict=True)]
+    rows = max(w.concurrency * w.num_samples for w in workloads)
+    with tempfile.TemporaryDirectory(prefix="megatron-infer-bench-") as scratch, contextlib.ExitStack() as stack:
+        settings = {
+            **_weights_for_peers(model, pythons, shape.dtype, Path(scratch)),
+            "dtype": shape.dtype,
+            "device": device,
+            "threads": threads,
+            "max_rows": rows,
+            "max_length": max(lengths) + 1,
+            "kv_gib": _kv_gib(shape, rows * (max(lengths) + 64)),
+        }
+        peers = []
+        for name, python in pythons.items():
+            note(f"loading {name} ...")
+            folder = Path(scratch) / name
+            folder.mkdir()
+            peers.append(Peer(name, python, {**settings, "scratch": str(folder)}, folder / "log"))
+            stack.callback(peers[-1].close)
+        for peer in peers:
+            peer.wait_until_loaded()
+            note(f"{peer.name} {peer.version}, loaded in {peer.start_s:.1f} s")
+        yield peers
+
+
+def _weights_for_peers(model: str, names: Mapping[str, str], dtype: str, scratch: Path) -> dict[str, str]:
+    """Paths of the same weights for engines that read Hugging Face directories, and for llama.cpp."""
+    from megatron_infer.model_loader.hf_export import write_hugging_face
+    from megatron_infer.model_loader.sources import GGUFSource, HFDirectory, open_source
+
+    source = open_source(model)
+    paths = {}
+    if set(names) - {"llama.cpp"}:
+        folder = scratch / "model"
+        if isinstance(source, HFDirectory):
+            folder = Path(source.path)
+        else:
+            write_hugging_face(source, folder, dtype=dtype)
+        paths["model"] = str(folder.absolute())
+    if "llama.cpp" in names:
+        if not isinstance(source, GGUFSource):
+            raise ConfigError(f"--vs llama.cpp reads .gguf files, {model} is none; give one, or leave llama.cpp out")
+        paths["gguf"] = str(scratch / "model.gguf")
+        write_gguf(Path(source.path), Path(paths["gguf"]), dtype)
+    return paths
+
+
+def write_gguf(source: Path, target: Path, dtype: str) -> None:
+    """A copy of a .gguf file with its matrices in `dtype` and its vectors in float32, as llama.cpp wants them."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    matrices = gguf.GGMLQuantizationType.F32 if dtype == "float32" else gguf.GGMLQuantizationType.BF16
+    writer = gguf.GGUFWriter(target, architecture)
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, sub_type=sub_type)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        raw = matrices if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, raw), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _kv_gib(shape: ModelShape, num_tokens: int) -> int:
+    """Memory that holds the keys and values of so many tokens, rounded up, with some to spare."""
+    per_token = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes
+    return 1 + -(-num_tokens * per_token // 2**30)
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process; 0 where the system does not report it."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as numbers:
+            return int(numbers.readline().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except (OSError, ValueError, IndexError):
+        return 0.0

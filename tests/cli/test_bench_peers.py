@@ -1,0 +1,187 @@
+"""bench --vs: peers run in processes of their own, the table compares them, and what goes wrong with one is said."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_infer.cli import bench, bench_adapter, bench_peers
+from megatron_infer.cli.bench_roofline import Ceiling
+from megatron_infer.cli.bench_workload import NAMED_COLUMNS
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.model_loader.gguf_file import GGUFFile
+
+PEER = """
+import json, sys
+settings = json.loads(sys.argv[1])
+print("loading", file=sys.stderr, flush=True)
+if "{mood}" == "no start":
+    raise ImportError("No module named 'engine'")
+print(json.dumps({{"version": "9", "start_s": 1.5}}), flush=True)
+for line in sys.stdin:
+    work = json.loads(line)
+    if work["is_warm_up"]:
+        print("{{}}", flush=True)
+    elif work["num_samples"] > 1:
+        print(json.dumps({{"unsupported": "greedy only"}}), flush=True)
+    elif "{mood}" == "dies":
+        sys.exit("out of memory")
+    else:
+        lens = [n - ("{mood}" == "short") for n in work["output_lens"] for _ in range(work["num_samples"])]
+        answers = [(ids[::-1] * 99)[:n] for ids, n in zip(work["prompts"], lens)]
+        print(json.dumps({{"seconds": 2.0, "outputs": answers}}), flush=True)
+"""
+SHAPE = ModelShape(
+    num_layers=1,
+    num_attention_layers=1,
+    num_query_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_size=16,
+    vocab_size=100,
+    padded_vocab_size=100,
+    max_position=None,
+    kv_dtype_bytes=4,
+    dtype="float32",
+    num_parameters=1000,
+)
+SIZES = ["--num-requests", "3", "--input-len", "4:8", "--output-len", "3", "--concurrency", "2", "--rounds", "2"]
+
+
+@pytest.fixture
+def compare(command, llm, tmp_path, monkeypatch):
+    """compare(mood, ...) -> exit code of `bench m --vs vllm ...` beside a stand-in of a peer."""
+    llm.engine.shape = SHAPE
+    llm.engine.config = SimpleNamespace(kv_dtype_of=lambda shape: "float32")
+    llm.engine.model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device="cpu")]))
+    llm.engine.reset_prefix_cache = lambda: None
+    ceiling = Ceiling(read_gb_s=10, gemm_gflop_s=100)
+    monkeypatch.setattr("megatron_infer.cli.bench_roofline.measure_ceiling", lambda *a: ceiling)
+    monkeypatch.setattr(bench_peers, "_weights_for_peers", lambda *a: {})
+    monkeypatch.setattr(bench, "QUIET_CORES", 1000)
+
+    def call(mood: str, *argv: str) -> int:
+        (tmp_path / "peer.py").write_text(PEER.format(mood=mood))
+        monkeypatch.setattr(bench_peers, "ADAPTER", tmp_path / "peer.py")
+        return command("bench", "m", "--vs", "vllm", "--peer-python", f"vllm={sys.executable}", *argv)
+
+    return call
+
+
+def test_table_and_report_hold_every_engine(compare, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert compare("well", *SIZES, "--json", str(out)) == 0
+    report = json.loads(out.read_text())
+    column = report["columns"]["workload"]
+    peer = column["engines"]["vllm"]
+    assert peer["tok_s"] == {"median": 4.5, "min": 4.5, "max": 4.5} and len(peer["rounds"]) == 2
+    assert peer["same_first_tokens"] == 3  # both answer with the prompt reversed
+    assert column["ratio"]["peer"] == "vllm" and column["ratio"]["tok_s"] > 1
+    assert report["engines"]["vllm"]["version"] == "9" and report["engines"]["vllm"]["start_s"] == 1.5
+    table = capsys.readouterr().out
+    assert "| vllm 9 |" in table and "| 3 prompts, 2 at once, 4 to 8 -> 3 | " in table and "x vllm |" in table
+
+
+def test_a_workload_that_a_peer_cannot_run_has_a_dash(compare, capsys, monkeypatch):
+    monkeypatch.setitem(NAMED_COLUMNS, "rl", {**NAMED_COLUMNS["rl"], "input_len": (4, 8)})
+    assert compare("well", "--columns", "rl,single", "--rounds", "1") == 0
+    rl, single = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|") and " -> 128 |" in line]
+    assert rl.endswith("| - |  |") and "8 samples" in rl and single.endswith("x vllm |")
+
+
+@pytest.mark.parametrize(
+    ("mood", "said"),
+    [
+        ("no start", "vllm could not start.*\n(.*\n)*ImportError: No module named 'engine'"),
+        ("dies", "vllm could not run a workload.*\n(.*\n)*out of memory"),
+        ("short", r"vllm gave answers of \[2, 2, 2\] tokens, \[3, 3, 3\]"),
+    ],
+)
+def test_a_peer_that_fails_ends_the_benchmark_with_its_words(compare, mood, said):
+    with pytest.raises(InferenceError, match=said):
+        compare(mood, *SIZES)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--vs", "vlm"], "unknown engine 'vlm'; there are vllm, openvino"),
+        (
+            ["--peer-python", "openvino=/bin/sh"],
+            "--peer-python openvino=/bin/sh: expected NAME=PATH, with one of --vs vllm",
+        ),
+        (["--peer-python", "vllm=/nowhere"], "/nowhere is not a program"),
+        (["--columns", "16,many"], "'many' is neither a number of requests at once nor one of single, prefill, rl"),
+        (["--columns", "16", "--concurrency", "4"], "--concurrency describes one workload, and --columns has its own"),
+        (["--background-load", "1.5"], "--background-load is 1.5"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(compare, llm, argv, said):
+    with pytest.raises(ConfigError, match=said):
+        compare("well", *argv)
+    assert not llm.engine.added
+
+
+def test_bars_are_drawn(compare, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert compare("well", *SIZES, "--plot", str(tmp_path / "bars.png")) == 0
+    assert (tmp_path / "bars.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_background_load_uses_its_share_and_is_nobody_elses():
+    with bench._background(0.5) as company:
+        before = bench_peers.CpuClock.now(company)
+        while (after := bench_peers.CpuClock.now(company)).own - before.own < 0.15:
+            assert after.wall - before.wall < 60
+            time.sleep(0.02)
+    assert (after.own - before.own) / (after.wall - before.wall) < 0.7
+
+
+def test_adapter_keeps_a_number_of_requests_in_flight_and_the_order_of_the_prompts():
+    running, most = {}, 0
+
+    def step():
+        nonlocal most
+        most = max(most, len(running))
+        ended = max(running)  # the last one ends first
+        return {ended: running.pop(ended)}
+
+    work = {"prompts": ["a", "b", "c", "d"], "concurrency": 3}
+    found = bench_adapter.keep_in_flight(work, lambda i: running.update({i: work["prompts"][i]}), step)
+    assert found == ["a", "b", "c", "d"] and most == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gguf_for_llama_cpp_has_the_same_weights_and_metadata(tmp_path, dtype):
+    import gguf
+
+    source, target = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    writer = gguf.GGUFWriter(source, "llama")
+    writer.add_context_length(64)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_token_list(["a", "b"])
+    writer.add_token_types([1, 1])
+    matrix = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    eight = gguf.quants.quantize(matrix, gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("output.weight", eight, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("output_norm.weight", matrix[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    bench_peers.write_gguf(source, target, dtype)
+    before, after = GGUFFile(source), GGUFFile(target)
+    changed = ("general.file_type", "general.quantization_version")
+    kept = {key: value for key, value in before.metadata.items() if key not in changed}
+    assert {key: after.metadata[key] for key in kept} == kept
+    wanted = before.read("output.weight")
+    np.testing.assert_allclose(after.read("output.weight"), wanted, rtol=0 if dtype == "float32" else 2**-8)
+    assert (after.read("output_norm.weight") == matrix[0]).all()
+    assert Path(target).stat().st_size > Path(source).stat().st_size
