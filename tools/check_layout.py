@@ -97,6 +97,7 @@ OPTIONAL = (
     "durable",
     "scheduler.phases",
     "runner.padded_steps",
+    "sampling.grammar_matchers",
     "context.build",
     "context.adapter_slots",
     "context.swap",

@@ -60,11 +60,7 @@ class AdapterSlots:
 
     def has_room(self, name: str, used: Used) -> bool:
         """Whether `take` would find a slot."""
-        return (
-            name in self._slot_of
-            or len(self._slot_of) < self.num_slots
-            or not self._slot_of.keys() <= set(used())
-        )
+        return name in self._slot_of or len(self._slot_of) < self.num_slots or not self._slot_of.keys() <= set(used())
 
     def take(self, name: str, used: Used) -> int:
         """The adapter's slot, for a request that begins to run; it has one, or there is room."""

@@ -203,9 +203,7 @@ class Dispatcher:
         self._count_waiting(request, +1)
         request.number, request.route = 0, None
         if self.router is not None:
-            request.route = self.router.choose(
-                request.prompt or b"", salt=request.submit.salt, adapter=request.adapter
-            )
+            request.route = self.router.choose(request.prompt or b"", salt=request.submit.salt, adapter=request.adapter)
         if request.route is None:
             self._unassigned.push(request)
             return

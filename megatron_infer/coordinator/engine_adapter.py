@@ -88,7 +88,7 @@ def info_of(engine: Any) -> EngineInfo:
         num_requests=len(engine.output_processor),
         limits=_limits_of(engine.input_processor.limits, engine.rank_group.size, engine.shape.hidden_size),
         dtype=engine.shape.dtype,
-        adapters=engine.adapter_digests(),
+        adapters={name: digest for name, (_, digest) in (engine.input_processor.limits.adapters or {}).items()},
     )
 
 

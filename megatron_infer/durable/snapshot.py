@@ -206,10 +206,13 @@ class Archive:
     def _raise_adapter_versions(self, content: Content) -> None:
         """Versions of an adapter only rise, too."""
         adapters = self._scheduler.context.adapters
-        for saved in content.requests if adapters is not None else ():
+        if adapters is None:
+            return
+        for saved in content.requests:
             name = saved.state.params.adapter
             for sequence in saved.state.sequences:
-                if adapters is not None and name is not None and (found := sequence.request.history.adapter) is not None:
+                found = sequence.request.history.adapter
+                if name is not None and found is not None:
                     adapters.raise_version(name, found[0] + (found[1] != adapters.versions[name][1]))
 
     def _has_changed_adapter(self, saved: SavedRequest) -> bool:

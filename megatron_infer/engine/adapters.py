@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.lora import check_adapter_name
 from megatron_infer.context.adapter_slots import AdapterSlots
 from megatron_infer.engine.command_relay import CommandRelay
-from megatron_infer.engine.controls import check_running
 from megatron_infer.engine.states import Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, RequestError, UnknownAdapter, unknown_name
@@ -27,6 +26,16 @@ from megatron_infer.scheduler.scheduler import Scheduler
 
 AdapterSource = str | os.PathLike[str] | Mapping[str, Tensor] | Adapter
 """A PEFT directory, tensors by name, or an adapter that was read before."""
+
+
+RUNNING_CHOICES = ("keep", "recompute")
+
+
+def check_running(running: str) -> None:
+    """Raise ConfigError for an unknown choice for running requests."""
+    if running not in RUNNING_CHOICES:
+        known = ", ".join(RUNNING_CHOICES)
+        raise ConfigError(f"running: {unknown_name('value', str(running), RUNNING_CHOICES)}; one of {known}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +59,7 @@ class AdapterInfo:
 
 
 class EngineAdapters:
-    """Loads and unloads adapters. `DynamicInferenceEngine` documents the methods."""
+    """Loads and unloads adapters between steps, on every rank."""
 
     def __init__(
         self,
@@ -78,6 +87,13 @@ class EngineAdapters:
         replace: bool = False,
         running: str = "keep",
     ) -> AdapterInfo:
+        """Load a LoRA adapter, which requests then name (`SamplingParams.adapter`), in any state of the engine.
+
+        source: a PEFT directory, or tensors by name with the fields of its adapter_config.json as `config`. An adapter
+        of that name with another content is refused, unless `replace`: then it is a new version of it alone, under
+        which cached KV of the one before is not matched. running: "keep" lets its requests go on with the KV they have,
+        "recompute" recomputes it. A load that fails changes nothing.
+        """
         check_adapter_name(name)
         check_running(running)
         path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
@@ -105,10 +121,11 @@ class EngineAdapters:
             bank.adapters[name], self._paths[name] = adapter, path
             slots.put(name, adapter.digest)
             if known is not None:
-                self._scheduler.renew_adapter(name, running)
+                self._renew(name, running)
         return self.info(name)
 
     def unload(self, name: str, *, abort: bool = False) -> None:
+        """Forget an adapter; refused while unfinished requests use it, unless `abort`: these end with an error."""
         self._relay.meet("unload_adapter()", {"name": name, "abort": abort})
         bank, slots = self._require()
         if name not in slots.versions:
@@ -129,6 +146,34 @@ class EngineAdapters:
 
     def loaded(self) -> list[AdapterInfo]:
         return [self.info(name) for name in self._paths]
+
+    def _renew(self, name: str, running: str) -> None:
+        """The adapter has another content; nothing is in flight. Its requests keep what they have computed and publish
+        no more; running "recompute": they start over."""
+        scheduler = self._scheduler
+        running_set, swapped = scheduler.running_set, scheduler.preemption.swapped
+        live = [request for request in running_set.live() if request.params.adapter == name]
+        away = [request for request in swapped if request.params.adapter == name]
+        if running == "recompute":
+            for request in away:
+                scheduler.preemption.drop(request)
+            for request in live:
+                running_set.start_over(request)
+            scheduler.queue.insert_sorted(live)
+            return
+        for request in away:
+            swapped[request].publishes, swapped[request].contents = False, []
+        for request in live:
+            assert request.lease is not None and self._slots is not None
+            request.lease.publishes = False
+            request.history.adapter = self._slots.versions[name]
+            computed = request.scheduled
+            request.history.continue_with(running_set.version, first_token=request.num_output, computed=computed)
+
+    def load_all(self, adapters: Iterable[tuple[str, str]]) -> None:
+        """(name, path) of each adapter to load at the start."""
+        for name, path in adapters:
+            self.load(name, path)
 
     def digests(self) -> dict[str, str]:
         return {} if self._slots is None else {name: digest for name, (_, digest) in self._slots.versions.items()}
@@ -159,7 +204,9 @@ class EngineAdapters:
 
     def _require(self) -> tuple[AdapterBank, AdapterSlots]:
         if self._bank is None or self._slots is None:
-            raise ConfigError("this engine has no adapters; build it with InferenceConfig(lora=LoRAConfig(max_loras=...))")
+            raise ConfigError(
+                "this engine has no adapters; build it with InferenceConfig(lora=LoRAConfig(max_loras=...))"
+            )
         return self._bank, self._slots
 
     def _requests_of(self, name: str) -> list[Request]:

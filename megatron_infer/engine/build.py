@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -121,7 +121,6 @@ class BuiltEngine:
     intake: RequestIntake
     controls: EngineControls
     replay: SequenceReplay
-    adapters: EngineAdapters
 
 
 def build_engine(
@@ -179,9 +178,9 @@ def build_engine(
         release=scheduler.queue.release,
     )
     lifecycle, profiler = Lifecycle(), _make_profiler(setup, loop, scheduler)
-    adapters = EngineAdapters(
-        adopted, setup.bank, scheduler, loop, lifecycle, relay, rank_group
-    )
+    adapters = EngineAdapters(adopted, setup.bank, scheduler, loop, lifecycle, relay, rank_group)
+    if config.lora is not None:
+        adapters.load_all(config.lora.adapters)
     suspension = Suspension(loop, lifecycle, executor, scheduler, weights, setup.device, setup.graphs, config)
     return BuiltEngine(
         setup=setup,
@@ -195,9 +194,8 @@ def build_engine(
         relay=relay,
         intake=intake,
         controls=EngineControls(
-            loop, scheduler, weights, lifecycle, suspension, snapshots, relay, setup.logits_hooks, profiler
+            loop, scheduler, weights, lifecycle, suspension, snapshots, relay, setup.logits_hooks, profiler, adapters
         ),
-        adapters=adapters,
         replay=SequenceReplay(adopted, executor, scheduler, weights, config),
     )
 
@@ -351,7 +349,7 @@ def make_input_processor(
     setup: ModelSetup,
     tokenizer: TextCodec | None,
     eos_ids: Sequence[int],
-    adapters: Collection[str] | None,
+    adapters: Mapping[str, tuple[int, str]] | None,
 ) -> InputProcessor:
     """adapters: those loaded, live; None: the engine has none."""
     sizes = setup.agreed.sizes

@@ -11,6 +11,7 @@ from functools import partial
 from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.durable.snapshot import RECOMPUTE, REFUSE, LoadReport
 from megatron_infer.durable.snapshot_manager import SnapshotManager
+from megatron_infer.engine.adapters import EngineAdapters, check_running
 from megatron_infer.engine.command_relay import CommandRelay
 from megatron_infer.engine.logits_hooks import LogitsHook, LogitsHooks
 from megatron_infer.engine.profile import StepProfiler
@@ -23,7 +24,6 @@ from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.weights.manager import WeightManager
 
 PAUSE_MODES = ("keep", "abort", "retract")
-RUNNING_CHOICES = ("keep", "recompute")
 
 
 def check_version(version: int, running: str) -> None:
@@ -31,13 +31,6 @@ def check_version(version: int, running: str) -> None:
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
         raise ConfigError(f"version is {version!r}, it must be an integer of 0 or more")
     check_running(running)
-
-
-def check_running(running: str) -> None:
-    """Raise ConfigError for an unknown choice for running requests."""
-    if running not in RUNNING_CHOICES:
-        known = ", ".join(RUNNING_CHOICES)
-        raise ConfigError(f"running: {unknown_name('value', str(running), RUNNING_CHOICES)}; one of {known}")
 
 
 class EngineControls:
@@ -57,8 +50,9 @@ class EngineControls:
         relay: CommandRelay,
         logits_hooks: LogitsHooks,
         profiler: StepProfiler,
+        adapters: EngineAdapters,
     ) -> None:
-        self.suspension, self.snapshots = suspension, snapshots
+        self.suspension, self.snapshots, self.adapters = suspension, snapshots, adapters
         self._loop, self._scheduler, self._weights = loop, scheduler, weights
         self._lifecycle, self._relay, self._logits_hooks = lifecycle, relay, logits_hooks
         self._profiler = profiler

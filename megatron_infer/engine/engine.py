@@ -78,10 +78,7 @@ class DynamicInferenceEngine:
         self.lifecycle, self.relay, self.suspension = built.lifecycle, built.relay, built.controls.suspension
         """`suspension.tags`: what is suspended. `suspension.arrived_s`: how long the latest resume's copies took."""
         self._scheduler, self._stat_logger = built.scheduler, built.stat_logger
-        self._intake, self._controls, self._adapters = built.intake, built.controls, built.adapters
-        if self.config.lora is not None:
-            for name, path in self.config.lora.adapters:
-                self.load_adapter(name, path)
+        self._intake, self._controls = built.intake, built.controls
 
     @property
     def state(self) -> EngineState:
@@ -138,7 +135,7 @@ class DynamicInferenceEngine:
         return self._controls.on_logits(hook)
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        """Begin what `add_request` would wait for, a grammar to compile; from any thread. None: nothing."""
+        """Begin what `add_request` would wait for, a grammar; from any thread. None: nothing."""
         return None if params.structured is None else self.input_processor.grammars.cache.compile(params.structured)
 
     def continue_request(
@@ -165,7 +162,7 @@ class DynamicInferenceEngine:
         return bool(self.loop.backlog) or not self.loop.is_idle
 
     def can_step(self) -> bool:
-        """True when step() has something to do: an output to hand out, or work in the RUNNING state. On the leader."""
+        """Whether step() has something to do: an output to hand out, or work while RUNNING. On the leader."""
         self.relay.require_leader("can_step()")
         return bool(self.loop.backlog) or (self.state is EngineState.RUNNING and not self.loop.is_idle)
 
@@ -255,79 +252,50 @@ class DynamicInferenceEngine:
     def suspended(
         self, mode: str | KVCacheManagementMode | None = None, tags: Iterable[str] | None = None
     ) -> AbstractContextManager[MemoryReport]:
-        """`with engine.suspended(): train()`: resumes whatever the body does. A failed resume is raised, beside the
-        body's own error if there was one."""
+        """`with engine.suspended(): train()`: resumes whatever the body does; a failed resume is raised."""
         return self._controls.suspended(mode, tags)
 
     def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
-        """The weights that the model has now are `version`: call it after writing them, in any state.
-
-        Cached KV of earlier weights is never matched again. running: "keep" lets unfinished requests go on with the KV
-        they have (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one.
+        """The weights that the model has now are `version`: call it after writing them, in any state. Cached KV of
+        earlier weights is never matched again. running: "keep" lets unfinished requests go on with the KV they have
+        (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one.
         """
         self._controls.set_weight_version(version, running, timeout_s=timeout_s)
 
     def refresh_weights(self) -> None:
-        """Weights changed in place: what set_weight_version(the next number) does; running requests keep their KV.
+        """set_weight_version(the next number): call it when weights were written through `.data` while requests run.
 
-        Every step sees parameters updated in place or re-pointed by itself, and the first step after idling any change
-        at all; call it when weights were written through `.data` while requests are running.
-        """
+        Every step sees other updates in place by itself, and the first step after idling any change at all."""
         self.set_weight_version(self.weight_version + 1)
 
     def verify_weights(self) -> None:
-        """Raise StaleCache if anything derived from the weights does not belong to those the model has now.
-
-        Computes every derived copy once more; `weights.derived` is the registry to put one's own into.
-        """
+        """Raise StaleCache if anything derived from the weights (`weights.derived`) does not belong to those the model
+        has now; computes every derived copy once more."""
         self.relay.meet("verify_weights()")
         self.weights.verify()
 
-    # ------------------------------------------------------------------ adapters
-    def load_adapter(
-        self,
-        name: str,
-        source: AdapterSource,
-        *,
-        config: Mapping[str, Any] | None = None,
-        replace: bool = False,
-        running: str = "keep",
-    ) -> AdapterInfo:
-        """Load a LoRA adapter, which requests then name (`SamplingParams.adapter`); between steps, in any state.
-
-        source: a PEFT directory, or tensors by name, with the fields of its adapter_config.json as `config`. An adapter
-        of that name with another content is refused, unless `replace`: a version of it alone, under which cached KV of
-        the one before is not matched; running "keep" lets its requests go on with the KV they have, "recompute"
-        recomputes it. A load that fails changes nothing. Called on every rank.
-        """
-        return self._adapters.load(name, source, config=config, replace=replace, running=running)
+    def load_adapter(self, name: str, source: AdapterSource, **how: Any) -> AdapterInfo:
+        """Load a LoRA adapter from a PEFT directory or tensors: `EngineAdapters.load`. Called on every rank."""
+        return self._controls.adapters.load(name, source, **how)
 
     def unload_adapter(self, name: str, *, abort: bool = False) -> None:
-        """Forget an adapter; refused while unfinished requests use it, unless `abort`, which ends them with an error.
-        Called on every rank."""
-        self._adapters.unload(name, abort=abort)
+        """Forget an adapter: `EngineAdapters.unload`. Called on every rank."""
+        self._controls.adapters.unload(name, abort=abort)
 
     def adapters(self) -> list[AdapterInfo]:
         """The loaded adapters, in the order in which they were loaded."""
-        return self._adapters.loaded()
-
-    def adapter_digests(self) -> dict[str, str]:
-        """Name -> hash of the content, of each loaded adapter."""
-        return self._adapters.digests()
+        return self._controls.adapters.loaded()
 
     def reset_prefix_cache(self) -> int:
-        """Nothing computed before is matched by a later prompt, in any state; requests in progress keep what they have.
-        -> cached blocks that came free."""
+        """No later prompt matches what was computed before; running requests keep theirs -> cached blocks freed."""
         self.relay.meet("reset_prefix_cache()")
         return self._scheduler.reset_prefix_cache()
 
     # ------------------------------------------------------------------ several ranks
     def follow(self, also: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
-        """On every rank but the leader: take part in what the leader calls until it calls dismiss().
+        """On every rank but the leader, for scripts that only it runs: take part in its calls until it calls dismiss().
 
-        also: further calls of the leader's, by the name that they pass to `relay.meet`.
-        For scripts that only the leader runs. Outputs of steps are the leader's to take.
-        """
+        also: further calls of the leader's, by the name that they pass to `relay.meet`. Outputs are the leader's."""
         if self.relay.is_leader:
             raise WrongState("follow() is for the ranks beside the leader of an engine", state=self.state.value)
         self.relay.follow(self.followed() | dict(also or {}))
@@ -343,24 +311,20 @@ class DynamicInferenceEngine:
 
     # ------------------------------------------------------------------ requests that outlive the process
     def save_requests(self, path: StrPath, *, kv: bool = False) -> None:
-        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on.
-
-        With several ranks: on the leader, or with kv on every rank, each of which writes its part beside `path`.
-        """
+        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on. Several
+        ranks: on the leader, or with kv on every rank, each of which writes its part beside `path`."""
         self._controls.save_requests(path, kv=kv)
 
     def load_requests(self, path: StrPath, *, changed_adapters: str = "refuse") -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
 
-        Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them;
-        elsewhere the requests' tokens are computed again, see `LoadReport.recomputed`. changed_adapters: "refuse" the
-        file, or "recompute" requests that began with another content of their adapter than is loaded.
+        Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them,
+        see `LoadReport.recomputed`. changed_adapters: "refuse", or "recompute" requests whose adapter has changed.
         """
         return self._controls.load_requests(path, changed_adapters)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
-        """On the leader: keep requests in `path` and a journal, so that SIGKILL loses none; None ends it.
-        See `SnapshotManager.keep`."""
+        """On the leader: keep requests in `path` and a journal: `SnapshotManager.keep`. None ends it."""
         self.relay.require_leader("keep_snapshots()")
         self._controls.keep_snapshots(path, every_steps=every_steps, fsync=fsync)
 

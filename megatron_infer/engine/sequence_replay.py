@@ -112,8 +112,7 @@ class SequenceReplay:
         the engine's. Raises NoRoomForReplay.
         """
         if params is not None and params.adapter is not None:
-            raise ConfigError(f"a replay of a request of adapter {params.adapter!r}: adapters that are loaded by name are "
-                              "not replayed; leave it out")
+            raise ConfigError(f"adapter={params.adapter!r}: requests of adapters loaded by name are not replayed")
         known = max(prompt_len, len(ids) - MOST_DECODED)
         salt = "" if use_cache else f"mismatch replay {next(_salts)}"
         request = Request(

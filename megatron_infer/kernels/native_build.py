@@ -24,7 +24,16 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = ("elementwise.cpp", "linear.cpp", "lora.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp", "ssm.cpp")
+SOURCES = (
+    "elementwise.cpp",
+    "linear.cpp",
+    "lora.cpp",
+    "panels.cpp",
+    "decode.cpp",
+    "prefill.cpp",
+    "sampling.cpp",
+    "ssm.cpp",
+)
 HEADERS = ("common.h", "attention.h", "checksum.h")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 BUILD_TIMEOUT_S = 180.0

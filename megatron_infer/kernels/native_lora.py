@@ -17,7 +17,10 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 class _Weights(ctypes.Structure):
     """LoraWeights in native/lora.cpp."""
 
-    _fields_ = [*((name, _P) for name in ("a", "b", "rank", "scale")), *((n, _I) for n in ("max_rank", "inner", "rows"))]
+    _fields_ = [
+        *((name, _P) for name in ("a", "b", "rank", "scale")),
+        *((n, _I) for n in ("max_rank", "inner", "rows")),
+    ]
 
 
 class _Step(ctypes.Structure):
@@ -58,9 +61,7 @@ class NativeLoRA:
         native = weights.native or self._native_of(weights)
         assert y_TW.dtype is x_TX.dtype is self._dtype, f"{y_TW.dtype}, {x_TX.dtype}"
         assert y_TW.stride(1) == 1 == x_TX.stride(1), "columns are contiguous"
-        self._add(
-            native.address, self._step_address, y_TW.data_ptr(), x_TX.data_ptr(), y_TW.stride(0), x_TX.stride(0)
-        )
+        self._add(native.address, self._step_address, y_TW.data_ptr(), x_TX.data_ptr(), y_TW.stride(0), x_TX.stride(0))
         return y_TW
 
     def _native_of(self, weights: LoRAWeights) -> _Native:

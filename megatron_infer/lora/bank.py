@@ -50,7 +50,9 @@ class AdapterBank:
         """Raises ConfigError for a model without linears of megatron-core's."""
         linears = adopted.linears
         if not linears:
-            raise ConfigError("lora: the model runs by a class of its own, whose linears take no adapters; leave it None")
+            raise ConfigError(
+                "lora: the model runs by a class of its own, whose linears take no adapters; leave it None"
+            )
         if any(linear.attached is not None for linear in linears.values()):
             raise ConfigError(f"lora={config}, and the model {ATTACHED}; leave lora None")
         self.max_rank = config.max_rank
@@ -85,7 +87,7 @@ class AdapterBank:
                 )
             if got != part.shape or pair.b.shape[1] != pair.rank:
                 raise ModelError(
-                    f"adapter {name!r}: {path} is for a linear of {got[1]} inputs and {got[0]} outputs, the model's has "
+                    f"adapter {name!r}: {path} is for {got[1]} inputs and {got[0]} outputs, the model's linear has "
                     f"{part.shape[1]} and {part.shape[0]}; is it an adapter of another model?"
                 )
             if not (pair.a.isfinite().all() and pair.b.isfinite().all() and abs(pair.scale) < float("inf")):
@@ -100,7 +102,7 @@ class AdapterBank:
         return sorted(set.intersection(*(set(text.split("\n")) - {""} for text in texts)))
 
     def write(self, slot: int, name: str) -> None:
-        """Write an adapter into a slot; whatever was there is gone. Steps launched before have read the slot by then."""
+        """Write an adapter into a slot, over whatever was there: steps launched before have read it by then."""
         pairs = self.adapters[name].pairs
         with torch.inference_mode(False), torch.no_grad():
             for path, weights in self._weights.items():

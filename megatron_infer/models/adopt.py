@@ -172,8 +172,6 @@ class AdoptedModel:
         """It has the final norm and the output layer."""
         self.compiler: PieceCompiler | None = None
         """What compiled the layers; None: they are not compiled."""
-        self.lora: Mapping[str, LoRAWeights] = {}
-        """Adapters' pairs by the path of their linear in the whole model; see `set_lora`."""
         self.num_adoptions = 0
         """Times that the modules were adopted."""
         self.device: torch.device = next(live.parameters()).device
@@ -184,7 +182,9 @@ class AdoptedModel:
         for layer in reading.layers:
             layer.apply()
         cpu_rotary(self.live)
+        before = self.linears if self.num_adoptions else {}
         self._reading, self.shape = reading, reading.shape
+        self.set_lora({path: linear.lora for path, linear in before.items()})
         self.specs = reading.specs
         """One for each of this rank's attention layers, in order."""
         self._mixers = reading.mixers
@@ -195,7 +195,6 @@ class AdoptedModel:
         self.layers: list[FusedLayer | CompiledLayer | None] = list(reading.fused)
         """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
         self._runs_layers = None not in reading.fused
-        self.set_lora(self.lora)
         self.routing = reading.routing
         self._dtype = getattr(torch, self.shape.dtype)
         self._tp = reading.tp
@@ -204,9 +203,8 @@ class AdoptedModel:
         if self.compiler is not None:
             self._compile_again()
 
-    def set_lora(self, weights: Mapping[str, LoRAWeights]) -> None:
-        """Add these pairs' products in steps with adapters, also after the model was adopted again."""
-        self.lora = weights
+    def set_lora(self, weights: Mapping[str, LoRAWeights | None]) -> None:
+        """Add these pairs' products in steps with adapters, also after the model is adopted again. By `linears`."""
         for path, linear in self._reading.linears.items():
             linear.lora = weights.get(path)
 

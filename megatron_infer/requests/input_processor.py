@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,8 +43,8 @@ class Limits:
     num_usable_blocks: int
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Parameters that the model cannot serve -> why not, and what to do."""
-    adapters: Collection[str] | None = None
-    """The LoRA adapters that are loaded, live; None: the engine has none."""
+    adapters: Mapping[str, tuple[int, str]] | None = None
+    """The LoRA adapters that are loaded, live -> (version, hash of the content); None: the engine has none."""
     metadata_types: Sequence[tuple[str, Any, bool]] | None = None
     """InferenceConfig.request_metadata_types."""
 

@@ -165,31 +165,6 @@ class Scheduler:
         self.root = root
         self.context.stop_publishing()
 
-    def renew_adapter(self, name: str, running: str) -> None:
-        """An adapter has another content from now on; nothing may be in flight.
-
-        Its requests keep what they have computed and publish no more; running "recompute": they start over.
-        """
-        assert not self._num_uncommitted, f"{self._num_uncommitted} steps are in flight"
-        its = [request for request in self.running_set.live() if request.params.adapter == name]
-        if running == "recompute":
-            for request in its:
-                self.running_set.start_over(request)
-            self.queue.insert_sorted(its)
-        for request, swapped in list(self.preemption.swapped.items()):
-            if request.params.adapter != name:
-                continue
-            if running == "recompute":
-                self.preemption.drop(request)
-            else:
-                swapped.publishes, swapped.contents = False, []
-        for request in self.running_set.live():
-            if request.params.adapter == name and request.lease is not None and self.context.adapters is not None:
-                request.lease.publishes = False
-                request.history.adapter = self.context.adapters.versions[name]
-                at = {"first_token": request.num_output, "computed": request.scheduled}
-                request.history.continue_with(self.running_set.version, **at)
-
     def set_costs(self, costs: policy.CostModel) -> None:
         """The next step decides on evictions with these prices; they must be the same on every rank."""
         self.preemption.costs = costs

@@ -21,6 +21,7 @@ from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReader, Ch
 from megatron_infer.server.reply_fields import DeltaReader, usage_of
 from megatron_infer.server.responses import prepare_as_chat
 from megatron_infer.server.routes import Routes
+from megatron_infer.server.served_models import shown_name
 from megatron_infer.server.server_config import ServerConfig
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
@@ -84,7 +85,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     async def reply(call: Call) -> Reply | Events:
         body: MessagesBody = call.body
         prepared = await prepare_as_chat(chat, routes, chat_of(body), call)
-        shown = MessagesReply(client.shown_name(body.model), prepared)
+        shown = MessagesReply(shown_name(client, body.model), prepared)
         found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
         return Events(found.items, named=True) if isinstance(found, Events) else found
 

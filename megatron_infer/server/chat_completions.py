@@ -24,6 +24,7 @@ from megatron_infer.server.reply_fields import CallUsage, DeltaReader, sampled_l
 from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.sampling_fields import check_limit, params_from, sampling_of
+from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
 
 ROUTE = "chat"
@@ -59,14 +60,14 @@ class ChatCompletions:
             raise bad_request("return_raw_text comes with whole replies only; give no stream: true", "return_raw_text")
         chat = await self.prepare(body, call)
         texts = self._token_ids if body.return_tokens_as_token_ids else self._token_texts
-        reply = ChatReply(body, self._client.shown_name(body.model), chat, texts)
+        reply = ChatReply(body, shown_name(self._client, body.model), chat, texts)
         ids = (reply.id, call.id, *([body.request_id] if body.request_id else ()))
         return await generate(self._client, [chat.request], reply, stream=body.stream, abort_ids=ids)
 
     async def prepare(self, body: ChatBody, call: Call) -> PreparedChat:
         """The engine request of a conversation, and what splits its texts. Raises ApiError 400."""
         client = self._client
-        client.check_model(body.model)
+        check_model(client, body.model)
         parsed = ParsedBody(
             sampling=sampling_of(body, self._settings),
             template=dict(body.chat_template_kwargs or {}),

@@ -27,6 +27,7 @@ from megatron_infer.server.reply_fields import (
 )
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.sampling_fields import check_limit, params_from, sampling_of
+from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
 
 ROUTE = "completions"
@@ -58,7 +59,7 @@ class Completions:
     async def reply(self, call: Call) -> Reply | Events:
         body: CompletionBody = call.body
         client = self._client
-        client.check_model(body.model)
+        check_model(client, body.model)
         parsed = ParsedBody(sampling=sampling_of(body, self._settings), ignored=call.ignored)
         await self._fields.apply(ROUTE, body, parsed)
         self._apply_limits(body, parsed.sampling)
@@ -73,7 +74,7 @@ class Completions:
         echoed = await self._echoed(body, prompts) if body.echo else []
         texts = self._token_ids if body.return_tokens_as_token_ids else self._token_texts
         shown = self._settings.show_cached_tokens
-        reply = CompletionReply(body, client.shown_name(body.model), requests, echoed, texts, shows_cached=shown)
+        reply = CompletionReply(body, shown_name(client, body.model), requests, echoed, texts, shows_cached=shown)
         ids = (reply.id, call.id, *([body.request_id] if body.request_id else ()))
         return await generate(client, requests, reply, stream=body.stream, abort_ids=ids)
 

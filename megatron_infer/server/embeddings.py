@@ -19,6 +19,7 @@ from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_protocol import Body, Text, TokenId, TokenIds
 from megatron_infer.server.routes import Routes
+from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
 
 
@@ -36,7 +37,7 @@ class EmbeddingBody(Body, kw_only=True):
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     async def embeddings(call: Call) -> Reply:
         body: EmbeddingBody = call.body
-        client.check_model(body.model)
+        check_model(client, body.model)
         params = params_for(body.pooling or "last")
         prompts = await client.encode_prompts(
             body.input, field="input", add_special=body.add_special_tokens is not False
@@ -52,7 +53,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         data = await client.run_in_thread(_data, outputs, body)
         num_tokens = sum(map(len, prompts))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return Reply({"object": "list", "data": data, "model": client.shown_name(body.model), "usage": usage})
+        return Reply({"object": "list", "data": data, "model": shown_name(client, body.model), "usage": usage})
 
     summary = "Vectors of texts or token ids"
     routes.add(

@@ -33,6 +33,7 @@ from megatron_infer.server.detokenize import OutputDetokenizer
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest, InFlightCall
+from megatron_infer.server.served_models import adapter_of
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tracing import Tracing
 from megatron_infer.text.tokenizer import Tokenizer
@@ -238,31 +239,6 @@ class EngineClient:
 
     # ------------------------------------------------------------------ requests
 
-    @property
-    def adapters(self) -> list[str]:
-        """The LoRA adapters that a replica has loaded; requests name them as their model."""
-        return sorted({name for replica in self.replicas for name in replica.get("adapters", ())})
-
-    def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a call's `model` names; None: the model itself, or no name is given."""
-        return name if name and name not in self.model_names and name in self.adapters else None
-
-    def shown_name(self, name: str | None) -> str:
-        """The name of a call's model in its reply."""
-        return self.adapter_of(name) or self.model_names[0]
-
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 for a model that this server does not serve, 503 while it is loading.
-
-        None or "": no name is given.
-        """
-        if name and name not in self.model_names and name not in self.adapters:
-            _ = self.limits  # while the model is loading, its adapters are not known
-            served = [*self.model_names, *self.adapters]
-            shown = ", ".join(served[:20]) + (f" and {len(served) - 20} more" if len(served) > 20 else "")
-            message = f"the model {name[:200]!r} is not served here; there is {shown}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
     def checked(self, requests: Sequence[EngineRequest], call: Call, *, field: str = "prompt") -> list[EngineRequest]:
         """The requests of a call, in its caller's name, bounded by `max_reply_bytes`, with the adapter that its model
         names.
@@ -272,7 +248,7 @@ class EngineClient:
         Raises ApiError 400 for requests that the engines would refuse, or could never take.
         """
         limits, settings = self.limits, self.settings
-        if (adapter := self.adapter_of(getattr(call.body, "model", None))) is not None:
+        if (adapter := adapter_of(self, getattr(call.body, "model", None))) is not None:
             requests = [replace(one, params=replace(one.params, adapter=adapter)) for one in requests]
         call_limits.check_num_requests(len(requests), limits, field=field)
         for request in requests:

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.routes import Routes
+from megatron_infer.server.served_models import adapter_of, adapters_of, check_model
 from megatron_infer.server.server_config import ServerConfig
 
 
@@ -16,15 +17,17 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         return {"id": name, **owner, "root": client.model_names[0], "max_model_len": client.max_length}
 
     def card_of(name: str) -> dict[str, Any]:
-        adapter = client.adapter_of(name)
+        adapter = adapter_of(client, name)
         return card(name) if adapter is None else card(name) | {"parent": client.model_names[0]}
 
     async def models(call: Call) -> Reply:
-        return Reply({"object": "list", "data": [card_of(name) for name in (*client.model_names, *client.adapters)]})
+        return Reply(
+            {"object": "list", "data": [card_of(name) for name in (*client.model_names, *adapters_of(client))]}
+        )
 
     async def model(call: Call) -> Reply:
         name = call.request.path_params["model"]
-        client.check_model(name)
+        check_model(client, name)
         return Reply(card_of(name))
 
     async def model_info(call: Call) -> Reply:

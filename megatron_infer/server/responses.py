@@ -28,6 +28,7 @@ from megatron_infer.server.reply_fields import DeltaReader, usage_of
 from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.responses_input import LOGPROBS, ResponsesBody, chat_of, has_logprobs
 from megatron_infer.server.routes import Routes
+from megatron_infer.server.served_models import shown_name
 from megatron_infer.server.server_config import ServerConfig
 
 
@@ -41,7 +42,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
             text = f"replies have all that there is; {LOGPROBS} acts"
             ignore(call.ignored, "include", text, strict=settings.strict_fields)
         prepared = await prepare_as_chat(chat, routes, chat_of(body), call)
-        shown = ResponsesReply(body, client.shown_name(body.model), prepared, texts)
+        shown = ResponsesReply(body, shown_name(client, body.model), prepared, texts)
         found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
         return Events(found.items, named=True) if isinstance(found, Events) else found
 

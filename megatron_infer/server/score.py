@@ -20,6 +20,7 @@ from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_protocol import Body, Text, TokenIds
 from megatron_infer.server.routes import Routes
+from megatron_infer.server.served_models import check_model, shown_name
 from megatron_infer.server.server_config import ServerConfig
 
 Texts = Text | Annotated[list[Text], Meta(min_length=1)]
@@ -48,7 +49,7 @@ PAIRS = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), (
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     async def score(call: Call) -> Reply:
-        client.check_model(call.body.model)
+        check_model(client, call.body.model)
         if call.body.label_token_ids is not None:
             return Reply(await _label_scores(call, client))
         return Reply(await _likeness(call, client))
@@ -80,7 +81,7 @@ async def _label_scores(call: Call, client: EngineClient) -> dict[str, Any]:
         weights = [math.exp(one) for one in found]
         rows.append([one / math.fsum(weights) for one in weights] if body.apply_softmax else weights)
     usage = _usage(sum(map(len, prompts)))
-    return {"object": "scoring", "model": client.shown_name(body.model), "scores": rows, "usage": usage}
+    return {"object": "scoring", "model": shown_name(client, body.model), "scores": rows, "usage": usage}
 
 
 def _last_logprob(output: RequestOutput) -> float:
@@ -114,7 +115,7 @@ async def _likeness(call: Call, client: EngineClient) -> dict[str, Any]:
         for place, (one, other) in enumerate(pairs)
     ]
     head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return {**head, "model": client.shown_name(body.model), "data": data, "usage": _usage(sum(map(len, prompts)))}
+    return {**head, "model": shown_name(client, body.model), "data": data, "usage": _usage(sum(map(len, prompts)))}
 
 
 def _usage(num_tokens: int) -> dict[str, int]:

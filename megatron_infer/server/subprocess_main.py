@@ -121,7 +121,8 @@ def engine(
 ) -> None:
     """Load a model and serve the coordinator's requests until SIGTERM, which lets running requests finish.
 
-    control, weights_root, lora_root: as in `ServerConfig`, held to here, too. loader, loader_options: as in `EngineOptions`.
+    control, weights_root, lora_root: as in `ServerConfig`, held to here, too. loader, loader_options: as in
+    `EngineOptions`.
     """
     beat = Beat()
     from megatron_infer.coordinator.adapter_commands import AdapterCommands

@@ -12,6 +12,7 @@ from megatron_infer.server.field_tables import TOKENIZE
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.openai_protocol import DetokenizeBody, TokenizeBody
 from megatron_infer.server.routes import Routes
+from megatron_infer.server.served_models import check_model
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tool_calls import call_format_of
 from megatron_infer.text.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
     async def tokenize(call: Call) -> Reply:
         body: TokenizeBody = call.body
-        client.check_model(body.model)
+        check_model(client, body.model)
         ids = await _token_ids(body, client, call_format)
         reply: dict[str, Any] = {"count": len(ids), "max_model_len": client.max_length, "tokens": ids}
         if body.return_token_strs:
@@ -32,7 +33,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
     async def detokenize(call: Call) -> Reply:
         body: DetokenizeBody = call.body
-        client.check_model(body.model)
+        check_model(client, body.model)
         check_num_tokens(len(body.tokens), client.limits, field="tokens")
         return Reply({"prompt": await client.decode(body.tokens, skip_special=bool(body.skip_special_tokens))})
 

@@ -8,7 +8,7 @@ from fake_device import replace_digests
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.build import build_context
 from megatron_infer.context.copies import Copy, CopyKind
-from megatron_infer.context.prefix_hash import adapted, DIGEST_SIZE, digest_of, preimage_of, root_of, salted
+from megatron_infer.context.prefix_hash import DIGEST_SIZE, adapted, digest_of, preimage_of, root_of, salted
 from megatron_infer.context.row_pool import RowPool
 
 ROOT = root_of(model="m")

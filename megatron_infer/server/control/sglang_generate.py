@@ -24,6 +24,7 @@ from megatron_infer.server.openai_logprobs import TokenTexts
 from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Penalty, Text, TokenId, TokenIds
 from megatron_infer.server.reply_fields import version_spans_of
 from megatron_infer.server.sampling_fields import check_limit, check_lists, params_from
+from megatron_infer.server.served_models import adapter_of, check_model
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -131,12 +132,12 @@ class SglangGenerate:
         wanted, requests = _wanted_logprobs(body, len(prompts)), []
         adapters = _adapters(body, len(prompts))
         for adapter in adapters:
-            client.check_model(adapter)
+            check_model(client, adapter)
         for prompt, one, logprobs, adapter in zip(prompts, samplings, wanted, adapters, strict=True):
             if logprobs.start >= len(prompt):
                 text = f"logprob_start_len is {logprobs.start}, the prompt has {len(prompt)} tokens; start within it"
                 raise bad_request(text, "logprob_start_len")
-            params = params_from(await self._values(body, one, logprobs) | {"adapter": client.adapter_of(adapter)})
+            params = params_from(await self._values(body, one, logprobs) | {"adapter": adapter_of(client, adapter)})
             requests.append(EngineRequest(prompt_ids=prompt, params=params))
         requests = client.checked(requests, call, field=field)
         if body.stream and (len(requests) > 1 or requests[0].params.n > 1):

@@ -22,6 +22,7 @@ from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_conten
 from megatron_infer.server.openai_protocol import Body, Priority, SamplingFields, StreamOptions, Text, TokenIds
 from megatron_infer.server.reply_fields import DeltaReader, usage_of, version_spans_of
 from megatron_infer.server.sampling_fields import check_limit, check_lists, check_stream_options, params_from
+from megatron_infer.server.served_models import check_model
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 
@@ -106,7 +107,7 @@ class VllmGenerate:
         QueryParams(call).end()
         body: VllmGenerateBody = call.body
         client = self._machine.client
-        client.check_model(body.model)
+        check_model(client, body.model)
         check_stream_options(body)
         further = {} if body.priority is None else {"priority": body.priority}
         if self._with_experts:

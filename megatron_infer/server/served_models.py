@@ -1,0 +1,57 @@
+"""The names that calls may give as their model: the served model's, and those of its LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from megatron_infer.server.http_errors import ApiError
+
+SHOWN = 20
+"""Names in an error."""
+
+
+class Served(Protocol):
+    """The part of an `EngineClient` that names are found with."""
+
+    @property
+    def model_names(self) -> Sequence[str]: ...
+
+    @property
+    def replicas(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def limits(self) -> Any: ...
+
+
+def adapters_of(client: Served) -> list[str]:
+    """The LoRA adapters that a replica has loaded."""
+    found: set[str] = set()
+    for replica in client.replicas:
+        names: Iterable[str] = replica.get("adapters", ())
+        found.update(names)
+    return sorted(found)
+
+
+def adapter_of(client: Served, name: str | None) -> str | None:
+    """The adapter that a call's `model` names; None: it names the model itself, or nothing."""
+    return name if name and name not in client.model_names and name in adapters_of(client) else None
+
+
+def shown_name(client: Served, name: str | None) -> str:
+    """The name of a call's model in its reply."""
+    return adapter_of(client, name) or client.model_names[0]
+
+
+def check_model(client: Served, name: str | None) -> None:
+    """Raises ApiError 404 for a model that this server does not serve, 503 while it is loading.
+
+    None or "": no name is given.
+    """
+    if not name or name in client.model_names or adapter_of(client, name):
+        return
+    _ = client.limits  # while the model is loading, its adapters are not known
+    served = [*client.model_names, *adapters_of(client)]
+    shown = ", ".join(served[:SHOWN]) + (f" and {len(served) - SHOWN} more" if len(served) > SHOWN else "")
+    message = f"the model {name[:200]!r} is not served here; there is {shown}"
+    raise ApiError(404, message, param="model", code="model_not_found")
