@@ -18,11 +18,13 @@ class ReplicaCommands:
     """What a replica does for commands, and which of them are in force."""
 
     def __init__(
-        self, further: Mapping[str, Callable[..., Any]] | None, adapter_commands: Mapping[str, Callable[..., Any]]
+        self,
+        further: Mapping[str, Callable[..., Any]] | None,
+        adapter_commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """further: commands besides the engine's methods, by name. None: every command is refused but
         adapter_commands, which are taken in any case."""
-        self._further, self._adapter_commands = further, adapter_commands
+        self._further, self._adapter_commands = further, adapter_commands or {}
         self.in_force = CommandsInForce()
 
     def execute(self, engine: EngineAdapter, command: protocol.Command, came: float) -> protocol.Answer:

@@ -64,7 +64,7 @@ class Replica:
         if commands and not control:
             raise ConfigError("commands for a replica that takes none; give control=True")
         self.engine = engine
-        self._commands = ReplicaCommands(dict(commands or {}) if control else None, dict(adapter_commands or {}))
+        self._commands = ReplicaCommands(dict(commands or {}) if control else None, adapter_commands)
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}

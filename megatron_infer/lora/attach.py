@@ -273,9 +273,7 @@ def _targets(live: Any, targets: Sequence[str]) -> dict[str, str]:
                 )
             found[f"{LAYERS}.{layer.layer_number - 1}.{part}"] = name
     if not found and live.pre_process and live.post_process:
-        raise ConfigError(
-            f"targets {', '.join(targets)}: no layer of the model has such a linear outside of its experts"
-        )
+        raise ConfigError(f"targets {', '.join(targets)}: no layer has such a linear outside of its routed experts")
     return found
 
 

@@ -124,8 +124,9 @@ class AdaptedLinears:
         for pattern, what in _REFUSED:
             if re.search(pattern, source):
                 return f"{source} is {what}, whose adapters are not supported"
-        near = difflib.get_close_matches(source, [*self.by_source, *self.by_path], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        last = source.rpartition(".")[2]
+        near = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in (*self.by_source, *self.by_path)})
+        hint = f"; did you mean {near[0]}?" if near and last not in near else ""
         return f"{source} is no linear of this {self.description.architecture}{hint}"
 
 

@@ -26,7 +26,7 @@ class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token_ids: bytes
     text: str
     logprobs: bytes
-    spans: list[tuple[int, int, int, int]]
+    spans: list[tuple[int, int, int, int, int]]
     finish_reason: str
     stop_reason: int | str | None
     loss_mask: bytes
@@ -59,7 +59,7 @@ def encode_sample(sample: RolloutSample) -> bytes:
         token_ids=_bytes(sample.token_ids, "<i4"),
         text=sample.text,
         logprobs=_bytes(sample.logprobs, "<f4"),
-        spans=[(span[0], span[1], span[2], span[3]) for span in sample.spans],
+        spans=[(*span,) for span in sample.spans],
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
         loss_mask=np.packbits(np.array(sample.loss_mask, dtype=np.uint8), bitorder="little").tobytes(),

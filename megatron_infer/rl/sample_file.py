@@ -8,7 +8,7 @@
     lengths           int32    [samples]
     logprobs, raw     float32  [T of samples with them]
     loss_mask         uint8    [ceil(T / 8)]            bits, the first token's the lowest of the first byte
-    spans             int32    [spans, 4]               VersionSpan
+    spans             int32    [spans, 5]               VersionSpan; 4 in earlier files
     span_counts       int32    [samples]
     support_counts    int32    [T of samples with it]   words of each token (see outputs.TokenSupport)
     support_words     int32    [sum of support_counts]
@@ -149,7 +149,7 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
         "lengths": _lengths([sample.token_ids for sample in samples]),
         "logprobs": _flat([sample.logprobs for sample in samples], np.float32),
         "loss_mask": np.packbits(_flat([s.loss_mask for s in samples], np.uint8), bitorder="little"),
-        "spans": _flat([span for sample in samples for span in sample.spans], np.int32).reshape(-1, 4),
+        "spans": _flat([span for sample in samples for span in sample.spans], np.int32).reshape(-1, 5),
         "span_counts": _lengths([sample.spans for sample in samples]),
         "rewards": np.array([sample.reward or 0.0 for sample in samples], dtype=np.float64),
         "texts": np.frombuffer(b"".join(texts), dtype=np.uint8),

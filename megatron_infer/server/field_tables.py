@@ -303,13 +303,6 @@ VLLM_GENERATE = FieldTable(
         ),
     },
 )
-LOAD_ADAPTER = FieldTable(
-    {
-        "pinned": no_effect("the least recently used adapter makes room, unless running requests use it", False),
-        "added_tokens_config": refused("adapters that add tokens are not supported", {}),
-        "is_3d_lora_weight": refused("adapters of routed experts are not supported", False),
-    }
-)
 TRL = FieldTable(_VLLM | {"images": refused(_NO_MEDIA, [])})
 TRL_SCORES = FieldTable({"temperature": refused("log probabilities are those of the model at temperature 1", 1.0)})
 SGLANG_GENERATE = FieldTable(
@@ -418,7 +411,6 @@ TABLES: dict[str, FieldTable] = {
     "/v1/score": SCORE,
     "/tokenize": TOKENIZE,
     "/generate": SGLANG_GENERATE,
-    "/v1/load_lora_adapter, /load_lora_adapter": LOAD_ADAPTER,
     "/inference/v1/generate, /skyrl/v1/generate": VLLM_GENERATE,
     "/generate/, /chat/": TRL,
     "/get_sequence_logprobs/": TRL_SCORES,

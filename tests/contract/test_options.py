@@ -68,6 +68,7 @@ OURS = {
     "check_invariants": ("bool", False),
     "collective_timeout_s": ("int | float", 120),
     "offset_sampling_seed_by_dp_rank": ("bool", True),
+    "lora": ("LoRAConfig | None", None),
     "vocab_size": ("int | None", None),
 }
 ENUMS = {

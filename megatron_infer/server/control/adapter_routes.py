@@ -14,7 +14,6 @@ from megatron_infer.server.control.control_routes import ControlRoutes, QueryPar
 from megatron_infer.server.control.fanout import FanoutFailed
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.field_tables import LOAD_ADAPTER
 from megatron_infer.server.http_errors import ApiError, bad_request
 from megatron_infer.server.openai_protocol import Body
 from megatron_infer.server.served_models import adapters_of
@@ -26,6 +25,8 @@ class LoadAdapterBody(Body, kw_only=True):
     """A PEFT directory below --lora-root: absolute, or from the root."""
     load_inplace: bool | None = None
     """True: an adapter of that name with another content is replaced (vLLM's name)."""
+    pinned: bool | None = None
+    """SGLang's name; it has no effect: whom running requests need stays, others make room by their last use."""
     running: str | None = None
     """For running requests of an adapter that is replaced: "keep" their keys and values, or "recompute" them."""
 
@@ -42,7 +43,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
     routes = AdapterRoutes(machine, control_routes.settings.lora_root)
     shared: dict[str, Any] = {"optional_body": False, "control": control_routes.settings.lora_root is None}
     for prefix, kind in (("/v1", routes.vllm), ("", routes.sglang)):
-        load = {"body": LoadAdapterBody, "fields": LOAD_ADAPTER, **shared}
+        load = {"body": LoadAdapterBody, **shared}
         control_routes.add("POST", f"{prefix}/load_lora_adapter", kind(routes.load), "Load a LoRA adapter", **load)
         unload = {"body": UnloadAdapterBody, **shared}
         control_routes.add("POST", f"{prefix}/unload_lora_adapter", kind(routes.unload), "Unload one", **unload)
@@ -80,6 +81,8 @@ class AdapterRoutes:
         QueryParams(call).end()
         body: LoadAdapterBody = call.body
         name, client = body.lora_name, self._machine.client
+        if body.pinned:
+            call.ignored.append("pinned")
         try:
             check_adapter_name(name)
             path = await client.run_in_thread(adapter_path, body.lora_path, self._root)

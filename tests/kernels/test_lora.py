@@ -1,0 +1,80 @@
+"""Products of adapters on each backend against the definition, and their independence of other tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_infer.kernels import native_build
+from megatron_infer.kernels.lora import LoRAWeights, TorchLoRA, reference_product
+from megatron_infer.kernels.native_lora import NativeLoRA
+
+CPU = torch.device("cpu")
+SHAPES = ((64, 96, 16), (50, 70, 5), (33, 31, 1), (576, 192, 64))
+"""(inputs, outputs, largest rank)"""
+
+
+def backend(name, dtype):
+    return TorchLoRA() if name == "torch" else NativeLoRA(native_build.load(), dtype)
+
+
+def case(width_in, width_out, max_rank, dtype, num_tokens=23, seed=0):
+    """Four slots: the largest rank, rank 1, half of it, and one without a pair."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = LoRAWeights.empty(4, max_rank, width_in, width_out, dtype=dtype, device=CPU)
+    for slot, rank in enumerate((max_rank, 1, max(1, max_rank // 2))):
+        a = torch.randn(rank, width_in, generator=generator) / width_in**0.5
+        weights.put(slot, a, torch.randn(width_out, rank, generator=generator) / rank**0.5, 2.0 / (slot + 1))
+    x = torch.randn(num_tokens, width_in, generator=generator).to(dtype)
+    y = torch.randn(num_tokens, width_out, generator=generator).to(dtype)
+    slots = torch.randint(-1, 4, (num_tokens,), dtype=torch.int32, generator=generator)
+    return weights, x, y, slots
+
+
+@pytest.mark.parametrize("name", ("torch", "native"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_product_is_that_of_the_definition_and_others_are_untouched(name, dtype, shape):
+    weights, x, y, slots = case(*shape, dtype)
+    kernel = backend(name, dtype)
+    kernel.plan(slots)
+    got = kernel.run(y.clone(), x, weights)
+    want = reference_product(y, x, slots, weights)
+    assert torch.allclose(got.float(), want.float(), **({"atol": 2e-6} if dtype is torch.float32 else {"rtol": 8e-3}))
+    bare = (slots < 0) | (slots == 3)
+    assert bare.any() and torch.equal(got[bare], y[bare]) and not torch.equal(got[~bare], y[~bare])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_token_has_the_same_bits_alone_and_among_others(dtype, shape):
+    weights, x, y, slots = case(*shape, dtype, num_tokens=150)
+    kernel = backend("native", dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        kernel.plan(slots)
+        together = kernel.run(y.clone(), x, weights)
+        torch.set_num_threads(1)
+        for token in range(0, 150, 7):
+            one = slice(token, token + 1)
+            kernel.plan(slots[one])
+            assert torch.equal(kernel.run(y[one].clone(), x[one], weights), together[one])
+        order = torch.randperm(150, generator=torch.Generator().manual_seed(1))
+        kernel.plan(slots[order])
+        assert torch.equal(kernel.run(y[order].clone(), x[order], weights), together[order])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_slot_that_is_written_again_has_nothing_of_what_was_there():
+    weights, x, y, _ = case(64, 96, 16, torch.float32)
+    slots = torch.zeros(len(x), dtype=torch.int32)
+    for name in ("torch", "native"):
+        kernel = backend(name, torch.float32)
+        weights.put(0, torch.ones(16, 64), torch.ones(96, 16), 1.0)
+        weights.put(0, torch.zeros(2, 64), torch.zeros(96, 2), 1.0)
+        kernel.plan(slots)
+        assert torch.equal(kernel.run(y.clone(), x, weights), y)
+    weights.clear(0)
+    assert weights.num_pairs == 2 and not weights.rank_S[0]

@@ -1,0 +1,308 @@
+"""Adapters in an engine: what they compute, when they wait for a slot, how they are replaced and forgotten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lora_cases import merged, random_adapter
+
+from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
+from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, SnapshotError, UnknownAdapter
+from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+
+BASE = {
+    "buffer_size_gb": 0.008,
+    "block_size_tokens": 16,
+    "max_sequence_length": 160,
+    "max_requests": 16,
+    "max_tokens": 512,
+    "check_invariants": True,
+}
+CACHED = {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
+MODELS = {
+    "gqa": lambda **how: tiny_gpt(**how),
+    "hybrid": lambda **how: tiny_hybrid("M*-M", **how),
+    "experts": lambda **how: tiny_hybrid("M*-ME", moe_shared_expert_intermediate_size=32, **how),
+    "gelu with biases": lambda **how: tiny_gpt(
+        gated_linear_unit=False, activation_func=torch.nn.functional.gelu, add_bias_linear=True, **how
+    ),
+}
+PROMPT = [7 * i % 121 + 3 for i in range(45)]
+NAMES = [f"a{i}" for i in range(8)]
+
+
+def engine_of(model, *, max_loras=3, max_rank=64, **settings):
+    lora = LoRAConfig(max_loras=max_loras, max_rank=max_rank)
+    return DynamicInferenceEngine(model, InferenceConfig(**BASE | settings, lora=lora))
+
+
+def greedy(adapter=None, *, max_tokens=8, **how):
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, adapter=adapter, **how)
+
+
+def account(output):
+    """Tokens, and the log probability of each."""
+    one = output.outputs[0]
+    return one.token_ids, [entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_gpt()
+
+
+@pytest.fixture(scope="module")
+def adapters(model):
+    return {name: random_adapter(model, name, rank=1 + 2 * i, seed=i, scale=0.7) for i, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def alone(model, adapters):
+    """Tokens and log probabilities of each adapter's request, one at a time; None: the base model's."""
+    engine = engine_of(model, max_loras=1)
+    for adapter in adapters.values():
+        engine.load_adapter(adapter.name, adapter)
+    return {name: account(engine.generate([PROMPT], greedy(name, logprobs=0))[0]) for name in (None, *NAMES)}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_adapter_computes_what_the_merged_model_does(kind):
+    make = MODELS[kind]
+    model = make()
+    adapters = [random_adapter(model, f"r{rank}", rank=rank, seed=rank, scale=0.25) for rank in (1, 7, 64)]
+    params = {"prompt_logprobs": 0, "logprobs": 0}
+    engine = engine_of(model)
+    for adapter in adapters:
+        engine.load_adapter(adapter.name, adapter)
+    outputs = engine.generate([PROMPT] * 4, [greedy(name, **params) for name in (None, "r1", "r7", "r64")])
+    for adapter, output in zip((None, *adapters), outputs, strict=True):
+        whole = make() if adapter is None else merged(make(), adapter)
+        want = DynamicInferenceEngine(whole, InferenceConfig(**BASE)).generate([PROMPT], greedy(**params))[0]
+        assert output.outputs[0].token_ids == want.outputs[0].token_ids
+        got_scores, want_scores = (
+            torch.tensor(
+                [entry[token].logprob for entry, token in zip(one.prompt_logprobs[1:], PROMPT[1:], strict=True)]
+            )
+            for one in (output, want)
+        )
+        assert (got_scores - want_scores).abs().max() < (1e-5 if adapter else 1e-9), (kind, adapter)
+
+
+SCHEDULES = {
+    "together": {},
+    "chunks": {"enable_chunked_prefill": True, "max_tokens": 24},
+    "prefixes": CACHED,
+    "few rows": {"max_requests": 4, **CACHED},
+    "in flight": {"overlap": True, "max_steps_in_flight": 2},
+    "one slot": {"max_loras": 1, **CACHED},
+    "tiny pool": {"buffer_size_gb": 0.0006, "paused_buffer_size_gb": 0.0003, "max_requests": 8},
+    "swapped": {"buffer_size_gb": 0.0006, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01, "max_requests": 8},
+    "phased": {"batching": "phased", "min_batch_size_tg": 2, "max_queue_size_tg": 4},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_request_has_the_bits_that_it_has_alone(schedule, model, adapters, alone):
+    """Base and 8 adapters in one batch, twice: 3 slots, so that some wait for others to end."""
+    engine = engine_of(model, **SCHEDULES[schedule])
+    for adapter in adapters.values():
+        engine.load_adapter(adapter.name, adapter)
+    names = [None, *NAMES, *reversed(NAMES), None]
+    for _ in range(2):
+        outputs = engine.generate([PROMPT] * len(names), [greedy(name, logprobs=0) for name in names])
+        for name, output in zip(names, outputs, strict=True):
+            assert account(output) == alone[name], (schedule, name)
+            assert output.outputs[0].spans[0].adapter_version == (0 if name is None else 1)
+    context = inspect(engine).context
+    assert context.adapters.num_loads >= len(NAMES) and len(context.adapters.resident) <= 3
+    if "enable_prefix_caching" in SCHEDULES[schedule]:
+        assert engine.stats().counters["prefix_hits"] > 8
+
+
+@pytest.mark.parametrize("mode", ("persist", "offload", "recompute", "pause"))
+def test_a_suspended_request_goes_on_with_its_adapter(mode, model, adapters, alone):
+    engine = engine_of(model, **CACHED)
+    for name in NAMES[:3]:
+        engine.load_adapter(name, adapters[name])
+    for name in (None, *NAMES[:3]):
+        engine.add_request(PROMPT, greedy(name, logprobs=0), request_id=str(name), stream="final")
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step()}
+        if engine.num_steps in (2, 5):
+            if mode == "pause":
+                engine.pause("retract")
+                engine.load_adapter("late", adapters["a7"])  # in any state
+                engine.unpause()
+            else:
+                engine.suspend(mode)
+                engine.resume()
+    assert all(account(done[str(name)]) == alone[name] for name in (None, *NAMES[:3]))
+
+
+def test_no_prefix_crosses_adapters_or_their_versions(model, adapters, alone):
+    engine = engine_of(model, **CACHED)
+    engine.load_adapter("a", adapters["a0"])
+    engine.load_adapter("b", adapters["a1"])
+
+    def cached(name):
+        return engine.generate([PROMPT], greedy(name))[0].num_cached_tokens
+
+    assert [cached(name) for name in (None, "a", "b")] == [0, 0, 0]
+    assert [cached(name) for name in (None, "a", "b")] == [32, 32, 32]
+    assert engine.load_adapter("a", adapters["a2"], replace=True).version == 2
+    output = engine.generate([PROMPT], greedy("a", logprobs=0))[0]
+    assert output.num_cached_tokens == 0 and account(output) == alone["a2"]
+    assert output.outputs[0].spans == [(0, 0, 0, 0, 2)]
+    engine.load_adapter("a", adapters["a0"], replace=True)  # blocks of the same content and name are those
+    output = engine.generate([PROMPT], greedy("a", logprobs=0))[0]
+    assert output.num_cached_tokens == 32 and account(output) == alone["a0"]
+
+
+@pytest.mark.parametrize("running", ("keep", "recompute"))
+def test_running_requests_keep_or_recompute_when_their_adapter_is_replaced(running, model, adapters, alone):
+    engine = engine_of(model, **CACHED, overlap=True)
+    for name in ("a0", "a1"):
+        engine.load_adapter(name, adapters[name])
+    for name in (None, "a0", "a1"):
+        engine.add_request(PROMPT, greedy(name, max_tokens=20, logprobs=0), request_id=str(name), stream="final")
+    for _ in range(6):
+        engine.step()
+    engine.load_adapter("a0", adapters["a2"], replace=True, running=running)
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step()}
+    for name in (None, "a1"):  # others are not affected
+        tokens, logprobs = account(done[str(name)])
+        assert (tokens[:8], logprobs[:8]) == alone[name] and len(done[str(name)].outputs[0].spans) == 1
+    changed = done["a0"].outputs[0]
+    assert [span.adapter_version for span in changed.spans] == [1, 2]
+    at = changed.spans[1].first_token
+    assert 0 < at < 8 and changed.token_ids[:at] == alone["a0"][0][:at]
+    # what was drawn first and then recomputed with the other adapter is a prompt of that one
+    engine = engine_of(model)
+    engine.load_adapter("a2", adapters["a2"])
+    again = engine.generate([PROMPT + changed.token_ids[:at]], greedy("a2", max_tokens=20 - at))[0]
+    assert (again.outputs[0].token_ids == changed.token_ids[at:]) or running == "keep"
+
+
+def test_an_adapter_in_use_is_unloaded_only_with_its_requests(model, adapters):
+    engine = engine_of(model)
+    engine.load_adapter("a", adapters["a0"])
+    engine.add_request(PROMPT, greedy("a", max_tokens=50), request_id="one")
+    engine.add_request(PROMPT, greedy(max_tokens=4), request_id="other")
+    engine.step()
+    with pytest.raises(AdapterInUse, match="used by 1 unfinished requests; .*abort=True"):
+        engine.unload_adapter("a")
+    assert [info.num_requests for info in engine.adapters()] == [1]
+    engine.unload_adapter("a", abort=True)
+    assert engine.adapters() == []
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    assert "'a' was unloaded" in str(done["one"].error) and len(done["one"].outputs[0].token_ids) > 0
+    assert done["other"].error is None
+    with pytest.raises(UnknownAdapter):
+        engine.generate([PROMPT], greedy("a"))
+    engine.load_adapter("a", adapters["a1"])
+    assert engine.adapters()[0].version == 2, "versions of a name rise"
+
+
+def test_saved_requests_go_on_with_the_content_they_began_with(model, adapters, alone, tmp_path):
+    engine = engine_of(model)
+    engine.load_adapter("a", adapters["a0"])
+    engine.add_request(PROMPT, greedy("a", logprobs=0), request_id="one", stream="final")
+    engine.add_request(PROMPT, greedy("a", logprobs=0), request_id="late", stream="final")
+    for _ in range(3):
+        engine.step()
+    engine.save_requests(tmp_path / "kept", kv=True)
+    other = engine_of(model)
+    with pytest.raises(SnapshotError, match="'one': unknown adapter 'a'"):
+        other.load_requests(tmp_path / "kept")
+    other.load_adapter("a", adapters["a1"])
+    with pytest.raises(SnapshotError, match="another content of adapter 'a' .*changed_adapters=\"recompute\""):
+        other.load_requests(tmp_path / "kept")
+    assert not other.has_unfinished()
+    same = engine_of(model)
+    same.load_adapter("a", adapters["a0"])
+    assert sorted(same.load_requests(tmp_path / "kept").with_kv) == ["late", "one"]
+    done = {}
+    while same.has_unfinished():
+        done |= {output.request_id: output for output in same.step()}
+    assert account(done["one"]) == account(done["late"]) == alone["a0"]
+    report = other.load_requests(tmp_path / "kept", changed_adapters="recompute")
+    assert sorted(report.recomputed) == ["late", "one"]
+    while other.has_unfinished():
+        done |= {output.request_id: output for output in other.step()}
+    assert [span.adapter_version for span in done["one"].outputs[0].spans] == [1, 2]
+
+
+def test_what_cannot_be_loaded_is_refused_and_changes_nothing(model, adapters, tmp_path):
+    engine = engine_of(model, max_rank=8)
+    engine.load_adapter("a", adapters["a0"])
+    path = "decoder.layers.0.self_attention.linear_proj"
+    pair = adapters["a0"].pairs[path]
+    wrong = {
+        "has rank 9, the limit is 8": Adapter("x", {path: LoRAPair(torch.ones(9, 64), torch.ones(64, 9), 1.0)}),
+        "has rank 0": Adapter("x", {path: LoRAPair(torch.ones(0, 64), torch.ones(64, 0), 1.0)}),
+        "is for 32 inputs": Adapter("x", {path: LoRAPair(torch.ones(4, 32), torch.ones(64, 4), 1.0)}),
+        "not finite": Adapter("x", {path: LoRAPair(pair.a, pair.b * float("nan"), 1.0)}),
+        "is no linear of this model": Adapter("x", {"decoder.layers.7.mlp.linear_fc1": pair}),
+        "changes no linear": Adapter("x", {}),
+        "no such directory": tmp_path / "nothing",
+    }
+    for match, source in wrong.items():
+        with pytest.raises(ModelError, match=match):
+            engine.load_adapter("x", source)
+    for name in ("", "a b", "../a", "a" * 200, 5):
+        with pytest.raises(ConfigError, match="adapter name"):
+            engine.load_adapter(name, adapters["a0"])
+    with pytest.raises(AdapterInUse, match="another content"):
+        engine.load_adapter("a", adapters["a1"])
+    with pytest.raises(ConfigError, match="running"):
+        engine.load_adapter("a", adapters["a1"], replace=True, running="stop")
+    assert engine.load_adapter("a", adapters["a0"]).version == 1, "the same content again is fine"
+    with pytest.raises(UnknownAdapter, match="'b'; did you mean 'a'|unknown adapter 'b'"):
+        engine.add_request(PROMPT, greedy("b"))
+    plain = DynamicInferenceEngine(model, InferenceConfig(**BASE))
+    with pytest.raises(UnknownAdapter, match="this engine has no adapters"):
+        plain.add_request(PROMPT, greedy("a"))
+    with pytest.raises(ConfigError, match="this engine has no adapters"):
+        plain.load_adapter("a", adapters["a0"])
+    for values in (
+        {"max_loras": 0},
+        {"max_rank": True},
+        {"adapters": ["x"]},
+        {"adapters": ["x=a", "x=b"]},
+        {"rank": 4},
+    ):
+        with pytest.raises((ConfigError, TypeError), match="lora"):
+            InferenceConfig(lora=values)
+
+
+def test_a_step_without_adapters_calls_no_kernel_of_theirs(model, adapters, alone, monkeypatch):
+    engine = engine_of(model)
+    engine.load_adapter("a0", adapters["a0"])
+    engine.generate([PROMPT], greedy("a0"))
+    monkeypatch.setattr(type(engine.kernels.lora), "run", None)
+    monkeypatch.setattr(type(engine.kernels.lora), "plan", None)
+    assert account(engine.generate([PROMPT], greedy(logprobs=0))[0]) == alone[None]
+
+
+def test_a_failed_step_writes_its_adapters_again(model, adapters, alone):
+    engine = engine_of(model)
+    for name in NAMES[:2]:
+        engine.load_adapter(name, adapters[name])
+    bank, calls = engine._controls.adapters._bank, []
+
+    def failing(slot, name, write=bank.write):
+        calls.append(name)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        write(slot, name)
+
+    inspect(engine).runner._load_adapter = failing
+    outputs = engine.generate([PROMPT] * 2, [greedy(name, logprobs=0) for name in NAMES[:2]])
+    assert [account(output) for output in outputs] == [alone[name] for name in NAMES[:2]] and len(calls) > 2
