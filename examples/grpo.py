@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/grpo.py --model smollm2 --tp 2       the same on two processes
     python examples/grpo.py --rollout-lag 1 --partial-rollouts --kv-cache-management-mode offload
     python examples/grpo.py --out-dir run --resume --steps 40                 resume from the checkpoint in run
+    python examples/grpo.py --lora-rank 16                                    train an adapter, written for PEFT
 
 A step: the model answers each prompt several times; a rule rewards the answers (grpo_task.py); an answer's advantage is
 its reward relative to its group's mean; PPO's clipped objective makes better answers more likely. The engine returns
@@ -24,6 +25,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -42,6 +44,7 @@ from megatron_infer.comm.groups import build_groups
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.kernels.threads import apply_cpu_settings
+from megatron_infer.lora.attach import AttachedLoRA, attach_lora
 from megatron_infer.memory.device import Device, choose_dtype
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
@@ -82,7 +85,7 @@ def learn(args: argparse.Namespace, rank: int) -> None:
     run: dict[str, Any] = {"step": 0, "before": {}, "rows": []} if begun is None else begun["run"]
     if begun is not None:
         check_resumed(args, run["options"], run["step"])
-    session, trainer, reference = set_up(args, first_step=run["step"])
+    session, trainer, reference, adapter = set_up(args, first_step=run["step"])
     if begun is not None:
         restore(begun, model=session.model, trainer=trainer)
         session.update_weights()
@@ -120,6 +123,8 @@ def learn(args: argparse.Namespace, rank: int) -> None:
         if args.save_every and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
             run |= {"step": step + 1, "options": identity(args)}
             save(checkpoint, rank=rank, model=session.model, trainer=trainer, run=run)
+    if adapter is not None:
+        adapter.save(args.out_dir / "adapter", base=args.model)
     after = {name: evaluate(session, args, name) for name in SETS}
     if log is not None:
         print(f"trained: {summary(after)}")
@@ -128,8 +133,10 @@ def learn(args: argparse.Namespace, rank: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def set_up(args: argparse.Namespace, *, first_step: int) -> tuple[RolloutSession, Trainer, Reference | None]:
-    """The model, with its optimizer and its engine."""
+def set_up(
+    args: argparse.Namespace, *, first_step: int
+) -> tuple[RolloutSession, Trainer, Reference | None, AttachedLoRA | None]:
+    """The model, with its optimizer and its engine, and the adapter that trains with --lora-rank."""
     device = Device(device_of_rank())
     if not device.is_cuda:
         apply_cpu_settings()
@@ -140,7 +147,9 @@ def set_up(args: argparse.Namespace, *, first_step: int) -> tuple[RolloutSession
         raise ConfigError(f"{args.model} has no tokenizer, and the task is made of text")
     groups = build_groups(tensor_parallel=args.tp)
     model = build_model(source, dtype=dtype, device=str(device.torch), pg_collection=groups)
-    reference = Reference(model) if args.kl else None
+    rank = args.lora_rank
+    adapter = attach_lora(model, rank=rank, alpha=2 * rank, seed=args.seed) if rank else None
+    reference = Reference(model) if args.kl and adapter is None else None
     trainer = make_trainer(args.optimizer, model, lr=args.lr)
     engine_options = {
         "pg_collection": groups,
@@ -154,7 +163,7 @@ def set_up(args: argparse.Namespace, *, first_step: int) -> tuple[RolloutSession
     config = machine_config(engine_options, shape, is_cuda=device.is_cuda, available_bytes=device.available_bytes())
     names = {"eos_ids": plan.eos_ids, "model_name": source.name}
     session = RolloutSession(trainer.model, config, tokenizer, meter=None, **names)  # `learn` has a meter
-    return session, trainer, reference
+    return session, trainer, reference, adapter
 
 
 # ------------------------------------------------------------------------------------------------ answers
@@ -270,9 +279,9 @@ def train_on(
     sequences, starts = [sample.ids for sample in samples], [len(sample.prompt_ids) for sample in samples]
     how = {"start": starts, "temperature": args.temperature, "micro_batch_tokens": MICRO_BATCH_TOKENS}
     anchors: list[Tensor] = []
-    if reference is not None and samples:
-        with reference.in_place():
-            anchors = session.score(sequences, **how)
+    if args.kl and samples:
+        with nullcontext() if reference is None else reference.in_place():
+            anchors = session.score(sequences, adapter=None, **how)  # without the adapter, if there is one
     olds: dict[int, Tensor] = {}
     metrics = {"trained_groups": float(len(useful)), "loss": 0.0, "kl": 0.0, "grad_norm": 0.0}
 

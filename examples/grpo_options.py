@@ -15,8 +15,18 @@ from megatron_infer.errors import ConfigError
 CHANGEABLE = ("steps", "resume", "out_dir", "save_every", "wandb")
 """Options that may change when a run is resumed; all others must be the same."""
 
+LR, LORA_LR = 6e-5, 1e-3
 LEAST = {"steps": 1, "tp": 1, "prompts_per_step": 1, "group_size": 2, "max_tokens": 1, "epochs": 1}
-LEAST |= {"mismatch_share": 0, "rollout_lag": 0, "save_every": 0, "evaluate_every": 0, "kl": 0, "lr": 0, "seed": 0}
+LEAST |= {
+    "mismatch_share": 0,
+    "rollout_lag": 0,
+    "save_every": 0,
+    "evaluate_every": 0,
+    "kl": 0,
+    "lr": 0,
+    "seed": 0,
+    "lora_rank": 0,
+}
 ABOVE_ZERO = ("temperature", "clip", "max_weight")
 
 
@@ -32,7 +42,8 @@ def options(description: str | None, arguments: list[str] | None = None) -> argp
     add("--group-size", type=int, default=16, help="answers per prompt (default: %(default)s)")
     add("--max-tokens", type=int, default=16, help="most tokens of an answer (default: %(default)s)")
     add("--temperature", type=float, default=1.0)
-    add("--lr", type=float, default=6e-5, help="learning rate (default: %(default)s)")
+    add("--lora-rank", type=int, default=0, help="train an adapter of this rank on frozen weights; 0: all weights")
+    add("--lr", type=float, help=f"learning rate (default: {LR:g}, with --lora-rank {LORA_LR:g})")
     add("--optimizer", choices=("megatron", "torch"), default="megatron", help="whose Adam (default: %(default)s)")
     add("--epochs", type=int, default=1, help="updates from the same answers (default: %(default)s)")
     add("--clip", type=float, default=0.2, help="largest distance of a ratio from 1 (default: %(default)s)")
@@ -51,7 +62,10 @@ def options(description: str | None, arguments: list[str] | None = None) -> argp
     add("--save-every", type=int, default=10, help="steps between checkpoints; 0: none (default: %(default)s)")
     add("--resume", action="store_true", help="continue from the checkpoint in --out-dir")
     add("--wandb", choices=("off", "offline", "online"), default="off")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.lr is None:
+        args.lr = LORA_LR if args.lora_rank else LR
+    return args
 
 
 def check(args: argparse.Namespace, world: int) -> None:

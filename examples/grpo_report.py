@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -79,7 +80,11 @@ class Log:
             "figures": each_figure(figures),
             "steps": len(self.rows),
             "seconds": total,
-            "process": {"cpu_s": time.process_time(), "elapsed_s": time.time() - psutil.Process().create_time()},
+            "process": {
+                "cpu_s": time.process_time(),
+                "elapsed_s": time.time() - psutil.Process().create_time(),
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            },
             "options": {name: str(value) for name, value in options.items() if name != "out_dir"},
             "machine": machine(),
         }

@@ -127,10 +127,10 @@ class Reference:
 
 
 def save(folder: Path, *, rank: int, model: torch.nn.Module, trainer: Trainer, run: dict[str, Any]) -> None:
-    """Save this rank's weights, optimizer, generator state and `run`, replacing the file atomically."""
+    """Save this rank's weights that train, optimizer, generator state and `run`, replacing the file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
-        "model": {name: parameter.detach() for name, parameter in model.named_parameters()},
+        "model": {name: parameter.detach() for name, parameter in trained(model)},
         "trainer": trainer.state_dict(),
         "rng": torch.get_rng_state(),
         "run": run,
@@ -156,10 +156,15 @@ def load(folder: Path, *, rank: int) -> dict[str, Any]:
 
 def restore(content: dict[str, Any], *, model: torch.nn.Module, trainer: Trainer) -> None:
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained(model):
             parameter.copy_(content["model"][name])
     trainer.load_state_dict(content["trainer"])
     torch.set_rng_state(content["rng"])
+
+
+def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters that train: with --lora-rank the adapter's."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def file_of(folder: Path, rank: int) -> Path:

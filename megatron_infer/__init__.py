@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_infer.engine.suspend import MemoryReport as MemoryReport
     from megatron_infer.entrypoints.async_llm import AsyncLLM as AsyncLLM
     from megatron_infer.entrypoints.llm import LLM as LLM
+    from megatron_infer.lora.attach import attach_lora as attach_lora
     from megatron_infer.model_loader.build import build_model as build_model
     from megatron_infer.model_loader.sources import open_source as open_source
     from megatron_infer.models.specs import with_inference as with_inference
@@ -74,6 +75,7 @@ _HOMES = {
     "TokenSupport": "outputs.token_support",
     "UpdateReport": "rl.update_report",
     "VersionSpan": "scheduler.request",
+    "attach_lora": "lora.attach",
     "build_model": "model_loader.build",
     "open_source": "model_loader.sources",
     "with_inference": "models.specs",

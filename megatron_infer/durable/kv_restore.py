@@ -29,6 +29,7 @@ from megatron_infer.durable.file_format import add_tensor
 from megatron_infer.durable.rank_files import layout_differs, layout_of, read_part
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.models.attached_lora import attached_tensors
 from megatron_infer.scheduler.policy import blocks_needed
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -96,8 +97,9 @@ def content_digest(adopted: AdoptedModel) -> str:
     Two engines with equal digests and shapes compute the same keys and values. Reads all weights, a piece at a time.
     """
     digest = hashlib.blake2b(digest_size=32)
-    for name, parameter in sorted(adopted.live.named_parameters()):
-        add_tensor(digest, name, parameter)
+    tensors = dict(adopted.live.named_parameters()) | attached_tensors(adopted.live)
+    for name in sorted(tensors):
+        add_tensor(digest, name, tensors[name])
     rotary = adopted.rotary_table(_ROTARY_POSITIONS)
     if rotary is not None:
         add_tensor(digest, "cos", rotary.cos_PR)

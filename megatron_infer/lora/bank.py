@@ -15,6 +15,7 @@ from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.lora import LoRAWeights
 from megatron_infer.lora.adapter import Adapter, LoRAPair
 from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.fused_layers import FusedLinear
 from megatron_infer.models.tp_collectives import Reducer
 
@@ -52,6 +53,8 @@ class AdapterBank:
             raise ConfigError(
                 "lora: the model runs by a class of its own, whose linears take no adapters; leave it None"
             )
+        if any(linear.attached is not None for linear in linears.values()):
+            raise ConfigError(f"lora={config}, and the model {ATTACHED}; leave lora None")
         self.max_rank = config.max_rank
         self.adapters: dict[str, Adapter] = {}
         self._parts = {path: _part_of(linear, adopted.live) for path, linear in linears.items()}
@@ -133,10 +136,10 @@ def _part_of(linear: FusedLinear, live: Any) -> _Part:
         return _Part(shape=(width_out, width_in * group.size), columns=group)
     if (group := linear.spread) is None:
         return _Part(shape=(width_out, width_in))
-    return _Part(shape=(width_out * group.size, width_in), rows=group, parts=_parts_of(linear.name, live, width_out))
+    return _Part(shape=(width_out * group.size, width_in), rows=group, parts=parts_of(linear.name, live, width_out))
 
 
-def _parts_of(name: str, live: Any, length: int) -> Sequence[int]:
+def parts_of(name: str, live: Any, length: int) -> Sequence[int]:
     """Gate and up of a gated linear_fc1, and what a Mamba mixer's in_proj computes, are divided one by one."""
     if name.endswith("linear_fc1") and live.config.gated_linear_unit:
         return length // 2, length // 2

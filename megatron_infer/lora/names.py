@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.head_padding import pad_groups, unpadded
 from megatron_infer.model_loader.hf_family import is_hf_name, plan_of
 from megatron_infer.model_loader.hf_names import WHOLE, LlamaNames, Recipe, Span
-from megatron_infer.model_loader.hf_weights import names_of
+from megatron_infer.model_loader.hf_weights import base_prefix, names_of
 from megatron_infer.model_loader.model_description import ModelDescription
 
 PARTS = (
@@ -28,6 +28,8 @@ PARTS = (
 )
 """megatron-core's linears of a layer that an adapter may change."""
 LAYERS = "decoder.layers"
+_IN_MEMORY = {"NemotronHForCausalLM": "model"}
+"""Architecture -> what transformers' model calls its body, where files have another name."""
 _REFUSED = (
     (r"embed|\bwte\b|\bwpe\b", "an embedding"),
     (r"lm_head|output_layer|\bhead\b|\bscore\b|classifier", "an output layer"),
@@ -83,9 +85,11 @@ class AdaptedLinears:
     def of(cls, model: Any, names: tuple[str, ...] = (), description: ModelDescription | None = None) -> AdaptedLinears:
         """Those of a live model, or of the model that one pipeline stage belongs to.
 
-        names: of tensors, which imply the family where there is no description. Raises ModelError for a model or family
-        that needs one.
+        description: None: that of the source that `build_model` read, or else the model's own with the family that
+        names (of tensors) imply. Raises ModelError for a model or family that needs one.
         """
+        if description is None:
+            description = getattr(model, "source_description", None)
         if description is None:
             description = unpadded(plan_of(model, names), model)
             if description.hybrid is not None and _is_unknown(description) and any(map(is_hf_name, names)):
@@ -95,13 +99,34 @@ class AdaptedLinears:
                 )
         return cls(description, num_groups=model.config.num_query_groups)
 
+    @property
+    def is_transposed(self) -> bool:
+        """The family stores its linears as [in, out]."""
+        return _names(self.description).transposed
+
+    def in_memory(self, source: str) -> str:
+        """The name that a linear has in transformers' model, which for some families is not that in files."""
+        base = base_prefix(self.description)
+        own = _IN_MEMORY.get(self.description.architecture, base)
+        return f"{own}.{source.removeprefix(f'{base}.')}"
+
+    def shortest_targets(self, sources: Sequence[str]) -> list[str]:
+        """PEFT's target_modules that name these linears: the ends of their names, where these name no other."""
+        ends = sorted({source.rpartition(".")[2] for source in sources})
+        others = [source for source in self.by_source if source not in set(sources)]
+        is_clear = not any(other.endswith(tuple(f".{end}" for end in ends)) for other in others)
+        if is_clear and not self.description.transformer.get("num_moe_experts"):  # experts have linears of these names
+            return ends
+        return [self.in_memory(source) for source in sources]
+
     def refusal(self, source: str) -> str:
         """Why a Hugging Face linear, or a megatron-core one, that is none of these cannot have an adapter."""
         for pattern, what in _REFUSED:
             if re.search(pattern, source):
                 return f"{source} is {what}, whose adapters are not supported"
-        near = difflib.get_close_matches(source, [*self.by_source, *self.by_path], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        last = source.rpartition(".")[2]
+        near = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in (*self.by_source, *self.by_path)})
+        hint = f"; did you mean {near[0]}?" if near and last not in near else ""
         return f"{source} is no linear of this {self.description.architecture}{hint}"
 
 

@@ -9,6 +9,7 @@ Every tensor is used or refused, and no tensor is read before sizes are known to
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,11 +30,11 @@ from megatron_infer.model_loader.model_description import ModelDescription
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES, MAX_HEADER_BYTES = 1 << 20, 8 << 20
-WIDEST = 4
-"""Bytes of the widest element type that is read."""
 MAX_RANK = 4096
 """The largest rank that is read without max_rank."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPE_NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Of safetensors."""
+DTYPES = tuple(_DTYPE_NAMES.values())
 PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
 _REFUSED = (
@@ -96,12 +97,8 @@ class _Pairs:
         self._problems: list[str] = []
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, LoRAPair]:
-        found = self._collected(tensors)
-        self._check_complete(found)
-        scaled = {source: one for source, one in ((s, self._checked(s, f)) for s, f in found.items()) if one}
-        if self._problems:
-            more = len(self._problems) - _SHOWN
-            raise ModelError("; ".join(self._problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else ""))
+        """Pairs by megatron-core's path. Raises ModelError."""
+        scaled = self.checked(tensors)
         pairs: dict[str, LoRAPair] = {}
         for path, linear in self._linears.by_path.items():
             parts = {source: scaled[source] for source in linear.sources if source in scaled}
@@ -110,6 +107,18 @@ class _Pairs:
             elif parts:
                 pairs[path] = _joined(linear, parts)
         return pairs
+
+    def checked(self, tensors: Mapping[str, Tensor]) -> dict[str, LoRAPair]:
+        """Pairs by the source's linears; of tensors without content (meta) if they are that. Raises ModelError."""
+        self._problems = []
+        found = self._collected(tensors)
+        self._check_complete(found)
+        pairs = {source: self._checked(source, one) for source, one in found.items()}
+        if self._problems:
+            more = len(self._problems) - _SHOWN
+            shown = (one if len(one) <= 400 else f"{one[:397]}..." for one in self._problems[:_SHOWN])
+            raise ModelError("; ".join(shown) + (f"; and {more} more" if more > 0 else ""))
+        return {source: pair for source, pair in pairs.items() if pair is not None}
 
     def _collected(self, tensors: Mapping[str, Tensor]) -> dict[str, _Found]:
         """By the linear's name in the description, or megatron-core's."""
@@ -183,11 +192,11 @@ class _Pairs:
             )
         elif (said := self._config.rank_of(shown)) not in (None, rank):
             self._problems.append(f"{shown} has rank {rank}, and the config says {said}")
-        elif self._max_rank is not None and rank > self._max_rank:
-            self._problems.append(f"{shown} has rank {rank}, max_rank is {self._max_rank}")
+        elif rank > (MAX_RANK if self._max_rank is None else self._max_rank):
+            self._problems.append(f"{shown} has rank {rank}, {_limit(self._max_rank)}")
         elif a.dtype not in DTYPES or b.dtype not in DTYPES:
             self._problems.append(f"{shown}: {a.dtype} and {b.dtype}; known are float32, bfloat16 and float16")
-        elif not all(bool(torch.isfinite(one).all()) for one in (a, b)):
+        elif not all(one.is_meta or bool(torch.isfinite(one).all()) for one in (a, b)):
             self._problems.append(f"{shown} has NaN or infinity")
         else:
             return LoRAPair(a=a.detach(), b=b.detach(), scale=self._config.scale_of(shown, rank))
@@ -220,13 +229,63 @@ def _joined(linear: AdaptedLinear, parts: Mapping[str, LoRAPair]) -> LoRAPair:
     return LoRAPair(a=a, b=linear.gathered(rows), scale=scale)
 
 
+# ---------------------------------------------------------------------- writing
+
+
+def write_adapter(
+    directory: str | Path, adapter: Adapter, linears: AdaptedLinears, *, alpha: float, rslora: bool, base: str | None
+) -> None:
+    """Write an adapter, all of whose pairs have one rank and the scale of `alpha`, as a PEFT directory.
+
+    Files that are there are replaced, each once it is complete, the config last. base: the base model's name or path.
+    Raises ModelError where the directory cannot be written.
+    """
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {}
+    sources: list[str] = []
+    for path, pair in adapter.pairs.items():
+        linear = linears.by_path[path]
+        for source, rows in linear.parted(pair.b).items():
+            shown = linears.in_memory(source)
+            width = linear.sources[source][1]
+            tensors[f"{PREFIX}{shown}.lora_A.weight"] = pair.a[:, :width].contiguous().clone()
+            tensors[f"{PREFIX}{shown}.lora_B.weight"] = rows
+            sources.append(source)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or linears.description.name or None,
+        "r": adapter.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "use_rslora": rslora,
+        "target_modules": linears.shortest_targets(sources),
+        "fan_in_fan_out": linears.is_transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    directory = Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in ((WEIGHTS, save(tensors, metadata={"format": "pt"})), (CONFIG, text.encode())):
+            partial = directory / f".{name}.{os.getpid()}"
+            partial.write_bytes(content)
+            partial.replace(directory / name)
+    except OSError as error:
+        raise ModelError(f"{directory}: the adapter cannot be written: {error.strerror}") from error
+
+
 # ---------------------------------------------------------------------- files
 
 
 def _check_rank(config: PeftConfig, max_rank: int | None) -> None:
-    limit, what = (MAX_RANK, "the largest that is read") if max_rank is None else (max_rank, "max_rank")
-    if config.max_rank is not None and config.max_rank > limit:
-        raise ModelError(f"rank {config.max_rank}, the limit is {limit} ({what})")
+    if config.max_rank is not None and config.max_rank > (MAX_RANK if max_rank is None else max_rank):
+        raise ModelError(f"rank {config.max_rank}, {_limit(max_rank)}")
+
+
+def _limit(max_rank: int | None) -> str:
+    return f"the limit is {MAX_RANK:,}" if max_rank is None else f"the limit is {max_rank} (max_rank)"
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -242,28 +301,42 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _read_tensors(
     path: Path, model: Any, description: ModelDescription | None, config: PeftConfig, max_rank: int | None
 ) -> tuple[dict[str, Tensor], AdaptedLinears]:
-    """Read, not mapped: a mapped file that is cut short meanwhile kills the process."""
+    """Names and shapes are checked before a tensor is read. Read, not mapped: a mapped file that is cut short meanwhile
+    kills the process."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     with _opened(path) as file:
         start = file.read(8)
         if len(start) < 8 or (length := int.from_bytes(start, "little")) > MAX_HEADER_BYTES:
-            raise ModelError(
-                f"{path.name} is no safetensors file, or its header has more than {MAX_HEADER_BYTES:,} bytes"
-            )
+            raise ModelError(f"{path.name} is no safetensors file, or its header is over {MAX_HEADER_BYTES:,} bytes")
         header = file.read(length)
-        names = tuple(_module_name(name) for name in _json_object(header, path.name) if name != "__metadata__")
-        linears = AdaptedLinears.of(model, names, description)
-        widths = (out + width for one in linears.by_path.values() for out, width in one.sources.values())
-        limit = WIDEST * (config.max_rank or max_rank or MAX_RANK) * sum(widths)
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ModelError(f"{path.name} has more than the {limit:,} bytes that all linears of this model take")
+        shapes = _empty_tensors(_json_object(header, path.name), path.name)
+        linears = AdaptedLinears.of(model, tuple(map(_module_name, shapes)), description)
+        _Pairs(config, linears, max_rank).checked(shapes)
+        content = file.read(sum(tensor.nbytes for tensor in shapes.values()) + 1)
     try:
         return load(start + header + content), linears
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"{path.name} is damaged or cut short: {error}") from None
+
+
+def _empty_tensors(header: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    """The tensors that a safetensors header speaks of, without content."""
+    found: dict[str, Tensor] = {}
+    for tensor, entry in header.items():
+        if tensor == "__metadata__":
+            continue
+        try:
+            dtype, shape = entry["dtype"], entry["shape"]
+            if dtype not in _DTYPE_NAMES:
+                raise ModelError(f"{tensor} has the dtype {str(dtype)[:40]}; known are {', '.join(_DTYPE_NAMES)}")
+            if not all(type(size) is int and 0 <= size < 1 << 31 for size in shape) or len(shape) > 8:
+                raise TypeError("not a shape")
+            found[tensor] = torch.empty(shape, dtype=_DTYPE_NAMES[dtype], device="meta")
+        except (TypeError, KeyError, RuntimeError):
+            raise ModelError(f"{name} is damaged: its header says no shape and dtype of {tensor[:200]}") from None
+    return found
 
 
 @contextmanager

@@ -69,6 +69,7 @@ def build_model(
     dtype = _dtype(dtype)
     groups = _groups(pg_collection, tensor_parallel, pipeline_parallel, expert_parallel)
     tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
+    given = description
     true_groups, description = description.transformer.get("num_query_groups"), divisible(description, tensor_parallel)
     config = transformer_config(
         description,
@@ -84,6 +85,7 @@ def build_model(
     model = _construct(description, config, padded_vocab, groups)
     if description.transformer.get("num_query_groups") != true_groups:
         model.true_kv_groups = true_groups  # checkpoint: the others are zeros
+    model.source_description = given  # names of adapters' linears: what a live model does not tell
     model = model.to(device=device, dtype=dtype)
     _keep_routers_exact(model)
     _mark_parts(model)

@@ -57,7 +57,7 @@ def save_checkpoint(
     first = torch.distributed.get_rank() == 0
     if first:
         (directory / DESCRIPTION_FILE).unlink(missing_ok=True)
-    dist_checkpointing.save(_sharded(model), str(directory), sharded_strategy=_sync_strategy())
+    dist_checkpointing.save(_sharded(model), str(directory), sharded_strategy=sync_strategy())
     if not first:
         return
     if tokenizer is not None:
@@ -369,7 +369,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _sync_strategy() -> Any:
+def sync_strategy() -> Any:
     """megatron-core's torch_dist format, written by this process.
 
     The stock strategy forks writers and spawns a manager for them even when it saves synchronously. That needs CUDA

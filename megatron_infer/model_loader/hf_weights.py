@@ -28,6 +28,7 @@ from megatron_infer.model_loader.hf_names import (
     TensorReader,
 )
 from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.models.attached_lora import attached_tensors
 from megatron_infer.utils.json_file import read_json
 
 
@@ -87,8 +88,9 @@ def made(name: str, parameter: Tensor, recipe: Recipe, reader: TensorReader, sha
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and routers' correction biases, buffers that belong to the model."""
-    yield from model.named_parameters()
+    """Parameters, and routers' correction biases, buffers that belong to the model; not those of an adapter on it."""
+    adapter = attached_tensors(model)
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if name not in adapter)
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
 
 

@@ -29,6 +29,7 @@ from megatron_infer.models.adoption_checks import (
     final_norm_of,
     unwrap,
 )
+from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.census import Census
 from megatron_infer.models.compiled_layers import CompiledLayer, warm_up
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
@@ -249,6 +250,8 @@ class AdoptedModel:
 
     def _misfit(self, reading: ModelReading) -> str | None:
         """Why this engine's cache, kernels and graphs are not for what was read; None: they are."""
+        if self.lora and any(linear.attached is not None for linear in reading.linears.values()):
+            return f"the model {ATTACHED}, and the engine has adapters of its own"
         had, has = asdict(self.shape), asdict(reading.shape)
         if had["dtype"] != has["dtype"]:
             return f"the weights are {has['dtype']} where the engine's cache was laid out for {had['dtype']}"

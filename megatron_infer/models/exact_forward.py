@@ -26,6 +26,7 @@ from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.kernels.native_scan import NativeScan
 from megatron_infer.models.adopt import AdoptedModel, adopt
+from megatron_infer.models.attached_lora import attached
 from megatron_infer.models.exact_step import DifferentiableOps, TrainingStep
 from megatron_infer.models.mcore_compat import MoELayer
 from megatron_infer.models.moe import expert_ranks
@@ -195,6 +196,8 @@ class ExactForward:
         config = self.live.config
         if self.live.training:
             _refuse_training(config)
+            if any(pair.dropout for pair in attached(self.live)):
+                raise ModelError("exact_math in training mode: the adapter has dropout, which is random; call eval()")
         step = TrainingStep(
             tokens_T,
             lengths,

@@ -25,6 +25,7 @@ from megatron_infer.kernels.activations import Activation
 from megatron_infer.kernels.base import AttendSpec, Norms, Ops, StepInputs
 from megatron_infer.kernels.lora import LoRAWeights
 from megatron_infer.models.activations import activation_of
+from megatron_infer.models.attached_lora import LinearLoRA, lora_of
 from megatron_infer.models.core_attention import TorchNorm
 from megatron_infer.models.fp8 import Fp8Product
 from megatron_infer.models.mcore_compat import MLP, ColumnParallelLinear, IdentityOp, L2Norm, RowParallelLinear
@@ -185,7 +186,7 @@ class FusedLinear(LayerOp):
     Where ranks sum their products, `flat` gives the product and an `AllReduce`, which also adds the bias.
     """
 
-    __slots__ = ("foreign", "lora", "name", "parameters", "product", "reduce", "spread")
+    __slots__ = ("attached", "foreign", "lora", "name", "parameters", "product", "reduce", "spread")
 
     def __init__(
         self,
@@ -202,6 +203,8 @@ class FusedLinear(LayerOp):
         self.spread: Reducer | None = None
         self.product: Fp8Product | None = None
         """What multiplies in FP8; None: `ops.linear` does, by the weight."""
+        self.attached: LinearLoRA | None = lora_of(module)
+        """The pair that trains on the live module; None: there is none."""
         self.name = name
         self.lora: LoRAWeights | None = None
         """Adapters' pairs for this linear; None: the engine has no adapters, or none may have a pair for it."""
@@ -234,6 +237,7 @@ class FusedLinear(LayerOp):
             self.foreign = module, name, number
 
     def run(self, step: StepInputs, x_TX: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        given_TX = x_TX
         if self.spread is not None:
             x_TX = self.spread.spread(x_TX)
         parameters = self.parameters
@@ -242,6 +246,8 @@ class FusedLinear(LayerOp):
             out_TW = self.product(x_TX, bias)
         else:
             out_TW = step.ops.linear(x_TX, parameters["weight"], bias)
+        if self.attached is not None:
+            out_TW = self.attached.add_to(step.ops, given_TX, out_TW, spread=self.spread, reduce=self.reduce)
         if step.lora is not None and self.lora is not None and self.lora.num_pairs:
             out_TW = step.lora.run(out_TW, x_TX, self.lora)
         return out_TW, residual_TD

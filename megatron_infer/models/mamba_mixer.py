@@ -214,9 +214,9 @@ class TorchMambaMixer(mcore.MegatronModule):
         parts = {"z": width, "x": width, "B": state, "C": state, "dt": self.nheads_local_tp}
         for key in ("weight", "bias"):
             if f"{prefix}in_proj.{key}" in sharded:
-                _split(sharded, f"{prefix}in_proj.{key}", parts)
+                split_in_parts(sharded, f"{prefix}in_proj.{key}", parts)
             if f"{prefix}conv1d.{key}" in sharded:
-                _split(sharded, f"{prefix}conv1d.{key}", {part: parts[part] for part in "xBC"})
+                split_in_parts(sharded, f"{prefix}conv1d.{key}", {part: parts[part] for part in "xBC"})
         return sharded
 
     def _set_shares(self, num_heads: int, num_groups: int) -> None:
@@ -359,7 +359,7 @@ def _packed_lengths(packed: Any, projected: Tensor) -> list[int]:
     return [end - start for start, end in itertools.pairwise(starts) if end > start]
 
 
-def _split(sharded: dict[str, Any], key: str, parts: Mapping[str, int]) -> None:
+def split_in_parts(sharded: dict[str, Any], key: str, parts: Mapping[str, int]) -> None:
     """Replace a tensor by a factory that saves its parts under separate keys: `key.z`, `key.x`, ..."""
     whole = sharded[key]
     blank = whole.without_data()

@@ -42,6 +42,12 @@ with warnings.catch_warnings(), no_collection():
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -251,7 +257,9 @@ __all__ = [
     "TransformerLayerSubmodules",
     "VocabParallelEmbedding",
     "build_module",
+    "copy_to_tensor_model_parallel_region",
     "fast_gelu",
+    "gather_from_sequence_parallel_region",
     "get_bias_dropout_add",
     "get_cuda_rng_tracker",
     "get_gpt_layer_local_spec",
@@ -261,6 +269,8 @@ __all__ = [
     "openai_gelu",
     "parallel_state",
     "quick_gelu",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "sharded_state_dict_default",
     "squared_relu",
 ]

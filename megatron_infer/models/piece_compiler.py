@@ -64,7 +64,10 @@ def pure_norm(norm: FusedNorm) -> PureForm:
     return PureForm(("norm", kind, eps, zero_centered), apply, _norm_sources(norm), uses_residual=True)
 
 
-def pure_linear(linear: FusedLinear) -> PureForm:
+def pure_linear(linear: FusedLinear) -> PureForm | None:
+    """None for one with a pair that trains."""
+    if linear.attached is not None:
+        return None
     sources: tuple[Source, ...] = ((linear.parameters, "weight"),)
     if linear.reduce is None:
         sources = (*sources, (linear.parameters, "bias"))

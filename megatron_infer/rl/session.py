@@ -28,7 +28,7 @@ from megatron_infer.rl.mode_changes import ModeChanges
 from megatron_infer.rl.rollout import Rollout
 from megatron_infer.rl.session_updates import ColocatedUpdate, SourceUpdate
 from megatron_infer.rl.train_mode import GlobalRngState, OptimizerOffload, TrainModeSwitch, failures_noted_on
-from megatron_infer.rl.training_step import BackwardReport, Loss, ScoreOptions, StepReport, TrainerStep
+from megatron_infer.rl.training_step import ATTACHED, BackwardReport, Loss, ScoreOptions, StepReport, TrainerStep
 from megatron_infer.rl.transition import SessionUpdate, TransitionReport, WeightTransition
 from megatron_infer.rl.update_report import UpdateReport
 
@@ -203,6 +203,7 @@ class RolloutSession:
         dropout: bool = False,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         start: int | Sequence[int] = 1,
+        adapter: str | None = ATTACHED,
     ) -> list[Tensor]:
         """Log probabilities of each sequence's tokens from `start` on, given those before -> fp32 [len - start] each.
 
@@ -214,9 +215,17 @@ class RolloutSession:
         routers add their auxiliary losses to the backward pass; the scores can be differentiated, and all graphs live
         until then (`score_and_backward` holds one). dropout: the rollouts' tokens were drawn without dropout, so it
         would be noise in every importance ratio; True keeps the model's own. Allowed in any block and outside.
+        adapter: None: without the adapter that `attach_lora` has put on the model: the scores of the base model, bit
+        for bit, which is the reference policy of a run that trains an adapter.
         Raises AdoptionError for modules that changed so that the engine cannot run them; hooks and patches run.
         """
-        how = ScoreOptions(temperature=temperature, micro_batch_tokens=micro_batch_tokens, start=start, dropout=dropout)
+        how = ScoreOptions(
+            temperature=temperature,
+            micro_batch_tokens=micro_batch_tokens,
+            start=start,
+            dropout=dropout,
+            adapter=adapter,
+        )
         is_generating = self._mode is SessionMode.GENERATING
         return self._trainer.score(sequences, how, grad=grad, is_generating=is_generating)
 

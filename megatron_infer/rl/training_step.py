@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, WrongState
+from megatron_infer.models.attached_lora import adapters_off, attached
 from megatron_infer.models.trainer_state import auxiliary_losses_of, dropout_of, train_mode
 from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
@@ -41,6 +42,8 @@ from megatron_infer.rl.train_mode import TrainModeSwitch
 
 Loss = Callable[[list[Tensor], list[int]], Tensor]
 """loss(scores, indices): the scores of a micro-batch's sequences, with gradients -> its part of the loss."""
+ATTACHED = "attached"
+"""Scores are those of the model with the adapter that trains on it, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class ScoreOptions:
     micro_batch_tokens: int
     start: int | Sequence[int]
     dropout: bool
+    adapter: str | None = ATTACHED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,8 @@ class TrainerStep:
         """See `RolloutSession.score`. is_generating: the model is not in the trainer's state when backward runs."""
         given, starts = self._arguments("score()", sequences, options, grad)
         dropout = options.dropout
+        if options.adapter != ATTACHED:
+            _check_base(self._chain[-1], options.adapter, grad=grad)
         if not grad and dropout:
             raise ConfigError("dropout=True without grad=True; scores without gradients are those of the eval mode")
         if grad:
@@ -114,7 +120,8 @@ class TrainerStep:
         # torch's DDP reduces gradients only after a forward of its own
         forward = self._chain[0] if grad else self._chain[-1]
         how = self._switch.scoring_with_gradients(dropout=dropout) if grad else self._switch.scoring()
-        with self._checked_modules(), how:
+        policy = nullcontext() if options.adapter == ATTACHED else adapters_off(self._chain[-1])
+        with self._checked_modules(), how, policy:
             batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
             if grad:
                 scale_auxiliary_losses(self._chain[-1].config, max(len(batches), 1), self._device)
@@ -129,7 +136,9 @@ class TrainerStep:
         start, limit = options.start, options.micro_batch_tokens
         starts = [int(start)] * len(given_ids) if isinstance(start, Integral) else [int(one) for one in start]
         if self._rank_group.size > 1:
-            given = json.dumps([given_ids, starts, options.temperature, limit, options.dropout, others])
+            given = json.dumps(
+                [given_ids, starts, options.temperature, limit, options.dropout, options.adapter, others]
+            )
             digest = hashlib.blake2b(given.encode(), digest_size=8).hexdigest()
             self._rank_group.lockstep.meet(call, arguments=digest)
         self._scorer.check(given_ids, options.temperature, limit, starts)
@@ -409,3 +418,17 @@ def _has_gradient(parameter: Tensor) -> bool:
 def _norm(model: torch.nn.Module) -> float | None:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+
+
+def _check_base(model: torch.nn.Module, adapter: str | None, *, grad: bool) -> None:
+    """Raise for scores of the base model that cannot be had."""
+    if adapter is not None:
+        known = f"{ATTACHED!r} is the adapter that trains, None the base model"
+        raise ConfigError(f"score(adapter={adapter!r}): {known}")
+    pairs = list(attached(model))
+    if grad and pairs:
+        raise ConfigError("score(adapter=None, grad=True): the base model is frozen, no score has a gradient")
+    if any(pair.is_merged for pair in pairs):
+        raise WrongState(
+            "score(adapter=None) while the adapter is merged into the base model: call unmerge() first", state="merged"
+        )

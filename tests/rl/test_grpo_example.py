@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_llama import save_tiny_llama
 
 from megatron_infer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--dtype", "float32", "--prompts-per-step", "3", "--group-size", "4", "--max-tokens", "6", "--lr", "1e-2"]
+LORA = ["--lora-rank", "4", "--kl", "0.1", "--lr", "0.05"]
 METERED = ["--mismatch-share", "1", "--no-exact"]
 MEASURED = ("generate_s", "train_s", "switch_s", "other_s")
 
@@ -59,6 +61,8 @@ def runs(tmp_path_factory) -> dict[str, Any]:
             ["--steps", "3", "--rollout-lag", "1", "--kl", "0.1", "--epochs", "2", "--out-dir", "far", *METERED],
         ),
         "partial": (alone, ["--steps", "4", "--rollout-lag", "1", "--partial-rollouts", "--out-dir", "partial"]),
+        "lora first": (alone, ["--steps", "2", *LORA, "--out-dir", "lora"]),
+        "lora": (alone, ["--steps", "3", *LORA, "--out-dir", "lora", "--resume"]),
         "torch": (alone, ["--steps", "4", "--optimizer", "torch", "--no-exact", "--out-dir", "torch"]),
     }
     plan = folder / "runs.json"
@@ -105,6 +109,18 @@ def test_the_reward_rises_and_the_ratio_is_one(runs):
     assert figures["train/after/sampled/reward"] > figures["train/before/sampled/reward"]
     assert set(summary["seconds"]) == {"generate", "train", "switch"}
     assert "switch" in runs["stdout"] and "trained: mean reward train" in runs["stdout"]
+
+
+def test_an_adapter_is_trained_alone_resumed_and_written_for_peft(runs):
+    rows = history(runs, "lora")
+    assert len(rows) == 3 and rows[0]["kl"] == 0 < rows[1]["kl"] < rows[2]["kl"], "away from the base model"
+    assert all(row["ratio_min"] == row["ratio_max"] == 1.0 for row in rows)
+    saved = torch.load(runs["folder"] / "lora" / "checkpoint" / "rank0.pt", weights_only=True)
+    assert saved["model"] and all(".lora." in name for name in saved["model"])
+    figures = json.loads((runs["folder"] / "lora" / "summary.json").read_text())["figures"]
+    assert figures["train/after/sampled/reward"] > figures["train/before/sampled/reward"]
+    tensors = load_file(runs["folder"] / "lora" / "adapter" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 2 * 7 and all(tensor.any() for tensor in tensors.values())
 
 
 def test_held_out_questions_are_evaluated_and_never_trained_on(runs, grpo):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels.quantised import is_quantised
+from megatron_infer.models.attached_lora import attached_tensors
 from megatron_infer.weights.change_guard import guarded_tensors
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -204,7 +205,7 @@ def listed(names: list[str], *, most: int = 8) -> str:
 def _tensors_of(model: Any) -> Iterator[LocalTensor]:
     wanted = {id(tensor) for tensor in guarded_tensors(model)}
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in (model.state_dict(keep_vars=True) | attached_tensors(model)).items():
         if not isinstance(tensor, Tensor) or id(tensor) not in wanted or id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -280,9 +281,10 @@ def _split_dim(whole: str, tensor: Tensor, size: int) -> int | None:
 
 def _parts(model: Any, name: str, whole: str, length: int) -> Sequence[int]:
     """Lengths of the parts concatenated in a rank's tensor; each part is split over the ranks."""
-    if whole.endswith((".linear_fc1.weight", ".linear_fc1.bias")) and model.config.gated_linear_unit:
+    whole = whole.removesuffix(".lora.b")  # of an adapter that trains: its rows are those of the weight
+    if whole.endswith((".linear_fc1", ".linear_fc1.weight", ".linear_fc1.bias")) and model.config.gated_linear_unit:
         return length // 2, length // 2
-    if ".mixer.in_proj." in whole or ".mixer.conv1d." in whole:
+    if whole.endswith(".mixer.in_proj") or ".mixer.in_proj." in whole or ".mixer.conv1d." in whole:
         mixer = model.decoder.layers[int(name.split(".")[2])].mixer
         state = mixer.ngroups_local_tp * mixer.d_state
         channels = (mixer.d_inner_local_tp, state, state)
