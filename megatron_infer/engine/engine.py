@@ -59,8 +59,7 @@ class DynamicInferenceEngine:
         owns_weights: only the engine uses the model, so that a suspend may move its parameters off a device. A model
         that is being trained belongs to its trainer: its parameters stay, and only copies derived from them go.
         """
-        if eos_ids is None:
-            eos_ids = () if tokenizer is None else tokenizer.eos_ids
+        eos_ids = getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids
         self.config = config if config is not None else InferenceConfig()
         self.tokenizer = tokenizer
         built = build_engine(
@@ -102,7 +101,7 @@ class DynamicInferenceEngine:
         return self._stat_logger.snapshot(state=self.state.value, num_steps=self.num_steps)
 
     def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
-        """What was drafted and kept since construction; None without `speculative`. From any thread."""
+        """What was drafted and kept; None without `speculative`. From any thread."""
         return self._stat_logger.spec_decode_metrics()
 
     def prefix_events(self) -> PrefixEvents | None:
@@ -256,8 +255,7 @@ class DynamicInferenceEngine:
     def suspended(
         self, mode: str | KVCacheManagementMode | None = None, tags: Iterable[str] | None = None
     ) -> AbstractContextManager[MemoryReport]:
-        """`with engine.suspended(): train()`: resumes whatever the body does. A failed resume is raised, beside the
-        body's own error if there was one."""
+        """`with engine.suspended(): train()`: resumes whatever the body raises; a failed resume is raised with it."""
         return self._controls.suspended(mode, tags)
 
     def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
@@ -285,8 +283,7 @@ class DynamicInferenceEngine:
         self.weights.verify()
 
     def reset_prefix_cache(self) -> int:
-        """Nothing computed before is matched by a later prompt, in any state; requests in progress keep what they have.
-        -> cached blocks that came free."""
+        """Nothing computed before is matched by a later prompt; running requests keep theirs -> blocks that came free."""
         self.relay.meet("reset_prefix_cache()")
         return self._scheduler.reset_prefix_cache()
 
@@ -327,8 +324,7 @@ class DynamicInferenceEngine:
         return self._controls.load_requests(path)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
-        """On the leader: keep requests in `path` and a journal, so that SIGKILL loses none; None ends it.
-        See `SnapshotManager.keep`."""
+        """On the leader: keep requests in files so that SIGKILL loses none (`SnapshotManager.keep`); None ends it."""
         self.relay.require_leader("keep_snapshots()")
         self._controls.keep_snapshots(path, every_steps=every_steps, fsync=fsync)
 

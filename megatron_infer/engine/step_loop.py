@@ -16,7 +16,6 @@ from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.requests.request_state import RequestState
 from megatron_infer.runner.in_flight import InFlightStep, RunnerOutput
-from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import FinishReason, Request
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -24,6 +23,7 @@ from megatron_infer.scheduler.step_plan import StepPlan
 from megatron_infer.weights.manager import WeightManager
 
 if TYPE_CHECKING:
+    from megatron_infer.sampling.grammar_matchers import Grammars
     from megatron_infer.speculative.verify import Verifier
 
 log = logging.getLogger("megatron_infer")
