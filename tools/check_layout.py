@@ -97,6 +97,7 @@ OPTIONAL = (
     "parallel",
     "durable",
     "speculative",
+    "sampling.grammar_matchers",
     "scheduler.drafts",
     "scheduler.draft_depth",
     "scheduler.phases",

@@ -123,9 +123,8 @@ def speculative_flag(name: str) -> str:
     """The flag of a field of SpeculativeConfig: --speculative-adaptive."""
     if name == "method":
         return "--speculative"
-    return "--" + ("" if name in ("num_speculative_tokens", "ngram_max", "ngram_min") else "speculative-") + name.replace(
-        "_", "-"
-    )
+    prefix = "" if "speculative" in name or "ngram" in name else "speculative-"
+    return f"--{prefix}{name.replace('_', '-')}"
 
 
 def flag_of(name: str) -> str:

@@ -9,9 +9,9 @@ The rules are those of Megatron's dynamic context, so that a job sized there is 
     states: a share of the buffers (mamba_memory_ratio), or those of max_requests, or one per block (`split_pool`)
     state slots = max_requests + a dummy for padding writes + cached states + states behind drafts
 
-Cached states and those behind drafts are on top of the buffer. So is the dummy slot where a ratio or max_requests reserves states: Megatron
-needs no dummy and reserves exactly those states. Without attention layers (Megatron refuses such models) blocks only
-name positions: they take no bytes, and the buffer holds states only, the dummy among them.
+Cached states and those behind drafts are on top of the buffer. So is the dummy slot where a ratio or max_requests
+reserves states: Megatron needs no dummy and reserves exactly those states. Without attention layers (Megatron refuses
+such models) blocks only name positions: they take no bytes, and the buffer holds states only, the dummy among them.
 
 Two deviations are on purpose. A buffer that holds no usable block is refused (Megatron silently takes two blocks, more
 than it was given). A derived max_requests neither rounds down to zero nor exceeds max_tokens (Megatron asserts).

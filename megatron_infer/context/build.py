@@ -40,9 +40,7 @@ def build_context(
     rows = RowPool(num_rows)
     states = None
     if recurrent:
-        states = StateCache(
-            slots, pool, block_size=block_size, journal=copies, num_draft_states=num_draft_states
-        )
+        states = StateCache(slots, pool, block_size=block_size, journal=copies, num_draft_states=num_draft_states)
     swap = None
     if num_host_slots:
         swap = Swap(

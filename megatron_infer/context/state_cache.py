@@ -108,7 +108,7 @@ class StateCache:
         return range(first, first + self.num_draft_states)
 
     def keep_draft(self, lease: Lease, place: int) -> None:
-        """Journal the copy of draft slot `place` into the row's own slot: what the row has computed behind is undone."""
+        """Journal the copy of draft slot `place` into the row's own slot, which loses what was computed behind."""
         self._journal.append(Copy(CopyKind.STATE, self.draft_slots(lease)[place], lease.row))
 
     def begin_step(self) -> None:

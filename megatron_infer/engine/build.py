@@ -141,11 +141,8 @@ def build_engine(
     """Every rank of the engine calls it. owns: see owns_weights of `DynamicInferenceEngine`."""
     setup = set_up_model(model, config, device=device, name=name)
     adopted, runner, rank_group = setup.adopted, setup.runner, setup.rank_group
-    output_processor = OutputProcessor(
-        tokenizer,
-        token_events=config.track_generated_token_events,
-        pause_events=config.track_paused_request_events,
-    )
+    events = {"token": config.track_generated_token_events, "pause": config.track_paused_request_events}
+    output_processor = OutputProcessor(tokenizer, token_events=events["token"], pause_events=events["pause"])
     context = make_context(config, setup.agreed)
     if config.lora is not None:
         context.adapters = AdapterSlots(config.lora.max_loras)
@@ -171,16 +168,8 @@ def build_engine(
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
     if drafts is not None and drafts.depth is not None and rank_group.groups.is_leader:
         observers.append(StepCostMeter(drafts.set_costs if rank_group.size == 1 else outbox.set_draft_costs))
-    loop = StepLoop(
-        scheduler,
-        executor,
-        weights,
-        output_processor,
-        input_processor.grammars,
-        config,
-        observers,
-        verifier=None if drafts is None else Verifier(drafts),
-    )
+    verifier, grammars = None if drafts is None else Verifier(drafts), input_processor.grammars
+    loop = StepLoop(scheduler, executor, weights, output_processor, grammars, config, observers, verifier)
     kv_dtype = config.kv_dtype_of(adopted.shape)
     kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
@@ -341,9 +330,7 @@ def max_drafts_of(config: InferenceConfig) -> int:
     return 0 if config.speculative is None else config.speculative.num_speculative_tokens
 
 
-def make_drafts(
-    config: InferenceConfig, setup: ModelSetup, context: DynamicInferenceContext
-) -> DraftPlanner | None:
+def make_drafts(config: InferenceConfig, setup: ModelSetup, context: DynamicInferenceContext) -> DraftPlanner | None:
     """What drafts tokens; None without `speculative`."""
     asked = config.speculative
     if asked is None:

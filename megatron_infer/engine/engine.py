@@ -60,8 +60,7 @@ class DynamicInferenceEngine:
         owns_weights: only the engine uses the model, so that a suspend may move its parameters off a device. A model
         that is being trained belongs to its trainer: its parameters stay, and only copies derived from them go.
         """
-        if eos_ids is None:
-            eos_ids = () if tokenizer is None else tokenizer.eos_ids
+        eos_ids = getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids
         self.config = config if config is not None else InferenceConfig()
         self.tokenizer = tokenizer
         built = build_engine(
@@ -103,7 +102,7 @@ class DynamicInferenceEngine:
         return self._stat_logger.snapshot(state=self.state.value, num_steps=self.num_steps)
 
     def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
-        """What was drafted and kept since construction; None without `speculative`. From any thread."""
+        """What was drafted and kept; None without `speculative`. From any thread."""
         return self._stat_logger.spec_decode_metrics()
 
     def prefix_events(self) -> PrefixEvents | None:
@@ -257,7 +256,7 @@ class DynamicInferenceEngine:
     def suspended(
         self, mode: str | KVCacheManagementMode | None = None, tags: Iterable[str] | None = None
     ) -> AbstractContextManager[MemoryReport]:
-        """`with engine.suspended(): train()`: resumes whatever the body does; a failed resume is raised."""
+        """`with engine.suspended(): train()`: resumes whatever the body raises; a failed resume is raised with it."""
         return self._controls.suspended(mode, tags)
 
     def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:

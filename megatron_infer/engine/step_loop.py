@@ -23,6 +23,7 @@ from megatron_infer.scheduler.step_plan import StepPlan
 from megatron_infer.weights.manager import WeightManager
 
 if TYPE_CHECKING:
+    from megatron_infer.sampling.grammar_matchers import Grammars
     from megatron_infer.speculative.verify import Verifier
     from megatron_infer.sampling.grammar_matchers import Grammars
 

@@ -204,13 +204,16 @@ def engine_families(snapshot: EngineSnapshot, **labels: str) -> list[Family]:
         gauge("engine_state_slots", value, kind=kind)
     gauge("engine_graphs", f.graphs)
     gauge("engine_graph_bytes", f.graph_bytes)
-    for name, value in _plain_counts(f).items():
-        count(name, value)
+    for name, total in _plain_counts(f).items():
+        count(name, total)
     for way, value in (("out", f.swaps_out), ("in", f.swaps_in)):
         count("engine_swaps_total", value, way=way)
     for how in GRAPH_STEPS:
         count("engine_graph_steps_total", f.graph_steps.get(how, 0), how=how)
-    for name, by_position in (("engine_drafted_tokens_total", f.drafted), ("engine_accepted_drafts_total", f.drafts_accepted)):
+    for name, by_position in (
+        ("engine_drafted_tokens_total", f.drafted),
+        ("engine_accepted_drafts_total", f.drafts_accepted),
+    ):
         for position, value in by_position.items():
             count(name, value, position=position)
     for outcome, value in f.ended.items():

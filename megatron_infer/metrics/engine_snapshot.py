@@ -141,8 +141,8 @@ class EngineSnapshot:
     retracted_steps: int = 0
     recomputed_tokens: int = 0
     drafted: Mapping[str, int] = field(default_factory=dict)
-    """Tokens drafted by place among the drafts of a step, from "1"; this and the next three are empty or 0 where nothing
-    is drafted."""
+    """Tokens drafted by place among the drafts of a step, from "1"; this and the next three are empty or 0 where
+    nothing is drafted."""
     drafts_accepted: Mapping[str, int] = field(default_factory=dict)
     """Those of them that became tokens of their request."""
     verifications: int = 0

@@ -77,7 +77,7 @@ class RowTensors:
     # ------------------------------------------------------------------ tokens
 
     def admit(self, plan: StepPlan) -> None:
-        """Upload all tokens of newly admitted requests, the cached prefix included (penalties count them), and drafts."""
+        """Upload drafts and all tokens of newly admitted requests, the cached prefix too (penalties count them)."""
         admitted = [*plan.readmitted, *(chunk.request for chunk in plan.prefill if chunk.first)]
         runs: list[tuple[Request, int, Sequence[int]]] = [(request, 0, request.tokens) for request in admitted]
         runs += [(chunk.request, chunk.start + 1, chunk.drafts) for chunk in plan.prefill if chunk.drafts]

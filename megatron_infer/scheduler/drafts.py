@@ -91,7 +91,7 @@ class DraftPlanner:
     def plan(
         self, running_set: RunningSet, decode: list[Request], starts: list[int], *, room: int
     ) -> list[PrefillChunk]:
-        """Move requests with drafts from the step's decode rows to chunks of their own; room: tokens that it has left."""
+        """Move requests with drafts from the decode rows to chunks of their own; room: tokens left of the step."""
         begun, stats = time.perf_counter(), self.stats
         chunks: list[PrefillChunk] = []
         rows: list[tuple[Request, int]] = []
@@ -155,7 +155,7 @@ class DraftPlanner:
             stats.accepted_per_position[place] += 1
 
     def _captures(self, request: Request, start: int, num_drafts: int) -> tuple[tuple[int, int], ...]:
-        """The recurrent states behind the last known token and behind each draft but the last, whose own is the row's."""
+        """The recurrent states to keep: behind all tokens but the last, behind which is the row's own."""
         states, lease = self._context.states, request.lease
         if states is None:
             return ()

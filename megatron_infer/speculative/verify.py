@@ -5,7 +5,7 @@ position of a draw one by one. The first draw is right in any case. The one behi
 the draw before it. So the draws up to the first one that differs from its draft are what steps of one token would have
 drawn, and they are committed as such:
 
-    last token 5, drafts 7 9 2     drawn  7 9 4 8     committed   {7}, {9}, {4}      (8 stands behind 2, which was wrong)
+    last token 5, drafts 7 9 2     drawn  7 9 4 8     committed   {7}, {9}, {4}      (8 stands behind 2: wrong)
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ def _later(
     return later, _select(output, places, places)
 
 
-def _decode_of(
-    taking: Sequence[tuple[PrefillChunk, int]], index: int
-) -> tuple[list[Request], list[int], list[int]]:
+def _decode_of(taking: Sequence[tuple[PrefillChunk, int]], index: int) -> tuple[list[Request], list[int], list[int]]:
     """(requests, positions of their query tokens, places among the draws)."""
     return (
         [chunk.request for chunk, _ in taking],

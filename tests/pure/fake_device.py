@@ -108,7 +108,8 @@ class FakeDevice:
         if self.context.states is not None:
             self._advance(runs, {chunk.request: chunk.captures for chunk in plan.prefill}, version)
         self.num_prefilled += sum(chunk.n for chunk in plan.prefill if not chunk.drafts)
-        reads = [self._read(request, start + 1, version) for request, start in zip(plan.decode, plan.decode_starts)]
+        rows = zip(plan.decode, plan.decode_starts, strict=True)
+        reads = [self._read(request, start + 1, version) for request, start in rows]
         for chunk in plan.prefill:
             ends = range(chunk.start + 1 if chunk.drafts else chunk.start + chunk.n, chunk.start + chunk.n + 1)
             read = [self._read(chunk.request, end, version) for end in ends]

@@ -104,9 +104,6 @@ class World:
     swap: Swap = field(default_factory=Swap)
     num_cached_states: int | None = None
     """State slots of the prefix cache, of a model with recurrent states; None: a model without."""
-    proposer: object = None
-    """Drafts tokens; None, or blocks of one token: nothing is drafted."""
-    max_drafts: int = 6
     version: int = 0
     in_flight_steps: list = field(default_factory=list)
     """(plan, tokens drawn, their origins), oldest first."""
@@ -136,10 +133,10 @@ class World:
             num_draft_states=self.max_drafts if self.recurrent and self.proposer is not None else 0,
         )
         self.device = FakeDevice(self.context, self.num_blocks * self.block_size + 2, self.swap.slots)
-        self.drafts = None
+        drafts = None
         if self.proposer is not None and self.block_size > 1:
             most = min(self.max_drafts, self.block_size - 1)
-            self.drafts = DraftPlanner(self.context, self.proposer, max_drafts=most, vocab_size=VOCAB)
+            drafts = DraftPlanner(self.context, self.proposer, max_drafts=most, vocab_size=VOCAB)
         self.scheduler = Scheduler(
             self.context,
             max_tokens=self.max_tokens,
@@ -150,12 +147,18 @@ class World:
             preemption=self.swap.mode,
             costs=self.swap.costs,
             on_event=self._on_event,
-            drafts=self.drafts,
+            drafts=drafts,
             **self.scheduling,
         )
 
     scheduling = types.MappingProxyType({})
     """Further arguments of the scheduler."""
+    proposer, max_drafts = None, 6
+    """Drafts tokens; None, or blocks of one token: nothing is drafted."""
+
+    @property
+    def drafts(self):
+        return self.scheduler._planner._drafts
 
     @property
     def ahead(self):
@@ -228,7 +231,7 @@ class World:
         for request, start in [*rows, *((chunk.request, chunk.start) for chunk in plan.prefill if chunk.drafts)]:
             # A prompt that paused before its last token continues as a decode row.
             self.account.counts["never computed"] += start < self.account.admitted[request][0]
-        self._check_plan(plan)
+        check_plan(self, plan)
         return plan
 
     def launch(self, plan):
@@ -366,48 +369,49 @@ class World:
             members.update([*plan.sampled, *(chunk.request for chunk in plan.prefill if not chunk.samples)])
         assert all(request.in_flight == members[request] for request in self.requests)
 
-    def _check_plan(self, plan):
-        chunks = plan.prefill
-        if self.scheduler.paused:
-            assert not any(chunk.first for chunk in chunks), "an admission took a block that a paused request waits for"
-            moved = self.caching and chunks  # a prompt that moves to published blocks gives its own back
-            assert moved or not self.context.num_free_blocks, "a request is paused beside a free block"
-        assert plan.num_tokens == len(plan.decode) + sum(chunk.n for chunk in chunks) <= self.max_tokens
-        planned = [*plan.decode, *(chunk.request for chunk in chunks), *(f for chunk in chunks for f in chunk.forks)]
-        assert len(set(planned)) == len(planned)
-        assert all(request.status is Status.RUNNING for request in planned)
-        expected = list(plan.decode)
-        for request, start in zip(plan.decode, plan.decode_starts, strict=True):
-            assert start == request.scheduled - 1 < request.max_total - 1, f"{request.id}: step past its last token"
-        for chunk in chunks:
-            expected += (chunk.request,) * len(chunk.drafts)
-            expected += (chunk.request, *chunk.forks) if chunk.samples else ()
-            if chunk.drafts:
-                assert chunk.start == len(chunk.request.tokens) - 1 == chunk.request.scheduled - 1
-                assert chunk.n == 1 + len(chunk.drafts) <= chunk.request.max_total - 1 - chunk.start
-                continue
-            known, cached = self.account.admitted[chunk.request]
-            assert known == len(chunk.request.tokens)
-            assert chunk.n > 0 and chunk.samples == (chunk.start + chunk.n == known)
-            back = chunk.request in self.account.returned
-            assert chunk.first == (chunk.start == cached and not back), "its tokens go to the device once"
-            whole = known - cached
-            assert self.chunked or chunk.n == whole or whole > self.max_tokens or back, "a chunk although it is off"
-        assert list(plan.sampled) == expected
-        blocks = [copy for copy in plan.copies_after if copy.kind is CopyKind.BLOCK]
-        states = [copy for copy in plan.copies_after if copy.kind is CopyKind.STATE]
-        assert list(plan.copies_after) == blocks + states, "equal kinds are executed in one call"
-        assert len({copy.destination for copy in blocks}) == len(blocks)
-        assert all(self.context.pool.refs(copy.destination) == 1 for copy in blocks)
-        sources, targets = {copy.source for copy in states}, [copy.destination for copy in states]
-        for chunk in chunks:
-            assert all(chunk.start < position < chunk.start + chunk.n for position, _ in chunk.captures), chunk
-            targets += [slot for _, slot in chunk.captures]
-        assert len(set(targets)) == len(targets) and sources.isdisjoint(targets), plan.copies_after
-
 
 def _check_queue(queue):
     priorities = [request.params.priority for request in queue.requests]
     assert priorities == sorted(priorities), priorities
     assert all(count <= policy.MAX_OVERTAKEN for count in queue.overtaken.values())
     assert set(queue.overtaken) <= set(queue.requests)
+
+
+def check_plan(world, plan):
+    chunks = plan.prefill
+    if world.scheduler.paused:
+        assert not any(chunk.first for chunk in chunks), "an admission took a block that a paused request waits for"
+        moved = world.caching and chunks  # a prompt that moves to published blocks gives its own back
+        assert moved or not world.context.num_free_blocks, "a request is paused beside a free block"
+    assert plan.num_tokens == len(plan.decode) + sum(chunk.n for chunk in chunks) <= world.max_tokens
+    planned = [*plan.decode, *(chunk.request for chunk in chunks), *(f for chunk in chunks for f in chunk.forks)]
+    assert len(set(planned)) == len(planned)
+    assert all(request.status is Status.RUNNING for request in planned)
+    expected = list(plan.decode)
+    for request, start in zip(plan.decode, plan.decode_starts, strict=True):
+        assert start == request.scheduled - 1 < request.max_total - 1, f"{request.id}: step past its last token"
+    for chunk in chunks:
+        expected += (chunk.request,) * len(chunk.drafts)
+        expected += (chunk.request, *chunk.forks) if chunk.samples else ()
+        if chunk.drafts:
+            assert chunk.start == len(chunk.request.tokens) - 1 == chunk.request.scheduled - 1
+            assert chunk.n == 1 + len(chunk.drafts) <= chunk.request.max_total - 1 - chunk.start
+            continue
+        known, cached = world.account.admitted[chunk.request]
+        assert known == len(chunk.request.tokens)
+        assert chunk.n > 0 and chunk.samples == (chunk.start + chunk.n == known)
+        back = chunk.request in world.account.returned
+        assert chunk.first == (chunk.start == cached and not back), "its tokens go to the device once"
+        whole = known - cached
+        assert world.chunked or chunk.n == whole or whole > world.max_tokens or back, "a chunk although it is off"
+    assert list(plan.sampled) == expected
+    blocks = [copy for copy in plan.copies_after if copy.kind is CopyKind.BLOCK]
+    states = [copy for copy in plan.copies_after if copy.kind is CopyKind.STATE]
+    assert list(plan.copies_after) == blocks + states, "equal kinds are executed in one call"
+    assert len({copy.destination for copy in blocks}) == len(blocks)
+    assert all(world.context.pool.refs(copy.destination) == 1 for copy in blocks)
+    sources, targets = {copy.source for copy in states}, [copy.destination for copy in states]
+    for chunk in chunks:
+        assert all(chunk.start < position < chunk.start + chunk.n for position, _ in chunk.captures), chunk
+        targets += [slot for _, slot in chunk.captures]
+    assert len(set(targets)) == len(targets) and sources.isdisjoint(targets), plan.copies_after

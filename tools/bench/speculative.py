@@ -1,0 +1,159 @@
+"""Speculative decoding beside one token a step: tokens a second over real prompts, and what a step of drafts costs.
+
+    python tools/bench/speculative.py [--set copy] [--at-once 1] [--rounds 3] [--max-tokens 128] [--json out.json]
+    python tools/bench/speculative.py --steps              seconds of a step by rows and by tokens of each row
+
+Sets (speculative_prompts.jsonl): "copy" are 24 prompts whose answers repeat them (edits of code, JSON reshaped, quoting
+summaries), "chat" are 12 free questions. Answers are greedy and end where the model ends them. Both engines run in
+turn, each round starts with the other one; their tokens must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.speculative import SpeculativeConfig
+from megatron_infer.entrypoints.llm import LLM, chat_prompt
+from megatron_infer.testing.inspect import inspect
+
+PROMPTS = Path(__file__).with_name("speculative_prompts.jsonl")
+OFF, ON = "off", "ngram"
+
+
+def read_prompts(llm: LLM, name: str) -> list[list[int]]:
+    """Token ids of the set's prompts in the model's chat template."""
+    lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    chosen = [line["prompt"] for line in lines if line["set"] == name]
+    return [chat_prompt(llm.tokenizer, [{"role": "user", "content": text}]) for text in chosen]
+
+
+def make_llm(args: argparse.Namespace, speculative: SpeculativeConfig | None) -> LLM:
+    config = InferenceConfig(
+        buffer_size_gb=1, max_requests=32, max_tokens=2048, block_size_tokens=16, speculative=speculative
+    )
+    return LLM(args.model, config=config)
+
+
+def run(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> tuple[list[list[int]], float]:
+    """(answers, tokens a second) with at most `at_once` requests in flight."""
+    engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=args.max_tokens, detokenize=False)
+    waiting, places = list(enumerate(prompts))[::-1], {}
+    answers: list[list[int]] = [[] for _ in prompts]
+    begun = time.perf_counter()
+    while waiting or places:
+        while waiting and len(places) < args.at_once:
+            place, prompt = waiting.pop()
+            places[engine.add_request(prompt, params, stream="final")] = place
+        for output in engine.step():
+            answers[places.pop(output.request_id)] = output.outputs[0].token_ids
+    return answers, sum(map(len, answers)) / (time.perf_counter() - begun)
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    engines = {
+        OFF: make_llm(args, None),
+        ON: make_llm(
+            args,
+            SpeculativeConfig(
+                num_speculative_tokens=args.num_speculative_tokens,
+                ngram_min=args.ngram_min,
+                ngram_max=args.ngram_max,
+                adaptive=args.adaptive,
+            ),
+        ),
+    }
+    prompts = read_prompts(engines[OFF], args.set) * args.repeat
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for llm in engines.values():
+        run(llm, prompts[: args.at_once], args)
+    for number in range(args.rounds):
+        answers = {}
+        for name in list(engines) if number % 2 else list(engines)[::-1]:
+            answers[name], rate = run(engines[name], prompts, args)
+            rates[name].append(rate)
+        assert answers[OFF] == answers[ON], "other tokens with drafts"
+    found = engines[ON].engine.spec_decode_metrics()
+    assert found is not None
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        "set": args.set,
+        "at_once": args.at_once,
+        "num_prompts": len(prompts),
+        "num_answer_tokens": sum(map(len, answers[OFF])),
+        "tok_s": rates,
+        "ratio": medians[ON] / medians[OFF],
+        "acceptance_rate": found.acceptance_rate,
+        "mean_tokens_per_step": found.mean_tokens_per_step,
+        "accepted_per_position": found.accepted_per_position,
+        "drafted_per_position": found.drafted_per_position,
+        "seconds_drafting": found.seconds_drafting,
+    }
+
+
+class Always:
+    """Drafts a fixed number of tokens, right or wrong."""
+
+    count = 0
+
+    def propose(self, request: object, most: int) -> list[int]:
+        return [5] * min(most, self.count)
+
+
+def step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Median milliseconds of a step by rows, and by tokens of each row."""
+    table: dict[str, dict[str, float]] = {}
+    for rows in (1, 8, 32):
+        llm = make_llm(args, SpeculativeConfig(num_speculative_tokens=7, adaptive=False))
+        drafts, draw = inspect(llm.engine).drafts, random.Random(0)
+        assert drafts is not None
+        drafts.proposer = proposer = Always()
+        for _ in range(rows):
+            prompt = [draw.randrange(100, 20_000) for _ in range(100)]
+            llm.engine.add_request(prompt, SamplingParams(max_tokens=900, ignore_eos=True, detokenize=False))
+        for _ in range(5):
+            llm.engine.step()
+        times: dict[int, list[float]] = {1: [], 2: [], 4: [], 8: []}
+        for _ in range(args.rounds):
+            for tokens, taken in times.items():
+                proposer.count = tokens - 1
+                for _ in range(4):
+                    begun = time.perf_counter()
+                    llm.engine.step()
+                    taken.append(1e3 * (time.perf_counter() - begun))
+        table[str(rows)] = {str(tokens): statistics.median(taken) for tokens, taken in times.items()}
+        print(f"{rows:3} rows", {tokens: f"{ms:.1f} ms" for tokens, ms in table[str(rows)].items()}, flush=True)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--set", choices=["copy", "chat"], default="copy")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="times that each prompt is run in a round")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--num-speculative-tokens", type=int, default=7, metavar="N")
+    parser.add_argument("--ngram-min", type=int, default=2, metavar="N")
+    parser.add_argument("--ngram-max", type=int, default=4, metavar="N")
+    parser.add_argument("--adaptive", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--steps", action="store_true", help="measure steps instead")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    report = step_seconds(args) if args.steps else compare(args)
+    if not args.steps:
+        print(json.dumps({**report, "tok_s": {k: [round(x, 1) for x in v] for k, v in report["tok_s"].items()}}))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
