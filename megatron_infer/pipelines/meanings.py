@@ -4,9 +4,11 @@ follows from the value there, and gives the value in effect and a note."""
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, ModelError, unknown_name
 from megatron_infer.pipelines.architectures import custom_architectures
 from megatron_infer.pipelines.model_config import CacheStrategy, GPUProfilingMode, QuantizationEncoding, RopeType
@@ -190,9 +192,10 @@ def encoding(value: QuantizationEncoding | None, asked: Asked) -> Effect:
         stored = asked.gguf_encoding(model)
         if stored != value.value:
             known = f"take {stored}, or " if stored in GGUF_ENCODINGS else ""
-            raise ConfigError(
-                f"quantization_encoding={value.value}, but most weights of {model!r} are {stored}; {known}leave it out"
-            )
+            why = f"quantization_encoding={value.value}, but most weights of {model!r} are {stored}"
+            if not asked.force:
+                raise ConfigError(f"{why}; {known}leave it out")
+            warnings.warn(f"{why}; force: they are read as they are", ConfigWarning, stacklevel=4)
         return value, "dequantised when loaded"
     if value is QuantizationEncoding.FLOAT8_E4M3FN:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError
 from megatron_infer.pipelines.config import PipelineConfig
 
@@ -35,5 +36,8 @@ def test_encoding_is_held_against_the_files(tmp_path):
     assert config.effective["quantization_encoding"].note == "dequantised when loaded"
     with pytest.raises(ConfigError, match=r"=q6_k, but most weights of '.*mixed.gguf' are q4_k; take q4_k, or leave"):
         PipelineConfig(model_path=mixed, quantization_encoding="q6_k")
+    with pytest.warns(ConfigWarning, match="are q4_k; force: they are read as they are"):
+        forced = PipelineConfig(model_path=mixed, quantization_encoding="q6_k", max_length=32, force=True)
+    assert forced.effective["quantization_encoding"].value == "q6_k"
     with pytest.raises(ConfigError, match=r"=q4_0, but most weights of '.*whole.gguf' are q8_0; leave it out"):
         PipelineConfig(model_path=written("whole.gguf", KINDS.Q8_0), quantization_encoding="q4_0")
