@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as PrefixCachingCoordinatorPolicy
     from megatron_infer.config.inference import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
     from megatron_infer.config.inference import SamplingChoice as SamplingChoice
+    from megatron_infer.config.inference import StepRanges as StepRanges
     from megatron_infer.config.lora import LoRAConfig as LoRAConfig
     from megatron_infer.config.mamba_state import MambaInferenceStateConfig as MambaInferenceStateConfig
     from megatron_infer.config.sampling_params import SamplingParams as SamplingParams
@@ -65,6 +66,7 @@ _HOMES = {
     "SamplingChoice": "config.inference",
     "GraphSizing": "config.inference",
     "LinearChoice": "config.inference",
+    "StepRanges": "config.inference",
     "BatchingPolicy": "config.inference",
     "PreemptionMode": "config.inference",
     "PrefixCachingEvictionPolicy": "config.inference",

@@ -76,3 +76,11 @@ def _numbers(item, seen):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """What a file has imported and cached is not walked again by each later collection."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from megatron_infer.cli.loading import DTYPES, note
@@ -27,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_infer.model_loader.hf_export import write_hugging_face
     from megatron_infer.model_loader.sources import open_source
 
-    if not args.max_shard_gb > 0:
-        raise ConfigError(f"--max-shard-gb is {args.max_shard_gb:g}, it must be more than 0")
+    if not 0 < args.max_shard_gb < math.inf:
+        raise ConfigError(f"--max-shard-gb is {args.max_shard_gb:g}, it must be a finite number of GiB above 0")
     done = write_hugging_face(
         open_source(args.model),
         args.directory,

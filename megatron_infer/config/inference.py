@@ -136,6 +136,16 @@ class LinearChoice(str, Enum):
     """The vendor's library: on a CPU oneDNN with prepacked weights, on a GPU cuBLAS."""
 
 
+class StepRanges(str, Enum):
+    """Which parts of a step are marked for profilers."""
+
+    OFF = "off"
+    ON = "on"
+    """schedule, build, layers, sampling and commit."""
+    DETAILED = "detailed"
+    """Each layer, too."""
+
+
 class KVCacheDtype(str, Enum):
     """The dtype of keys and values in the cache."""
 
@@ -248,6 +258,10 @@ class InferenceConfig:
     """Which backend multiplies by the model's 2-D weights: auto, native (on a CPU) or vendor (oneDNN with prepacked
     weights on a CPU, cuBLAS on a GPU). The engine raises and says why where a named backend cannot run; answers agree
     within rounding."""
+    step_ranges: StepRanges = StepRanges.OFF
+    """Ranges for profilers in every step: off, on (schedule, build, layers, sampling, commit) or detailed (each layer
+    of this stage, too). NVTX on CUDA, torch.profiler elsewhere. What a CUDA graph replays has none of its own; off
+    costs nothing."""
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     """The dtype of keys and values in the cache: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without
     scales: SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). fp8_e4m3 runs on Triton kernels
@@ -428,6 +442,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "attention_backend": AttentionChoice,
     "sampling_backend": SamplingChoice,
     "linear_backend": LinearChoice,
+    "step_ranges": StepRanges,
     "kv_cache_dtype": KVCacheDtype,
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,7 +23,14 @@ from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.comm.startup_checks import agree_on_config
 from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.capacity import GIB, host_places
-from megatron_infer.config.inference import BatchingPolicy, InferenceConfig, PreemptionMode, PrefixCachingEvictionPolicy
+from megatron_infer.config.inference import (
+    BatchingPolicy,
+    ConfigWarning,
+    InferenceConfig,
+    PreemptionMode,
+    PrefixCachingEvictionPolicy,
+    StepRanges,
+)
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import add_graphs
@@ -44,7 +52,7 @@ from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, measured_costs
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.logits_hooks import LogitsHooks
-from megatron_infer.engine.profile import StepProfiler, StepRanges
+from megatron_infer.engine.profile import MethodRanges, StepProfiler, mark_always
 from megatron_infer.engine.request_intake import RequestIntake
 from megatron_infer.engine.sequence_replay import SequenceReplay
 from megatron_infer.engine.states import Lifecycle
@@ -184,7 +192,7 @@ def build_engine(
         release=scheduler.queue.release,
         set_draft_costs=lambda costs: None if drafts is None else drafts.set_costs(costs),
     )
-    lifecycle, profiler = Lifecycle(), _make_profiler(setup, loop, scheduler)
+    lifecycle, profiler = Lifecycle(), _make_profiler(setup, config, loop, scheduler)
     adapters = EngineAdapters(adopted, setup.bank, scheduler, loop, lifecycle, relay, rank_group)
     if config.lora is not None:
         adapters.load_all(config.lora.adapters)
@@ -344,7 +352,7 @@ def make_drafts(config: InferenceConfig, setup: ModelSetup, context: DynamicInfe
     )
 
 
-def _make_profiler(setup: ModelSetup, loop: StepLoop, scheduler: Scheduler) -> StepProfiler:
+def _make_profiler(setup: ModelSetup, config: InferenceConfig, loop: StepLoop, scheduler: Scheduler) -> StepProfiler:
     runner = setup.model_runner
     parts = [
         (scheduler, "schedule", "schedule"),
@@ -353,8 +361,16 @@ def _make_profiler(setup: ModelSetup, loop: StepLoop, scheduler: Scheduler) -> S
         (runner, "sample", "sampling"),
         (scheduler, "commit", "commit"),
     ]
-    has_threads = setup.runner is not runner
-    return StepProfiler(loop, StepRanges(parts), is_cuda=setup.device.is_cuda, has_threads=has_threads)
+    has_threads, is_cuda = setup.runner is not runner, setup.device.is_cuda
+    if config.step_ranges is not StepRanges.OFF:
+        detailed = config.step_ranges is StepRanges.DETAILED
+        if detailed and (layer := setup.adopted.foreign_layer()) is not None:
+            why = f"{layer} is a class of the user's own, so megatron-core's decoder drives the layers"
+            warnings.warn(f"step_ranges='detailed': {why}; one range is around all", ConfigWarning, stacklevel=4)
+            detailed = False
+        mark_always(parts, is_cuda=is_cuda, adopted=setup.adopted if detailed else None)
+        parts = parts if is_cuda else []  # torch.profiler has the ranges of every step already
+    return StepProfiler(loop, MethodRanges(parts), is_cuda=is_cuda, has_threads=has_threads)
 
 
 def _phases_of(config: InferenceConfig, limits: BatchingLimits) -> Phases | None:

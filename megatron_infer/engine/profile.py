@@ -1,8 +1,9 @@
-"""`engine.profile`: a torch.profiler trace of a few steps, with ranges around the parts of each."""
+"""Ranges around the parts of each step, and `engine.profile`: a torch.profiler trace of a few steps with them."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -23,21 +26,56 @@ Mark = Callable[[str], AbstractContextManager[Any]]
 """Name of a range -> what is entered around it."""
 
 
-class StepRanges:
+Part = tuple[Any, str, str]
+"""(object, its method, name of the range around it)."""
+
+
+class MethodRanges:
     """Ranges around methods of an engine's objects. They are put around them on `install` and gone after `remove`, so
     that an engine without ranges runs the methods themselves."""
 
-    def __init__(self, parts: Sequence[tuple[Any, str, str]]) -> None:
-        """parts: (object, its method, name of the range)."""
+    def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
+        self._before: list[Any] = []
+        """What each object itself had in place of its class's method; None: nothing."""
 
     def install(self, mark: Mark) -> None:
+        self._before = [vars(owner).get(method) for owner, method, _ in self._parts]
         for owner, method, name in self._parts:
             setattr(owner, method, _marked(getattr(owner, method), mark, name))
 
     def remove(self) -> None:
-        for owner, method, _ in self._parts:
-            vars(owner).pop(method, None)
+        for (owner, method, _), before in zip(self._parts, self._before, strict=True):
+            if before is None:
+                delattr(owner, method)
+            else:
+                setattr(owner, method, before)
+        self._before = []
+
+
+def mark_always(parts: Sequence[Part], *, is_cuda: bool, adopted: Any = None) -> None:
+    """Put ranges around `parts` for good: NVTX on CUDA, torch.profiler's elsewhere.
+
+    adopted: an `AdoptedModel`, each of whose layers gets a range, "layer N" of this stage from 0 on; None: they do not.
+    """
+    mark: Mark = torch.cuda.nvtx.range if is_cuda else record_function
+    MethodRanges(parts).install(mark)
+    if adopted is not None:
+        adopted.decode = _with_layers_marked(adopted.decode, mark)
+
+
+def _with_layers_marked(decode: Callable[..., Tensor], mark: Mark) -> Callable[..., Tensor]:
+    @functools.wraps(decode)
+    def marked(*args: Any, around: Callable[..., Any] | None = None, **kwargs: Any) -> Tensor:
+        numbers = itertools.count()
+
+        def layer(run: Callable[..., Any], *arguments: Any) -> Any:
+            with mark(f"layer {next(numbers)}"):
+                return run(*arguments) if around is None else around(run, *arguments)
+
+        return decode(*args, around=layer, **kwargs)
+
+    return marked
 
 
 def _marked(call: Callable[..., Any], mark: Mark, name: str) -> Callable[..., Any]:
@@ -52,7 +90,7 @@ def _marked(call: Callable[..., Any], mark: Mark, name: str) -> Callable[..., An
 class StepProfiler:
     """Traces the next steps of this rank, as a listener of its loop for as long."""
 
-    def __init__(self, loop: StepLoop, ranges: StepRanges, *, is_cuda: bool, has_threads: bool) -> None:
+    def __init__(self, loop: StepLoop, ranges: MethodRanges, *, is_cuda: bool, has_threads: bool) -> None:
         """has_threads: steps run on threads beside the one that calls `engine.step`."""
         self._loop, self._ranges = loop, ranges
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]

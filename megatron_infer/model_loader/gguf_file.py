@@ -7,8 +7,10 @@ little-endian.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,17 @@ class GGUFFile:
             raise ModelError(f"{self.path}: truncated: the file ends within its header") from error
         except UnicodeDecodeError as error:
             raise ModelError(f"{self.path}: damaged: a string of its header is not UTF-8") from error
+
+    def main_encoding(self) -> str:
+        """The type that holds most numbers, in lower case: "q4_k"."""
+        from gguf import GGMLQuantizationType
+
+        numbers: Counter[int] = Counter()
+        for tensor in self.tensors.values():
+            numbers[tensor.type_id] += math.prod(tensor.shape)
+        if not numbers:
+            raise ModelError(f"{self.path}: has no tensors")
+        return GGMLQuantizationType(numbers.most_common(1)[0][0]).name.lower()
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor (or rows start..stop of its first dimension) as float32, dequantised."""

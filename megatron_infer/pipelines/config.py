@@ -100,7 +100,8 @@ class PipelineConfig(Section):
     max_batch_total_tokens: int | None = None
     """Most tokens of context, over all requests of a step that prefills."""
     force: bool = False
-    """Keep values that an architecture's required arguments would replace. Never skips a check of safety."""
+    """Keep values that an architecture's required arguments would replace, and a quantization_encoding that is not the
+    file's. Never skips a check of safety."""
     kvcache_ce_watermark: float = 0.95
     """Share of the cache beyond which no prompt is admitted beside running requests."""
     enable_overlap_scheduler: bool = False

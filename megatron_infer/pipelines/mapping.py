@@ -98,7 +98,7 @@ ROWS: Mapping[str, Row] = {
     "pipeline_role": Refused("a server here both prefills and decodes; take prefill_and_decode"),
     "ep_size": Layout("ep"),
     "enable_echo": Server("enable_echo"),
-    "pool_embeddings": Refused('requests that want a vector for each token ask for pooling="all"; leave it True'),
+    "pool_embeddings": Server("pool_embeddings"),
     "use_experimental_kernels": Here(meanings.experimental_kernels, needs_model=True),
     "use_vendor_blas": Engine("linear_backend", meanings.linear_backend),
     "pdl_level": Here(meanings.pdl_level),
@@ -133,7 +133,7 @@ ROWS: Mapping[str, Row] = {
     "sampling.enable_variable_logits": Here(meanings.variable_logits),
     "sampling.enable_penalties": Server("enable_penalties"),
     "sampling.enable_min_tokens": Server("enable_min_tokens"),
-    "profiling.gpu_profiling": Refused("ranges are marked within engine.profile(path, steps=N) only; leave it off"),
+    "profiling.gpu_profiling": Engine("step_ranges", meanings.step_ranges),
 }
 """Dotted path of a field -> what it is mapped to. The draft model's fields are refused with draft_model."""
 

@@ -4,12 +4,14 @@ follows from the value there, and gives the value in effect and a note."""
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, ModelError, unknown_name
 from megatron_infer.pipelines.architectures import custom_architectures
-from megatron_infer.pipelines.model_config import CacheStrategy, QuantizationEncoding, RopeType
+from megatron_infer.pipelines.model_config import CacheStrategy, GPUProfilingMode, QuantizationEncoding, RopeType
 from megatron_infer.server.endpoint_base import checked_base
 
 if TYPE_CHECKING:
@@ -134,6 +136,11 @@ def linear_backend(use_vendor_blas: str) -> str:
     return "vendor"
 
 
+def step_ranges(mode: GPUProfilingMode) -> str:
+    """The value of `step_ranges`."""
+    return mode.value
+
+
 def pdl_level(value: str, asked: Asked) -> Effect:
     if value not in ("0", "1", "2"):
         raise ConfigError(f'pdl_level is {value!r}, it must be "0", "1" or "2"')
@@ -182,6 +189,13 @@ def encoding(value: QuantizationEncoding | None, asked: Asked) -> Effect:
             raise ConfigError(
                 f"quantization_encoding={value.value}: {model!r} is no .gguf file; take float32 or bfloat16"
             )
+        stored = asked.gguf_encoding(model)
+        if stored != value.value:
+            known = f"take {stored}, or " if stored in GGUF_ENCODINGS else ""
+            why = f"quantization_encoding={value.value}, but most weights of {model!r} are {stored}"
+            if not asked.force:
+                raise ConfigError(f"{why}; {known}leave it out")
+            warnings.warn(f"{why}; force: they are read as they are", ConfigWarning, stacklevel=4)
         return value, "dequantised when loaded"
     if value is QuantizationEncoding.FLOAT8_E4M3FN:
         raise ConfigError(

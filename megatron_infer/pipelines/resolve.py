@@ -75,6 +75,12 @@ class Asked:
     def is_gguf(self, model: str) -> bool:
         return bool(model) and find_model(model).kind is Kind.GGUF
 
+    def gguf_encoding(self, model: str) -> str:
+        """What most weights of a .gguf file are stored in: "q4_k"."""
+        from megatron_infer.model_loader.gguf_file import GGUFFile
+
+        return GGUFFile(find_model(model).path, with_vocabulary=False).main_encoding()
+
     def is_hub(self, model: str) -> bool:
         return bool(model) and find_model(model).kind is Kind.HUB
 

@@ -35,10 +35,12 @@ class EmbeddingBody(Body, kw_only=True):
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
+    default = "last" if settings.pool_embeddings else "all"
+
     async def embeddings(call: Call) -> Reply:
         body: EmbeddingBody = call.body
         check_model(client, body.model)
-        params = params_for(body.pooling or "last")
+        params = params_for(body.pooling or default)
         prompts = await client.encode_prompts(
             body.input, field="input", add_special=body.add_special_tokens is not False
         )

@@ -8,18 +8,24 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.server.detokenize import INLINE_TOKENS
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import unavailable
 from megatron_infer.server.inflight import EngineRequest
+
+PIECE = 1000
+"""Entries of a list that are encoded at once: with 20 alternatives each, some milliseconds."""
 
 
 class ReplyFormat(Protocol):
     """How one API shows the outputs of one call. Outputs are cumulative."""
 
     def whole(self, outputs: list[RequestOutput]) -> Any:
-        """The reply, of every request's last output in the order of the requests."""
+        """The reply, of every request's last output in the order of the requests. Of a long one in a thread."""
 
     def first_events(self) -> Iterable[Any]:
         """Events of a stream before the first output."""
@@ -46,7 +52,32 @@ async def generate(
         return Events(events)
     async with client.submit(requests, abort_ids=abort_ids) as call:
         outputs = await call.results()
-    return Reply(reply.whole(outputs))
+    if num_entries(outputs) <= INLINE_TOKENS:
+        return Reply(reply.whole(outputs))
+    return Reply(msgspec.Raw(await client.run_in_thread(_whole_as_json, reply, outputs)))
+
+
+def num_entries(outputs: Iterable[RequestOutput]) -> int:
+    """Tokens and log probabilities of prompts: what formatting a reply takes time for."""
+    return sum(
+        len(output.prompt_logprobs or ()) + sum(len(one.token_ids) for one in output.outputs) for output in outputs
+    )
+
+
+def _whole_as_json(reply: ReplyFormat, outputs: list[RequestOutput]) -> bytes:
+    return msgspec.json.encode(in_pieces(reply.whole(outputs)))
+
+
+def in_pieces(value: Any) -> Any:
+    """The JSON value with long lists encoded, some entries at a time: between these calls other threads run."""
+    if isinstance(value, dict):
+        return {name: in_pieces(one) for name, one in value.items()}
+    if not isinstance(value, list):
+        return value
+    if len(value) <= PIECE:
+        return [in_pieces(one) if isinstance(one, dict) else one for one in value]
+    pieces = (msgspec.json.encode(value[start : start + PIECE])[1:-1] for start in range(0, len(value), PIECE))
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 async def whole_outputs(

@@ -78,10 +78,18 @@ async def _label_scores(call: Call, client: EngineClient) -> dict[str, Any]:
     rows = []
     for place in range(len(items)):
         found = [_last_logprob(output) for output in outputs[place * len(labels) : (place + 1) * len(labels)]]
-        weights = [math.exp(one) for one in found]
-        rows.append([one / math.fsum(weights) for one in weights] if body.apply_softmax else weights)
+        rows.append(_shares(found) if body.apply_softmax else [math.exp(one) for one in found])
     usage = _usage(sum(map(len, prompts)))
     return {"object": "scoring", "model": shown_name(client, body.model), "scores": rows, "usage": usage}
+
+
+def _shares(logprobs: list[float]) -> list[float]:
+    """Probabilities among these alone; the same for all where none of them has any."""
+    largest = max(logprobs)
+    if largest == -math.inf:
+        return [1 / len(logprobs)] * len(logprobs)
+    weights = [math.exp(one - largest) for one in logprobs]
+    return [one / math.fsum(weights) for one in weights]
 
 
 def _last_logprob(output: RequestOutput) -> float:

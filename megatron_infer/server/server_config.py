@@ -59,6 +59,8 @@ class ServerConfig:
     enable_echo: bool = True
     """Take calls that return log probabilities of the prompt (echo with logprobs, prompt_logprobs, scores), which
     computes a row of the vocabulary for each prompt token. False: 400."""
+    pool_embeddings: bool = True
+    """/v1/embeddings gives one vector a prompt where a call does not say (`pooling`). False: one a token."""
     enable_structured_output: bool = True
     """Take calls with structured output, tools that must be called among them. False: 400."""
     enable_penalties: bool = True

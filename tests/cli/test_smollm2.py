@@ -40,6 +40,7 @@ def test_chat_answers_from_a_pipe_and_takes_the_history_from_the_cache(monkeypat
     assert cached >= 32  # the system prompt and the first turn, in whole blocks of 16
 
 
+@pytest.mark.long
 def test_bench_measures_the_real_model(tmp_path, capsys):
     out = tmp_path / "bench.json"
     sizes = ["--num-requests", "4", "--concurrency", "2", "--input-len", "8:16", "--output-len", "4", "--rounds", "1"]
@@ -71,6 +72,7 @@ def test_generate_follows_a_schema(tmp_path, capsys):
     assert isinstance(json.loads(capsys.readouterr().out)["n"], int)
 
 
+@pytest.mark.long
 def test_metrics_without_a_writer_are_lines_on_stderr(capsys):
     log = logging.getLogger("megatron_infer.metrics")
     try:

@@ -216,6 +216,7 @@ def test_context_is_the_fifth_argument_of_attention_and_a_keyword_of_layers():
     assert attention.index("inference_context") == 4, "PagedAttention.forward names its arguments in this order"
 
 
+@pytest.mark.long
 def test_compiled_activations_equal_our_formulas():
     import torch
 

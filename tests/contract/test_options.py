@@ -44,6 +44,7 @@ OURS = {
     "attention_backend": ("AttentionChoice", inference.AttentionChoice.AUTO),
     "sampling_backend": ("SamplingChoice", inference.SamplingChoice.AUTO),
     "linear_backend": ("LinearChoice", inference.LinearChoice.AUTO),
+    "step_ranges": ("StepRanges", inference.StepRanges.OFF),
     "kv_cache_dtype": ("KVCacheDtype", inference.KVCacheDtype.AUTO),
     "cuda_graph_sizing_distribution": ("GraphSizing", inference.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
@@ -94,6 +95,7 @@ ENUMS = {
         "ROUND_ROBIN": "round_robin",
         "LOAD_BALANCED": "load_balanced",  # of later versions
     },
+    inference.StepRanges: {"OFF": "off", "ON": "on", "DETAILED": "detailed"},
     inference.LinearChoice: {"AUTO": "auto", "NATIVE": "native", "VENDOR": "vendor"},
     inference.BatchingPolicy: {"MIXED": "mixed", "PREFILL_FIRST": "prefill_first", "PHASED": "phased"},
     inference.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},

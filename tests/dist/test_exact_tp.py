@@ -118,6 +118,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         pass
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_two_ranks_are_exact_and_train(tmp_path: Path):
     torch.save(whole_model("hybrid").state_dict(), tmp_path / "hybrid.weights.pt")

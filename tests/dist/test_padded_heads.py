@@ -36,6 +36,7 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
             torch.distributed.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_padded_model_is_saved_so_that_any_number_of_ranks_reads_it(tmp_path: Path) -> None:
     kind, settings = CASES["llama_all_biases"]

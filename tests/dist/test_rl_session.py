@@ -108,6 +108,7 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
         session.engine.rank_group.lockstep.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_every_layout_of_a_trainer_generates_and_trains_like_one_process(tmp_path: Path) -> None:
     torch.set_num_threads(1)

@@ -42,6 +42,7 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
             assert play(part, **settings) == want, (name, settings)
 
 
+@pytest.mark.long
 def test_two_ranks_draw_what_one_process_does(tmp_path):
     save_checkpoint(model(), tmp_path / "model")
     (tmp_path / "want.json").write_text(json.dumps(play(build_model(CheckpointSource(tmp_path / "model")))))

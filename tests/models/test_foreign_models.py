@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long  # imports everything again, in a process of its own
+
 HERE = Path(__file__).parent
 ADOPTED = [
     "rms",

@@ -133,7 +133,9 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(wrong, llama, tm
     }
     assert said[wrong] in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before and not ran.exists()
-    assert main(["convert", str(checkpoint), str(out), "--max-shard-gb", "0"]) == 2
+    for size in ("0", "-1", "inf", "nan"):
+        assert main(["convert", str(checkpoint), str(out), "--max-shard-gb", size]) == 2
+        assert "--max-shard-gb is" in capsys.readouterr().err
 
 
 def test_files_can_be_read_by_whom_the_directory_can(llama, tmp_path):

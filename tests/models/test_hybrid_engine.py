@@ -69,6 +69,7 @@ def test_plan_and_generate_take_a_hybrid_directory(tmp_path, capsys):
     assert answer in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["mamba2", "bamba"])
 def test_bench_runs_beside_transformers(case, tmp_path, capsys):
     """Which has no scaled dot product attention for a model without attention, and no states in continuous batching."""

@@ -91,6 +91,9 @@ def test_fields_come_to_the_options_of_engine_server_model_and_layout():
     assert resolved().resolved.engine.batching == "prefill_first"
     assert resolved(max_num_steps=4).resolved.engine.max_steps_in_flight == 4
     assert resolved(use_vendor_blas="true").resolved.engine.linear_backend == "vendor"
+    assert resolved(gpu_profiling="detailed").resolved.engine.step_ranges == "detailed"
+    assert resolved().resolved.engine.step_ranges == "off" and resolved().resolved.server.pool_embeddings
+    assert not resolved(pool_embeddings=False).resolved.server.pool_embeddings
     gates = ("enable_echo", "enable_structured_output", "enable_penalties", "enable_min_tokens")
     assert not any(getattr(resolved().resolved.server, name) for name in gates)
     opened = resolved(**dict.fromkeys(gates, True)).resolved.server
@@ -309,7 +312,6 @@ BAD = [
     ({"kv_cache_page_size": 0}, r"kv_cache_page_size \(block_size_tokens\): is 0, it must be at least 1"),
     ({"in_dtype": "bfloat16"}, "in_dtype='bfloat16': logits are sampled in float32; leave it at float32"),
     ({"out_dtype": "bfloat16"}, "out_dtype='bfloat16'"),
-    ({"gpu_profiling": "on"}, r"gpu_profiling='on': ranges are marked within engine.profile\(.*leave it off"),
     ({"gpu_profiling": "loud"}, "gpu_profiling is 'loud' .* it must be one of off, on, detailed"),
     ({"custom_architectures": ["a:b:c"]}, "'a:b:c' has a second colon; give MODULE_PATH or FOLDER:MODULE"),
     ({"custom_architectures": ["no/such/module"]}, "'no/such' is no directory; give its path"),

@@ -14,7 +14,7 @@ from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.request import FinishReason
 
 NUM_SEEDS = 900
-NUM_SHARDS = 5
+NUM_SHARDS = 3
 
 
 def run_schedule(seed, totals):

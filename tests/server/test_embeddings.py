@@ -85,6 +85,19 @@ def test_each_token_has_a_vector_with_pooling_all(case, offline):
     np.testing.assert_allclose(np.linalg.norm(unit, axis=1), 1.0, atol=1e-5)
 
 
+def test_a_server_that_does_not_pool_gives_each_token_its_vector_unless_asked(engine, offline):
+    with (
+        serving(engine, pool_embeddings=False) as one,
+        openai.OpenAI(base_url=f"{one.url}/v1", api_key="none") as client,
+    ):
+        found = client.embeddings.create(model="tiny", input=TEXTS, encoding_format="float").data
+        for each, output in zip(found, offline["all"], strict=True):
+            np.testing.assert_allclose(each.embedding, vector_of(output), atol=1e-4)
+        pooled = post(one, PATH, input=TEXTS, pooling="last").json()["data"]
+        for each, output in zip(pooled, offline["last"], strict=True):
+            np.testing.assert_allclose(each["embedding"], vector_of(output), atol=1e-4)
+
+
 def test_vectors_beyond_the_largest_reply_are_refused(engine):
     with serving(engine, max_reply_bytes=200_000) as one:
         reply = post(one, PATH, input="a" * 200, pooling="all")

@@ -11,6 +11,7 @@ from server_case import post, serving, tokenizer
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.rl.remote_weights import RemoteWeights
+from megatron_infer.server import score
 from megatron_infer.testing.tiny import tiny_gpt
 
 
@@ -46,6 +47,17 @@ def test_labels_have_the_probabilities_that_the_model_gives(case, model):
         assert among["scores"][place] == pytest.approx(expected.softmax(-1).tolist(), rel=1e-3)
     ids = post(case, "/v1/score", query=[1, 2], items=[[3]], label_token_ids=[4], item_first=True).json()
     assert ids["scores"][0][0] == pytest.approx(logprobs_behind(model, [3, 1, 2])[4].exp().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "expected"), [((-800.0, -800.0 - math.log(3)), [0.75, 0.25]), ((-math.inf, -math.inf), [0.5, 0.5])]
+)
+def test_labels_that_are_next_to_impossible_still_have_shares(case, monkeypatch, logprobs, expected):
+    found = iter(logprobs)
+    monkeypatch.setattr(score, "_last_logprob", lambda output: next(found))
+    asked = {"query": "Is it red? ", "items": ["a rose"], "label_token_ids": [65, 66]}
+    reply = post(case, "/v1/score", **asked, apply_softmax=True)
+    assert reply.status_code == 200 and reply.json()["scores"] == [pytest.approx(expected)]
 
 
 def test_likeness_of_texts_is_the_cosine_of_their_embeddings(case):

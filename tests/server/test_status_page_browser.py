@@ -6,7 +6,8 @@ import time
 
 import pytest
 from browser_case import browser, missing, wait_until
-from server_case import serving
+from scripted import ScriptedEngine
+from server_case import serving, tokenizer
 from test_status_page import KEY
 
 from megatron_infer.testing.echo import EchoEngine
@@ -39,6 +40,27 @@ def test_chat_grows_while_tokens_arrive_and_control_buttons_are_off_without_cont
         wait_until(lambda: page.shown("#stop") == [])
         assert "stopped" in page.run("return [...document.querySelectorAll('.turn.assistant .who')].pop().innerText")
         wait_until(lambda: case.engines[0].stats()["num_requests"] == 0)
+        assert page.complaints() == []
+
+
+def test_reasoning_is_shown_apart_from_the_answer_and_is_text(tmp_path):
+    engine = ScriptedEngine(step_s=0.01)
+    engine.set_script("<think>\nTwo & <b>two</b>\n\nare four.\n</think>\n\n**Four.**", stride=3)
+    with serving(engine, encoder=tokenizer(), reasoning_parser="qwen3") as case, browser(tmp_path) as page:
+        page.open(case.url)
+        wait_until(lambda: page.text("#state") == "ok")
+        page.type("#text", "Two and two?\ue007")
+        wait_until(lambda: "tokens" in page.text(".turn.assistant .who"))
+        assert page.text(".turn.assistant .text") == "Four."
+        assert page.text(".turn.assistant summary") == "Reasoning"
+        assert page.run("return document.querySelector('.thought').textContent") == "Two & <b>two</b>\n\nare four."
+        assert page.run("return document.querySelector('.thoughts').open") is False
+        page.click(".thoughts summary")
+        assert page.run("return document.querySelector('.thoughts').open") is True
+        page.type("#text", "Why?\ue007")
+        wait_until(lambda: len(engine.prompts) == 2)
+        sent = tokenizer().decode(engine.prompts[1])
+        assert "**Four.**" in sent and "are four" not in sent
         assert page.complaints() == []
 
 

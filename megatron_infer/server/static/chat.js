@@ -73,6 +73,17 @@ class Answer {
     this.timer ||= setTimeout(() => this.draw(), Math.max(REDRAW_MS, 4 * this.cost));
   }
 
+  think(piece) {
+    if (!this.thoughts) {
+      const box = part("details", "thoughts", "");
+      this.thoughts = part("div", "thought", "");
+      box.append(part("summary", "", "Reasoning"), this.thoughts);
+      this.body.before(box);
+    }
+    this.thoughts.append(piece);
+    follow();
+  }
+
   draw() {
     clearTimeout(this.timer);
     this.timer = 0;
@@ -120,10 +131,11 @@ async function ask(text) {
       if (chunk.error) throw new Error(chunk.error.message);
       usage = chunk.usage || usage;
       reason = chunk.choices[0]?.finish_reason || reason;
-      const piece = chunk.choices[0]?.delta.content || "";
-      if (!piece) continue;
+      const { content, reasoning } = chunk.choices[0]?.delta || {};
+      if (!content && !reasoning) continue;
       first ||= performance.now();
-      answer.add(piece);
+      if (reasoning) answer.think(reasoning);
+      if (content) answer.add(content);
     }
   } catch (error) {
     if (error.name === "AbortError") reason = "stopped";
