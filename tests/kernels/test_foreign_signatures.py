@@ -20,8 +20,6 @@ FUNCTIONS = [
     ("flashinfer", "prefill.py", f"{PREFILL}.run", fakes.Prefill.run),
     ("flashinfer", "page.py", "append_paged_kv_cache", fakes.append_paged_kv_cache),
     ("flashinfer", "rope.py", "apply_rope_with_cos_sin_cache_inplace", fakes.apply_rope_with_cos_sin_cache_inplace),
-    ("flashinfer", "topk.py", "top_k", fakes.top_k),
-    ("flashinfer", "topk.py", "can_implement_filtered_topk", fakes.can_implement_filtered_topk),
     ("flash_attn", "flash_attn_interface.py", "flash_attn_with_kvcache", fakes.flash_attn_with_kvcache),
     ("flash_attn", "flash_attn_interface.py", "flash_attn_varlen_func", fakes.flash_attn_varlen_func),
     ("flash_attn_interface", "", "flash_attn_with_kvcache", fakes.flash_attn_3_with_kvcache),
