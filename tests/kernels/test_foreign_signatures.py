@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fake_packages as fakes
 import pytest
+from fake_saver import Saver
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 FUNCTIONS = [
@@ -27,6 +28,9 @@ FUNCTIONS = [
     ("mamba_ssm", "ops/triton/ssd_combined.py", "mamba_chunk_scan_combined", fakes.mamba_chunk_scan_combined),
     ("causal_conv1d", "causal_conv1d_interface.py", "causal_conv1d_fn", fakes.causal_conv1d_fn),
     ("causal_conv1d", "causal_conv1d_interface.py", "causal_conv1d_update", fakes.causal_conv1d_update),
+    ("torch_memory_saver", "entrypoint.py", "TorchMemorySaver.region", Saver.region.__wrapped__),
+    ("torch_memory_saver", "entrypoint.py", "TorchMemorySaver.pause", Saver.pause),
+    ("torch_memory_saver", "entrypoint.py", "TorchMemorySaver.resume", Saver.resume),
 ]  # fmt: skip
 
 
