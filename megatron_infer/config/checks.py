@@ -141,10 +141,6 @@ def _check_exact(config: InferenceConfig) -> None:
             "use_flashinfer_fused_rope=True excludes batch_invariant=True, whose kernels rotate queries and keys "
             "themselves; leave it False"
         )
-    if config.compile_layers:
-        raise ConfigError(
-            "compile_layers=True excludes batch_invariant=True: the compiler chooses the order of sums; leave it False"
-        )
     if config.kv_cache_dtype.value != "auto":
         raise ConfigError(
             f"kv_cache_dtype={config.kv_cache_dtype.value!r} excludes batch_invariant=True: a training forward does "

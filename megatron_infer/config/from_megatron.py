@@ -135,7 +135,7 @@ def config_values(config: object) -> dict[str, Any]:
         elif name == "logprobs_mode":
             values[name] = _LOGPROBS_MODES.get(value, value)
         elif name == "sampling_backend":
-            values[name] = "auto" if value == "torch" else value  # its default; each backend draws the same tokens
+            values[name] = "auto" if value in ("torch", "flashinfer") else value  # all draw the same tokens here
         elif name == "mamba_inference_state_config":
             values[name] = None if value is None else _state_config(value)
         elif name != "cuda_graph_max_tokens" or value is not None:  # None in 0.16: not given

@@ -117,8 +117,6 @@ class SamplingChoice(str, Enum):
     """The first that can run: on a GPU Triton, torch; on a CPU native, torch."""
     TRITON = "triton"
     """The package's own kernels for GPUs; they can also draw inside CUDA graphs."""
-    FLASHINFER = "flashinfer"
-    """FlashInfer finds the candidates of rows with a top_k up to 256, torch does the rest; not inside CUDA graphs."""
     NATIVE = "native"
     """The package's own C++ kernels, on a CPU."""
     TORCH = "torch"
@@ -252,8 +250,8 @@ class InferenceConfig:
     """Which backend computes attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. The engine
     raises and says why where a named backend does not support the model or the device."""
     sampling_backend: SamplingChoice = SamplingChoice.AUTO
-    """Which backend draws tokens: auto, triton, flashinfer (its top-k, then the package's seeded draw), native (on a
-    CPU) or torch. The engine raises and says why where a named backend cannot run."""
+    """Which backend draws tokens: auto, triton, native (on a CPU) or torch. The engine raises and says why where a
+    named backend cannot run."""
     linear_backend: LinearChoice = LinearChoice.AUTO
     """Which backend multiplies by the model's 2-D weights: auto, native (on a CPU) or vendor (oneDNN with prepacked
     weights on a CPU, cuBLAS on a GPU). The engine raises and says why where a named backend cannot run; answers agree
@@ -274,11 +272,6 @@ class InferenceConfig:
     """Every step that prefills runs in a graph: graphs reach up to max_tokens, and requests are admitted and prompts
     chunked so that each step fits one. Steps that keep recurrent states for the prefix cache, or fork more sequences
     than a graph has rows, still run eagerly. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
-    compile_layers: bool = False
-    """Compile the operations between a layer's attention, scan, experts and collectives with torch.compile when the
-    engine is built (seconds to a minute). Fuses biases, norms and activations that no kernel here computes in one
-    launch. Where nothing compiles, layers run uncompiled and a warning says why. Answers agree within rounding. For
-    GPUs: on a CPU compiled layers lose their packed weights."""
     overlap: bool = False
     """Commit a step while the next one runs on the device: this hides the host's work, results come one step later, and
     tokens stay the same."""

@@ -28,8 +28,6 @@ from megatron_infer.sampling.row_params import GREEDY_BELOW, RowExtras, RowFlags
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 from megatron_infer.sampling.upload import Upload
 
-DRAWS_BEHIND = "FlashInfer draws behind the graph"
-
 
 class DrawKernel(Protocol):
     """A GPU backend's `CapturedDraw.draw`."""
@@ -68,9 +66,7 @@ class CapturedDraw:
     def can_draw(self, inputs: SamplerInput) -> bool:
         """Whether `draw` serves these rows with all that they ask for; the same on every rank."""
         sampler = self._sampler
-        reason: str | None = DRAWS_BEHIND
-        if sampler.search is None:
-            reason = why_outside(sampler.params, inputs.rows, sampler.flags_of(inputs.rows, inputs.positions))
+        reason = why_outside(sampler.params, inputs.rows, sampler.flags_of(inputs.rows, inputs.positions))
         if reason is None and self._gather is not None and _needs_logits(sampler.params, inputs.rows):
             reason = "alternatives or supports, of a vocabulary in parts"
         if reason is not None:

@@ -74,8 +74,6 @@ class Recorder(Protocol):
     name: str
     collectives: tuple[str, ...] | None
     """Backends of torch.distributed whose calls it can capture; None: all."""
-    holds_compiled: bool
-    """Whether it can capture code that torch.compile has made."""
 
     def reserve(self, num_bytes: int) -> None:
         """Allocate that much memory and free it for the warm-up; raises torch.OutOfMemoryError where there is none."""
@@ -99,7 +97,6 @@ class CudaRecorder:
 
     name = "CUDA graph"
     collectives = ("nccl",)
-    holds_compiled = True
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -36,9 +36,9 @@ PACKAGES = (
     Package(
         "flashinfer-python",
         "flashinfer",
-        "attention (attention_backend=flashinfer), rotation (use_flashinfer_fused_rope), top-k of draws "
-        "(sampling_backend=flashinfer); not its samplers, which draw other tokens for a seed",
-        "import flashinfer.decode, flashinfer.prefill, flashinfer.page, flashinfer.rope, flashinfer.topk",
+        "attention (attention_backend=flashinfer), rotation (use_flashinfer_fused_rope); not its samplers, which draw "
+        "other tokens for a seed",
+        "import flashinfer.decode, flashinfer.prefill, flashinfer.page, flashinfer.rope",
     ),
     Package("flash-attn", "flash_attn", "attention (attention_backend=flash_attn), in blocks of 256"),
     Package("flash-attn-3", "flash_attn_interface", "the same on Hopper, in blocks of any size"),

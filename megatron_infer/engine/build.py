@@ -47,7 +47,6 @@ from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
 from megatron_infer.engine.build_graphs import step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
-from megatron_infer.engine.compile_layers import compile_layers
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, measured_costs
 from megatron_infer.engine.executor import Executor
@@ -231,7 +230,6 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
-    compile_layers(adopted, config, kernels, any_rank=rank_group.any_rank)
     hooks = LogitsHooks(config.request_metadata_types, own_device, adopted.tp_group)
     runner, model_runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group, hooks, bank)
     return ModelSetup(
@@ -543,7 +541,6 @@ def make_runner(
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
         kernels=chosen.sampling,
-        search=chosen.search,
         ops=DeviceOps(to_device=device.to_device, forbid=masks),
     )
     link: StageLink | None = None

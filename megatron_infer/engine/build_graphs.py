@@ -75,7 +75,7 @@ def step_graphs(
         shapes,
         builder=builder,
         draw=draw,
-        max_drawn_rows=memory.max_drawn_rows if chosen.search is None else 0,
+        max_drawn_rows=memory.max_drawn_rows,
         received_TD=None if adopted.is_first_stage else _room_for_received(adopted, shapes, device),
         hidden_size=adopted.shape.hidden_size,
         num_logits=adopted.shape.padded_vocab_size // num_parts,
@@ -116,8 +116,6 @@ def why_not(adopted: AdoptedModel, chosen: ChosenKernels, recorder: Recorder) ->
         return f"the selective scan {chosen.scan.name!r} decides on the host"
     if (layer := adopted.foreign_layer()) is not None:
         return f"{layer} is a class of the user's own, and its device work is unknown"
-    if adopted.compiler is not None and not recorder.holds_compiled:
-        return f"{recorder.name} does not see what compiled layers launch"
     for group in adopted.groups():
         backend = backend_on(group, adopted.device.type)
         if recorder.collectives is not None and backend not in recorder.collectives:

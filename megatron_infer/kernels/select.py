@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import backend_candidates, flashinfer_rope, flashinfer_topk, native_build, packing
+from megatron_infer.kernels import backend_candidates, flashinfer_rope, native_build, packing
 from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
@@ -95,8 +95,6 @@ class ChosenKernels:
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
     device_sampling: TritonSampling | None = None
     """The same object where it also draws inside a captured graph and masks on the device."""
-    search: flashinfer_topk.FlashInferSearch | None = None
-    """Finds the candidates for the sampler's own torch path, which then draws outside of graphs."""
     checksum: Callable[[Tensor], int | Tensor]
     """Changes with a weight's content; reads the weight once, at memory speed."""
     rows: list[BackendChoice]
@@ -315,7 +313,6 @@ class _ChosenSampling:
     row: BackendChoice
     kernels: NativeSampling | TritonSampling | None = None
     on_device: TritonSampling | None = None
-    search: flashinfer_topk.FlashInferSearch | None = None
 
 
 def _choose_sampling(
@@ -328,11 +325,6 @@ def _choose_sampling(
 ) -> _ChosenSampling:
     """asked: the option, "auto" or a name. A debugging variable that names attention and scan contradicts no name."""
     forced, by = _named(SAMPLING_OPTION, asked, None if forced not in BACKENDS and asked != AUTO else forced)
-    if asked == "flashinfer":
-        if (reason := flashinfer_topk.unavailable(device)) is not None:
-            raise ConfigError(f"{by}={asked}, but sampling: {reason}")
-        others = {"others": f"{by}={asked}: it finds the candidates of rows with a top_k, torch does the rest"}
-        return _ChosenSampling(BackendChoice(SAMPLING, asked, others), search=flashinfer_topk.FlashInferSearch())
     samplers, missing = backend_candidates.available(backend_candidates.SAMPLING, device, dtype, forced=forced)
     _check_forced("sampling", forced, missing if asked == AUTO else reasons | missing, by=by)
     why = reasons | missing if asked == AUTO else {"others": f"{by}={asked}"}
@@ -497,7 +489,6 @@ def choose(
         argmax=argmax,
         sampling=draws.kernels,
         device_sampling=draws.on_device,
-        search=draws.search,
         checksum=checksum,
         rows=rows,
         layers=NativeLayers(library, dtype, packed, backend) if library is not None and runs_layers else None,

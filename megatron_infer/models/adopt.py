@@ -31,7 +31,6 @@ from megatron_infer.models.adoption_checks import (
 )
 from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.census import Census
-from megatron_infer.models.compiled_layers import CompiledLayer, warm_up
 from megatron_infer.models.fp8 import Fp8Linears, bind_fp8
 from megatron_infer.models.fused_layers import FusedLayer, FusedLinear, FusedNorm, LayerOps
 from megatron_infer.models.fused_mixer import FusedMixer
@@ -40,7 +39,6 @@ from megatron_infer.models.layer_programs import with_programs
 from megatron_infer.models.model_shape import model_shape
 from megatron_infer.models.moe import FusedExperts, routing_shape
 from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
-from megatron_infer.models.piece_compiler import PieceCompiler
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
 from megatron_infer.models.tp_collectives import Reducer
 
@@ -171,8 +169,6 @@ class AdoptedModel:
         """It embeds tokens; the other stages receive the residual stream of the stage before."""
         self.is_last_stage: bool = live.post_process
         """It has the final norm and the output layer."""
-        self.compiler: PieceCompiler | None = None
-        """What compiled the layers; None: they are not compiled."""
         self.num_adoptions = 0
         """Times that the modules were adopted."""
         self.device: torch.device = next(live.parameters()).device
@@ -193,15 +189,17 @@ class AdoptedModel:
         """One for each of this rank's Mamba layers, in order."""
         self.fp8 = reading.fp8
         """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
-        self._run_with(reading.fused)
+        self.layers: list[FusedLayer | None] = list(reading.fused)
+        """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
+        each = [operation for layer in reading.fused if layer is not None for operation in layer.flat()]
+        self._operations = LayerOps(*with_programs(each if reading.norm is None else [*each, reading.norm]))
+        """Those of all layers and the final norm."""
         self._runs_layers = None not in reading.fused
         self.routing = reading.routing
         self._dtype = getattr(torch, self.shape.dtype)
         self._tp = reading.tp
         self.num_adoptions += 1
         self._census = Census(self.live)
-        if self.compiler is not None:
-            self._compile_again()
 
     def set_lora(self, weights: Mapping[str, LoRAWeights | None]) -> None:
         """Add these pairs' products in steps with adapters, also after the model is adopted again. By `linears`."""
@@ -271,13 +269,6 @@ class AdoptedModel:
         differing = next((kind for kind, (before, now) in kinds.items() if before != now), None)
         return None if differing is None else f"{differing} differ from what the engine was built for"
 
-    def _compile_again(self) -> None:
-        try:
-            self.compile_layers()
-        except (RuntimeError, ImportError, OSError) as error:
-            self.undo_compile()
-            log.warning("the layers that were adopted again could not be compiled and run as they are: %s", error)
-
     @property
     def cache_order(self) -> list[str]:
         """What each layer with a cache keeps, "blocks" or "states", in the order of a step."""
@@ -333,34 +324,6 @@ class AdoptedModel:
             decoder.set_input_tensor(x_TD.unsqueeze(1))
         out_TD = decoder(hidden_states=x_TD.unsqueeze(1), attention_mask=None, inference_context=step).squeeze(1)
         return out_TD if self.is_last_stage else out_TD.float()
-
-    def compile_layers(self) -> PieceCompiler:
-        """Compile what lies between the layers' kernels (see `models.compiled_layers`), now, for all later steps.
-
-        For models without layer classes of the user's. Raises what torch.compile raises; nothing has changed then.
-        """
-        compiler = PieceCompiler()
-        layers = [CompiledLayer(compiler, layer) for layer in self._reading.fused if layer is not None]
-        assert self._runs_layers, f"{self.foreign_layer()} is a layer class of the user's"
-        is_first = self.is_first_stage
-        warm_up(layers, width=self.shape.hidden_size, dtype=self._dtype, device=self.device, is_first=is_first)
-        compiler.expects_more = False
-        self._run_with(layers)
-        self.compiler = compiler
-        return compiler
-
-    def undo_compile(self) -> None:
-        """Run the layers without compiled code again."""
-        self._run_with(self._reading.fused)
-        self.compiler = None
-
-    def _run_with(self, layers: Sequence[FusedLayer | CompiledLayer | None]) -> None:
-        self.layers = list(layers)
-        """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
-        norm = self._reading.norm
-        each = [operation for layer in layers if layer is not None for operation in layer.flat()]
-        self._operations = LayerOps(*with_programs(each if norm is None else [*each, norm]))
-        """Those of all layers and the final norm."""
 
     def final_norm(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         """The norm behind the last layer, without the residual."""

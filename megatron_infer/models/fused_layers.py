@@ -3,7 +3,7 @@
     x, residual -> norm, qkv, split heads, attend, proj, norm, fc1, activation, fc2 -> x, residual
 
 `FusedLayer.operations` is the one description of a layer. A step calls `run` of each operation, which uses the kernels'
-`Ops`; `models.compiled_layers` compiles neighbouring operations into one function.
+`Ops`.
 
 A layer returns its last product and the residual without adding them, so that the norm of the next layer adds them in
 one pass. The residual is fp32 whatever the dtype of the weights: sixty bf16 additions are most of a bf16 model's

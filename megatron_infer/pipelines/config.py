@@ -86,7 +86,7 @@ class PipelineConfig(Section):
     chat_template: Annotated[Path | None, Field(strict=False)] = None
     """File with a chat template, or JSON with the key chat_template, that goes before the model's own."""
     use_experimental_kernels: str = "false"
-    """"true", or names out of fused_rope, compiled_layers, flashinfer_sampling."""
+    """"true", or names out of fused_rope."""
     use_vendor_blas: str = "false"
     """"true": linear layers run in the vendor's library."""
     pdl_level: str = "0"

@@ -89,7 +89,7 @@ class ForeignModel:
     """`models.adopt.AdoptedModel` for a model of one's own: nothing is adopted, its `execute` computes each step."""
 
     is_first_stage = is_last_stage = True
-    compiler = fp8 = routing = tp_group = None
+    fp8 = routing = tp_group = None
     num_adoptions = 1
     ssm_specs: Sequence[Any] = ()
     linears: Mapping[str, Any] = {}
@@ -191,9 +191,6 @@ class ForeignModel:
     def foreign_layer(self) -> str:
         """Of all layers: the engine does not know what they compute."""
         return type(self.model).__name__
-
-    def undo_compile(self) -> None:
-        """Nothing is compiled."""
 
     def waits_for_device(self, ops: Ops, num_tokens: int) -> bool:
         """No graph holds its steps."""

@@ -142,8 +142,6 @@ OWN_NAMES: Mapping[str, str] = {
     "preemption_mode": "enable_kvcache_swapping_to_host",
     "swap_buffer_size_gb": "host_kvcache_swap_space_gb",
     "use_flashinfer_fused_rope": "use_experimental_kernels",
-    "compile_layers": "use_experimental_kernels",
-    "sampling_backend": "use_experimental_kernels",
     "dp": "data_parallel_degree",
     "ep": "ep_size",
     "dtype": "quantization_encoding",

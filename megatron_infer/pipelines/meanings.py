@@ -23,8 +23,6 @@ OFF = ("false", "off", "no", "0")
 ON = ("true", "on", "yes", "1")
 KERNELS: dict[str, dict[str, Any]] = {
     "fused_rope": {"use_flashinfer_fused_rope": True},
-    "compiled_layers": {"compile_layers": True},
-    "flashinfer_sampling": {"sampling_backend": "flashinfer"},
 }
 """Experimental kernel -> the engine options that choose it."""
 GGUF_ENCODINGS = (

@@ -113,5 +113,4 @@ def _draw_params(params: RowParams, rows: np.ndarray, stage: Upload) -> DrawPara
         columns_5M=stage(columns),
         candidates=FEW if top_k.max() <= FEW else MANY,
         needs_mass=bool(((top_k >= params.vocab_size) & (top_p < 1.0)).any()),
-        is_bounded=bool(top_k.max() <= MANY),
     )

@@ -11,7 +11,6 @@ kept candidate (the cut) describes. Legend: M rows, V vocab, C candidates, G gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -22,8 +21,6 @@ FEW, MANY = 64, 256
 """Candidates looked at before a full sort: enough for a small top_k, and for the nucleus of most text."""
 GROUP = 64
 _LOW_WORD = 0xFFFFFFFF
-Search = Callable[[Tensor, int], Tensor]
-"""search(values_MV, count) -> int64 [M, count]: the ids that `best_ids` gives, in any order; fp32, count < V."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,8 +33,6 @@ class DrawParams:
     """How many to try before a full sort: FEW where every row's top_k is within it, else MANY."""
     needs_mass: bool
     """Some row has top_p without top_k: its nucleus is measured against the mass of the whole vocabulary."""
-    is_bounded: bool = False
-    """Every row's top_k is within `candidates`: nothing beyond them is ever reached."""
 
     def take(self, index: Tensor) -> DrawParams:
         """The same for some of the rows."""
@@ -81,17 +76,13 @@ def draw_any(logits_MV: Tensor, params: DrawParams) -> DrawResult:
     return DrawResult(_invert(cumulative_MV, cumulative_MV[:, -1], params), top_M)
 
 
-def draw_filtered(logits_MV: Tensor, params: DrawParams, search: Search | None = None) -> DrawResult:
+def draw_filtered(logits_MV: Tensor, params: DrawParams) -> DrawResult:
     """Draw after top_k, then top_p on what is left (renormalised), then min_p. fp32 logits.
 
     On a CPU a bounded number of candidates is tried first; rows whose filters reach further are sorted in full. On a
-    GPU the host would have to wait to learn which rows those are: every row is sorted in full there, unless `search`
-    finds the candidates of rows that are bounded by their parameters.
+    GPU the host would have to wait to learn which rows those are: every row is sorted in full there.
     """
     vocab = logits_MV.shape[1]
-    if search is not None and params.is_bounded and params.candidates < vocab:
-        ids_MC = in_order(logits_MV, search(logits_MV, params.candidates))
-        return _draw_from(logits_MV, ids_MC, logits_MV.amax(-1), None, params)[0]
     if logits_MV.is_cuda:
         return draw_sorted(logits_MV, params)
     top_M = logits_MV.amax(-1)
@@ -144,11 +135,6 @@ def sorted_ids(logits_MV: Tensor) -> Tensor:
     """All ids in candidate order -> [M, V]."""
     ids_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
     return ids_of(sort_keys(logits_MV, ids_V).sort(dim=-1, descending=True).values)
-
-
-def in_order(logits_MV: Tensor, ids_MC: Tensor) -> Tensor:
-    """These ids of each row in candidate order."""
-    return ids_of(sort_keys(logits_MV.gather(1, ids_MC), ids_MC).sort(dim=-1, descending=True).values)
 
 
 def sort_keys(values: Tensor, ids: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.sampling.draw_groups import DeviceOps, DrawGroup, make_draw_group, split_draw_groups
-from megatron_infer.sampling.filters import DrawResult, Search, draw_any, draw_filtered
+from megatron_infer.sampling.filters import DrawResult, draw_any, draw_filtered
 from megatron_infer.sampling.logprobs import LogprobBatch, Score, score
 from megatron_infer.sampling.returned_details import (
     TokenDetailsBatch,
@@ -108,20 +108,18 @@ class Sampler:
         logprobs_mode: Literal["raw", "processed"] = "raw",
         argmax: Callable[[Tensor], Tensor] | None = None,
         kernels: SamplingKernels | None = None,
-        search: Search | None = None,
         ops: DeviceOps | None = None,
     ) -> None:
         """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's.
 
-        kernels: replace the torch code of draws and scores; None: there are none for this device. search: finds the
-        candidates of the torch code's draws. ops: None on a CPU.
+        kernels: replace the torch code of draws and scores; None: there are none for this device. ops: None on a CPU.
         """
         assert params.vocab_size <= padded_vocab_size, f"vocabulary {params.vocab_size}, padded {padded_vocab_size}"
         self.params, self.vocab_size, self.padded_vocab_size = params, params.vocab_size, padded_vocab_size
         self.is_processed = logprobs_mode == "processed"
         """`logprobs` are of the distribution that a token was drawn from, not of the model's."""
         self.argmax = argmax if argmax is not None else _argmax
-        self.search, self.ops = search, DeviceOps() if ops is None else ops
+        self.ops = DeviceOps() if ops is None else ops
         self._kernels = kernels
         self.score: Score = score if kernels is None else kernels.score
         self._plan_key: tuple[int, bytes, bytes] | None = None
@@ -189,7 +187,7 @@ class Sampler:
                 drawn.mass_M = None  # of other logits than the model's
             return drawn
         if group.flags & RowFlags.FILTER:
-            return draw_filtered(values.float(), params, self.search)
+            return draw_filtered(values.float(), params)
         return draw_any(values.float(), params)
 
     def _merge(self, groups: list[DrawGroup], results: list[DrawResult], logits_SV: Tensor) -> DrawResult:

@@ -15,7 +15,6 @@ class EagerRecorder:
 
     name = "eager (padded)"
     collectives = None
-    holds_compiled = True
 
     def reserve(self, num_bytes: int) -> None:
         """Each run allocates its own memory."""

@@ -69,7 +69,6 @@ class ReplayRecorder:
 
     name = "replay (stand-in on a CPU)"
     collectives = ("gloo",)
-    holds_compiled = False  # compiled code calls its kernels past torch's dispatcher
 
     def reserve(self, num_bytes: int) -> None:
         """Each run allocates its own memory."""

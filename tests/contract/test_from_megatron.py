@@ -140,7 +140,7 @@ def test_values_move_over_under_our_names():
     assert (config.block_size_tokens, config.buffer_size_gb) == (64, 2)
     assert config.kv_cache_management_mode == "offload"
     assert config.overlap and config.logprobs_mode == "processed"
-    assert config.sampling_backend == "flashinfer"
+    assert config.sampling_backend == "auto"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ OURS = {
     "cuda_graph_sizing_distribution": ("GraphSizing", inference.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
     "cuda_graph_all_prefills": ("bool", False),
-    "compile_layers": ("bool", False),
     "overlap": ("bool", False),
     "max_steps_in_flight": ("int", 1),
     "batching": ("BatchingPolicy", inference.BatchingPolicy.MIXED),
@@ -84,7 +83,6 @@ ENUMS = {
     inference.SamplingChoice: {
         "AUTO": "auto",
         "TRITON": "triton",
-        "FLASHINFER": "flashinfer",
         "NATIVE": "native",
         "TORCH": "torch",
     },

@@ -1,4 +1,4 @@
-"""The C stand-ins of libcuda and libcudart, built once and loaded afresh for each test."""
+"""The C stand-in of libcudart, built once and loaded afresh for each test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 SOURCE = Path(__file__).with_name("fake_cuda.c")
 VERSIONS = (12080, 13000)
-GRAIN = 1 << 16
 
 
 def build(folder: Path, version: int) -> Path:
@@ -28,10 +27,7 @@ def load(library: Path, folder: Path) -> ctypes.CDLL:
     copy = folder / f"{os.urandom(4).hex()}.so"
     shutil.copy(library, copy)
     fake = ctypes.CDLL(str(copy))
-    for name in ("fake_taken_bytes", "fake_reserved_bytes", "fake_managed_bytes"):
-        getattr(fake, name).restype = ctypes.c_size_t
-    for name in ("fake_num_calls", "fake_num_held_handles"):
-        getattr(fake, name).restype = ctypes.c_long
+    fake.fake_managed_bytes.restype = ctypes.c_size_t
     for name in ("fake_last_refusal", "fake_journal"):
         getattr(fake, name).restype = ctypes.c_char_p
     fake.fake_set_limit.argtypes, fake.fake_fail_at.argtypes = (ctypes.c_size_t,), (ctypes.c_long,)

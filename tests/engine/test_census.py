@@ -42,7 +42,6 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import AdoptionError, StaleCache
 from megatron_infer.kernels.select import BACKEND_VARIABLE
-from megatron_infer.models.adopt import adopt
 from megatron_infer.models.census import Census
 from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.models.mcore_compat import MLP, SelfAttention, TransformerLayer
@@ -390,16 +389,6 @@ def test_methods_replaced_on_a_class_are_refused(monkeypatch, cls, method, is_wr
         engine_of(MODELS["gpt"](seed=1))
     monkeypatch.undo()
     check_equal(read(run_to_end(engine)[0]), before)
-
-
-def test_compiled_layers_are_compiled_again(monkeypatch):
-    adopted = adopt(MODELS["gpt"](seed=1))
-    calls = []
-    monkeypatch.setattr(type(adopted), "compile_layers", lambda self: calls.append(self.layers))
-    adopted.compiler = object()
-    replace_layer(adopted.live, MODELS["gpt"](seed=2))
-    adopted.apply(adopted.read_changed())
-    assert len(calls) == 1 and adopted.num_adoptions == 2
 
 
 def test_a_census_tells_modules_apart_by_path():

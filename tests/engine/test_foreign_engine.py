@@ -11,13 +11,9 @@ from megatron_infer.kernels import (
     flash_attn_attention,
     flashinfer_attention,
     flashinfer_rope,
-    flashinfer_topk,
     mamba_ssm_scan,
 )
 from megatron_infer.kernels.select import BACKEND_VARIABLE
-from megatron_infer.testing.inspect import inspect
-from megatron_infer.testing.replay_recorder import REPLAY
-from megatron_infer.testing.static_kernels import STATIC
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 
 SHAPE = {"hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
@@ -72,32 +68,6 @@ def test_the_option_moves_attention_and_no_token(settings, chosen):
     got, rows = answers(model, **settings)
     assert {name: rows[name] for name in chosen} == chosen
     assert got == wanted
-
-
-def test_sampling_by_flashinfer_draws_a_seeds_tokens_behind_the_graphs(monkeypatch):
-    monkeypatch.setattr(flashinfer_topk, "unavailable", lambda device: None)
-    monkeypatch.setenv(BACKEND_VARIABLE, STATIC)
-    monkeypatch.setenv("MEGATRON_INFER_GRAPHS", REPLAY)
-    model, asked = tiny_gpt(**SHAPE), []
-    params = [SamplingParams(max_tokens=6, top_k=20, top_p=0.95, seed=i, ignore_eos=True) for i in range(4)]
-
-    def drawn(**settings):
-        base = {"buffer_size_gb": 0.05, "max_requests": 4, "max_tokens": 32, "max_sequence_length": 128}
-        base |= {"enable_chunked_prefill": True, "block_size_tokens": 16, "num_cuda_graphs": -1}
-        engine = DynamicInferenceEngine(model, InferenceConfig(**base | settings))
-        if engine.kernels.search is not None:
-            search = inspect(engine).runner.sampler.search
-            inspect(engine).runner.sampler.search = lambda *given: asked.append(given) or search(*given)
-        return engine, [out.outputs[0].token_ids for out in engine.generate(PROMPTS, params)]
-
-    plain, wanted = drawn()
-    assert inspect(plain).runner.graphs.pool.counts.replays and not inspect(plain).runner.graphs.drawn_outside
-    engine, got = drawn(sampling_backend="flashinfer")
-    chosen = {row.operation: row.chosen for row in engine.kernels.rows}
-    assert chosen["argmax, sampling"] == "flashinfer" and got == wanted and asked
-    replays, outside = inspect(engine).runner.graphs.pool.counts.replays, inspect(engine).runner.graphs.drawn_outside
-    assert outside == {"FlashInfer draws behind the graph": engine.figures().graph_draws_outside}
-    assert 0 < engine.figures().graph_draws_outside <= replays
 
 
 def test_the_scan_of_mamba_ssm_gives_the_same_tokens(monkeypatch):

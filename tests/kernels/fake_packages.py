@@ -166,20 +166,6 @@ def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_
         x[..., pair[0]], x[..., pair[1]] = (low * cos - high * sin).to(x.dtype), (high * cos + low * sin).to(x.dtype)
 
 
-def top_k(input, k, sorted=False, deterministic=False, tie_break=0):
-    """By bits, so that 0.0 is above -0.0; only the set is promised, and only with a tie_break."""
-    assert input.dtype is torch.float32 and input.is_contiguous() and 0 < k < input.shape[1]
-    assert tie_break == 1, "which of equal ids are taken is anybody's guess"
-    bits = input.view(torch.int32)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    found = ((ordered << 32) | (0xFFFFFFFF - torch.arange(input.shape[1]))).topk(k).indices.flip(-1)
-    return input.gather(1, found), found
-
-
-def can_implement_filtered_topk():
-    return True
-
-
 # flash-attn
 
 
@@ -343,7 +329,6 @@ MODULES = {
     "flashinfer.prefill": {"BatchPrefillWithPagedKVCacheWrapper": Prefill},
     "flashinfer.page": {"append_paged_kv_cache": append_paged_kv_cache},
     "flashinfer.rope": {"apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace},
-    "flashinfer.topk": {"top_k": top_k, "can_implement_filtered_topk": can_implement_filtered_topk},
     "flash_attn": {
         "__version__": "2.8.3",
         "flash_attn_with_kvcache": flash_attn_with_kvcache,

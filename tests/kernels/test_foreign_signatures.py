@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fake_packages as fakes
 import pytest
+from fake_saver import Saver
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 FUNCTIONS = [
@@ -20,8 +21,6 @@ FUNCTIONS = [
     ("flashinfer", "prefill.py", f"{PREFILL}.run", fakes.Prefill.run),
     ("flashinfer", "page.py", "append_paged_kv_cache", fakes.append_paged_kv_cache),
     ("flashinfer", "rope.py", "apply_rope_with_cos_sin_cache_inplace", fakes.apply_rope_with_cos_sin_cache_inplace),
-    ("flashinfer", "topk.py", "top_k", fakes.top_k),
-    ("flashinfer", "topk.py", "can_implement_filtered_topk", fakes.can_implement_filtered_topk),
     ("flash_attn", "flash_attn_interface.py", "flash_attn_with_kvcache", fakes.flash_attn_with_kvcache),
     ("flash_attn", "flash_attn_interface.py", "flash_attn_varlen_func", fakes.flash_attn_varlen_func),
     ("flash_attn_interface", "", "flash_attn_with_kvcache", fakes.flash_attn_3_with_kvcache),
@@ -29,6 +28,9 @@ FUNCTIONS = [
     ("mamba_ssm", "ops/triton/ssd_combined.py", "mamba_chunk_scan_combined", fakes.mamba_chunk_scan_combined),
     ("causal_conv1d", "causal_conv1d_interface.py", "causal_conv1d_fn", fakes.causal_conv1d_fn),
     ("causal_conv1d", "causal_conv1d_interface.py", "causal_conv1d_update", fakes.causal_conv1d_update),
+    ("torch_memory_saver", "entrypoint.py", "TorchMemorySaver.region", Saver.region.__wrapped__),
+    ("torch_memory_saver", "entrypoint.py", "TorchMemorySaver.pause", Saver.pause),
+    ("torch_memory_saver", "entrypoint.py", "TorchMemorySaver.resume", Saver.resume),
 ]  # fmt: skip
 
 

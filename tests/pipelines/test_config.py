@@ -277,7 +277,7 @@ BAD = [
         "pipeline_role is 'both' .* it must be one of prefill_and_decode, prefill_only",
     ),
     ({"buffer_size_gb": 1, "device_memory_utilization": 0.5}, "set the same thing; give one of them"),
-    ({"use_experimental_kernels": "fused_rope", "compile_layers": False}, "set the same thing"),
+    ({"use_experimental_kernels": "fused_rope", "use_flashinfer_fused_rope": False}, "set the same thing"),
     ({"enable_kvcache_swapping_to_host": True, "preemption_mode": "recompute"}, "set the same thing"),
     ({"ep_size": 2}, "ep_size is 2, but there is 1 process; start 2: torchrun --nproc-per-node 2"),
     ({"ep_size": 0}, "ep_size is 0, it must be an integer of at least 1"),

@@ -84,7 +84,7 @@ WRONG = [
     ("seed", None, "integer"),
     ("logprobs_mode", "rawe", "did you mean 'raw'"),
     ("attention_backend", "flashinfe", "did you mean 'flashinfer'"),
-    ("sampling_backend", "flashinfe", "did you mean 'flashinfer'"),
+    ("sampling_backend", "flashinfer", "one of auto, triton, native, torch"),
     ("preemption_mode", "swp", "did you mean 'swap'"),
     ("preemption_mode", "swap", "swap_buffer_size_gb above 0"),
     ("swap_buffer_size_gb", -1, "finite number of 0 or more"),

@@ -20,9 +20,7 @@ PADDING = 24
 class Rows:
     """Requests by row, their token pool (junk beyond each context), a sampler over them, and its captured draw."""
 
-    def __init__(
-        self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None, device_kernels=None, search=None
-    ) -> None:
+    def __init__(self, requests, vocab_size, *, mode="raw", argmax=None, kernels=None, device_kernels=None) -> None:
         self.requests, self.vocab_size = requests, vocab_size
         longest = max(len(r.tokens) for r in requests)
         self.pool = torch.randint(0, vocab_size, (len(requests) + 1, max(longest, 40) + 9), dtype=torch.int32)
@@ -35,7 +33,6 @@ class Rows:
             logprobs_mode=mode,
             argmax=argmax,
             kernels=kernels,
-            search=search,
             ops=None if device_kernels is None else DeviceOps(forbid=device_kernels.forbid),
         )
         self.captured = CapturedDraw(self.sampler, device_kernels)

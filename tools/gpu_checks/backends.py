@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from gpu_checks.context import Context
-from gpu_checks.engines import CPU, answers, make_engine, make_model, tokens_of, workload
+from gpu_checks.engines import CPU, answers, make_engine, make_model, workload
 from gpu_checks.graphs import BACKEND_VARIABLE, environment, graphed, same
 from gpu_checks.models import CHOICES, compare_tokens
 from gpu_checks.registry import Comparison, Result, Unavailable, check
-from gpu_checks.sampling import VOCABULARIES, Rows
-from megatron_infer.kernels import backend_candidates, flashinfer_rope, flashinfer_topk
+from megatron_infer.kernels import backend_candidates, flashinfer_rope
 from megatron_infer.testing.inspect import inspect
 
 # flash-attn 2 takes blocks of 256 tokens only.
@@ -138,46 +137,6 @@ def rope(ctx: Context) -> Result:
         chosen = {row.operation: row.chosen for row in engine.kernels.rows}["rotation"]
         compare.require(f"{kind}: the rotation is {chosen}'s", chosen == "flashinfer")
         _hold_replayed(ctx, compare, "rotation", kind, use_flashinfer_fused_rope=True)
-    return compare.result()
-
-
-BOUNDED: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.7, "top_k": 50},
-    {"temperature": 1.0, "top_k": 1},
-    {"temperature": 1.3, "top_k": 64, "top_p": 0.9},
-    {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "min_p": 0.001},
-    {"temperature": 1.0, "top_k": 256, "repetition_penalty": 1.3},
-)
-"""Rows whose candidates FlashInfer finds."""
-
-
-@check(
-    "flashinfer_sampling",
-    group="backends",
-    promise="draws with FlashInfer's top-k (sampling_backend), where it is installed, give a CPU's tokens for the same "
-    "logits and seed, equal logits and all, and torch's in an engine with graphs",
-    budget_s=60,
-)
-def sampling(ctx: Context) -> Result:
-    if (reason := flashinfer_topk.unavailable(ctx.device)) is not None:
-        raise Unavailable(reason)
-    compare, search = Comparison("share of draws that differ"), flashinfer_topk.FlashInferSearch()
-    wishes = [wish for wish in BOUNDED for _ in range(8)]
-    for vocabulary in VOCABULARIES:
-        there = Rows(wishes, vocabulary, ctx.device, with_kernels=False, search=search)
-        here = Rows(wishes, vocabulary, CPU, with_kernels=False)
-        generator = torch.Generator().manual_seed(vocabulary)
-        for step in (None, 0.5, 4.0):  # the steps make many logits equal
-            logits = torch.randn(len(wishes), vocabulary, generator=generator) * 3
-            logits = logits if step is None else (logits / step).round() * step
-            wrong = int((there.sample(logits).tokens_S.cpu() != here.sample(logits).tokens_S).sum())
-            compare.add(f"vocabulary {vocabulary}, steps of {step}", wrong / len(wishes), 0.0)
-    model = make_model("attention", torch.bfloat16, ctx.device)
-    work = workload(ctx, count=8, temperature=1.0, top_k=30)
-    engine = graphed(ctx, model, sampling_backend="flashinfer")
-    wanted = answers(graphed(ctx, model, sampling_backend="torch"), work)
-    compare.require("an engine draws other tokens than torch", tokens_of(answers(engine, work)) == tokens_of(wanted))
-    compare.require("no step was drawn behind its graph", bool(engine.parts.graphs.drawn_outside))
     return compare.result()
 
 

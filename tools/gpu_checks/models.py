@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
-from unittest import mock
 
 import torch
 
 from gpu_checks.context import Context
 from gpu_checks.engines import CPU, KINDS, answers, make_engine, make_model, tokens_of, workload
 from gpu_checks.registry import Comparison, Result, check
-from megatron_infer.testing.inspect import inspect
 
 NEAR_TIE = 2e-5
 """Two fp32 log probabilities closer than this may change places between devices."""
@@ -153,31 +150,3 @@ def scheduling(ctx: Context) -> Result:
             got = answers(make_engine(model, ctx.device, **options, **cached), work)
             ties += compare_tokens(compare, f"{kind}, {name}", got, wanted)
     return compare.result(near_ties=ties)
-
-
-@check(
-    "compiled_layers",
-    group="models",
-    promise="greedy fp32 tokens with compile_layers equal those without, in graphs too, and no step compiles anything",
-    budget_s=120,
-    long=True,
-)
-def compiled_layers(ctx: Context) -> Result:
-    """A rehearsal runs what torch.compile found without compiling it."""
-    compare, ties, compiled = Comparison("difference"), 0, {}
-    rehearsed = mock.patch("torch._inductor.compile_fx.compile_fx", lambda graph, inputs: graph)
-    with rehearsed if ctx.rehearse else contextlib.nullcontext():
-        for kind in ctx.pick(("attention", "hybrid"), ("hybrid",)):
-            model, work = make_model(kind, torch.float32, ctx.device), workload(ctx, logprobs=CHOICES)
-            wanted = answers(make_engine(model, ctx.device), work)
-            for graphs in ctx.pick(({}, {"num_cuda_graphs": 4}), ({},)):
-                engine = make_engine(model, ctx.device, compile_layers=True, **graphs)
-                compiler, label = inspect(engine).adopted.compiler, f"{kind} {graphs}"
-                compare.require(f"{label}: {engine.kernels.table()}", compiler is not None)
-                if compiler is None:
-                    continue
-                at_start = compiler.num_compiles
-                ties += compare_tokens(compare, label, answers(engine, work), wanted)
-                compare.require(f"{label}: compiled in a step", compiler.num_compiles == at_start)
-                compiled[label] = {"compiles": at_start, "seconds": round(compiler.compile_s, 2)}
-    return compare.result(near_ties=ties, compiled=compiled)

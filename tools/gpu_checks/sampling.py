@@ -49,7 +49,6 @@ class Rows:
         device: torch.device,
         *,
         with_kernels: bool,
-        search: Any = None,
     ) -> None:
         self.device, self.vocabulary = device, vocabulary
         generator = np.random.default_rng(3)
@@ -74,7 +73,6 @@ class Rows:
             self.params,
             padded_vocab_size=vocabulary + 8,
             kernels=kernels,
-            search=search,
             ops=DeviceOps(
                 to_device=lambda array: torch.from_numpy(array).to(device),
                 forbid=forbid if kernels is None else kernels.forbid,

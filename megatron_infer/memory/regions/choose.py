@@ -4,9 +4,8 @@
     CPU    (unified: same)   `MappedRegion`                         pages back to the system         may differ
     CPU    static pointers   `MappedRegion`                         pages back, mapping kept         the same
     CUDA   plain             `CudaRegion`                           torch's allocator emptied        may differ
-    CUDA   static pointers   `VmmRegion`                            unmapped, addresses reserved     the same
-             without virtual memory: `SaverRegion`                  torch_memory_saver pauses        the same
-             without either: ConfigError with both reasons
+    CUDA   static pointers   `SaverRegion`                          torch_memory_saver pauses        the same
+             without that package: ConfigError
     CUDA   unified memory    `ManagedRegion`                        nothing: pages leave on demand   the same
              without unified memory: a warning, and as if it were not asked for
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.memory.regions import managed, saver, vmm
+from megatron_infer.memory.regions import managed, saver
 from megatron_infer.memory.regions.cuda import FixedPages, drop_cached
 from megatron_infer.memory.regions.cuda import wait as wait
 
@@ -96,11 +95,9 @@ def make_region(
         )
     if not static_pointers:
         return CudaRegion(shape, dtype, device)
-    if (no_vmm := vmm.unavailable(device)) is None:
-        return vmm.VmmRegion(shape, dtype, device)
-    if (no_saver := saver.unavailable()) is None:
-        return saver.SaverRegion(shape, dtype, device)
-    raise ConfigError(f"static_kv_memory_pointers=True: {no_vmm}; {no_saver}, or set static_kv_memory_pointers=False")
+    if (reason := saver.unavailable()) is not None:
+        raise ConfigError(f"static_kv_memory_pointers=True: {reason}, or set static_kv_memory_pointers=False")
+    return saver.SaverRegion(shape, dtype, device)
 
 
 def devices() -> list[torch.device]:
@@ -114,12 +111,10 @@ def table(device: torch.device) -> list[tuple[str, str, str]]:
         kept = "MappedRegion" if DISCARDS_PAGES else "not available"
         why = "" if DISCARDS_PAGES else f"pages of a mapping that stays cannot be given back on {sys.platform}"
         return [("plain", "MappedRegion", ""), ("static pointers", kept, why), ("unified memory", "MappedRegion", "")]
-    no_managed, no_vmm, no_saver = managed.unavailable(device), vmm.unavailable(device), saver.unavailable()
-    static = "VmmRegion" if no_vmm is None else "SaverRegion" if no_saver is None else "not available"
-    reasons = "; ".join(reason for reason in (no_vmm, no_saver) if reason and no_vmm)
+    no_managed, no_saver = managed.unavailable(device), saver.unavailable()
     return [
         ("plain", "CudaRegion", ""),
-        ("static pointers", static, reasons),
+        ("static pointers", "not available" if no_saver else "SaverRegion", no_saver or ""),
         ("unified memory", "CudaRegion" if no_managed else "ManagedRegion", no_managed or ""),
     ]
 

@@ -1,9 +1,16 @@
-"""Device memory whose addresses torch_memory_saver keeps reserved."""
+"""Device memory that is given back and taken again at the same addresses, by torch_memory_saver.
+
+    region(tag) -> a segment of torch's allocator, in a pool of its own -> pause(tag): unmapped, addresses reserved
+                                                                       <- resume(tag): new memory, same addresses
+
+The package ends the process where the driver refuses something: memory is looked for before it is asked for, and each
+region has a tag of its own, which is paused and resumed in turn. Read against torch_memory_saver 0.0.10.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import math
 import os
 import uuid
 import weakref
@@ -13,34 +20,35 @@ from typing import Any
 import torch
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.memory.regions.cuda import FixedPages, drop_cached, free_bytes, wait
+from megatron_infer.kernels.optional_packages import missing
+from megatron_infer.memory.regions.cuda import FixedPages, current, drop_cached, free_bytes, wait
 
-SAVER_MARGIN_BYTES = 64 << 20
-"""Free device memory required beyond the tensor before torch_memory_saver maps it: it ends the process when short."""
+PACKAGE, MODULE, MIN_VERSION = "torch-memory-saver", "torch_memory_saver", (0, 0, 10)
+MARGIN_BYTES = 64 << 20
+"""Free device memory required beyond the tensor before it is mapped: pages, and what other processes take meanwhile."""
 
 
 def unavailable() -> str | None:
-    """Why torch_memory_saver cannot be used; None: it is installed."""
-    if importlib.util.find_spec("torch_memory_saver") is None:
-        return "torch_memory_saver is not installed; pip install torch-memory-saver"
-    return None
+    """Why torch_memory_saver cannot be used; None: it can."""
+    reason = missing((MODULE,), PACKAGE, MIN_VERSION)
+    return None if reason is None else f"{reason}; pip install {PACKAGE}"
 
 
 class SaverRegion(FixedPages):
-    """Device memory whose address range torch_memory_saver keeps reserved while the memory is released.
+    """Device memory whose addresses stay reserved while it is released; touching it then is an illegal access.
 
-    Each region has its own tag: the saver ends the process when a tag is paused or resumed twice, so two engines must
-    not share one. Memory that another process takes between the check in `restore` and the mapping ends the process,
-    too (torch_memory_saver 0.0.10).
+    Memory that another process takes between the look at the free memory and the mapping ends this process. Without
+    LD_PRELOAD of the package its allocator serves this region alone.
     """
 
     addresses_stable = True
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._saver = _load_saver()
-        self._tag = f"kv_cache-{uuid.uuid4().hex[:12]}"
+        """Raises torch.OutOfMemoryError, or ConfigError where the package does not work."""
+        self._saver, self._tag = _load_saver(), f"kv_cache-{uuid.uuid4().hex[:12]}"
+        _check_room(math.prod(shape) * dtype.itemsize, device, "lower buffer_size_gb or free memory there")
         try:
-            with torch.cuda.device(device), self._saver.region(tag=self._tag):
+            with current(device), self._saver.region(tag=self._tag):
                 self.tensor = torch.empty(shape, dtype=dtype, device=device)
         except torch.OutOfMemoryError:
             raise
@@ -62,13 +70,7 @@ class SaverRegion(FixedPages):
         self._released = True
 
     def restore(self) -> None:
-        drop_cached(self.tensor.device)
-        free, needed = free_bytes(self.tensor.device), self.tensor.nbytes + SAVER_MARGIN_BYTES
-        if free < needed:
-            raise torch.OutOfMemoryError(
-                f"the KV cache needs {self.tensor.nbytes:,} bytes of {self.tensor.device} (and "
-                f"{SAVER_MARGIN_BYTES:,} to spare), {free:,} are free; free memory there and resume again"
-            )
+        _check_room(self.tensor.nbytes, self.tensor.device, "free memory there and try again")
         self._saver.resume(self._tag)
         self._released = False
         self._pause_at_end()
@@ -84,12 +86,20 @@ def _pause(saver: Any, tag: str, device: torch.device) -> None:
     saver.pause(tag)
 
 
+def _check_room(num_bytes: int, device: torch.device, remedy: str) -> None:
+    """Raise torch.OutOfMemoryError where the device has less memory than that free, and a margin."""
+    drop_cached(device)
+    if (free := free_bytes(device)) < num_bytes + MARGIN_BYTES:
+        raise torch.OutOfMemoryError(
+            f"the KV cache needs {num_bytes:,} bytes of {device} (and {MARGIN_BYTES:,} to spare), {free:,} are free; "
+            f"{remedy}"
+        )
+
+
 def _load_saver() -> Any:
     """torch_memory_saver's process-wide object, in the mode that needs no LD_PRELOAD unless that is set up."""
-    try:
-        from torch_memory_saver import torch_memory_saver as saver
-    except ImportError as error:
-        raise ConfigError(f"torch_memory_saver is not there ({error}); pip install torch-memory-saver") from error
+    from torch_memory_saver import torch_memory_saver as saver
+
     if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
         with contextlib.suppress(AttributeError, AssertionError):  # it was used before: its mode is fixed
             saver.hook_mode = "torch"
