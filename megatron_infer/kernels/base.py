@@ -295,3 +295,12 @@ class PagedModel(Protocol):
     def packable_weights(self) -> Iterable[Tensor]:
         """2-D weights that go through `ops.linear`; a backend may keep prepacked copies of them."""
         ...
+
+
+Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""logits_SV, rows maybe strided -> (int64 [S]: lowest id of the largest logit; fp32 [S]: that logit, NaN beside a NaN)."""
+
+
+def lowest_argmax(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """`Argmax` of torch, which on a CPU prefers the lowest id. amax, because an argmax may pass over a NaN."""
+    return logits_SV.argmax(-1), logits_SV.amax(-1).float()

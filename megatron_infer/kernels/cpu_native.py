@@ -80,7 +80,7 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | Non
 
 
 class NativeOps(TorchOps):
-    """C++ norms, activation, argmax and linears for one dtype; `TorchOps` runs the rest."""
+    """C++ norms, activation and linears for one dtype; `TorchOps` runs the rest."""
 
     name = "native"
 
@@ -94,7 +94,6 @@ class NativeOps(TorchOps):
         self._silu_mul = bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
-        self._argmax = bind(library, f"mi_argmax_{suffix}", [_P, _I, _P, _I, _I, ctypes.c_int])
 
         signature = [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int]
         self._linear = bind(library, f"mi_linear_{suffix}", signature)
@@ -207,15 +206,6 @@ class NativeOps(TorchOps):
             eps,
             torch.get_num_threads(),
         )
-        return out
-
-    def argmax(self, logits_SV: Tensor) -> Tensor:
-        """Lowest index of each row's largest entry -> int64 [S]; NaN never wins. Rows may be strided."""
-        if logits_SV.dtype is not self._dtype or logits_SV.stride(1) != 1:
-            return logits_SV.argmax(-1)
-        rows, width = logits_SV.shape
-        out = torch.empty(rows, dtype=torch.int64)
-        self._argmax(logits_SV.data_ptr(), logits_SV.stride(0), out.data_ptr(), rows, width, torch.get_num_threads())
         return out
 
 

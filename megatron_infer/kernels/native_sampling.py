@@ -1,4 +1,4 @@
-"""Draws and log probabilities in C++ (native/sampling.cpp): one call for all rows, which sorts only what it needs."""
+"""Argmax, draws and log probabilities in C++ (native/sampling.cpp): one call for all rows that sorts what it needs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,33 @@ class NativeSampling:
     """`sampling.filters` and `sampling.logprobs` for fp32 and bf16 logits on a CPU; the tokens are the same."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._draw, self._score = {}, {}
+        self._argmax, self._draw, self._score = {}, {}, {}
         for dtype, suffix in _SUFFIXES.items():
             draw, score = getattr(library, f"mi_draw_{suffix}"), getattr(library, f"mi_score_{suffix}")
+            argmax = getattr(library, f"mi_argmax_{suffix}")
+            argmax.argtypes, argmax.restype = [_P, _I, _I, _I, _P, _P, ctypes.c_int], None
             draw.argtypes, draw.restype = [_P, _I, _I, _I, *[_P] * 6, ctypes.c_int], None
             score.argtypes, score.restype = [_P, _I, _I, _I, _P, _I, *[_P] * 6, ctypes.c_int], None
-            self._draw[dtype], self._score[dtype] = draw, score
+            self._argmax[dtype], self._draw[dtype], self._score[dtype] = argmax, draw, score
+
+    def argmax(self, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+        """(lowest id of the largest logit, that logit in fp32) of each row; rows may be strided.
+
+        A NaN never wins, but makes the row's largest logit NaN; a row of NaN gives id 0.
+        """
+        rows, vocab = logits_SV.shape
+        assert logits_SV.stride(1) == 1
+        token, top = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        self._argmax[logits_SV.dtype](
+            logits_SV.data_ptr(),
+            logits_SV.stride(0),
+            rows,
+            vocab,
+            token.data_ptr(),
+            top.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return token, top
 
     def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(token, largest logit, logit and id of the last candidate kept, mass) of each row; rows may be strided.
@@ -52,7 +73,8 @@ class NativeSampling:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(logprob and rank of each row's token, `top` most likely ids and their logprobs); rows may be strided.
 
-        known: mass and largest logit of the rows from `draw` of the same logits; the same bits, faster.
+        known: mass and largest logit of the rows from `draw` of the same logits; the same bits, faster. Where the mass
+        is below 0 only the largest logit is known, where it is 0 neither.
         """
         rows, vocab = logits_AV.shape
         assert logits_AV.stride(1) == 1 and token_A.dtype is torch.int64 and token_A.is_contiguous() and top <= vocab

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import backend_candidates, flashinfer_rope, native_build, packing
-from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
+from megatron_infer.kernels.base import Argmax, AttendSpec, AttentionBackend, Ops, lowest_argmax
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
     PANELS,
@@ -89,8 +89,7 @@ class ChosenKernels:
     """None for a model without Mamba layers."""
     packed: packing.PackedLinears
     """`pack` takes the model's weights; `ops.linear` then uses the copies. Stays empty where packing fails."""
-    argmax: Callable[[Tensor], Tensor]
-    """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
+    argmax: Argmax
     sampling: NativeSampling | TritonSampling | None
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
     device_sampling: TritonSampling | None = None
@@ -118,11 +117,6 @@ def format_rows(rows: list[BackendChoice]) -> str:
         lines.append((row.operation, row.chosen, why))
     widths = [max(len(line[column]) for line in lines) for column in range(2)]
     return "\n".join(f"{op:<{widths[0]}}  {chosen:<{widths[1]}}  {why}" for op, chosen, why in lines)
-
-
-def lowest_argmax(logits_SV: Tensor) -> Tensor:
-    """Index of the largest entry of each row; torch's argmax on a CPU already prefers the lowest index."""
-    return logits_SV.argmax(-1)
 
 
 def _forced_backend() -> tuple[str | None, TorchKernels]:
@@ -379,6 +373,7 @@ def choose_exact(
     missing = None if layout is not None else f"this CPU has no {dtype} products"
     packed = packing.PackedLinears(layout=layout, reason=missing)
     ops, attention = ExactOps(library, dtype, packed), ExactAttention(library, dtype)
+    sampling = NativeSampling(library)
     reasons = {"others": "their sums depend on the batch"}
     tiles = {"native": "sums the keys of prompt positions in another order than a training forward could"}
     rows = []
@@ -409,8 +404,8 @@ def choose_exact(
         attention=attention,
         scan=scan,
         packed=packed,
-        argmax=ops.argmax,
-        sampling=NativeSampling(library),
+        argmax=sampling.argmax,
+        sampling=sampling,
         checksum=functools.partial(native_checksum, library),
         rows=rows,
         layers=None if layout is None else NativeLayers(library, dtype, packed, attention),
@@ -448,7 +443,7 @@ def choose(
     if forced == "native" and library is None:
         raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
     linear_row, packed = _choose_linear(device, dtype, forced, library, linear, reasons.get("native", ""))
-    argmax: Callable[[Tensor], Tensor] = lowest_argmax
+    argmax: Argmax = lowest_argmax
     others, missing = backend_candidates.available(backend_candidates.OPS, device, dtype, forced=forced)
     ops: Ops
     if forced == "reference":
@@ -458,7 +453,6 @@ def choose(
         ops = others[0] if others else TorchOps(packed)
     else:
         ops = NativeOps(library, dtype, packed)
-        argmax = ops.argmax
     of = {"dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype}
     attends, backend = _choose_attention(library, device, specs, of, reasons, forced, attention, in_torch)
     rows = [attends] if specs or not ssm_specs else []
@@ -471,10 +465,8 @@ def choose(
         row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced, in_torch)
         rows.append(row)
     draws = _choose_sampling(library, device, dtype, reasons, forced, sampling)
-    if draws.on_device is not None:
-        argmax = draws.on_device.argmax
-    elif draws.kernels is None:
-        argmax = lowest_argmax
+    if draws.kernels is not None:
+        argmax = draws.kernels.argmax
     rows += [BackendChoice("norms, activations", ops.name, reasons | missing), draws.row, linear_row]
     gathers, no_gather = backend_candidates.available(backend_candidates.STEP, device, dtype, forced=forced)
     if gathers or no_gather:

@@ -1,4 +1,4 @@
-"""Norms, activation, linear, argmax and checksum of each backend against the reference."""
+"""Norms, activation, linear and checksum of each backend against the reference."""
 
 from __future__ import annotations
 
@@ -146,27 +146,6 @@ def test_native_gated_norm_gives_a_token_the_same_bits_alone_and_among_others(na
         for threads in (1, 2):
             torch.set_num_threads(threads)
             assert torch.equal(norm(slice(tokens)), alone[:tokens])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 15, 16, 129, 5000, 49152])
-def test_argmax_gives_the_lowest_index_of_a_tie(native_library, dtype, width):
-    ops = NativeOps(native_library, dtype)
-    logits = randn(6, width + 3, dtype=dtype)[:, :width]  # rows of a padded vocabulary
-    logits[0] = -1e30
-    logits[1] = float("-inf")
-    logits[2, width // 2 :] = 9.0
-    logits[3, -1] = 9.0
-    logits[4, : width // 3 + 1] = 9.0
-    want = [row.index(max(row)) for row in logits.tolist()]
-    assert ops.argmax(logits).tolist() == want
-
-
-def test_argmax_ignores_nan_unless_there_is_nothing_else(native_library):
-    ops = NativeOps(native_library, torch.float32)
-    logits = torch.full((2, 40), float("nan"))
-    logits[0, 17] = -3.0
-    assert ops.argmax(logits).tolist() == [17, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -122,6 +122,40 @@ def test_scores_are_those_of_torch(native, vocab_size, dtype):
         torch.testing.assert_close(got[3], exact.gather(1, wanted[2]).float(), atol=5e-7, rtol=5e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", [1, 15, 16, 129, 5000, 49152])
+def test_argmax_gives_the_lowest_index_of_a_tie_and_its_logit(native, dtype, width):
+    logits = torch.randn(6, width + 3).to(dtype)[:, :width]  # rows of a padded vocabulary
+    logits[0] = -1e30
+    logits[1] = -torch.inf
+    logits[2, width // 2 :] = 9.0
+    logits[3, -1] = 9.0
+    logits[4, : width // 3 + 1] = 9.0
+    token, largest = native.argmax(logits)
+    assert token.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert torch.equal(largest, logits.amax(-1).float())
+
+
+def test_argmax_passes_over_nan_but_shows_it(native):
+    logits = torch.full((3, 40), torch.nan)
+    logits[0, 17] = -3.0
+    logits[1:] = 1.0
+    logits[2, 39] = torch.nan
+    token, largest = native.argmax(logits)
+    assert token.tolist() == [17, 0, 0] and largest.isnan().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("top", [0, 5])
+def test_a_score_that_takes_over_the_argmax_has_the_same_bits(native, top):
+    logits = random_logits(np.random.default_rng(5), 40, 5003, dtype=torch.bfloat16)
+    logits[7, 11], logits[8] = torch.nan, -torch.inf
+    token, largest = native.argmax(logits)
+    known = torch.full_like(token, -1), largest
+    alone, taken = native.score(logits, token, top), native.score(logits, token, top, known=known)
+    for wanted, got in zip(alone, taken, strict=True):
+        assert torch.equal(wanted.view(torch.int32), got.view(torch.int32))
+
+
 def test_scores_of_a_row_of_nan_are_nan(native):
     logits = torch.randn(2, 500)
     logits[1, 3] = torch.nan

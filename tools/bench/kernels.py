@@ -19,9 +19,10 @@ import torch
 from limits import FFN, HIDDEN, VOCAB, Limits, interleaved, measure_limits
 
 from megatron_infer.kernels import native_build
-from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, StepMetadata
+from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops, StepMetadata, lowest_argmax
 from megatron_infer.kernels.cpu_native import NativeOps, NativePagedAttention
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
+from megatron_infer.kernels.native_sampling import NativeSampling
 
 KV, GROUP, HEAD, BLOCK = 3, 3, 64, 16
 SPEC = AttendSpec(num_kv_heads=KV, group_size=GROUP, head_dim=HEAD, scale=HEAD**-0.5, rotary_dim=HEAD)
@@ -104,7 +105,7 @@ def elementwise_cases(ops: Ops, dtype: torch.dtype, tokens: int, repeat: int) ->
     x, residual, weight = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN), torch.randn(HIDDEN)
     x, residual, weight = x.to(dtype), residual.to(dtype), weight.to(dtype)
     gate_up, logits = torch.randn(tokens, 2 * FFN).to(dtype), torch.randn(tokens, VOCAB).to(dtype)
-    argmax = ops.argmax if isinstance(ops, NativeOps) else lambda values: values.argmax(-1)
+    argmax = NativeSampling(native_build.load()).argmax if isinstance(ops, NativeOps) else lowest_argmax
     calls: dict[str, Callable[[], object]] = {
         "add_rms_norm": lambda: ops.add_rms_norm(x, residual, weight, 1e-5),
         "silu_mul": lambda: ops.silu_mul(gate_up),

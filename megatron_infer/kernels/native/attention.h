@@ -46,6 +46,14 @@ void decode_rows(Context& context, const Step& step, const Spec& spec, const Cal
 template <class T>
 void prefill_rows(Context& context, const Step& step, const Spec& spec, const Call& call);
 
+inline float highest_of(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    return max_of(v);
+#endif
+}
+
 // e^(scale (s - top)) for s <= top, as weights of T are made of: of bf16 to 4e-6, below its own rounding.
 template <class T>
 struct Softmax {

@@ -204,7 +204,7 @@ static void soften(float* s, int n, float scale, Weight* weights, float* top, fl
     for (int t = n; t < padded; ++t) s[t] = kMasked;
     vf best = splat(kMasked);
     for (int t = 0; t < padded; t += W) best = vmax(load(s + t), best);
-    const float highest = max_of(best);
+    const float highest = highest_of(best);
     const Softmax<T> weight_of(highest, scale);
     vf sum = {};
     for (int t = 0; t < padded; t += W) {

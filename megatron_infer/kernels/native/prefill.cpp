@@ -281,7 +281,7 @@ struct PrefillTask {
             best[1] = vmax(load(score + t + W), best[1]);
         }
         if (t < to) best[0] = vmax(load(score + t), best[0]);
-        const float top = max_of(vmax(best[0], best[1])), scale = (float)spec.scale;
+        const float top = highest_of(vmax(best[0], best[1])), scale = (float)spec.scale;
         if (top > s.top[r]) {
             const vf shrink = exp_of(splat((s.top[r] - top) * scale));
             s.mass[r] *= shrink[0];

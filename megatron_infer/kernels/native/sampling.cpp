@@ -1,4 +1,4 @@
-// Temperature, top_k, top_p, min_p and the inverse-CDF draw; log probabilities and ranks. Rows are divided over threads.
+// Argmax; temperature, top_k, top_p, min_p and the inverse-CDF draw; log probabilities and ranks. Rows are divided over threads.
 //
 // The same definition as megatron_infer/sampling/filters.py: weights floor(2^40 e^s) with s = (x - max) / temperature in
 // double, exact integer sums, candidates by (logit descending, id ascending). Sorting is avoided: first only the few
@@ -23,48 +23,100 @@ constexpr int64_t kGroup = 64;              // entries per entry of the table of
 constexpr int64_t kMany = 256;              // candidates tried before the whole row for rows without a top_k
 constexpr int64_t kStretch = 512;           // entries per partial sum
 constexpr size_t kRadixFrom = 1024;
-
-// floor(2^40 e^s) for s <= 0. e^s by degree-13 Taylor after range reduction: within 1 ulp of double, exactly 1 at 0.
-vl weight_of(vd s) {
-    s = (s < -40.0) ? vd{} - 40.0 : s;  // 2^40 e^-40 is below 1
-    const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
-    vd shifted = s * 1.4426950408889634 + magic;
-    vd n = shifted - magic;
-    vd r = s - n * 0.693147180369123816490;
-    r = r - n * 1.90821492927058770002e-10;
-    constexpr double inverse[] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0,
-                                  1.0 / 40320.0,      1.0 / 5040.0,      1.0 / 720.0,      1.0 / 120.0,     1.0 / 24.0,
-                                  1.0 / 6.0,          0.5,               1.0,              1.0};
-    vd p = vd{} + inverse[0];
-    for (int i = 1; i < 14; ++i) p = p * r + inverse[i];
-    vd e = (vd)((vl)p + ((vl)shifted << 52));
-    return __builtin_convertvector(e * kScale, vl);
-}
+constexpr int64_t kSerialElements = 1 << 15;  // fewer are not worth a parallel region
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+alignas(64) constexpr double kRoots[16] = {  // 2^(i / 16)
+    1.0,                1.0442737824274138, 1.0905077326652577, 1.1387886347566916, 1.1892071150027210, 1.2418578120734840,
+    1.2968395546510096, 1.3542555469368927, 1.4142135623730951, 1.4768261459394993, 1.5422108254079407, 1.6104903319492543,
+    1.6817928305074290, 1.7562521603732995, 1.8340080864093424, 1.9152065613971474};
+#endif
 
 struct Scaling {
     double top, inverse_temperature;
 };
 
-vl weights(const float* p, Scaling scaling) {
-    vhalf half;
-    std::memcpy(&half, p, sizeof half);
-    return weight_of((__builtin_convertvector(half, vd) - scaling.top) * scaling.inverse_temperature);
+// weights[i] = floor(2^40 e^s[i]) for s <= 0, of N vectors at once: the chain of one is long, and only so many instructions
+// wait in a core. e^s after range reduction within 2 ulp of double, exactly 1 at 0: with vectors of 8 doubles by
+// 2^(n / 16) from a table and degree-7 Taylor, else by degree-13 Taylor.
+template <int N>
+inline void weights_of(const vd (&scaled)[N], vl (&weights)[N]) {
+    vd s[N], r[N], shifted[N];
+    for (int i = 0; i < N; ++i) s[i] = (scaled[i] < -40.0) ? vd{} - 40.0 : scaled[i];  // 2^40 e^-40 is below 1
+    const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    constexpr double kSteps = 16;
+#else
+    constexpr double kSteps = 1;
+#endif
+    for (int i = 0; i < N; ++i) shifted[i] = s[i] * (kSteps * 1.4426950408889634) + magic;
+    for (int i = 0; i < N; ++i) r[i] = s[i] - (shifted[i] - magic) * (0.693147180369123816490 / kSteps);
+    for (int i = 0; i < N; ++i) r[i] = r[i] - (shifted[i] - magic) * (1.90821492927058770002e-10 / kSteps);
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    const __m512d low = _mm512_loadu_pd(kRoots), high = _mm512_loadu_pd(kRoots + 8);
+    vd square[N], a[N], b[N], c[N], root[N];
+    for (int i = 0; i < N; ++i) square[i] = r[i] * r[i];
+    for (int i = 0; i < N; ++i) root[i] = (vd)_mm512_permutex2var_pd(low, (__m512i)shifted[i], high);  // by the lowest 4 bits
+    for (int i = 0; i < N; ++i) a[i] = r[i] * (1.0 / 5040.0) + 1.0 / 720.0;
+    for (int i = 0; i < N; ++i) b[i] = r[i] * (1.0 / 120.0) + 1.0 / 24.0;
+    for (int i = 0; i < N; ++i) c[i] = r[i] * (1.0 / 6.0) + 0.5;
+    for (int i = 0; i < N; ++i) b[i] = a[i] * square[i] + b[i];
+    for (int i = 0; i < N; ++i) c[i] = b[i] * square[i] + c[i];
+    for (int i = 0; i < N; ++i) c[i] = c[i] * square[i] + r[i];
+    for (int i = 0; i < N; ++i) {
+        const vd e = c[i] * root[i] + root[i];
+        const vl power = (((vl)shifted[i] >> 4) << 52) + (40LL << 52);  // 2^40 2^floor(n / 16)
+        weights[i] = (vl)_mm512_cvttpd_epi64((__m512d)((vl)e + power));
+    }
+#else
+    constexpr double inverse[] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0,
+                                  1.0 / 40320.0,      1.0 / 5040.0,      1.0 / 720.0,      1.0 / 120.0,     1.0 / 24.0,
+                                  1.0 / 6.0,          0.5,               1.0,              1.0};
+    vd p[N];
+    for (int i = 0; i < N; ++i) p[i] = vd{} + inverse[0];
+    for (int k = 1; k < 14; ++k)
+        for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + inverse[k];
+    for (int i = 0; i < N; ++i) {
+        vd e = (vd)((vl)p[i] + ((vl)shifted[i] << 52));
+        weights[i] = __builtin_convertvector(e * kScale, vl);
+    }
+#endif
+}
+
+// Weights of N * L logits.
+template <int N>
+inline void weights(const float* p, Scaling scaling, vl (&out)[N]) {
+    vd s[N];
+    for (int i = 0; i < N; ++i) {
+        vhalf half;
+        std::memcpy(&half, p + i * L, sizeof half);
+        s[i] = (__builtin_convertvector(half, vd) - scaling.top) * scaling.inverse_temperature;
+    }
+    weights_of(s, out);
 }
 
 // Weights of x[0 .. n) into out, which has room for n rounded up to W -> their sum.
 template <class T>
 int64_t weigh(const T* x, int64_t n, Scaling scaling, int64_t* out) {
     vl sum = {};
-    for (int64_t i = 0; i < n; i += W) {
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) {
+        float part[2 * W];
+        store(part, load(x + i));
+        store(part + W, load(x + i + W));
+        vl w[4];
+        weights(part, scaling, w);
+        sum += (w[0] + w[1]) + (w[2] + w[3]);
+        if (out) std::memcpy(out + i, w, sizeof w);
+    }
+    for (; i < n; i += W) {
         float part[W];
         int64_t count = std::min<int64_t>(W, n - i);
         store(part, count == W ? load(x + i) : load_part(x + i, (int)count));
         for (int64_t j = count; j < W; ++j) part[j] = -std::numeric_limits<float>::infinity();
-        for (int j = 0; j < 2; ++j) {
-            vl w = weights(part + j * L, scaling);
-            sum += w;
-            if (out) std::memcpy(out + i + j * L, &w, sizeof w);
-        }
+        vl w[2];
+        weights(part, scaling, w);
+        sum += w[0] + w[1];
+        if (out) std::memcpy(out + i, w, sizeof w);
     }
     int64_t total = 0;
     for (int j = 0; j < L; ++j) total += sum[j];
@@ -97,6 +149,24 @@ struct Chosen {
     int64_t mass;  // of the whole row at temperature 1, where it was summed: the denominator of log probabilities
 };
 
+// The lowest index of an entry that equals `wanted`, 0 without any: a whole stretch is tested at once, then searched.
+template <class T>
+int64_t first_equal(const T* x, int64_t vocab, float wanted) {
+    constexpr int64_t kStep = 8 * W;
+    for (int64_t i = 0; i < vocab; i += kStep) {
+        const int64_t stop = std::min(vocab, i + kStep);
+        vi hit = {};
+        if (i + kStep <= vocab)
+            for (int j = 0; j < 8; ++j) hit |= (vi)(load(x + i + j * W) == splat(wanted));
+        bool any = i + kStep > vocab;
+        for (int j = 0; j < W; ++j) any |= hit[j] != 0;
+        if (!any) continue;
+        for (int64_t k = i; k < stop; ++k)
+            if (to_float(x[k]) == wanted) return k;
+    }
+    return 0;
+}
+
 class Drawer {
    public:
     template <class T>
@@ -122,11 +192,12 @@ class Drawer {
     }
 
     // The token's log probability and rank, and the `count` most likely ids with theirs; NaN if the row has no mass.
-    // mass: if above 0, that of the row, with maximum `top`: integers, so that summing it again gives the same.
+    // mass: if above 0, that of the row, with maximum `top`: integers, so that summing it again gives the same. Below 0: only
+    // `top` is known; 0: neither.
     template <class T>
     void score(const T* x, int64_t vocab, int64_t token, int64_t count, int64_t mass, float top, float* logprob,
                int64_t* rank, int64_t* ids, float* logprobs) {
-        if (mass <= 0 || count) top = scan(x, vocab);
+        if (mass == 0 || count) top = scan(x, vocab);
         const float own = to_float(x[token]);
         double norm = std::numeric_limits<double>::quiet_NaN();
         if (mass <= 0 && std::isfinite(top)) mass = weigh(x, vocab, {top, 1.0}, nullptr);
@@ -289,6 +360,39 @@ class Drawer {
     std::vector<uint64_t> keys_, spare_;
 };
 
+// The lowest index of the largest entry, 0 for a row of NaN only; and that entry, NaN if any is.
+template <class T>
+void argmax_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, int64_t* id, float* top, int threads) {
+    parallel_ranges(rows * vocab < kSerialElements ? 1 : threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const T* in = x + row * stride;
+            const int64_t whole = vocab - vocab % W;
+            int64_t i = 0;
+            const vf lowest = splat(-std::numeric_limits<float>::infinity());
+            vf best[4] = {lowest, lowest, lowest, lowest};
+            vi strange = {};
+            auto look = [&](int64_t at, int j) {
+                const vf v = load(in + at);
+                strange |= (vi)(v != v);
+                best[j] = vmax(v, best[j]);
+            };
+            for (; i + 4 * W <= whole; i += 4 * W)
+                for (int j = 0; j < 4; ++j) look(i + j * W, j);
+            for (; i < whole; i += W) look(i, 0);
+            float most = max_of(vmax(vmax(best[0], best[1]), vmax(best[2], best[3])));
+            bool broken = false;
+            for (; i < vocab; ++i) {
+                const float v = to_float(in[i]);
+                broken |= v != v;
+                most = v > most ? v : most;
+            }
+            for (int j = 0; j < W; ++j) broken |= strange[j] != 0;
+            id[row] = first_equal(in, vocab, most);
+            top[row] = broken ? std::numeric_limits<float>::quiet_NaN() : most;
+        }
+    });
+}
+
 // columns: double [5][rows], in the order of Wish.
 template <class T>
 void draw_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns, int64_t* token,
@@ -328,6 +432,10 @@ using namespace mi;
 extern "C" {
 
 #define MI_SAMPLING(SUFFIX, T)                                                                                          \
+    void mi_argmax_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, int64_t* id, float* top,        \
+                            int threads) {                                                                              \
+        argmax_rows((const T*)x, stride, rows, vocab, id, top, threads);                                                \
+    }                                                                                                                   \
     void mi_draw_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns,            \
                           int64_t* token, float* top, float* cut_logit, int64_t* cut_id, int64_t* mass, int threads) {  \
         draw_rows((const T*)x, stride, rows, vocab, columns, token, top, cut_logit, cut_id, mass, threads);             \

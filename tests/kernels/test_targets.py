@@ -1,0 +1,74 @@
+"""The native kernels as other CPUs would compile them, AVX2 and AVX-512 without bf16 products, on this one."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from cut_case import PROMPT, TOTAL, Sequences
+from paged_case import check_case, make_case
+
+from megatron_infer.kernels import native_build
+from megatron_infer.kernels.base import AttendSpec
+from megatron_infer.kernels.cpu_native import NativePagedAttention
+from megatron_infer.kernels.native_sampling import NativeSampling
+
+pytestmark = pytest.mark.long
+TARGETS = {"haswell": {"avx2", "fma", "bmi2"}, "skylake-avx512": {"avx512f", "avx512dq", "avx512bw", "avx512vl"}}
+"""Compiler's name of a CPU -> the flags that this one must have to run its code."""
+SOURCES = ("elementwise.cpp", "linear.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def library(request, tmp_path_factory) -> ctypes.CDLL:
+    flags = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()
+    if missing := TARGETS[request.param] - flags:
+        pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_build, "SOURCES", SOURCES)  # without the scan, whose code takes most of the time
+        work = tmp_path_factory.mktemp(request.param)
+        try:
+            path = native_build._compile(native_build.find_compiler(), f"-march={request.param}", work)
+        except native_build.NativeUnavailable as error:
+            pytest.skip(str(error))
+    library = ctypes.CDLL(str(path))
+    assert not library.mi_has_bf16_dot()
+    return library
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_matches_the_reference(library, dtype):
+    rows = [(1, 1), (1, 300), (1, 31), (1, 257), (9, 9), (20, 310), (130, 130)]
+    for head_dim, group in ((64, 3), (80, 1), (128, 8)):
+        case = make_case(
+            rows, num_decode=4, dtype=dtype, head_dim=head_dim, group_size=group, window=200, rotary_dim=16
+        )
+        check_case(NativePagedAttention(library, dtype), case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_position_has_the_same_bits_however_its_sequence_is_cut(library, dtype):
+    spec = AttendSpec(num_kv_heads=2, group_size=3, head_dim=64, scale=0.125, window=150, rotary_dim=32)
+    whole, cut = Sequences(dtype, spec), Sequences(dtype, spec)
+    backend = NativePagedAttention(library, dtype)
+    want = [whole.attend(backend, decode=[], slices=[(0, 0, PROMPT)])[:PROMPT]]
+    want += [whole.attend(backend, decode=[position], slices=[])[:1] for position in range(PROMPT, TOTAL)]
+    got = [cut.attend(backend, decode=[], slices=[(0, at, min(97, TOTAL - at))]) for at in range(0, TOTAL, 97)]
+    assert torch.equal(torch.cat(got)[:TOTAL], torch.cat(want))
+
+
+def test_draws_are_those_of_this_cpus_own_kernels(library, native_library):
+    torch.manual_seed(0)
+    columns = torch.ones(5, 40, dtype=torch.float64)
+    columns[0, ::2], columns[1], columns[3] = 1.7, 5003, 0.0
+    columns[2, ::3], columns[4] = 0.9, torch.rand(40, dtype=torch.float64)
+    for dtype in DTYPES:
+        logits = (3 * torch.randn(40, 5003)).to(dtype)
+        there, here = NativeSampling(library), NativeSampling(native_library)
+        assert torch.equal(there.draw(logits, columns)[0], here.draw(logits, columns)[0])
+        assert torch.equal(there.argmax(logits)[0], here.argmax(logits)[0])
+        token = logits.argmax(-1)
+        torch.testing.assert_close(there.score(logits, token, 3)[0], here.score(logits, token, 3)[0])
