@@ -181,6 +181,11 @@ class StepMetadata:
             self.max_kv_len = int(self.kv_len.max(initial=0))
 
 
+Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""logits [S, V], rows maybe strided -> (int64 [S]: the lowest id of the largest entry; fp32 [S]: that entry, NaN where
+any entry of the row is NaN)."""
+
+
 class AttentionBackend(Protocol):
     """Paged attention behind plan/run. `kv_cache` is [layers, 2, num_blocks, B, K, H]."""
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, StepMetadata
-from megatron_infer.kernels.cpu_torch import TorchOps
+from megatron_infer.kernels.cpu_torch import TorchOps, torch_argmax
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears, packed_linear
 
@@ -94,7 +94,7 @@ class NativeOps(TorchOps):
         self._silu_mul = bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
-        self._argmax = bind(library, f"mi_argmax_{suffix}", [_P, _I, _P, _I, _I, ctypes.c_int])
+        self._argmax = bind(library, f"mi_argmax_{suffix}", [_P, _I, _P, _P, _I, _I, ctypes.c_int])
 
         signature = [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int]
         self._linear = bind(library, f"mi_linear_{suffix}", signature)
@@ -209,14 +209,22 @@ class NativeOps(TorchOps):
         )
         return out
 
-    def argmax(self, logits_SV: Tensor) -> Tensor:
-        """Lowest index of each row's largest entry -> int64 [S]; NaN never wins. Rows may be strided."""
+    def argmax(self, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+        """See `kernels.base.Argmax`."""
         if logits_SV.dtype is not self._dtype or logits_SV.stride(1) != 1:
-            return logits_SV.argmax(-1)
+            return torch_argmax(logits_SV)
         rows, width = logits_SV.shape
-        out = torch.empty(rows, dtype=torch.int64)
-        self._argmax(logits_SV.data_ptr(), logits_SV.stride(0), out.data_ptr(), rows, width, torch.get_num_threads())
-        return out
+        token, top = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        self._argmax(
+            logits_SV.data_ptr(),
+            logits_SV.stride(0),
+            token.data_ptr(),
+            top.data_ptr(),
+            rows,
+            width,
+            torch.get_num_threads(),
+        )
+        return token, top
 
 
 def native_checksum(library: ctypes.CDLL, tensor: Tensor) -> int:

@@ -71,6 +71,12 @@ class TorchOps:
         return function(x_TX)
 
 
+def torch_argmax(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels.base.Argmax`. torch's argmax on a CPU prefers the lowest index."""
+    # amax, because an argmax may pass over a NaN that is not alone
+    return logits_SV.argmax(-1), logits_SV.amax(-1).float()
+
+
 def apply_rotary(x_TXH: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, dim: int, interleaved: bool) -> Tensor:
     """Rotate the leading `dim` dims of every head, in fp32, rounded once -> a new tensor shaped like x."""
     shape = (x_TXH.shape[0],) + (1,) * (x_TXH.ndim - 2) + (dim,)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import backend_candidates, flashinfer_rope, flashinfer_topk, native_build, packing
-from megatron_infer.kernels.base import AttendSpec, AttentionBackend, Ops
+from megatron_infer.kernels.base import Argmax, AttendSpec, AttentionBackend, Ops
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
     PANELS,
@@ -24,7 +24,7 @@ from megatron_infer.kernels.cpu_native import (
     native_checksum,
     panel_layout,
 )
-from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
+from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention, torch_argmax
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.native_layers import NativeLayers
 from megatron_infer.kernels.native_sampling import NativeSampling
@@ -87,8 +87,7 @@ class ChosenKernels:
     """None for a model without Mamba layers."""
     packed: packing.PackedLinears
     """`pack` takes the model's weights; `ops.linear` then uses the copies. Stays empty where packing fails."""
-    argmax: Callable[[Tensor], Tensor]
-    """argmax(logits_SV) -> int64 [S]; the lowest id wins ties."""
+    argmax: Argmax
     sampling: NativeSampling | TritonSampling | None
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
     device_sampling: TritonSampling | None = None
@@ -116,11 +115,6 @@ def format_rows(rows: list[BackendChoice]) -> str:
         lines.append((row.operation, row.chosen, why))
     widths = [max(len(line[column]) for line in lines) for column in range(2)]
     return "\n".join(f"{op:<{widths[0]}}  {chosen:<{widths[1]}}  {why}" for op, chosen, why in lines)
-
-
-def lowest_argmax(logits_SV: Tensor) -> Tensor:
-    """Index of the largest entry of each row; torch's argmax on a CPU already prefers the lowest index."""
-    return logits_SV.argmax(-1)
 
 
 def _forced_backend() -> tuple[str | None, TorchKernels]:
@@ -443,7 +437,7 @@ def choose(
     if forced == "native" and library is None:
         raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
     linear_row, packed = _choose_linear(device, dtype, forced, library, linear, reasons.get("native", ""))
-    argmax: Callable[[Tensor], Tensor] = lowest_argmax
+    argmax: Argmax = torch_argmax
     others, missing = backend_candidates.available(backend_candidates.OPS, device, dtype, forced=forced)
     ops: Ops
     if forced == "reference":
@@ -469,7 +463,7 @@ def choose(
     if draws.on_device is not None:
         argmax = draws.on_device.argmax
     elif draws.kernels is None:
-        argmax = lowest_argmax
+        argmax = torch_argmax
     rows += [BackendChoice("norms, activations", ops.name, reasons | missing), draws.row, linear_row]
     gathers, no_gather = backend_candidates.available(backend_candidates.STEP, device, dtype, forced=forced)
     if gathers or no_gather:

@@ -126,8 +126,8 @@ class TensorParallelSampler:
         if self._num_real == 0:
             return torch.full((len(logits_PW),), _NOTHING, dtype=torch.int64, device=logits_PW.device)
         real = logits_PW[:, : self._num_real]
-        top_P = real.amax(-1).float()  # an argmax may pass over a NaN that is not alone
-        key_P = sort_keys(top_P, self._sampler.argmax(real) + self._first_id)
+        best_P, top_P = self._sampler.argmax(real)
+        key_P = sort_keys(top_P, best_P + self._first_id)
         return key_P.masked_fill(top_P.isnan() | (top_P == torch.inf), _POISONED)
 
     def _draw_own(

@@ -16,7 +16,6 @@ Legend: S sampled positions, M rows of one draw group, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -25,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_infer.kernels.base import Argmax
+from megatron_infer.kernels.cpu_torch import torch_argmax
 from megatron_infer.sampling.draw_groups import DeviceOps, DrawGroup, make_draw_group, split_draw_groups
 from megatron_infer.sampling.filters import DrawResult, Search, draw_any, draw_filtered
 from megatron_infer.sampling.logprobs import LogprobBatch, Score, score
@@ -106,21 +107,19 @@ class Sampler:
         *,
         padded_vocab_size: int,
         logprobs_mode: Literal["raw", "processed"] = "raw",
-        argmax: Callable[[Tensor], Tensor] | None = None,
+        argmax: Argmax | None = None,
         kernels: SamplingKernels | None = None,
         search: Search | None = None,
         ops: DeviceOps | None = None,
     ) -> None:
-        """argmax(logits [S, V], rows possibly strided) -> int64 [S], lowest id among equals; None: torch's.
-
-        kernels: replace the torch code of draws and scores; None: there are none for this device. search: finds the
-        candidates of the torch code's draws. ops: None on a CPU.
+        """argmax: None is torch's. kernels: replace the torch code of draws and scores; None: there are none for this
+        device. search: finds the candidates of the torch code's draws. ops: None on a CPU.
         """
         assert params.vocab_size <= padded_vocab_size, f"vocabulary {params.vocab_size}, padded {padded_vocab_size}"
         self.params, self.vocab_size, self.padded_vocab_size = params, params.vocab_size, padded_vocab_size
         self.is_processed = logprobs_mode == "processed"
         """`logprobs` are of the distribution that a token was drawn from, not of the model's."""
-        self.argmax = argmax if argmax is not None else _argmax
+        self.argmax = torch_argmax if argmax is None else argmax
         self.search, self.ops = search, DeviceOps() if ops is None else ops
         self._kernels = kernels
         self.score: Score = score if kernels is None else kernels.score
@@ -180,8 +179,7 @@ class Sampler:
             values = group.edited(values, inputs)
         params = group.draw_params
         if params is None:
-            # amax, because an argmax may pass over a NaN that is not alone
-            return DrawResult(self.argmax(values), values.amax(-1).float())
+            return DrawResult(*self.argmax(values))
         params.columns_5M[4].copy_(self.ops.to_device(uniform(group.seed, inputs.positions[group.places])))
         if self._kernels is not None:
             drawn = DrawResult(*self._kernels.draw(values, params.columns_5M))  # type: ignore[arg-type]
@@ -246,7 +244,3 @@ class Sampler:
         if self._kernels is None or drawn.mass_M is None:
             return self.score
         return partial(self._kernels.score, known=(group.take(drawn.mass_M), group.take(drawn.top_M)))
-
-
-def _argmax(logits_SV: Tensor) -> Tensor:
-    return logits_SV.argmax(-1)

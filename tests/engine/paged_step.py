@@ -137,6 +137,9 @@ class Step:
             assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
         return self.scan.run(xBC, dt, self.cache.states[layer], weights, spec)
 
+    def run_program(self, program, x, residual):
+        return None
+
     def attend(self, layer, q, k, v, spec):
         assert q.shape[1:] == (spec.num_kv_heads, spec.group_size, spec.head_dim)
         assert k.shape[1:] == v.shape[1:] == (spec.num_kv_heads, spec.head_dim)

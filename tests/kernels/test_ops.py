@@ -159,14 +159,19 @@ def test_argmax_gives_the_lowest_index_of_a_tie(native_library, dtype, width):
     logits[3, -1] = 9.0
     logits[4, : width // 3 + 1] = 9.0
     want = [row.index(max(row)) for row in logits.tolist()]
-    assert ops.argmax(logits).tolist() == want
+    token, top = ops.argmax(logits)
+    assert token.tolist() == want and top.tolist() == [max(row) for row in logits.tolist()]
 
 
-def test_argmax_ignores_nan_unless_there_is_nothing_else(native_library):
+@pytest.mark.parametrize("width", [40, 5000, 5003])
+def test_argmax_ignores_nan_unless_there_is_nothing_else_and_tells_of_any(native_library, width):
     ops = NativeOps(native_library, torch.float32)
-    logits = torch.full((2, 40), float("nan"))
+    logits = torch.full((5, width), float("nan"))
     logits[0, 17] = -3.0
-    assert ops.argmax(logits).tolist() == [17, 0]
+    logits[2:] = 1.0
+    logits[2, 3] = logits[3, width - 1] = float("nan")
+    token, top = ops.argmax(logits)
+    assert token.tolist() == [17, 0, 0, 0, 0] and top.isnan().tolist() == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import backend_candidates, flashinfer_rope, native_build, select, threads
+from megatron_infer.kernels import backend_candidates, cpu_torch, flashinfer_rope, native_build, select, threads
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.ssm import SsmSpec
@@ -61,7 +61,7 @@ def test_without_a_compiler_torch_is_used_and_the_table_says_why(fresh_build, mo
     assert backends(chosen)["attention"] == chosen.attention.name == chosen.ops.name == "torch"
     row = next(row for row in chosen.rows if row.operation == "attention")
     assert "no C++ compiler" in row.reasons["native"]
-    assert chosen.argmax(torch.tensor([[1.0, 3.0, 3.0]])).tolist() == [1]
+    assert [part.tolist() for part in chosen.argmax(torch.tensor([[1.0, 3.0, 3.0]]))] == [[1], [3.0]]
 
 
 def test_a_compiler_that_fails_becomes_a_reason_with_its_message(fresh_build, monkeypatch):
@@ -229,7 +229,7 @@ def test_asking_for_a_backend_that_cannot_run_the_model_is_an_error_with_the_rea
 def test_the_option_forces_sampling_and_nothing_else(native_library, name, kind):
     chosen = choose(sampling=name)
     assert backends(chosen)["argmax, sampling"] == name and type(chosen.sampling).__name__ == kind
-    assert (chosen.argmax is select.lowest_argmax) == (name == "torch")
+    assert (chosen.argmax is cpu_torch.torch_argmax) == (name == "torch")
     assert chosen.attention.name == chosen.ops.name == "native" and chosen.search is None
 
 

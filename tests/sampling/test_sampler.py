@@ -60,7 +60,7 @@ def test_pure_greedy_batches_only_take_the_argmax():
 
     def argmax(logits):
         calls.append((logits.dtype, tuple(logits.shape)))
-        return logits.argmax(-1)
+        return logits.argmax(-1), logits.amax(-1).float()
 
     logits = torch.randn(4, 100).bfloat16()
     Rows([make_request([1], temperature=0) for _ in range(4)], 100, argmax=argmax).sample(logits)
@@ -206,9 +206,13 @@ def test_rows_without_a_distribution_are_bad_and_the_others_are_not(poison, whol
     requests = [make_request([1, 2], seed=i, logprobs=2, **kinds[i // 2]) for i in range(10)]
     logits = random_logits(rng, 10, 3000)
     clean = Rows(requests, 3000).sample(logits)
+
+    def passes_over_nan(x):
+        return x.nan_to_num(-INF).argmax(-1), x.amax(-1).float()
+
     logits[::2, slice(None) if whole_row else slice(17, 18)] = poison
     for dtype in (torch.float32, torch.bfloat16):
-        got = Rows(requests, 3000, argmax=lambda x: x.nan_to_num(-INF).argmax(-1)).sample(logits.to(dtype))
+        got = Rows(requests, 3000, argmax=passes_over_nan).sample(logits.to(dtype))
         assert got.bad_S.tolist() == [True, False] * 5
         assert got.tokens_S[::2].tolist() == [0] * 5
         if dtype == torch.float32:

@@ -79,20 +79,33 @@ static void gated_rms_norm(const T* y, const T* gate, int64_t gate_stride, const
     });
 }
 
-// The lowest index of the largest entry; 0 for a row of NaN only.
+// The lowest index of the largest entry, 0 for a row of NaN only; and that entry, NaN where any entry is.
 template <class T>
-static void argmax(const T* x, int64_t stride, int64_t* out, int64_t rows, int64_t dim, int threads) {
+static void argmax(const T* x, int64_t stride, int64_t* out, float* largest, int64_t rows, int64_t dim, int threads) {
     parallel_ranges(threads_for(rows * dim, threads), rows, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const T* in = x + row * stride;
             int64_t whole = dim - dim % W, i = 0;
             const vf lowest = splat(-__builtin_inff());
             vf best[4] = {lowest, lowest, lowest, lowest};
+            vi nan[4] = {};
+            auto take = [&](vf v, int j) {
+                best[j] = vmax(v, best[j]);
+                nan[j] |= (vi)(v != v);
+            };
             for (; i + 4 * W <= whole; i += 4 * W)
-                for (int j = 0; j < 4; ++j) best[j] = vmax(load(in + i + j * W), best[j]);
-            for (; i < whole; i += W) best[0] = vmax(load(in + i), best[0]);
+                for (int j = 0; j < 4; ++j) take(load(in + i + j * W), j);
+            for (; i < whole; i += W) take(load(in + i), 0);
             float top = max_of(vmax(vmax(best[0], best[1]), vmax(best[2], best[3])));
-            for (; i < dim; ++i) top = to_float(in[i]) > top ? to_float(in[i]) : top;
+            nan[0] |= nan[1] | nan[2] | nan[3];
+            int any_nan = 0;
+            for (int j = 0; j < W; ++j) any_nan |= nan[0][j];
+            for (; i < dim; ++i) {
+                const float v = to_float(in[i]);
+                top = v > top ? v : top;
+                any_nan |= v != v;
+            }
+            largest[row] = any_nan ? __builtin_nanf("") : top;
             const int64_t step = 8 * W;
             int64_t found = 0;
             for (i = 0; i < dim; i += step) {  // a whole stretch is tested at once, then searched
@@ -138,8 +151,9 @@ extern "C" {
         gated_rms_norm((const T*)y, (const T*)gate, gate_stride, (const T*)weight, (T*)out, rows, dim, group, eps,   \
                        threads);                                                                                     \
     }                                                                                                                \
-    void mi_argmax_##SUFFIX(const void* x, int64_t stride, void* out, int64_t rows, int64_t dim, int threads) {      \
-        argmax((const T*)x, stride, (int64_t*)out, rows, dim, threads);                                              \
+    void mi_argmax_##SUFFIX(const void* x, int64_t stride, void* out, void* largest, int64_t rows, int64_t dim,      \
+                            int threads) {                                                                           \
+        argmax((const T*)x, stride, (int64_t*)out, (float*)largest, rows, dim, threads);                             \
     }
 MI_ELEMENTWISE(f32, float)
 MI_ELEMENTWISE(bf16, bf16)

@@ -67,8 +67,8 @@ class TritonSampling:
         """held: candidates in registers, a power of two; with fewer of them more rows are searched as a whole."""
         self._held = held
 
-    def argmax(self, logits_SV: Tensor) -> Tensor:
-        """int64 [S], the lowest id among equals; rows may be strided."""
+    def argmax(self, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+        """See `kernels.base.Argmax`."""
         scratch = _Scratch(logits_SV, self._held)
         scratch.scan()
         token_S = torch.empty(scratch.num_rows, dtype=torch.int64, device=logits_SV.device)
@@ -83,7 +83,7 @@ class TritonSampling:
                 CHUNKS=scratch.chunks,
                 num_warps=1,
             )
-        return token_S
+        return token_S, logits_SV.amax(-1).float()
 
     def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """`SamplingKernels.draw`; an inverse temperature of 0 draws the largest logit."""
