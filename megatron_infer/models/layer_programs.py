@@ -2,9 +2,9 @@
 
     norm, qkv, attend, proj, norm, fc1, SwiGLU, fc2, norm, qkv, ...   one call a step in the place of eight a layer
 
-The operations of `fused_layers` stay the one description of a layer: a program is read off them. What a program buys is
-the time between two kernels, a quarter of a decode step of a small model. Where kernels cannot run one (weights that are
-not packed, a norm that is not RMS) and in steps with adapters, the operations run one by one, with the same bits.
+The operations of `fused_layers` stay the one description of a layer: a program is read off them. It saves the time
+between two kernels, an eighth of a small decode step. Where kernels cannot run one (weights that are not packed,
+a norm that is not RMS) and in steps with adapters, the operations run one by one, with the same bits.
 """
 
 from __future__ import annotations
