@@ -17,6 +17,8 @@ NOT_RUN = {
     "make test": "runs this test",
     "make rl-demo": "makes an environment",
     "pip install -e .[gpu]": "changes the environment",
+    "python3.11 -m venv peers/": "makes an environment",
+    "megatron-infer bench smollm2 --dtype bfloat16 --columns": "engines in environments of their own",
     "pip install 'megatron-infer[ray]'": "changes the environment",
     "pip install 'megatron-infer[server]'": "changes the environment",
     "pip install 'megatron-infer[pipelines]'": "changes the environment",

@@ -73,7 +73,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    base = {"enable_prefix_caching": False, "max_requests": args.streams + 1, "max_tokens": 512}
+    base = {
+        "enable_prefix_caching": False,
+        "max_requests": args.streams + 1,
+        "max_tokens": 512,
+        "max_sequence_length": args.prompt + 256,
+    }
     llm = LLM(args.model, config=base, dtype=args.dtype, threads=args.threads)
     streams = [[17 + number, *range(40, 72)] for number in range(args.streams)]
     prompt = [1000 + (7 * place) % 40000 for place in range(args.prompt)]

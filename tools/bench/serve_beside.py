@@ -1,6 +1,6 @@
 """vLLM's server beside ours: first token and time between tokens at 1, 16 and 32 at once, in turns on the same machine.
 
-    python tools/bench/serve_beside.py DIRECTORY --vllm VENV/bin/vllm [--concurrency 1,16,32] [--rounds 3] [--json FILE]
+    python tools/bench/serve_beside.py DIRECTORY --vllm-python VENV/bin/python [--concurrency 1,16,32] [--rounds 3] [--json FILE]
 
 Both serve the Hugging Face directory in the same dtype with the same number of threads and stream answers of the same
 lengths to the same prompts; `megatron-infer bench-serve` asks. While one is asked the other one waits.
@@ -31,7 +31,7 @@ FIGURES = {"first token": "ttft_ms", "between tokens": "itl_ms"}
 
 
 @contextlib.contextmanager
-def vllm_served(program: str, directory: str, dtype: str, threads: int, log: Path) -> Iterator[str]:
+def vllm_served(python: str, directory: str, dtype: str, threads: int, log: Path) -> Iterator[str]:
     """-> the URL of vLLM's server of a directory."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -39,7 +39,8 @@ def vllm_served(program: str, directory: str, dtype: str, threads: int, log: Pat
     cores = sorted(os.sched_getaffinity(0))[:threads]
     env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": "2"}
     env.pop("PYTHONPATH", None)
-    command = [program, "serve", directory, "--port", str(port), "--dtype", dtype, "--max-model-len", "1024"]
+    options = ("--model", directory, "--port", str(port), "--dtype", dtype, "--max-model-len", "1024")
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", *options]
     with log.open("wb") as lines:
         process = subprocess.Popen(command, env=env, stdout=lines, stderr=lines, start_new_session=True)
     try:
@@ -71,7 +72,7 @@ def ask(url: str, concurrency: int, requests: int, seed: int, report: Path) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory")
-    parser.add_argument("--vllm", required=True, metavar="PROGRAM")
+    parser.add_argument("--vllm-python", required=True, metavar="PYTHON", help="of the environment that has vLLM")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", default="1,16,32")
     parser.add_argument("--requests", type=int, default=32, help="of a run; at 1 at once an eighth of them")
@@ -83,7 +84,7 @@ def main() -> None:
     ours = ("--dtype", args.dtype, "--threads", str(args.threads), "--max-sequence-length", "1024")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         report, log = Path(folder) / "report.json", Path(folder) / "log"
-        theirs = vllm_served(args.vllm, args.directory, args.dtype, args.threads, log)
+        theirs = vllm_served(args.vllm_python, args.directory, args.dtype, args.threads, log)
         urls = {"vLLM": stack.enter_context(theirs)}
         urls["megatron_infer"] = stack.enter_context(served(args.directory, *ours)).url
         for url in urls.values():
