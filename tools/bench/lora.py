@@ -1,4 +1,4 @@
-"""What LoRA adapters cost: tokens a second of 16 requests on SmolLM2 with none, one and eight adapters, beside the base.
+"""What LoRA adapters cost: tokens a second of 16 requests on SmolLM2 with none, one and eight adapters.
 
     taskset -c 0,1 python tools/bench/lora.py [--rank 16] [--rounds 5] [--dtype bfloat16]
 
