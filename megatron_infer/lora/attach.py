@@ -137,14 +137,15 @@ class AttachedLoRA:
         Pass it as the model's to the optimizer's own sharded_state_dict; what a load gives goes to `load_state_dict`.
         prefix: of the keys in the checkpoint.
         """
-        replicas = self.model.pg_collection.dp_cp
+        replicas = getattr(self.model.pg_collection, "dp_cp", None)
+        metadata = mcore.ensure_metadata_has_dp_cp_group(None if replicas is None else {"dp_cp_group": replicas})
         found: dict[str, Any] = {}
         for path, pair in self._pairs.items():
             keys = {"A": f"{path}.lora_A.weight", "B": f"{path}.lora_B.weight"}
             state = {keys["A"]: pair.a, keys["B"]: pair.b}
             axes = {keys["A"]: 1} if pair.is_row_parallel else {keys["B"]: 0}
             sharded = mcore.make_sharded_tensors_for_checkpoint(
-                state, prefix, axes, tp_group=self._linears[path].tp_group, dp_cp_group=replicas
+                state, prefix, axes, tp_group=self._linears[path].tp_group, dp_cp_group=metadata["dp_cp_group"]
             )
             if len(pair.sections) > 1:
                 split_in_parts(sharded, prefix + keys["B"], dict(zip("01234", pair.sections, strict=False)))

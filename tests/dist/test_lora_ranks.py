@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "DP2": ("gpt", {}, False),
     "TP2, hybrid": ("hybrid", {TP: 2}, False),
 }
+SOME = ["TP2, sequence parallel", "PP2", "TP2, hybrid"]
 LENGTHS = [12, 12, 8, 8]
 
 
@@ -54,11 +55,12 @@ def trained(model: Any, exact: bool, part: slice = slice(None)) -> tuple[Attache
     return adapter, session, answers
 
 
-def on_layouts(rank: int, size: int, folder: Path) -> None:
+def on_layouts(rank: int, size: int, folder: Path, names: list[str]) -> None:
     from megatron.core import dist_checkpointing
 
     cases = torch.load(folder / "one.pt", weights_only=False)
-    for name, (kind, sizes, exact) in LAYOUTS.items():
+    for name in names:
+        kind, sizes, exact = LAYOUTS[name]
         new_groups(**{key: value for key, value in sizes.items() if key.endswith("_size")})
         weights, want, answers = cases[kind]
         stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if PP in sizes else {}
@@ -81,7 +83,7 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
             continue
         for parameter in adapter.parameters():
             parameter.data.zero_()
-        saved = str(folder / "torch_dist TP2")  # in another layout
+        saved = str(folder / f"torch_dist {names[0]}")  # in another layout
         adapter.load_state_dict(dist_checkpointing.load(adapter.sharded_state_dict(), saved))
         same_pairs(adapter, want, name)
 
@@ -96,7 +98,15 @@ def same_pairs(adapter: AttachedLoRA, want: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_every_layout_trains_an_adapter_like_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["TP2, sequence parallel", "PP2", "TP2, hybrid"],
+        pytest.param(["TP2", "TP2, exact", "DP2"], marks=pytest.mark.long),
+    ],
+    ids=", ".join,
+)
+def test_every_layout_trains_an_adapter_like_one_process(names: list[str], tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
     from safetensors.torch import load_file
 
@@ -112,15 +122,15 @@ def test_every_layout_trains_an_adapter_like_one_process(tmp_path: Path) -> None
             one = adapter
             adapter.save(tmp_path / "one")
     torch.save(cases, tmp_path / "one.pt")
-    run_on_ranks(on_layouts, 2, tmp_path)
+    run_on_ranks(on_layouts, 2, tmp_path, names)
     want = load_file(tmp_path / "one" / "adapter_model.safetensors")
-    for name, (kind, *_) in LAYOUTS.items():
-        if kind == "gpt":
+    for name in names:
+        if LAYOUTS[name][0] == "gpt":
             got = load_file(tmp_path / f"peft {name}" / "adapter_model.safetensors")
             assert got.keys() == want.keys()
             assert all((got[key] - value).abs().max() < 5e-4 for key, value in want.items()), name
     before = one.state_dict()
-    loaded = dist_checkpointing.load(one.sharded_state_dict(), str(tmp_path / "torch_dist TP2"))
+    loaded = dist_checkpointing.load(one.sharded_state_dict(), str(tmp_path / f"torch_dist {names[0]}"))
     one.load_state_dict(loaded)
     for name, value in one.state_dict().items():
         torch.testing.assert_close(value, before[name], atol=5e-4, rtol=0)
