@@ -97,6 +97,7 @@ class StatLogger:
             retracted_steps=scheduler.budget.num_retracted,
             recomputed_tokens=stats.recomputed_tokens,
             **_state_slots(context),
+            **_adapter_figures(context),
             **({} if self._graphs is None else _graph_figures(self._graphs)),
             **self._output_processor.meter.as_figures(),
         )
@@ -158,3 +159,12 @@ def _state_slots(context: DynamicInferenceContext) -> dict[str, int]:
         "state_slots_cached": slots.num_cached,
         "state_slots_free": free + slots.count - slots.num_cached,
     }
+
+
+def _adapter_figures(context: DynamicInferenceContext) -> dict[str, int]:
+    """LoRA adapters; nothing for an engine without them."""
+    if (slots := context.adapters) is None:
+        return {}
+    resident = len(slots.resident)
+    on_host = max(0, len(slots.versions) - resident)
+    return {"adapters_on_device": resident, "adapters_on_host": on_host, "adapter_loads": slots.num_loads}

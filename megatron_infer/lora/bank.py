@@ -90,7 +90,7 @@ class AdapterBank:
                     f"adapter {name!r}: {path} is for {got[1]} inputs and {got[0]} outputs, the model's linear has "
                     f"{part.shape[1]} and {part.shape[0]}; is it an adapter of another model?"
                 )
-            if not (pair.a.isfinite().all() and pair.b.isfinite().all() and abs(pair.scale) < float("inf")):
+            if not (_is_finite(pair.a) and _is_finite(pair.b) and abs(pair.scale) < float("inf")):
                 raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite")
         return missing
 
@@ -150,3 +150,7 @@ def parts_of(name: str, live: Any, length: int) -> Sequence[int]:
         assert sum(parts) == length, f"{name}: {length} rows, parts {parts}"
         return parts
     return (length,)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())

@@ -54,6 +54,10 @@ ENGINE = _specs(
     ("engine_swaps_total", "counter", "evictions", "Evictions to the host (out) and returns from it (in)", ("way",)),
     ("engine_retracted_steps_total", "counter", "steps", "Steps that ran out of memory and were tried again smaller"),
     ("engine_recomputed_tokens_total", "counter", "tokens", "Computed tokens that evictions dropped"),
+    ("engine_adapters", "gauge", "adapters", "Loaded LoRA adapters: on the device, or on the host alone", ("place",)),
+    ("engine_adapter_loads_total", "counter", "loads", "LoRA adapters written into a slot on the device"),
+    ("engine_adapter_requests_total", "counter", "requests", "Requests that ended, of a LoRA adapter", ("adapter",)),
+    ("engine_adapter_output_tokens_total", "counter", "tokens", "Tokens of these requests", ("adapter",)),
     ("engine_graphs", "gauge", "graphs", "CUDA graphs that exist now"),
     ("engine_graph_bytes", "gauge", "bytes", "Device memory of the CUDA graphs, measured"),
     ("engine_graph_captures_total", "counter", "captures", "CUDA graphs captured"),
@@ -198,6 +202,11 @@ def engine_families(snapshot: EngineSnapshot, **labels: str) -> list[Family]:
     slots = {"used": f.state_slots_used, "cached": f.state_slots_cached, "free": f.state_slots_free}
     for kind, value in slots.items():
         gauge("engine_state_slots", value, kind=kind)
+    for place, value in (("device", f.adapters_on_device), ("host", f.adapters_on_host)):
+        gauge("engine_adapters", value, place=place)
+    for adapter, value in f.adapter_requests.items():
+        count("engine_adapter_requests_total", value, adapter=adapter)
+        count("engine_adapter_output_tokens_total", f.adapter_tokens.get(adapter, 0), adapter=adapter)
     gauge("engine_graphs", f.graphs)
     gauge("engine_graph_bytes", f.graph_bytes)
     for name, value in _plain_counts(f).items():
@@ -230,6 +239,7 @@ def _plain_counts(f: EngineSnapshot) -> dict[str, int]:
         "engine_evictions_total": f.evictions,
         "engine_retracted_steps_total": f.retracted_steps,
         "engine_recomputed_tokens_total": f.recomputed_tokens,
+        "engine_adapter_loads_total": f.adapter_loads,
         "engine_graph_captures_total": f.graph_captures,
         "engine_graph_draws_outside_total": f.graph_draws_outside,
     }

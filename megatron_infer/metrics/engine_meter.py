@@ -26,6 +26,8 @@ class EngineMeter:
         self.e2e = Histogram("e2e", E2E_BOUNDS)
         self.prompt_tokens = self.cached_prompt_tokens = self.output_tokens = 0
         self.ended: Tally[str] = Tally(dict.fromkeys(OUTCOMES, 0))
+        self.adapter_requests: Tally[str] = Tally()
+        self.adapter_tokens: Tally[str] = Tally()
         self.transitions: Tally[str] = Tally(suspend=0, resume=0)
         self.transition_seconds = {"suspend": 0.0, "resume": 0.0}
         self.registry = Registry()
@@ -69,6 +71,11 @@ class EngineMeter:
         for one in sequence_ids:
             self._last.pop(one, None)
 
+    def adapter_ended(self, adapter: str, num_tokens: int) -> None:
+        """A request of a LoRA adapter has ended, having drawn so many tokens."""
+        self.adapter_requests[adapter] += 1
+        self.adapter_tokens[adapter] += num_tokens
+
     def transition(self, command: str, seconds: float) -> None:
         self.transitions[command] += 1
         self.transition_seconds[command] += seconds
@@ -81,6 +88,8 @@ class EngineMeter:
             "cached_prompt_tokens": self.cached_prompt_tokens,
             "output_tokens": self.output_tokens,
             "ended": dict(self.ended),
+            "adapter_requests": dict(self.adapter_requests),
+            "adapter_tokens": dict(self.adapter_tokens),
             "transitions": dict(self.transitions),
             "transition_seconds": dict(self.transition_seconds),
             "ttft": BucketCounts.of(self.ttft),

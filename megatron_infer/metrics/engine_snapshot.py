@@ -140,6 +140,14 @@ class EngineSnapshot:
     swaps_in: int = 0
     retracted_steps: int = 0
     recomputed_tokens: int = 0
+    adapters_on_device: int = 0
+    """LoRA adapters that have a slot, and those that are loaded on the host alone."""
+    adapters_on_host: int = 0
+    adapter_loads: int = 0
+    """Times that an adapter was written into a slot."""
+    adapter_requests: Mapping[str, int] = field(default_factory=dict)
+    """Requests that ended, by adapter, and their output tokens."""
+    adapter_tokens: Mapping[str, int] = field(default_factory=dict)
     graphs: int = 0
     """CUDA graphs that exist now; this and the next four are 0 where steps are not captured."""
     graph_bytes: int = 0

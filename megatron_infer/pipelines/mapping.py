@@ -104,7 +104,7 @@ ROWS: Mapping[str, Row] = {
     "pdl_level": Here(meanings.pdl_level),
     "zmq_endpoint_base": Here(meanings.endpoint_base),
     "draft_model": Refused("tokens are not drafted yet; leave it out"),
-    "lora": Refused("adapters are not served yet; leave it out"),
+    "lora": Engine("lora", meanings.lora),
     "speculative": Refused("tokens are not drafted yet; leave it out"),
     "options": Here(meanings.read_before),
     "model.model_path": Model("model"),

@@ -42,6 +42,16 @@ def force(value: bool, asked: Asked) -> Effect:
     return value, ""
 
 
+def lora(value: Any) -> dict[str, Any] | None:
+    """The option `lora` of an engine. Raises ConfigError for settings of adapters without enable_lora."""
+    if not value.enable_lora:
+        if given := sorted(value.model_fields_set - {"enable_lora"}):
+            raise ConfigError(f"{given[0]} needs enable_lora=True; set it, or leave {given[0]} out")
+        return None
+    paths = [path if "=" in path else f"{Path(path).name}={path}" for path in value.lora_paths]
+    return {"max_loras": value.max_num_loras, "max_rank": value.max_lora_rank, "adapters": paths}
+
+
 def architectures(value: list[str], asked: Asked) -> Effect:
     from megatron_infer.model_loader.hf_config import FAMILIES
 

@@ -201,7 +201,7 @@ class LoRAConfig(Section):
     enable_lora: bool = False
     """Serve adapters."""
     lora_paths: list[str] = Field(default_factory=list)
-    """Adapters to load: NAME=PATH or PATH."""
+    """Adapters to load: NAME=PATH, or PATH, whose last part is the name."""
     max_lora_rank: int = 16
     """The highest rank of an adapter."""
     max_num_loras: int = 1

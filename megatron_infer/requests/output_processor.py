@@ -113,6 +113,8 @@ class OutputProcessor:
         ids = [sequence.request.id for sequence in state.sequences]
         outcome = "error" if state.error is not None else outcome_of(s.request.finish_reason for s in state.sequences)
         self.meter.end(outcome, state.metrics.latency_s or 0.0, ids)
+        if (adapter := state.params.adapter) is not None:
+            self.meter.adapter_ended(adapter, sum(sequence.request.num_output for sequence in state.sequences))
         del self._requests[state.id]
         self.num_structured -= state.params.structured is not None
         for one in ids:

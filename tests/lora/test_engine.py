@@ -194,7 +194,7 @@ def test_an_adapter_in_use_is_unloaded_only_with_its_requests(model, adapters):
     engine.add_request(PROMPT, greedy("a", max_tokens=50), request_id="one")
     engine.add_request(PROMPT, greedy(max_tokens=4), request_id="other")
     engine.step()
-    with pytest.raises(AdapterInUse, match="used by 1 unfinished requests; .*abort=True"):
+    with pytest.raises(AdapterInUse, match=r"used by 1 unfinished requests; .*abort=True"):
         engine.unload_adapter("a")
     assert [info.num_requests for info in engine.adapters()] == [1]
     engine.unload_adapter("a", abort=True)
@@ -222,7 +222,7 @@ def test_saved_requests_go_on_with_the_content_they_began_with(model, adapters, 
     with pytest.raises(SnapshotError, match="'one': unknown adapter 'a'"):
         other.load_requests(tmp_path / "kept")
     other.load_adapter("a", adapters["a1"])
-    with pytest.raises(SnapshotError, match="another content of adapter 'a' .*changed_adapters=\"recompute\""):
+    with pytest.raises(SnapshotError, match=r"another content of adapter 'a' .*changed_adapters=.recompute"):
         other.load_requests(tmp_path / "kept")
     assert not other.has_unfinished()
     same = engine_of(model)
@@ -264,7 +264,7 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(model, adapters, t
     with pytest.raises(ConfigError, match="running"):
         engine.load_adapter("a", adapters["a1"], replace=True, running="stop")
     assert engine.load_adapter("a", adapters["a0"]).version == 1, "the same content again is fine"
-    with pytest.raises(UnknownAdapter, match="'b'; did you mean 'a'|unknown adapter 'b'"):
+    with pytest.raises(UnknownAdapter, match="unknown adapter 'b'"):
         engine.add_request(PROMPT, greedy("b"))
     plain = DynamicInferenceEngine(model, InferenceConfig(**BASE))
     with pytest.raises(UnknownAdapter, match="this engine has no adapters"):

@@ -30,6 +30,7 @@ def metric_docs():
 
 def figures(**changes):
     meter = EngineMeter()
+    meter.adapter_ended("french", 3)
     for spec in MISMATCH.values():
         meter.registry.gauge(spec.full_name, spec.help).set(1.0)
     values = dict.fromkeys(("num_waiting", "num_running", "num_paused", "capacity", "blocks_used"), 0)

@@ -1,4 +1,4 @@
-"""What LoRA adapters cost: tokens a second of 16 requests on SmolLM2 with none, one and eight adapters, beside the base.
+"""What LoRA adapters cost: tokens a second of 16 requests on SmolLM2 with none, one and eight adapters.
 
     taskset -c 0,1 python tools/bench/lora.py [--rank 16] [--rounds 5] [--dtype bfloat16]
 
@@ -51,16 +51,16 @@ def main() -> None:
     args = parser.parse_args()
     settings: dict[str, Any] = {"buffer_size_gb": 0.5, "max_requests": 16, "enable_prefix_caching": False}
     plain = LLM("smollm2", config=settings, dtype=args.dtype)
-    adapted = LLM(
-        "smollm2", config=settings | {"lora": LoRAConfig(max_loras=8, max_rank=args.rank)}, dtype=args.dtype
-    )
+    adapted = LLM("smollm2", config=settings | {"lora": LoRAConfig(max_loras=8, max_rank=args.rank)}, dtype=args.dtype)
     seconds = []
     for index in range(8):
         tensors = state_dict(adapted.engine.model, args.rank, index)
         began = time.perf_counter()
         adapted.engine.load_adapter(f"a{index}", tensors, config={"r": args.rank, "lora_alpha": 32})
         seconds.append(time.perf_counter() - began)
-    print(f"load_adapter, rank {args.rank}: {statistics.median(seconds) * 1e3:.0f} ms, at most {max(seconds) * 1e3:.0f}")
+    print(
+        f"load_adapter, rank {args.rank}: {statistics.median(seconds) * 1e3:.0f} ms, at most {max(seconds) * 1e3:.0f}"
+    )
     cases: dict[str, tuple[LLM, list[str | None]]] = {
         "engine without adapters": (plain, [None]),
         "base requests, 8 adapters loaded": (adapted, [None]),

@@ -1,0 +1,210 @@
+"""Adapters over HTTP: loaded and unloaded on all engines, named as models, with answers that engines give offline."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from control_case import call, get
+from safetensors.torch import save_file
+from server_case import serving, wait_for
+
+from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
+from megatron_infer.coordinator.adapter_commands import AdapterCommands
+from megatron_infer.coordinator.commands import ReplicaCommands
+from megatron_infer.testing.tiny import tiny_gpt
+
+PROMPT = [3 * i % 101 + 4 for i in range(40)]
+SHORT = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+SETTINGS = {
+    "buffer_size_gb": 0.005,
+    "block_size_tokens": 16,
+    "max_sequence_length": 128,
+    "max_requests": 8,
+    "enable_prefix_caching": True,
+    "lora": LoRAConfig(max_loras=2, max_rank=8),
+}
+
+
+def write_adapter(folder, model, *, rank=4, seed=0, **changes):
+    """A PEFT directory under megatron-core's names."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for path, module in model.named_modules():
+        if path.endswith(("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")):
+            out, width = module.weight.shape
+            tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(rank, width, generator=generator) / 4
+            tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(out, rank, generator=generator) / 4
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+
+
+def make_engine():
+    return DynamicInferenceEngine(tiny_gpt(), InferenceConfig(**SETTINGS))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder, model = tmp_path_factory.mktemp("adapters"), tiny_gpt()
+    for seed in range(3):
+        write_adapter(folder / f"a{seed}", model, seed=seed)
+    write_adapter(folder / "large", model, rank=9)
+    write_adapter(folder / "dora", model, use_dora=True)
+    write_adapter(folder / "narrow", tiny_gpt(hidden_size=32))
+    write_adapter(folder / "cut", model)
+    (folder / "cut" / "adapter_model.safetensors").write_bytes(
+        (folder / "a0" / "adapter_model.safetensors").read_bytes()[:99]
+    )
+    (folder / "empty").mkdir()
+    (folder / "out").symlink_to("/etc")
+    outside = tmp_path_factory.mktemp("outside")
+    write_adapter(outside / "a", model)
+    (folder / "linked").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / "linked" / name).symlink_to(outside / "a" / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def offline(root):
+    engine = make_engine()
+    answers = {None: None, "a0": "a0", "a1": "a1", "a2": "a2"}
+    for name in ("a0", "a1", "a2"):
+        engine.load_adapter(name, root / name)
+    for name in answers:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, adapter=name)
+        answers[name] = engine.generate([PROMPT], params)[0].outputs[0].token_ids
+    assert len({tuple(tokens) for tokens in answers.values()}) == 4
+    return answers
+
+
+@pytest.fixture(scope="module")
+def case(root):
+    with serving(make_engine(), make_engine(), text=False, decodes=False, lora_root=str(root)) as one:
+        for replica in one.replicas:
+            replica._commands = ReplicaCommands(None, AdapterCommands(replica.engine, root=str(root)).commands())
+        wait_for(lambda: len(one.coordinator.core.stats()["replicas"]) == 2)
+        wait_for(lambda: one.http.get("/health").status_code == 200)
+        yield one
+
+
+def load(case, name, path, expected=200, **more):
+    reply = case.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path, **more})
+    assert reply.status_code == expected, (name, path, reply.status_code, reply.text)
+    return reply
+
+
+def unload(case, name, expected=200, **more):
+    reply = case.http.post("/v1/unload_lora_adapter", json={"lora_name": name, **more})
+    assert reply.status_code == expected, reply.text
+    return reply
+
+
+def tokens_of(case, model=None, **more):
+    body = call(case, "/v1/completions", SHORT | more | ({} if model is None else {"model": model}))
+    assert body["model"] == (model or "tiny")
+    return body["choices"][0]["token_ids"]
+
+
+def test_adapters_are_models_that_answer_as_offline(case, offline):
+    assert load(case, "french", "a0").text == "Success: LoRA adapter 'french' added successfully."
+    reply = call(case, "/load_lora_adapter", {"lora_name": "sql", "lora_path": "a1"})
+    assert reply["success"] and reply["loaded_adapters"].keys() == {"french", "sql"}
+    models = {card["id"]: card for card in get(case, "/v1/models")["data"]}
+    assert models.keys() == {"tiny", "french", "sql"} and models["sql"]["parent"] == "tiny"
+    assert get(case, "/v1/models/sql")["id"] == "sql"
+    for _ in range(3):  # on both engines
+        assert tokens_of(case) == tokens_of(case, "tiny") == offline[None]
+        assert tokens_of(case, "french") == offline["a0"] and tokens_of(case, "sql") == offline["a1"]
+    for engine in case.engines:
+        assert [info.name for info in engine.adapters()] == ["french", "sql"]
+    load(case, "sql", "a1")  # the same again
+    assert load(case, "sql", "a2", 409).json()["error"]["code"] == "adapter_in_use"
+    load(case, "sql", "a2", load_inplace=True)
+    assert [tokens_of(case, "sql") for _ in range(3)] == [offline["a2"]] * 3
+    assert tokens_of(case, "french") == offline["a0"]
+    unload(case, "sql")
+    assert unload(case, "sql", 404).json()["error"]["code"] == "model_not_found"
+    error = call(case, "/v1/completions", SHORT | {"model": "sql"}, expected=404)["error"]
+    assert error["code"] == "model_not_found" and "tiny, french" in error["message"]
+    unload(case, "french")
+
+
+def test_every_endpoint_takes_an_adapter_as_its_model(case, offline):
+    load(case, "one", "a0")
+    base = call(case, "/v1/embeddings", {"input": PROMPT})
+    found = call(case, "/v1/embeddings", {"input": PROMPT, "model": "one"})
+    assert found["model"] == "one" and found["data"][0]["embedding"] != base["data"][0]["embedding"]
+    scores = {"query": [5], "items": [[6], [7]], "label_token_ids": [8, 9]}
+    base, found = (call(case, "/v1/score", scores | more) for more in ({}, {"model": "one"}))
+    assert found["scores"] != base["scores"]
+    spans = call(case, "/v1/completions", SHORT | {"model": "one", "return_token_ids": True})["choices"][0].get(
+        "version_spans"
+    )
+    assert spans is None or spans[0]["adapter_version"] >= 1
+    with case.http.stream("POST", "/v1/completions", json=SHORT | {"model": "one", "stream": True}) as reply:
+        events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+    assert {event["model"] for event in events} == {"one"}
+    assert [t for event in events for one in event["choices"] for t in one["token_ids"]] == offline["a0"]
+    unload(case, "one")
+
+
+BAD = {
+    "nothing": 404,
+    "../outside": 403,
+    "/etc": 403,
+    "out": 403,
+    "linked": 403,
+    "empty": 400,
+    "large": 400,
+    "dora": 400,
+    "narrow": 400,
+    "cut": 400,
+    "": 400,
+    "a0\0": 400,
+}
+
+
+@pytest.mark.parametrize("path", BAD)
+def test_what_is_no_adapter_below_the_root_is_refused_without_a_path_of_the_machine(path, case, root, offline):
+    reply = load(case, "bad", path, BAD[path])
+    assert str(root) not in reply.text and "site-packages" not in reply.text
+    assert {card["id"] for card in get(case, "/v1/models")["data"]} == {"tiny"}
+    assert all(engine.adapters() == [] for engine in case.engines) and tokens_of(case) == offline[None]
+
+
+def test_bad_names_and_bodies_are_refused(case):
+    for name in ("tiny", "", "a b", "../x", "x" * 200):
+        load(case, name, "a0", 400)
+    for body in (
+        {},
+        {"lora_name": "x"},
+        {"lora_name": 5, "lora_path": "a0"},
+        {"lora_name": "x", "lora_path": "a0", "y": 1},
+    ):
+        assert case.http.post("/v1/load_lora_adapter", json=body).status_code == 400
+    load(case, "x", "a0", 400, running="stop")
+    assert case.http.post("/v1/load_lora_adapter", content=b"{").status_code in (400, 415)
+
+
+def test_without_a_root_nothing_is_loaded():
+    with serving(make_engine(), text=False, decodes=False) as case:
+        assert case.http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "a0"}).status_code == 404
+    with serving(make_engine(), text=False, decodes=False, control=True) as case:
+        wait_for(lambda: case.http.get("/health").status_code == 200)
+        error = load(case, "x", "a0", 403).json()["error"]
+        assert error["code"] == "no_lora_root" and "--lora-root" in error["message"]
+
+
+def test_an_engine_that_joins_gets_the_adapters_that_are_loaded(case, root, offline):
+    from coordinator_case import replica
+
+    load(case, "late", "a1")
+    engine = make_engine()
+    commands = AdapterCommands(engine, root=str(root)).commands()
+    with replica(case.coordinator.address, engine, name="r9", control=False, adapter_commands=commands):
+        wait_for(lambda: [info.name for info in engine.adapters()] == ["late"])
+    unload(case, "late")
