@@ -283,7 +283,7 @@ class DynamicInferenceEngine:
         self.weights.verify()
 
     def reset_prefix_cache(self) -> int:
-        """Nothing computed before is matched by a later prompt; running requests keep theirs -> blocks that came free."""
+        """No later prompt matches what was computed before; running requests keep theirs -> blocks that came free."""
         self.relay.meet("reset_prefix_cache()")
         return self._scheduler.reset_prefix_cache()
 
