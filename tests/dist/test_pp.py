@@ -81,7 +81,7 @@ def check_drafts(model, expected) -> None:
         stage_case.assert_same(stage_case.generate(engine), expected, f"drafts, overlap={overlap}")
         stage_case.assert_same(stage_case.generate_over_suspends(engine), expected, "drafts, suspended")
         found = engine.spec_decode_metrics()
-        assert found is not None and found.num_accepted > 3 and found.num_drafted > found.num_accepted, found
+        assert found is not None and 0 < found.num_accepted < found.num_drafted, found
 
 
 def check_swaps(model, expected) -> None:
