@@ -289,7 +289,7 @@ BAD = [
     ({"zmq_endpoint_base": "ipc:///tmp/" + "x" * 96}, "has 113 bytes, the limit is 107; take a shorter folder"),
     ({"draft_weight_path": ["a"]}, "draft_weight_path needs draft_model_path"),
     ({"draft_model_path": "llama"}, "draft_model=.*no model drafts for another; leave it out"),
-    ({"speculative_method": "eagle"}, "speculative=.*draft models, EAGLE and MTP heads are not built"),
+    ({"speculative_method": "eagle"}, "speculative=.*EAGLE, MTP and draft models are not built"),
     ({"enable_lora": True}, "lora=.*adapters are not served yet"),
     ({"trust_remote_code": True}, "trust_remote_code=True: no code of a model directory is ever run; leave it False"),
     ({"quantization_encoding": "q4_k"}, "quantization_encoding=q4_k: 'llama' is no .gguf file; take float32"),
