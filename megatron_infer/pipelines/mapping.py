@@ -105,9 +105,7 @@ ROWS: Mapping[str, Row] = {
     "zmq_endpoint_base": Here(meanings.endpoint_base),
     "draft_model": Refused("no model drafts for another; leave it out"),
     "lora": Refused("adapters are not served yet; leave it out"),
-    "speculative": Refused(
-        "draft models, EAGLE and MTP heads are not built (n-grams: InferenceConfig(speculative=...))"
-    ),
+    "speculative": Refused("EAGLE, MTP and draft models are not built; InferenceConfig has n-grams; leave it out"),
     "options": Here(meanings.read_before),
     "model.model_path": Model("model"),
     "model.served_model_name": Server("served_model_name", lambda name: (name,)),
