@@ -9,7 +9,7 @@ from megatron_infer.scheduler.request import Request
 
 FORGETTING = 0.95
 """Weight of a request's earlier verifications at each step: after 14 steps half is forgotten."""
-HOPE = 0.9
+HOPE = 0.8
 """Share of kept drafts that is assumed, with the weight of one draft: each request is tried, and again in time."""
 NUM_FORGOTTEN = 64
 """Requests recorded beyond those that run before the ended ones are dropped."""

@@ -58,6 +58,7 @@ OURS = {
     "enable_prioritize_first_decode": ("bool", False),
     "max_batch_total_tokens": ("int | None", None),
     "admission_watermark": ("float | None", None),
+    "speculative": ("SpeculativeConfig | None", None),
     "seed": ("int", 0),
     "logprobs_mode": ("str", "raw"),
     "batch_invariant": ("bool", False),

@@ -60,10 +60,11 @@ BUSY = {
 }
 """A prompt takes some steps, and its requests want twice as many blocks as there are."""
 OVERLAPPED = BUSY | {"overlap": True, "preemption_mode": "recompute"}
+DRAFTED = OVERLAPPED | {"speculative": {"num_speculative_tokens": 3, "ngram_min": 1}}
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "TP2 x PP2": {"gpt": BUSY, "moe": OVERLAPPED, "hybrid": BUSY | {"overlap": True}},
-    "EP2 x PP2": {"moe": BUSY, "hybrid": OVERLAPPED},
-    "TP2 x EP2": {"moe": OVERLAPPED, "hybrid": BUSY},
+    "EP2 x PP2": {"moe": BUSY, "hybrid": DRAFTED},
+    "TP2 x EP2": {"moe": DRAFTED, "hybrid": BUSY},
     "DP2 x TP2": {"gpt": OVERLAPPED, "moe": BUSY, "hybrid": BUSY | {"overlap": True}},
 }
 """Each with EVENTS on the way."""

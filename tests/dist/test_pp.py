@@ -67,11 +67,24 @@ def run_stages(rank: int, size: int, folder: Path, part: int) -> None:
             stage_case.assert_same(stage_case.generate_over_suspends(engine), expected[name], f"{where}, suspended")
             if name == "tied" and features != "plain":
                 assert engine.stats().counters["prefix_hits"] > 5
+        if name in ("tied", "last stage without Mamba"):
+            check_drafts(model, expected[name])
         if name == "tied" and part == 0:
             check_swaps(model, expected[name])
             check_failures(model, expected[name], rank)
             check_out_of_memory(model, expected[name], [rank == 0, rank == 1])
         save_checkpoint(model, folder / f"{name} of {size} stages")
+
+
+def check_drafts(model, expected) -> None:
+    """Every stage verifies the same drafts, and keeps the same of them and of the states behind them."""
+    for overlap in (False, True):
+        drafts = {"num_speculative_tokens": 3, "ngram_min": 1}
+        engine = stage_case.make_engine(model, speculative=drafts, overlap=overlap, enable_prefix_caching=not overlap)
+        stage_case.assert_same(stage_case.generate(engine), expected, f"drafts, overlap={overlap}")
+        stage_case.assert_same(stage_case.generate_over_suspends(engine), expected, "drafts, suspended")
+        found = engine.spec_decode_metrics()
+        assert found is not None and 0 < found.num_accepted < found.num_drafted, found
 
 
 def check_swaps(model, expected) -> None:
