@@ -1,4 +1,4 @@
-# make demo | rl-demo | install | test | test-all | check-kernels | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | install | test | test-all | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0

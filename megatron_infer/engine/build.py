@@ -366,7 +366,7 @@ def _make_profiler(setup: ModelSetup, config: InferenceConfig, loop: StepLoop, s
             why = f"{layer} is a class of the user's own, so megatron-core's decoder drives the layers"
             warnings.warn(f"step_ranges='detailed': {why}; one range is around all", ConfigWarning, stacklevel=4)
             detailed = False
-        mark_always(parts, is_cuda=is_cuda, adopted=setup.adopted if detailed else None)
+        mark_always(parts, setup.device.range, adopted=setup.adopted if detailed else None)
         parts = parts if is_cuda else []  # torch.profiler has the ranges of every step already
     return StepProfiler(loop, MethodRanges(parts), is_cuda=is_cuda, has_threads=has_threads)
 

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
@@ -53,12 +52,11 @@ class MethodRanges:
         self._before = []
 
 
-def mark_always(parts: Sequence[Part], *, is_cuda: bool, adopted: Any = None) -> None:
-    """Put ranges around `parts` for good: NVTX on CUDA, torch.profiler's elsewhere.
+def mark_always(parts: Sequence[Part], mark: Mark, *, adopted: Any = None) -> None:
+    """Put ranges around `parts` for good.
 
     adopted: an `AdoptedModel`, each of whose layers gets a range, "layer N" of this stage from 0 on; None: they do not.
     """
-    mark: Mark = torch.cuda.nvtx.range if is_cuda else record_function
     MethodRanges(parts).install(mark)
     if adopted is not None:
         adopted.decode = _with_layers_marked(adopted.decode, mark)

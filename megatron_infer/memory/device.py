@@ -9,10 +9,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.profiler
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
@@ -113,6 +115,10 @@ class Device:
     def event(self, name: str) -> Event:
         """An event to record in the device's work; waits for it count as `name`."""
         return Event(self, name)
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """A range for profilers: NVTX on CUDA, torch.profiler's elsewhere."""
+        return torch.cuda.nvtx.range(name) if self.is_cuda else torch.profiler.record_function(name)
 
     def synchronize(self, name: str) -> None:
         """Wait for everything launched on the device; counts as `name`."""

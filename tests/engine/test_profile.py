@@ -17,6 +17,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine import profile
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
+from megatron_infer.memory.device import Device
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
@@ -117,13 +118,13 @@ def test_on_a_gpu_ranges_are_nvtx_and_profiles_have_torchs_besides(monkeypatch):
 
     monkeypatch.setattr(torch.cuda.nvtx, "range", mark(marked))
     runner = Runner()
-    profile.mark_always([(runner, "run", "layers")], is_cuda=True)
+    profile.mark_always([(runner, "run", "layers")], Device("cuda").range)
     of_profile = profile.MethodRanges([(runner, "run", "layers")])
     of_profile.install(mark(recorded))
     assert runner.run() == 3
     of_profile.remove()
     assert runner.run() == 3
-    assert (len(marked), len(recorded)) == (2, 1)
+    assert (marked, recorded) == (["layers"] * 2, ["layers"])
 
 
 def test_layers_of_the_models_own_class_have_one_range_and_a_warning_says_so(tmp_path):
