@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_infer.config.inference import AttentionChoice as AttentionChoice
     from megatron_infer.config.inference import BatchingPolicy as BatchingPolicy
+    from megatron_infer.config.inference import GraphCapture as GraphCapture
     from megatron_infer.config.inference import GraphSizing as GraphSizing
     from megatron_infer.config.inference import InferenceConfig as InferenceConfig
     from megatron_infer.config.inference import KVCacheDtype as KVCacheDtype
@@ -53,6 +54,7 @@ _HOMES = {
     "DynamicInferenceEngine": "engine.engine",
     "EngineState": "engine.states",
     "GenerationError": "outputs.request_output",
+    "GraphCapture": "config.inference",
     "InferenceConfig": "config.inference",
     "KVCacheDtype": "config.inference",
     "KVCacheManagementMode": "config.inference",

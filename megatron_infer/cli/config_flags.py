@@ -162,7 +162,7 @@ def _parsing_of(name: str, annotation: str) -> dict[str, Any]:
         return {"choices": [member.value for member in enum]}
     if name == "logprobs_mode":
         return {"choices": list(LOGPROBS_MODES)}
-    if kind == "bool" and not optional:
+    if kind == "bool" and (not optional or name == "overlap"):  # without the flag it is None
         return {"action": argparse.BooleanOptionalAction}
     parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": float, "bool": _boolean}
     parse = parsers[kind]

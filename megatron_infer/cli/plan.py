@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     available = device.available_bytes() if free_bytes is None else free_bytes
     size = args.tensor_parallel_size
     config = config_from(args, shape, is_cuda=device.is_cuda, available_bytes=available, tensor_parallel_size=size)
+    if device.is_cuda:
+        config = config.on_device(is_cuda=True)
     sizes = config.resolve(shape, tensor_parallel_size=size, available_bytes=available)
     if args.json:
         print(json.dumps(as_dict(config, shape, sizes, size), indent=2))

@@ -45,6 +45,7 @@ _GIGABYTES = {
 _PHASED_OPTIONS = ("max_queue_size_tg", "min_batch_size_tg", "ce_delay_ms", "enable_prioritize_first_decode")
 LOGPROBS_MODES = ("raw", "processed")
 _GRAPH_OPTIONS = (
+    "cuda_graph_capture",
     "cuda_graph_mixed_prefill_count",
     "use_cuda_graphs_for_non_decode_steps",
     "cuda_graph_sizing_distribution",
@@ -70,10 +71,10 @@ def check_values(config: InferenceConfig) -> None:
             )
         if value < smallest:
             raise ConfigError(f"{name} is {value:,}, it must be at least {smallest}")
-    for name in (item.name for item in fields(config) if isinstance(item.default, bool)):
-        value = getattr(config, name)
-        if not isinstance(value, bool) and not (name == "use_flashinfer_fused_rope" and value is None):
-            raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be True or False")
+    for item in fields(config):
+        kind, value = str(item.type), getattr(config, item.name)
+        if kind.startswith("bool") and not isinstance(value, bool) and not (value is None and kind != "bool"):
+            raise ConfigError(f"{item.name} is {value!r} ({type(value).__name__}), it must be True or False")
     _check_gigabytes(config)
     if config.unified_memory_level > 1:
         raise ConfigError(f"unified_memory_level is {config.unified_memory_level}, the levels are 0 and 1")
@@ -84,8 +85,6 @@ def check_values(config: InferenceConfig) -> None:
         )
     if config.preemption_mode == "swap" and not config.swap_buffer_size_gb:
         raise ConfigError('preemption_mode="swap" needs host memory to swap to: set swap_buffer_size_gb above 0')
-    if config.num_cuda_graphs == 0:
-        raise ConfigError("num_cuda_graphs is 0; None means no graphs, -1 as many as are useful")
     _check_exact(config)
     if config.cuda_graph_all_prefills and not config.enable_chunked_prefill:
         raise ConfigError(
@@ -207,8 +206,8 @@ def without_effect(config: InferenceConfig) -> Iterator[str]:
             'preemption_mode="recompute": nothing is swapped'
         )
     graphs = [name for name in _GRAPH_OPTIONS if getattr(config, name) != getattr(type(config), name)]
-    if config.num_cuda_graphs is None and graphs:
-        yield f"{', '.join(graphs)} act only with num_cuda_graphs, which is None: no graphs are captured"
+    if config.num_cuda_graphs == 0 and graphs:
+        yield f"{', '.join(graphs)} act only with num_cuda_graphs, which is 0: no graphs are captured"
     if config.metrics_writer is not None and config.logging_step_interval == 0:
         yield "metrics_writer is set, but logging_step_interval is 0: no metrics are written; set an interval"
 

@@ -131,7 +131,7 @@ def config_values(config: object) -> dict[str, Any]:
             kept = "persist" if given.get("unified_memory_level") else "recompute"
             values["kv_cache_management_mode"] = "offload" if value else kept
         elif name == "async_sched_mode":
-            values["overlap"] = _plain(value) == "async"
+            values["overlap"] = True if _plain(value) == "async" else None  # "legacy" is the default there
         elif name == "logprobs_mode":
             values[name] = _LOGPROBS_MODES.get(value, value)
         elif name == "sampling_backend":

@@ -80,7 +80,7 @@ def make_shapes(
     Raises ConfigError where num_cuda_graphs is too small for cuda_graph_all_prefills.
     """
     count, align = config.num_cuda_graphs, tensor_parallel_size
-    if count is None:
+    if not count:
         return ()
     mixed = config.use_cuda_graphs_for_non_decode_steps and config.cuda_graph_mixed_prefill_count != 0
     mixed = mixed and max_tokens > align

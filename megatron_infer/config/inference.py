@@ -7,6 +7,7 @@ module needs no torch.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -110,6 +111,17 @@ class AttentionChoice(str, Enum):
     """torch operations, on any device."""
 
 
+class GraphCapture(str, Enum):
+    """When CUDA graphs are captured."""
+
+    AUTO = "auto"
+    """start on a GPU, first_use on a CPU."""
+    START = "start"
+    """Graphs of decode steps while the engine is built, so that no request waits for them."""
+    FIRST_USE = "first_use"
+    """Each graph when a step first needs it."""
+
+
 class SamplingChoice(str, Enum):
     """Which backend draws tokens; a seed gives the same tokens with each."""
 
@@ -194,9 +206,8 @@ class InferenceConfig:
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     """What suspend and resume do with the cache: persist, offload or recompute."""
     num_cuda_graphs: int | None = None
-    """The most step shapes to capture CUDA graphs for; -1: as many as are useful. A graph is captured when a step first
-    needs it. None: no graphs, every step runs eagerly. Steps also run eagerly on a CPU, and where a kernel cannot be
-    captured."""
+    """The most step shapes to capture CUDA graphs for; -1: as many as are useful. 0: no graphs, every step runs
+    eagerly. None: -1 on a GPU, 0 on a CPU. Steps also run eagerly where a kernel cannot be captured."""
     cuda_graph_mixed_prefill_count: int | None = 16
     """The most prefill requests in a graph that prefills; steps with more of them run eagerly. None: max_requests. 0:
     no graph prefills. Acts only with CUDA graphs."""
@@ -272,9 +283,13 @@ class InferenceConfig:
     """Every step that prefills runs in a graph: graphs reach up to max_tokens, and requests are admitted and prompts
     chunked so that each step fits one. Steps that keep recurrent states for the prefix cache, or fork more sequences
     than a graph has rows, still run eagerly. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
-    overlap: bool = False
+    cuda_graph_capture: GraphCapture = GraphCapture.AUTO
+    """When graphs are captured: start (those of decode steps while the engine is built, the largest first, the others
+    when a step first needs them), first_use (each when a step first needs it) or auto (start on a GPU, first_use on a
+    CPU). Acts only with CUDA graphs."""
+    overlap: bool | None = None
     """Commit a step while the next one runs on the device: this hides the host's work, results come one step later, and
-    tokens stay the same."""
+    tokens stay the same. None: on a GPU True, on a CPU False."""
     max_steps_in_flight: int = 1
     """Steps that are launched before the first of them is read; `overlap` launches one more. Each one more hides more
     of a slow host, brings results one step later, and computes one step in vain behind a stop. Tokens stay the same.
@@ -393,6 +408,17 @@ class InferenceConfig:
             plain["lora"] = asdict(self.lora) | {"adapters": [list(pair) for pair in self.lora.adapters]}
         return {name: value.value if isinstance(value, Enum) else value for name, value in plain.items()}
 
+    def on_device(self, *, is_cuda: bool) -> InferenceConfig:
+        """This config with what it leaves to the device decided: num_cuda_graphs, cuda_graph_capture and overlap."""
+        decided = copy.copy(self)  # not `replace`, which warns once more
+        if self.num_cuda_graphs is None:
+            object.__setattr__(decided, "num_cuda_graphs", -1 if is_cuda else 0)
+        if self.cuda_graph_capture is GraphCapture.AUTO:
+            object.__setattr__(decided, "cuda_graph_capture", GraphCapture.START if is_cuda else GraphCapture.FIRST_USE)
+        if self.overlap is None:
+            object.__setattr__(decided, "overlap", is_cuda)
+        return decided
+
     def resolve(
         self, shape: ModelShape, *, tensor_parallel_size: int = 1, available_bytes: int | None = None
     ) -> ResolvedSizes:
@@ -432,6 +458,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "preemption_mode": PreemptionMode,
     "batching": BatchingPolicy,
     "cuda_graph_sizing_distribution": GraphSizing,
+    "cuda_graph_capture": GraphCapture,
     "attention_backend": AttentionChoice,
     "sampling_backend": SamplingChoice,
     "linear_backend": LinearChoice,

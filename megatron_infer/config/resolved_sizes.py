@@ -55,7 +55,7 @@ class ResolvedSizes:
     kv_bytes: int = _in("bytes", "num_blocks x block_bytes")
     token_pool_bytes: int = _in("bytes", f"(max_requests + 1) x max_sequence_length x {TOKEN_ID_BYTES} B")
     block_table_bytes: int = _in("bytes", f"(max_requests + 1) x max_blocks_per_row x {BLOCK_ID_BYTES} B")
-    graph_shapes: tuple[GraphShape, ...] = _in("shapes", "num_cuda_graphs is None: every step runs eagerly")
+    graph_shapes: tuple[GraphShape, ...] = _in("shapes", "no CUDA graphs: every step runs eagerly")
     """Steps that CUDA graphs are captured for, ascending."""
     graph_bytes: int = _in("bytes", "no graphs")
     """Estimate of the memory of all graphs together, outputs included."""

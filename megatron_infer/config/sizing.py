@@ -141,9 +141,11 @@ def add_graphs(
         return sizes
     memory = GraphMemory.sized(sizes, shape, tensor_parallel_size=tensor_parallel_size)
     graph_bytes = memory.pool_bytes(shapes) + memory.output_bytes(shapes)
+    at_start = config.cuda_graph_capture.value == "start"
     how = {
         "graph_shapes": f"num_cuda_graphs={config.num_cuda_graphs}, {config.cuda_graph_sizing_distribution.value}; "
-        f"(tokens, prefill, decode): {ends_of_shapes(shapes)}; captured when first needed",
+        f"(tokens, prefill, decode): {ends_of_shapes(shapes)}; "
+        + ("those that only decode captured at start" if at_start else "captured when first needed"),
         "graph_bytes": "estimate: the shape that needs most, whose pool all share, and the outputs; measured as "
         "they are captured",
     }

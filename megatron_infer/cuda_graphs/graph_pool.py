@@ -1,4 +1,5 @@
-"""Captured steps: one graph for each padded shape, captured when a step first needs it, replayed while addresses stay.
+"""Captured steps: one graph for each padded shape, captured at start or when a step first needs it, replayed while
+addresses stay.
 
     step --find--> shape --ready--> [captured on a step of padding] --build--> mirror filled --launch--> replay
 
@@ -298,10 +299,14 @@ class GraphPool:
             log.warning("no graph of %s: its steps are padded and run eagerly (%s)", shape, reason.splitlines()[0])
             self._refused[shape] = reason
 
-    def capture_all(self) -> list[str]:
-        """Capture every shape now, the largest first -> why some could not be."""
-        for shape in sorted(self.index.shapes, key=lambda one: one.num_tokens, reverse=True):
+    def capture_all(self, *, decode_only: bool = False) -> list[str]:
+        """Capture every shape now, or each that only decodes, the largest first -> why some could not be."""
+        wanted = [shape for shape in self.index.shapes if shape.is_decode_only or not decode_only]
+        most = max(map(self._expected_bytes, wanted), default=0)
+        log.info("capturing %d graphs: %.1f MiB by estimate", len(wanted), (most + self._missing_outputs()) / MIB)
+        for shape in sorted(wanted, key=lambda one: one.num_tokens, reverse=True):
             self.ready(shape)
+        log.info("%d graphs captured in %.1f s", len(self._graphs), self.counts.capture_s)
         return [f"{shape}: {reason}" for shape, reason in self._refused.items()]
 
     def _count(self, shape: GraphShape, seconds: float) -> None:

@@ -45,7 +45,7 @@ from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
-from megatron_infer.engine.build_graphs import step_graphs
+from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, measured_costs
@@ -103,6 +103,8 @@ TRITON = "triton"
 class ModelSetup:
     """One rank's model and what works on its tensors."""
 
+    config: InferenceConfig
+    """What the caller gave, with what it leaves to the device decided."""
     adopted: AdoptedModel
     rank_group: RankGroup
     device: Device
@@ -147,6 +149,7 @@ def build_engine(
 ) -> BuiltEngine:
     """Every rank of the engine calls it. owns: see owns_weights of `DynamicInferenceEngine`."""
     setup = set_up_model(model, config, device=device, name=name)
+    config = setup.config
     adopted, runner, rank_group = setup.adopted, setup.runner, setup.rank_group
     events = {"token": config.track_generated_token_events, "pause": config.track_paused_request_events}
     output_processor = OutputProcessor(tokenizer, token_events=events["token"], pause_events=events["pause"])
@@ -159,6 +162,9 @@ def build_engine(
     scheduler = make_scheduler(config, setup, context, costs=costs, drafts=drafts, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
+    if setup.graphs is not None and captures_at_start(config):
+        with torch.inference_mode():
+            setup.graphs.pool.capture_all(decode_only=True)
     loaded = None if context.adapters is None else context.adapters.versions
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
@@ -221,6 +227,7 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
     rank_group = RankGroup(groups, timeout_s=config.collective_timeout_s)
     own_device = Device(device if device != "auto" else adopted.device)
     own_device.make_current()
+    config = config.on_device(is_cuda=own_device.is_cuda)
     if rank_group.size > 1:
         # A rank that has closed its engine has launched all of its last step: the others still read theirs.
         own_device.on_wait = partial(rank_group.check_alive, goodbyes=False)
@@ -233,6 +240,7 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
     hooks = LogitsHooks(config.request_metadata_types, own_device, adopted.tp_group)
     runner, model_runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group, hooks, bank)
     return ModelSetup(
+        config=config,
         adopted=adopted,
         rank_group=rank_group,
         device=own_device,
@@ -267,6 +275,8 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) 
     )
     if (fp8 := adopted.fp8) is not None:
         chosen.rows.append(BackendChoice("products in FP8", f"transformer_engine ({fp8.num_products} linears)", {}))
+    if device.is_cuda:
+        chosen.rows.append(BackendChoice("host work", "beside the device's" if config.overlap else "between steps", {}))
     return chosen if config.lora is None else add_lora(chosen, device.torch, getattr(torch, shape.dtype))
 
 
@@ -277,9 +287,9 @@ def num_micro_batches_of(groups: ParallelGroups, config: InferenceConfig) -> int
     if config.max_steps_in_flight > 1:
         raise ConfigError(
             f"max_steps_in_flight is {config.max_steps_in_flight}, the {groups.pp_size} pipeline stages keep "
-            f"{groups.pp_size + config.overlap} steps in flight by themselves; leave it at 1"
+            f"{groups.pp_size + bool(config.overlap)} steps in flight by themselves; leave it at 1"
         )
-    return groups.pp_size + config.overlap
+    return groups.pp_size + bool(config.overlap)
 
 
 def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenceContext:

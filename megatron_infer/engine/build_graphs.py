@@ -16,7 +16,7 @@ from megatron_infer.comm.backends import backend_on
 from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.inference import ConfigWarning, GraphCapture, InferenceConfig
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder, make_recorder
@@ -41,9 +41,11 @@ def step_graphs(
     link: StageLink | None,
 ) -> StepGraphs | None:
     """The graphs that the config asks for, or None; a row of the start-up table says which, or why not."""
-    if config.num_cuda_graphs is None:
-        return None
     device = builder.device
+    if not config.num_cuda_graphs:
+        if device.is_cuda:
+            chosen.rows.append(BackendChoice(OPERATION, "none", {"graphs": "num_cuda_graphs=0"}))
+        return None
     found = make_recorder(device)
     reason = found if isinstance(found, str) else None
     shapes: tuple[GraphShape, ...] = ()
@@ -62,10 +64,14 @@ def step_graphs(
         assert reason is not None
         chosen.rows.append(BackendChoice(OPERATION, "none", {"graphs": reason}))
         warnings.warn(
-            f"num_cuda_graphs={config.num_cuda_graphs}: {reason}; every step runs eagerly", ConfigWarning, stacklevel=5
+            f"num_cuda_graphs={config.num_cuda_graphs}: {reason}; every step runs eagerly (0 asks for that)",
+            ConfigWarning,
+            stacklevel=5,
         )
         return None
-    chosen.rows.append(BackendChoice(OPERATION, found.name, {}))
+    decoding = sum(shape.is_decode_only for shape in shapes)
+    when = f"{decoding} that only decode at start" if captures_at_start(config) else "each at its first use"
+    chosen.rows.append(BackendChoice(OPERATION, f"{found.name} of {len(shapes)} shapes, {when}", {}))
     num_parts = 1 if adopted.tp_group is None else adopted.tp_group.size()
     memory = GraphMemory.sized(sizes, adopted.shape, tensor_parallel_size=num_parts, is_last=adopted.is_last_stage)
     gather = partial(gather_rows, group=adopted.tp_group) if num_parts > 1 else None
@@ -91,6 +97,10 @@ def step_graphs(
         all_ranks=partial(_all_ranks, adopted.groups(), device) if adopted.groups() else None,
     )
     return StepGraphs(step, pool, has_routing=adopted.routing is not None and adopted.routing.num_layers > 0)
+
+
+def captures_at_start(config: InferenceConfig) -> bool:
+    return config.cuda_graph_capture is GraphCapture.START
 
 
 def _all_ranks(groups: Sequence[Any], device: Device, flag: bool) -> bool:

@@ -61,12 +61,11 @@ class DynamicInferenceEngine:
         that is being trained belongs to its trainer: its parameters stay, and only copies derived from them go.
         """
         eos_ids = getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids
-        self.config = config if config is not None else InferenceConfig()
-        self.tokenizer = tokenizer
-        built = build_engine(
-            model, self.config, tokenizer=tokenizer, eos_ids=eos_ids, device=device, name=model_name, owns=owns_weights
-        )
+        asked, named = config or InferenceConfig(), {"device": device, "name": model_name}
+        built = build_engine(model, asked, tokenizer=tokenizer, eos_ids=eos_ids, owns=owns_weights, **named)
         setup = built.setup
+        self.config, self.tokenizer = setup.config, tokenizer
+        """`config` has decided what the caller left to the device."""
         self.model, self.shape = setup.adopted.live, setup.adopted.shape
         """The live model, adopted in place, and its sizes on this rank."""
         self.device, self.kernels, self.rank_group = setup.device, setup.kernels, setup.rank_group

@@ -76,7 +76,7 @@ class StepLoop:
         self._scheduler, self._executor, self._weights, self._grammars = scheduler, executor, weights, grammars
         self._verifier = verifier
         self._observers, self._check_invariants = tuple(observers), config.check_invariants
-        one_stage = config.max_steps_in_flight + config.overlap - 1
+        one_stage = config.max_steps_in_flight + bool(config.overlap) - 1
         self._ahead = scheduler.num_micro_batches - 1 if scheduler.num_micro_batches > 1 else one_stage
         """Steps that stay in flight when a step returns."""
         self._in_flight: list[InFlightStep] = []

@@ -20,8 +20,9 @@ SLICE_CHUNK = 512
 SLICE_PROGRAMS = 128
 """Programs that a slice is split for: about one for each multiprocessor of a large GPU. A slice with more tiles is not
 split."""
-SLICES_BYTES = 2**27
-"""Most memory for partial sums of slices, unless one row needs more."""
+SLICES_BYTES = 132 << 20
+"""Most memory for partial sums of slices, unless one row needs more: 16 rows at head dim 128, as many as prefill in a
+graph by default, so that its steps split them in one pair of launches a layer."""
 
 SCAN_SEGMENT = 256
 """Tokens that one program of a slice scans; each such segment needs a state of fp32 scratch."""

@@ -9,7 +9,7 @@ from megatron_infer.kernels.base import RotaryTable
 from megatron_infer.models.mcore_compat import RotaryEmbedding, cuda_available
 
 TABLE_POSITIONS = 64
-"""Positions of a table computed at once: whole vectors, and too few for torch to divide over threads."""
+"""Positions of a table computed at once on a CPU: whole vectors, and too few for torch to divide over threads."""
 
 
 class DeviceAgnosticRotary(RotaryEmbedding):
@@ -45,10 +45,12 @@ def rotary_table(rotary: RotaryEmbedding, num_positions: int, device: torch.devi
 
     Cast to the activations' dtype they have the bits of the training path.
     """
-    # In parts of one shape: torch's last bit may depend on an element's place, and so on the table's length.
+    # On a CPU in parts of one shape: torch's last bit may depend on an element's place, and so on the table's length.
+    # A GPU computes each element by itself: one part, where thousands would be launched with every update.
     cos, sin = [], []
-    for begin in range(0, num_positions, TABLE_POSITIONS):
-        part = angles(rotary, TABLE_POSITIONS, begin)
+    size = TABLE_POSITIONS if rotary.inv_freq.is_cpu else max(1, num_positions)
+    for begin in range(0, num_positions, size):
+        part = angles(rotary, size, begin)
         cos.append(part.cos())
         sin.append(part.sin())
     cos_PR, sin_PR = torch.cat(cos)[:num_positions], torch.cat(sin)[:num_positions]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -336,8 +336,9 @@ def foreign_engine(
         "pg_collection": "pipeline stages, or tensor-parallel ranks",
     }
     for option, what in refused.items():
-        if getattr(config, option) is not None:
+        if getattr(config, option) not in (None, 0):
             raise NotImplementedError(f"{option}: {kind} is a model of one's own, which has no {what}; leave it None")
+    config = replace(config, num_cuda_graphs=0)
     if not hasattr(type(model), "get_kv_params"):
         raise NotImplementedError(f"{kind} keeps no keys and values (KVCacheMixin), which the engine pages")
     caching: Any = type(model)

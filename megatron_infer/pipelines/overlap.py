@@ -325,9 +325,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         graphs: Any = engine.replay.runner.graphs
         if graphs is None:
             reasons = [row.reasons["graphs"] for row in engine.kernels.rows if "graphs" in row.reasons]
-            return (
-                reasons[0] if reasons else f"num_cuda_graphs is None: none is asked for on {engine.device.torch.type}"
-            )
+            return reasons[0] if reasons else f"num_cuda_graphs is 0: none is asked for on {engine.device.torch.type}"
         engine.drain()
         with engine.replay.inference(engine.loop), torch.inference_mode():
             refused = graphs.pool.capture_all()

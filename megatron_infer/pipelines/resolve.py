@@ -143,7 +143,9 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         sizes, estimate = None, None
         if shape is not None and estimator is not None:
             left = max(0, estimator.free - estimator.weights)
-            sizes = engine.resolve(shape, tensor_parallel_size=layout.tp, available_bytes=left)
+            sizes = engine.on_device(is_cuda=machine.is_cuda).resolve(
+                shape, tensor_parallel_size=layout.tp, available_bytes=left
+            )
             estimate = MemoryEstimate(
                 free=estimator.free,
                 weights=estimator.weights,

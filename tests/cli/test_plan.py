@@ -81,6 +81,10 @@ def test_graphs_are_counted_and_their_memory_is_estimated():
     assert "(1, 0, 1) .. (16, 0, 16), (16, 16, 0) .. (64, 16, 0)" in shapes["how"]
     assert "captured when first needed" in shapes["how"]
     assert taken["value"] > 0 and taken["how"].startswith("estimate: ") and "measured" in taken["how"]
+    config, shape, _ = planned(ATTENTION, max_tokens=64)
+    on_gpu = config.on_device(is_cuda=True).resolve(shape).table()
+    how = next(row.how for row in on_gpu if row.name == "graph_shapes")
+    assert how.startswith("num_cuda_graphs=-1, ") and how.endswith("those that only decode captured at start")
     none = plan.as_dict(*planned(ATTENTION))["sizes"]
     assert none["graph_shapes"]["value"] == "none" and none["graph_bytes"]["value"] == 0
 

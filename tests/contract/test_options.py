@@ -49,7 +49,8 @@ OURS = {
     "cuda_graph_sizing_distribution": ("GraphSizing", inference.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
     "cuda_graph_all_prefills": ("bool", False),
-    "overlap": ("bool", False),
+    "cuda_graph_capture": ("GraphCapture", inference.GraphCapture.AUTO),
+    "overlap": ("bool | None", None),
     "max_steps_in_flight": ("int", 1),
     "batching": ("BatchingPolicy", inference.BatchingPolicy.MIXED),
     "max_queue_size_tg": ("int | None", None),
@@ -95,6 +96,7 @@ ENUMS = {
         "LOAD_BALANCED": "load_balanced",  # of later versions
     },
     inference.StepRanges: {"OFF": "off", "ON": "on", "DETAILED": "detailed"},
+    inference.GraphCapture: {"AUTO": "auto", "START": "start", "FIRST_USE": "first_use"},
     inference.LinearChoice: {"AUTO": "auto", "NATIVE": "native", "VENDOR": "vendor"},
     inference.BatchingPolicy: {"MIXED": "mixed", "PREFILL_FIRST": "prefill_first", "PHASED": "phased"},
     inference.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},

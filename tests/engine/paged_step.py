@@ -104,6 +104,7 @@ class Step:
     num_speculative_tokens = 0
     max_sequence_length = 256
     routing_TLK = None
+    lora = None
     is_padded = False
     padding_T1 = None
 
@@ -129,6 +130,9 @@ class Step:
                 captures=StateCaptures(),
             )
         )
+
+    def run_program(self, program, x, residual):
+        return None
 
     def ssm(self, layer, xBC, dt, weights, spec):
         assert xBC.shape == (self.num_tokens, spec.num_channels) and dt.shape == (self.num_tokens, spec.num_heads)

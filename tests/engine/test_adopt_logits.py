@@ -10,11 +10,13 @@ import paged_step
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
 from megatron_infer.models.paged_layers import PagedSelfAttention, PagedTransformerLayer
+from megatron_infer.models.rotary import rotary_table
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import stock_spec, tiny_gpt
 
@@ -207,6 +209,23 @@ def test_rotary_table_equals_trainings_to_the_bit(name, dtype):
     angles = model.rotary_pos_emb(200)
     assert torch.equal(table.cos_PR.to(dtype), angles.cos().to(dtype)[:, 0, 0])
     assert torch.equal(table.sin_PR.to(dtype), angles.sin().to(dtype)[:, 0, 0])
+
+
+def test_a_long_rotary_table_is_computed_in_a_few_launches_on_a_device():
+    """Of another kind than a CPU; with every weight update."""
+    model = tiny_gpt(**ARCHITECTURES["gqa"])
+    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to("meta")
+    launches = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            launches.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Launches():
+        table = rotary_table(model.rotary_pos_emb, 131072, torch.device("meta"))
+    assert table.cos_PR.shape == table.sin_PR.shape == (131072, 2 * len(model.rotary_pos_emb.inv_freq))
+    assert len(launches) < 20, len(launches)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is for machines without CUDA")

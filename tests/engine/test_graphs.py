@@ -449,6 +449,23 @@ def test_no_more_graphs_than_were_asked_for_and_steps_beyond_them_run_eagerly(gp
     assert sum(figures.graph_steps.values()) == engine.num_steps
 
 
+def test_graphs_of_decode_steps_are_captured_at_start_the_largest_first(gpt, caplog):
+    requests = [([5, 6, 7 + i], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)) for i in range(5)]
+    expected = answers(make_engine(gpt), requests)
+    with caplog.at_level("INFO", "megatron_infer"):
+        engine = make_engine(gpt, **GRAPHS, cuda_graph_capture="start")
+    pool = pool_of(engine)
+    decode = [shape for shape in pool.index.shapes if shape.is_decode_only]
+    assert sorted(pool.captured) == decode and len(pool.index) > len(decode) > 2
+    captured = [line.split()[2] for line in caplog.messages if line.startswith("graph of ")]
+    assert captured == [str(shape.num_tokens) for shape in reversed(decode)]
+    assert caplog.messages.count(f"capturing {len(decode)} graphs: 0.0 MiB by estimate") <= 1
+    assert f"{len(decode)} that only decode at start" in engine.kernels.table()
+    assert answers(engine, requests) == expected
+    assert sorted(shape for shape in pool.captured if shape.is_decode_only) == decode
+    assert pool.counts.captures == len(pool.captured) and pool.counts.replays > 0
+
+
 def test_without_a_gpu_or_kernels_that_can_be_captured_the_reason_is_given(gpt, monkeypatch):
     expected = answers(make_engine(gpt), work(3))
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "torch")

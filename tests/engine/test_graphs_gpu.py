@@ -26,6 +26,8 @@ BASE: dict[str, Any] = {
     "max_tokens": 256,
     "enable_chunked_prefill": True,
     "check_invariants": True,
+    "num_cuda_graphs": 0,
+    "overlap": False,
 }
 
 

@@ -62,7 +62,6 @@ WRONG = [
     ("unified_memory_level", -1, "at least 0"),
     ("kv_cache_management_mode", "offlod", "did you mean 'offload'"),
     ("kv_cache_management_mode", None, "one of persist, offload, recompute"),
-    ("num_cuda_graphs", 0, "None means no graphs"),
     ("num_cuda_graphs", -2, "at least -1"),
     ("cuda_graph_mixed_prefill_count", -1, "at least 0"),
     ("cuda_graph_max_tokens", 0, "at least 1"),
@@ -178,7 +177,7 @@ def test_config_survives_copy_pickle_replace_and_dict():
     [
         ({"materialize_only_last_token_logits": False}, "only the rows that are needed"),
         ({"prefix_caching_eviction_policy": "lru"}, "nothing is cached"),
-        ({"cuda_graph_max_tokens": 64}, "cuda_graph_max_tokens act only with num_cuda_graphs"),
+        ({"cuda_graph_max_tokens": 64, "num_cuda_graphs": 0}, "cuda_graph_max_tokens act only with num_cuda_graphs"),
         ({"metrics_writer": types.SimpleNamespace(log=print)}, "no metrics are written"),
         ({"prefix_caching_mamba_gb": 1}, "prefix_caching_mamba_gb=1 acts only with enable_prefix_caching=True"),
     ],
@@ -286,6 +285,22 @@ MAMBA_130M = dataclasses.replace(
         num_layers=24, conv_shape=(1792, 4), ssm_shape=(24, 64, 128), conv_dtype="float32", ssm_dtype="float32"
     ),
 )
+
+
+def test_what_is_left_to_the_device_is_the_fast_path_on_a_gpu():
+    names = ("num_cuda_graphs", "cuda_graph_capture", "overlap")
+
+    def decided(is_cuda, **given):
+        config = InferenceConfig(**given)
+        kept = config.on_device(is_cuda=is_cuda)
+        assert dataclasses.replace(kept, **{name: getattr(config, name) for name in names}) == config
+        return tuple(getattr(kept, name) for name in names)
+
+    assert decided(True) == (-1, "start", True)
+    assert decided(False) == (0, "first_use", False)
+    asked = {"num_cuda_graphs": 8, "cuda_graph_capture": "first_use", "overlap": False}
+    assert decided(True, **asked) == decided(False, **asked) == (8, "first_use", False)
+    assert decided(True, num_cuda_graphs=0) == (0, "start", True)
 
 
 @pytest.mark.parametrize("shape", [HYBRID, MAMBA_130M, dataclasses.replace(MAMBA_130M, num_attention_layers=2)])

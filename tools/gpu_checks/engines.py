@@ -55,6 +55,8 @@ def make_engine(model: Any, device: torch.device, **options: Any) -> DynamicInfe
         "max_tokens": 256,
         "max_sequence_length": 320,
         "enable_chunked_prefill": True,
+        "num_cuda_graphs": 0,
+        "overlap": False,
     }
     return DynamicInferenceEngine(model, InferenceConfig(**(settings | options)), eos_ids=(), device=str(device))
 

@@ -30,6 +30,9 @@ SLACK = 48 << 20
 """Of memory: what the allocator rounds up to, workspaces, and kernels that are loaded meanwhile."""
 
 
+LEFT_TO_THE_DEVICE = {"num_cuda_graphs": None, "cuda_graph_capture": "auto", "overlap": None}
+
+
 @contextlib.contextmanager
 def environment(name: str, value: str | None) -> Iterator[None]:
     """The variable is `value` inside; None: absent."""
@@ -175,6 +178,32 @@ def cost(ctx: Context) -> Result:
     result = compare.result(captured=captured, seconds=seconds, bytes=pool.num_bytes)
     result.figure = f"{captured} graphs in {seconds:.2f} s, {pool.num_bytes / 2**20:.1f} MiB by their own account"
     return result
+
+
+@check(
+    "graphs_at_start",
+    group="graphs",
+    promise="an engine that is told nothing overlaps, has a graph of each decode shape before its first request within "
+    "the estimate, answers as one without either, and captures no decode step in traffic",
+    budget_s=60,
+)
+def at_start(ctx: Context) -> Result:
+    compare = Comparison("difference")
+    model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device)
+    rehearsal = {"num_cuda_graphs": 6, "cuda_graph_capture": "start", "overlap": True}
+    free = ctx.free_bytes()
+    engine = graphed(ctx, model, **ctx.pick(LEFT_TO_THE_DEVICE, rehearsal))
+    pool, taken = inspect(engine).runner.graphs.pool, free - ctx.free_bytes()
+    decode = [shape for shape in pool.index.shapes if shape.is_decode_only]
+    compare.require(f"captured {pool.captured}, refused {pool.refused}", sorted(pool.captured) == decode)
+    compare.require("steps do not overlap", bool(engine.config.overlap))
+    most = engine.sizes.kv_bytes + engine.sizes.graph_bytes + 8 * SLACK
+    compare.require(f"{taken:,} bytes taken, {most:,} expected", ctx.rehearse or taken <= most)
+    work = workload(ctx)
+    got = answers(engine, work)
+    same(compare, "at start", got, answers(graphed(ctx, model, captures=False), work))
+    compare.require("a decode step was captured in traffic", set(decode) <= set(pool.captured))
+    return compare.result(captured=len(decode), seconds=pool.counts.capture_s, taken_bytes=taken)
 
 
 @check(
