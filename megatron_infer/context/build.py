@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_infer.context.adapter_slots import AdapterSlots
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.copies import Copy
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
@@ -24,6 +25,7 @@ def build_context(
     num_cached_states: int = 0,
     num_host_states: int = 0,
     num_draft_states: int = 0,
+    adapters: AdapterSlots | None = None,
 ) -> DynamicInferenceContext:
     """num_blocks: without the dummy block. keep_cached: published blocks stay findable when no lease holds them.
 
@@ -61,4 +63,5 @@ def build_context(
         states=states,
         swap=swap,
         copies=copies,
+        adapters=adapters,
     )

@@ -35,16 +35,15 @@ class DynamicInferenceContext:
         states: StateCache | None,
         swap: Swap | None,
         copies: list[Copy],
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """states: None for a model without recurrent states. swap: None without host memory for evicted sequences.
-        copies: the journal that both write to."""
+        copies: the journal that both write to. adapters: None for an engine without adapters."""
         assert block_size >= 1 and max_blocks_per_row >= 1, f"block_size {block_size}, per row {max_blocks_per_row}"
         self.pool, self._rows, self._copies = pool, rows, copies
         self.num_blocks, self.num_rows = pool.num_blocks, rows.count
         self.block_size, self.max_blocks_per_row, self.prefix_caching = block_size, max_blocks_per_row, prefix_caching
-        self.states, self.swap = states, swap
-        self.adapters: AdapterSlots | None = None
-        """Set by an engine that has adapters."""
+        self.states, self.swap, self.adapters = states, swap, adapters
         self._leases: dict[int, Lease] = {}
         self._table_writes: list[tuple[int, int, int]] = []
 
@@ -153,9 +152,8 @@ class DynamicInferenceContext:
         del self._leases[lease.row]
         if self.states is not None:
             self.states.release(lease)
-        unref = self.pool.unref
         for block in reversed(lease.blocks):
-            unref(block)
+            self.pool.unref(block)
         self._rows.release(lease.row)
 
     def swap_out(self, lease: Lease, num_tokens: int) -> SwappedSequence | None:
@@ -269,12 +267,11 @@ class DynamicInferenceContext:
         check_leases(
             self._leases, self.pool, self._rows, block_size=self.block_size, max_blocks_per_row=self.max_blocks_per_row
         )
-        if self.swap is not None:
-            self.swap.check()
         if self.states is not None:
             self.states.check(self._leases)
-        if self.adapters is not None:
-            self.adapters.check()
+        for part in (self.swap, self.adapters):
+            if part is not None:
+                part.check()
 
     def _find(self, lease: Lease, tokens: Sequence[int], *, beyond: int = 0) -> list[int]:
         """Published blocks that continue the digests of `lease`, which grow by theirs; never the last token.

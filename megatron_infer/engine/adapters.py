@@ -138,7 +138,7 @@ class EngineAdapters:
         with self._lifecycle.transition("update", timeout_s=None) as transition:
             self._loop.quiesce(transition.tick)
         if requests := self._requests_of(name):  # those that the steps in flight have not ended
-            self._loop.end_requests(requests, RequestError(f"adapter {name!r} was unloaded"))
+            self._loop.backlog += self._loop.end_requests(requests, RequestError(f"adapter {name!r} was unloaded"))
         slot = slots.remove(name)
         if slot is not None:
             bank.clear(slot)

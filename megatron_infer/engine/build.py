@@ -154,8 +154,6 @@ def build_engine(
     events = {"token": config.track_generated_token_events, "pause": config.track_paused_request_events}
     output_processor = OutputProcessor(tokenizer, token_events=events["token"], pause_events=events["pause"])
     context = make_context(config, setup.agreed)
-    if config.lora is not None:
-        context.adapters = AdapterSlots(config.lora.max_loras)
     swaps = context.swap is not None
     costs = agreed_costs(setup) if swaps else None
     drafts = make_drafts(config, setup, context)
@@ -307,6 +305,7 @@ def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenc
         num_cached_states=sizes.num_cached_states,
         num_host_states=num_host_states,
         num_draft_states=max_drafts_of(config) if agreed.recurrent else 0,
+        adapters=None if config.lora is None else AdapterSlots(config.lora.max_loras),
     )
 
 

@@ -106,8 +106,7 @@ class DynamicInferenceEngine:
 
     def prefix_events(self) -> PrefixEvents | None:
         """A reader of what the prefix cache publishes and forgets from now on; None without a prefix cache."""
-        context = self._scheduler.context
-        return PrefixEvents(context.pool) if context.prefix_caching else None
+        return PrefixEvents(self._scheduler.context.pool) if self.config.enable_prefix_caching else None
 
     # ------------------------------------------------------------------ commands, effective between steps
     def add_request(
@@ -322,8 +321,7 @@ class DynamicInferenceEngine:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
 
         Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them,
-        see `LoadReport.recomputed`. changed_adapters: "refuse", or "recompute" requests whose adapter has changed.
-        """
+        see `LoadReport.recomputed`. changed_adapters: "refuse", or "recompute" requests whose adapter has changed."""
         return self._controls.load_requests(path, changed_adapters)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:

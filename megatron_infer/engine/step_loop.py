@@ -25,7 +25,6 @@ from megatron_infer.weights.manager import WeightManager
 if TYPE_CHECKING:
     from megatron_infer.sampling.grammar_matchers import Grammars
     from megatron_infer.speculative.verify import Verifier
-    from megatron_infer.sampling.grammar_matchers import Grammars
 
 log = logging.getLogger("megatron_infer")
 
@@ -74,8 +73,7 @@ class StepLoop:
         """After the last step, or before the first: the same on every rank, which `is_idle` is not while the leader
         has requests that the other ranks do not have yet."""
         self._scheduler, self._executor, self._weights, self._grammars = scheduler, executor, weights, grammars
-        self._verifier = verifier
-        self._observers, self._check_invariants = tuple(observers), config.check_invariants
+        self._observers, self._check_invariants, self._verifier = tuple(observers), config.check_invariants, verifier
         one_stage = config.max_steps_in_flight + bool(config.overlap) - 1
         self._ahead = scheduler.num_micro_batches - 1 if scheduler.num_micro_batches > 1 else one_stage
         """Steps that stay in flight when a step returns."""
@@ -193,12 +191,13 @@ class StepLoop:
         for state in self.output_processor.requests:
             self.backlog.append(self.abort(state.id))
 
-    def end_requests(self, requests: Sequence[Request], error: InferenceError) -> None:
-        """End these with an error; nothing is in flight. The outputs come with the next step."""
+    def end_requests(self, requests: Collection[Request], error: InferenceError) -> list[RequestOutput]:
+        """End those that have not finished, by an error -> outputs of all; none of them is in flight."""
         for request in requests:
-            self.output_processor.set_error(request, error)
-            self._scheduler.finish(request, FinishReason.ERROR)
-        self.backlog += self.output_processor.outputs_of(requests, self._scheduler.finish_by_text)
+            if request.finish_reason is None:
+                self.output_processor.set_error(request, error)
+                self._scheduler.finish(request, FinishReason.ERROR)
+        return self.output_processor.outputs_of(requests, self._scheduler.finish_by_text)
 
     def abort(self, request_id: str) -> RequestOutput:
         """End an open request in any state -> what it has so far."""
@@ -274,22 +273,20 @@ class StepLoop:
             ended: list[Request] = []
             touched: dict[str, RequestState] = {}
             for plan, part, is_last in parts:
-                ended += self._commit(plan, part, touched, is_last=is_last)
+                ended += self._commit(plan, part, touched, last=is_last)
             outputs.extend(self.output_processor.outputs_of(ended, self._scheduler.finish_by_text, touched))
 
-    def _commit(
-        self, plan: StepPlan, output: RunnerOutput, touched: dict[str, RequestState], *, is_last: bool
-    ) -> list[Request]:
+    def _commit(self, plan: StepPlan, out: RunnerOutput, touched: dict[str, RequestState], last: bool) -> list[Request]:
         """Commit a step, or a part of one -> requests that have ended. Requests with news are put into `touched`."""
         scheduler, processor = self._scheduler, self.output_processor
-        broken = [request for request in map(plan.sampled.__getitem__, output.bad) if request.finish_reason is None]
+        broken = [request for request in map(plan.sampled.__getitem__, out.bad) if request.finish_reason is None]
         for request in broken:
             processor.set_error(request, self._why_nothing(request))
             scheduler.finish(request, FinishReason.ERROR)
-        taken, ended = scheduler.commit(plan, output.result, is_last=is_last)
+        taken, ended = scheduler.commit(plan, out.result, is_last=last)
         if processor.num_structured:
             ended = [*ended, *self._advance_grammars([plan.sampled[index] for index in taken])]
-        processor.process(plan, output, taken, touched, scheduler.finish_by_text)
+        processor.process(plan, out, taken, touched, scheduler.finish_by_text)
         return [*ended, *broken]
 
     def _why_nothing(self, request: Request) -> InferenceError:
@@ -347,11 +344,7 @@ class StepLoop:
         """End the requests of a step that failed; all other requests go on."""
         requests = {r.id: r for r in (*plan.decode, *(p.request for p in plan.prefill), *plan.sampled)}
         self._scheduler.cancel(plan, *later)
-        for request in requests.values():
-            if request.finish_reason is None:
-                self.output_processor.set_error(request, error)
-                self._scheduler.finish(request, FinishReason.ERROR)
-        outputs.extend(self.output_processor.outputs_of(requests.values(), self._scheduler.finish_by_text))
+        outputs.extend(self.end_requests(requests.values(), error))
 
 
 def needs_host_tokens(plan: StepPlan) -> bool:

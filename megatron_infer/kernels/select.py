@@ -26,8 +26,8 @@ from megatron_infer.kernels.cpu_native import (
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
-from megatron_infer.kernels.native_layers import NativeLayers
 from megatron_infer.kernels.lora import LoRABackend, TorchLoRA
+from megatron_infer.kernels.native_layers import NativeLayers
 from megatron_infer.kernels.native_lora import NativeLoRA
 from megatron_infer.kernels.native_sampling import NativeSampling
 from megatron_infer.kernels.native_scan import NativeScan

@@ -140,6 +140,8 @@ class RunningSet:
         Its first `num_shared` tokens, a whole number of blocks, are those of `like`, whose blocks it then shares.
         """
         context = self._context
+        if not self.has_adapter_slot(request):
+            return False
         if like is None:
             lease = context.admit(request.tokens, root=b"", use_cache=False)
         else:

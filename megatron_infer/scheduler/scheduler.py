@@ -118,8 +118,6 @@ class Scheduler:
 
     def readmit(self, request: Request, computed: int, *, like: Request | None = None, num_shared: int = 0) -> bool:
         """Let `request` continue after `computed` tokens; the caller writes their KV now. False: no room, `add` it."""
-        if not self.running_set.has_adapter_slot(request):
-            return False
         if not self.running_set.lease_computed(request, computed, like=like, num_shared=num_shared):
             return False
         self.queue.assign_arrivals(request)
@@ -199,8 +197,7 @@ class Scheduler:
         chunks = [chunk for plan in plans for chunk in plan.prefill]
         lost = {block for chunk in chunks for block in _written_blocks(chunk, self.context.block_size)}
         back = []
-        sampled = [request for plan in plans for request in plan.sampled]
-        for request in [*sampled, *(chunk.request for chunk in chunks if not chunk.samples)]:
+        for request in [r for plan in plans for r in plan.sampled] + [c.request for c in chunks if not c.samples]:
             request.in_flight -= 1
             if request.in_flight:
                 continue  # a later one of the plans has it too
@@ -209,10 +206,9 @@ class Scheduler:
             else:
                 self.running_set.start_over(request)
                 back.append(request)
-        states = self.context.states
+        # The state behind a verified draft may be in a copy that the failed step took: it is not known whose.
+        unsure = self.context.states is not None and self.context.states.num_draft_states > 0
         for request in self.running_set.live():
-            # The state behind a verified draft may be in a copy that the failed step took: it is not known whose.
-            unsure = states is not None and states.num_draft_states > 0
             if request.lease is not None and (unsure or not lost.isdisjoint(request.lease.blocks)):
                 self.running_set.start_over(request)
                 back.append(request)
