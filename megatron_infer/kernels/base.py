@@ -298,7 +298,7 @@ class PagedModel(Protocol):
 
 
 Argmax = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""logits_SV, rows maybe strided -> (int64 [S]: lowest id of the largest logit; fp32 [S]: that logit, NaN beside a NaN)."""
+"""logits_SV, maybe strided -> (int64 [S], lowest id of the largest logit; fp32 [S], that logit, NaN beside a NaN)."""
 
 
 def lowest_argmax(logits_SV: Tensor) -> tuple[Tensor, Tensor]:

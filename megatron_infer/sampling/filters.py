@@ -51,8 +51,8 @@ class DrawResult:
     cut_id_M: Tensor | None = None
     """The last candidate kept by the filters; None: nothing was cut."""
     mass_M: Tensor | None = None
-    """int64 sum of the whole row's weights at temperature 1, for rows whose draw has taken it; for others 0, or -1 where
-    top_M is that of the model's logits."""
+    """int64 sum of the whole row's weights at temperature 1, for rows whose draw has taken it. For others 0, or -1
+    where top_M is that of the model's logits."""
     own_M: Tensor | None = None
     """fp32 log probability of the token in the distribution it was drawn from, by the draw's own sums; NaN for rows
     whose draw has not taken them."""
