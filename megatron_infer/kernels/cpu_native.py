@@ -215,15 +215,8 @@ class NativeOps(TorchOps):
             return torch_argmax(logits_SV)
         rows, width = logits_SV.shape
         token, top = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        self._argmax(
-            logits_SV.data_ptr(),
-            logits_SV.stride(0),
-            token.data_ptr(),
-            top.data_ptr(),
-            rows,
-            width,
-            torch.get_num_threads(),
-        )
+        outputs = token.data_ptr(), top.data_ptr()
+        self._argmax(logits_SV.data_ptr(), logits_SV.stride(0), *outputs, rows, width, torch.get_num_threads())
         return token, top
 
 

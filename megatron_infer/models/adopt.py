@@ -180,7 +180,6 @@ class AdoptedModel:
         self.fp8 = reading.fp8
         """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
         self._run_with(reading.fused)
-        self._runs_layers = None not in reading.fused
         self.routing = reading.routing
         self._dtype = getattr(torch, self.shape.dtype)
         self._tp = reading.tp
@@ -283,7 +282,7 @@ class AdoptedModel:
         else:
             # The stage before has added its last product; zeros in its place give the bits of an undivided decoder.
             x_TD, residual_TD = torch.zeros_like(received_TD, dtype=self._dtype), received_TD
-        if not self._runs_layers:
+        if self._operations is None:
             return self._stock_decoder(step, x_TD, residual_TD)
         norm = self._reading.norm
         if around is None:
@@ -314,7 +313,7 @@ class AdoptedModel:
         """
         compiler = PieceCompiler()
         layers = [CompiledLayer(compiler, layer) for layer in self._reading.fused if layer is not None]
-        assert self._runs_layers, f"{self.foreign_layer()} is a layer class of the user's"
+        assert self._operations is not None, f"{self.foreign_layer()} is a layer class of the user's"
         is_first = self.is_first_stage
         warm_up(layers, width=self.shape.hidden_size, dtype=self._dtype, device=self.device, is_first=is_first)
         compiler.expects_more = False
@@ -330,10 +329,10 @@ class AdoptedModel:
     def _run_with(self, layers: Sequence[FusedLayer | CompiledLayer | None]) -> None:
         self.layers = list(layers)
         """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
-        norm = self._reading.norm
+        norm = [] if self._reading.norm is None else [self._reading.norm]
         each = [operation for layer in layers if layer is not None for operation in layer.flat()]
-        self._operations = LayerOps(*with_programs(each if norm is None else [*each, norm]))
-        """Those of all layers and the final norm."""
+        self._operations = None if None in layers else LayerOps(*with_programs([*each, *norm]))
+        """Those of all layers and the final norm; None: megatron-core's decoder runs the layers."""
 
     def final_norm(self, step: StepInputs, x_TD: Tensor) -> Tensor:
         """The norm behind the last layer, without the residual."""
