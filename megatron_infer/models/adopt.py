@@ -191,10 +191,10 @@ class AdoptedModel:
         """What multiplies in FP8; None: nothing does. Needs `refresh` before the first step."""
         self.layers: list[FusedLayer | None] = list(reading.fused)
         """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
+        norm = [] if reading.norm is None else [reading.norm]
         each = [operation for layer in reading.fused if layer is not None for operation in layer.flat()]
-        self._operations = LayerOps(*with_programs(each if reading.norm is None else [*each, reading.norm]))
-        """Those of all layers and the final norm."""
-        self._runs_layers = None not in reading.fused
+        self._operations = None if None in reading.fused else LayerOps(*with_programs([*each, *norm]))
+        """Those of all layers and the final norm; None: megatron-core's decoder runs the layers."""
         self.routing = reading.routing
         self._dtype = getattr(torch, self.shape.dtype)
         self._tp = reading.tp
@@ -301,7 +301,7 @@ class AdoptedModel:
         else:
             # The stage before has added its last product; zeros in its place give the bits of an undivided decoder.
             x_TD, residual_TD = torch.zeros_like(received_TD, dtype=self._dtype), received_TD
-        if not self._runs_layers:
+        if self._operations is None:
             return self._stock_decoder(step, x_TD, residual_TD)
         norm = self._reading.norm
         if around is None:

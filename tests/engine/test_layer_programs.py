@@ -1,0 +1,80 @@
+"""A step's layers in one native call have the bits of their operations one by one, and follow the live weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_kinds import make_model
+
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.kernels.native_layers import NativeLayers
+from megatron_infer.testing.tiny import tiny_gpt
+
+SIZES: dict[str, Any] = {
+    "buffer_size_gb": 0.01,
+    "block_size_tokens": 16,
+    "max_sequence_length": 64,
+    "max_requests": 6,
+    "max_tokens": 24,
+    "enable_chunked_prefill": True,
+}
+SMALL: dict[str, Any] = {"vocab_size": 128, "max_sequence_length": 64, "init_method_std": 0.2}
+
+
+def model_of(kind: str, dtype: torch.dtype) -> torch.nn.Module:
+    if kind == "hybrid":
+        return make_model("hybrid", **SMALL).to(dtype)
+    more = {"bias": {"add_bias_linear": True}, "layer norm": {"normalization": "LayerNorm"}}
+    return tiny_gpt(**SMALL, num_layers=3, **more.get(kind, {})).to(dtype)
+
+
+def answers(engine: DynamicInferenceEngine) -> list[tuple[list[int], Any]]:
+    """Chunked prompts and decode rows in one step, batches of every size."""
+    prompts = [[5 + i, *range(6, 6 + 8 * i)] for i in range(6)]
+    params = [SamplingParams(temperature=0.0, max_tokens=3 + 2 * i, ignore_eos=True, logprobs=2) for i in range(6)]
+    found = engine.generate(prompts, params)
+    return [(output.outputs[0].token_ids, repr(output.outputs[0].logprobs)) for output in found]
+
+
+def engine_of(model: torch.nn.Module) -> DynamicInferenceEngine:
+    return DynamicInferenceEngine(model, InferenceConfig(**SIZES))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["plain", "bias", "layer norm", "hybrid"])
+def test_one_call_has_the_bits_of_many(monkeypatch, kind, dtype):
+    model = model_of(kind, dtype)
+    engine = engine_of(model)
+    if engine.kernels.layers is None:
+        pytest.skip("no native layers for this dtype here")
+    got = answers(engine)
+    assert engine.kernels.layers.take_seconds()["linears"] > 0
+    monkeypatch.setattr(NativeLayers, "run", lambda *arguments: None)
+    assert answers(engine_of(model)) == got
+
+
+@pytest.mark.parametrize("change", ["in place", "data", "pointer", "object"])
+def test_a_weight_or_a_norm_that_changes_is_followed(change):
+    model = model_of("plain", torch.float32)
+    engine = engine_of(model)
+    if engine.kernels.layers is None:
+        pytest.skip("no native kernels here")
+    before = answers(engine)
+    layer = model.decoder.layers[1]
+    with torch.no_grad():
+        for module in (layer.input_layernorm, layer.mlp.linear_fc1):
+            weight = module.weight
+            if change == "in place":
+                weight.mul_(1.5)
+            elif change == "data":
+                weight.data.mul_(1.5)
+            elif change == "pointer":
+                weight.data = weight.data * 1.5
+            else:
+                module.weight = torch.nn.Parameter(weight * 1.5)
+    after = answers(engine)
+    assert after != before and after == answers(engine_of(model))
