@@ -1,6 +1,6 @@
 """vLLM's server beside ours: first token and time between tokens at 1, 16 and 32 at once, in turns on the same machine.
 
-    python tools/bench/serve_beside.py DIRECTORY --vllm-python VENV/bin/python [--concurrency 1,16,32] [--rounds 3] [--json FILE]
+    python tools/bench/serve_beside.py DIRECTORY --vllm-python VENV/bin/python [--concurrency 1,16,32] [--rounds 3]
 
 Both serve the Hugging Face directory in the same dtype with the same number of threads and stream answers of the same
 lengths to the same prompts; `megatron-infer bench-serve` asks. While one is asked the other one waits.
