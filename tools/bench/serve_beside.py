@@ -92,8 +92,9 @@ def main() -> None:
         for at_once in map(int, args.concurrency.split(",")):
             for number in range(args.rounds):
                 for name in sorted(urls, reverse=bool(number % 2)):
-                    requests = max(args.requests // 8, 2) if at_once == 1 else args.requests
-                    one = ask(urls[name], at_once, requests, number, report)
+                    requests = max(args.requests // 8, 2) if at_once == 1 else max(args.requests, at_once)
+                    # prompts that no run has had: none is in a prefix cache
+                    one = ask(urls[name], at_once, requests, 1000 * at_once + number, report)
                     found[name].setdefault(at_once, []).append(one)
                     times = "; ".join(
                         f"{title} p50 {one['latency'][key]['p50']:.1f}, p99 {one['latency'][key]['p99']:.1f} ms"
