@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers end with this program
     found: dict[str, dict[int, list[dict[str, Any]]]] = {"megatron_infer": {}, "vLLM": {}}
     ours = ("--dtype", args.dtype, "--threads", str(args.threads), "--max-sequence-length", "1024")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
