@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,9 +35,9 @@ def parse_pythons(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
         name, _, path = text.partition("=")
         if name not in pythons:
             raise ConfigError(f"--peer-python {text}: expected NAME=PATH, with one of --vs {','.join(names)}")
-        if not os.access(path, os.X_OK):
+        if (found := shutil.which(path)) is None:
             raise ConfigError(f"--peer-python {text}: {path or 'no path'} is not a program that can be run")
-        pythons[name] = path
+        pythons[name] = os.path.abspath(found)  # a peer runs in a folder of its own
     return pythons
 
 

@@ -147,11 +147,11 @@ class CpuClock:
 
 
 def _cores_busy_s() -> float | None:
-    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
+        names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         with open("/proc/stat", encoding="ascii") as lines:
             rows = [line.split() for line in lines if line.partition(" ")[0] in names]
-    except OSError:
+    except (OSError, AttributeError):  # not a Linux
         return None
     # user, nice, system, (idle, iowait,) irq, softirq, steal
     return sum(int(row[column]) for row in rows for column in (1, 2, 3, 6, 7, 8)) / os.sysconf("SC_CLK_TCK")

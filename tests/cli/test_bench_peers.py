@@ -129,6 +129,14 @@ def test_wrong_options_are_refused_before_anything_is_loaded(compare, llm, argv,
     assert not llm.engine.added
 
 
+def test_an_interpreter_may_be_relative_or_on_the_path(tmp_path, monkeypatch):
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for typed in ("./python", "python"):
+        assert bench_peers.parse_pythons([f"vllm={typed}"], ["vllm"]) == {"vllm": str(tmp_path / "python")}
+
+
 def test_bars_are_drawn(compare, tmp_path):
     pytest.importorskip("matplotlib")
     assert compare("well", *SIZES, "--plot", str(tmp_path / "bars.png")) == 0

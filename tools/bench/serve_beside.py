@@ -1,6 +1,6 @@
 """vLLM's server beside ours: first token and time between tokens at 1, 16 and 32 at once, in turns on the same machine.
 
-    python tools/bench/serve_beside.py DIRECTORY --vllm-python VENV/bin/python [--concurrency 1,16,32] [--rounds 3] [--json FILE]
+    python tools/bench/serve_beside.py DIRECTORY --vllm-python VENV/bin/python [--concurrency 1,16,32] [--rounds 3]
 
 Both serve the Hugging Face directory in the same dtype with the same number of threads and stream answers of the same
 lengths to the same prompts; `megatron-infer bench-serve` asks. While one is asked the other one waits.
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers end with this program
     found: dict[str, dict[int, list[dict[str, Any]]]] = {"megatron_infer": {}, "vLLM": {}}
     ours = ("--dtype", args.dtype, "--threads", str(args.threads), "--max-sequence-length", "1024")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -92,8 +93,9 @@ def main() -> None:
         for at_once in map(int, args.concurrency.split(",")):
             for number in range(args.rounds):
                 for name in sorted(urls, reverse=bool(number % 2)):
-                    requests = max(args.requests // 8, 2) if at_once == 1 else args.requests
-                    one = ask(urls[name], at_once, requests, number, report)
+                    requests = max(args.requests // 8, 2) if at_once == 1 else max(args.requests, at_once)
+                    # prompts that no run has had: none is in a prefix cache
+                    one = ask(urls[name], at_once, requests, 1000 * at_once + number, report)
                     found[name].setdefault(at_once, []).append(one)
                     times = "; ".join(
                         f"{title} p50 {one['latency'][key]['p50']:.1f}, p99 {one['latency'][key]['p99']:.1f} ms"
