@@ -104,6 +104,7 @@ class Step:
     num_speculative_tokens = 0
     max_sequence_length = 256
     routing_TLK = None
+    lora = None
     is_padded = False
     padding_T1 = None
 
