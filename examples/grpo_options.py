@@ -15,7 +15,7 @@ from megatron_infer.errors import ConfigError
 CHANGEABLE = ("steps", "resume", "out_dir", "save_every", "wandb")
 """Options that may change when a run is resumed; all others must be the same."""
 
-LR, LORA_LR = 6e-5, 1e-3
+LR, LORA_LR = 6e-5, 5e-4
 LEAST = {"steps": 1, "tp": 1, "prompts_per_step": 1, "group_size": 2, "max_tokens": 1, "epochs": 1}
 LEAST |= {
     "mismatch_share": 0,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_infer.errors import AdoptionError, ConfigError, WrongState, unknown_name
+from megatron_infer.errors import AdoptionError, ConfigError, ModelError, WrongState, unknown_name
 from megatron_infer.lora.adapter import Adapter, LoRAPair
 from megatron_infer.lora.bank import parts_of
 from megatron_infer.lora.names import LAYERS, PARTS, AdaptedLinears
@@ -57,7 +57,8 @@ def attach_lora(
     names = _targets(live, targets)
     linears = {path: live.get_submodule(name) for path, name in names.items()}
     scale = scale_of(float(alpha), rank, rslora=rslora)
-    true_share = getattr(live, "true_kv_groups", live.config.num_query_groups) / live.config.num_query_groups
+    groups = live.config.num_query_groups or 1
+    true_share = getattr(live, "true_kv_groups", groups) / groups
     pairs = {}
     for path, linear in linears.items():
         sections = tuple(parts_of(names[path], live, linear.weight.shape[0]))
@@ -137,14 +138,15 @@ class AttachedLoRA:
         Pass it as the model's to the optimizer's own sharded_state_dict; what a load gives goes to `load_state_dict`.
         prefix: of the keys in the checkpoint.
         """
-        replicas = self.model.pg_collection.dp_cp
+        replicas = getattr(self.model.pg_collection, "dp_cp", None)
+        metadata = mcore.ensure_metadata_has_dp_cp_group(None if replicas is None else {"dp_cp_group": replicas})
         found: dict[str, Any] = {}
         for path, pair in self._pairs.items():
             keys = {"A": f"{path}.lora_A.weight", "B": f"{path}.lora_B.weight"}
             state = {keys["A"]: pair.a, keys["B"]: pair.b}
             axes = {keys["A"]: 1} if pair.is_row_parallel else {keys["B"]: 0}
             sharded = mcore.make_sharded_tensors_for_checkpoint(
-                state, prefix, axes, tp_group=self._linears[path].tp_group, dp_cp_group=replicas
+                state, prefix, axes, tp_group=self._linears[path].tp_group, dp_cp_group=metadata["dp_cp_group"]
             )
             if len(pair.sections) > 1:
                 split_in_parts(sharded, prefix + keys["B"], dict(zip("01234", pair.sections, strict=False)))
@@ -166,16 +168,26 @@ class AttachedLoRA:
     def save(
         self, directory: str | Path, *, description: ModelDescription | None = None, base: str | None = None
     ) -> None:
-        """Write a PEFT directory, which vLLM and transformers read too. Collective; the first rank writes.
+        """Write a PEFT directory, which vLLM and transformers read too. Collective; the first rank of the first
+        data-parallel replica writes, and its ModelError is one of all ranks of that replica.
 
         description: the base model's, whose family names the linears; None: that of the source of `build_model`, or
         else the model's own with Llama's names. base: name of the base model in the file.
         """
-        adapter = self.to_adapter()
-        if dist.get_rank() == 0:
-            linears = AdaptedLinears.of(self.model, description=description)
-            write_adapter(directory, adapter, linears, alpha=self.alpha, rslora=self._rslora, base=base)
-        dist.barrier()
+        adapter, groups, failure = self.to_adapter(), self.model.pg_collection, ""
+        if not any(group_rank(getattr(groups, name, None)) for name in ("tp", "pp", "dp_cp")):
+            try:
+                linears = AdaptedLinears.of(self.model, description=description)
+                write_adapter(directory, adapter, linears, alpha=self.alpha, rslora=self._rslora, base=base)
+            except ModelError as error:
+                failure = str(error)
+        for group in (groups.tp, groups.pp):
+            if group_size(group) > 1:
+                found: list[Any] = [None] * group_size(group)
+                dist.all_gather_object(found, failure, group=group)
+                failure = max(found)
+        if failure:
+            raise ModelError(failure)
 
     @property
     def is_merged(self) -> bool:

@@ -250,7 +250,8 @@ class AdoptedModel:
 
     def _misfit(self, reading: ModelReading) -> str | None:
         """Why this engine's cache, kernels and graphs are not for what was read; None: they are."""
-        if self.lora and any(linear.attached is not None for linear in reading.linears.values()):
+        has_own = any(linear.lora is not None for linear in self.linears.values())
+        if has_own and any(linear.attached is not None for linear in reading.linears.values()):
             return f"the model {ATTACHED}, and the engine has adapters of its own"
         had, has = asdict(self.shape), asdict(reading.shape)
         if had["dtype"] != has["dtype"]:

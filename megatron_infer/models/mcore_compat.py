@@ -258,6 +258,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "build_module",
     "copy_to_tensor_model_parallel_region",
+    "ensure_metadata_has_dp_cp_group",
     "fast_gelu",
     "gather_from_sequence_parallel_region",
     "get_bias_dropout_add",

@@ -12,6 +12,7 @@ from session_case import answers_in, make_session
 from trainers import MegatronTrainer
 from training_case import loss_over, sequences_of
 
+from megatron_infer.errors import ModelError
 from megatron_infer.lora.attach import AttachedLoRA, attach_lora
 from megatron_infer.model_loader.checkpoint import sync_strategy
 from megatron_infer.rl.weights import ReshardSource, apply
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*leaf Tensor:UserWarning", "ign
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj")
 MODELS: dict[str, Any] = {
-    "gpt": lambda **how: tiny_gpt(num_layers=2, init_method_std=0.2, **how),
+    "gpt": lambda **how: tiny_gpt(init_method_std=0.2, share_embeddings_and_output_weights=True, **how),
     "hybrid": lambda **how: tiny_hybrid("M*-", init_method_std=0.2, **how),
 }
 LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -33,6 +34,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "DP2": ("gpt", {}, False),
     "TP2, hybrid": ("hybrid", {TP: 2}, False),
 }
+SOME = ["TP2, sequence parallel", "PP2", "TP2, hybrid"]
 LENGTHS = [12, 12, 8, 8]
 
 
@@ -54,15 +56,17 @@ def trained(model: Any, exact: bool, part: slice = slice(None)) -> tuple[Attache
     return adapter, session, answers
 
 
-def on_layouts(rank: int, size: int, folder: Path) -> None:
+def on_layouts(rank: int, size: int, folder: Path, names: list[str]) -> None:
     from megatron.core import dist_checkpointing
 
     cases = torch.load(folder / "one.pt", weights_only=False)
-    for name, (kind, sizes, exact) in LAYOUTS.items():
+    for name in names:
+        kind, sizes, exact = LAYOUTS[name]
         new_groups(**{key: value for key, value in sizes.items() if key.endswith("_size")})
         weights, want, answers = cases[kind]
         stages = {"pre_process": rank == 0, "post_process": rank == size - 1} if PP in sizes else {}
-        model = MODELS[kind](**sizes, **stages)
+        with cpu_shim(4):  # a tied embedding on two stages
+            model = MODELS[kind](**sizes, **stages)
         apply(model, weights)
         part = slice(rank, None, size) if name == "DP2" else slice(None)
         adapter, session, got = trained(model, exact, part)
@@ -76,12 +80,15 @@ def on_layouts(rank: int, size: int, folder: Path) -> None:
         )
         if kind == "gpt":
             adapter.save(folders["peft"])
+            if name != "DP2":
+                with pytest.raises(ModelError, match="cannot be written"):  # on both ranks
+                    adapter.save(folder / "one.pt")
         session.engine.rank_group.lockstep.close()
         if name != "PP2":
             continue
         for parameter in adapter.parameters():
             parameter.data.zero_()
-        saved = str(folder / "torch_dist TP2")  # in another layout
+        saved = str(folder / f"torch_dist {names[0]}")  # in another layout
         adapter.load_state_dict(dist_checkpointing.load(adapter.sharded_state_dict(), saved))
         same_pairs(adapter, want, name)
 
@@ -95,8 +102,15 @@ def same_pairs(adapter: AttachedLoRA, want: dict[str, Any], name: str) -> None:
             torch.testing.assert_close(mine, its, atol=5e-4, rtol=0, msg=lambda m, at=path: f"{name} {at}: {m}")
 
 
-@pytest.mark.timeout(200)
-def test_every_layout_trains_an_adapter_like_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["TP2, sequence parallel", "PP2", "TP2, hybrid"],
+        pytest.param(["TP2", "TP2, exact", "DP2"], marks=pytest.mark.long),
+    ],
+    ids=", ".join,
+)
+def test_every_layout_trains_an_adapter_like_one_process(names: list[str], tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
     from safetensors.torch import load_file
 
@@ -112,15 +126,15 @@ def test_every_layout_trains_an_adapter_like_one_process(tmp_path: Path) -> None
             one = adapter
             adapter.save(tmp_path / "one")
     torch.save(cases, tmp_path / "one.pt")
-    run_on_ranks(on_layouts, 2, tmp_path)
+    run_on_ranks(on_layouts, 2, tmp_path, names)
     want = load_file(tmp_path / "one" / "adapter_model.safetensors")
-    for name, (kind, *_) in LAYOUTS.items():
-        if kind == "gpt":
+    for name in names:
+        if LAYOUTS[name][0] == "gpt":
             got = load_file(tmp_path / f"peft {name}" / "adapter_model.safetensors")
             assert got.keys() == want.keys()
             assert all((got[key] - value).abs().max() < 5e-4 for key, value in want.items()), name
     before = one.state_dict()
-    loaded = dist_checkpointing.load(one.sharded_state_dict(), str(tmp_path / "torch_dist TP2"))
+    loaded = dist_checkpointing.load(one.sharded_state_dict(), str(tmp_path / f"torch_dist {names[0]}"))
     one.load_state_dict(loaded)
     for name, value in one.state_dict().items():
         torch.testing.assert_close(value, before[name], atol=5e-4, rtol=0)

@@ -15,6 +15,7 @@ from training_case import loss_over, sequences_of
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.lora.attach import attach_lora
 from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import sync_strategy
 from megatron_infer.model_loader.sources import open_source
 from megatron_infer.testing.cpu_shim import cpu_shim
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
@@ -92,6 +93,41 @@ def test_megatrons_optimizers_train_the_adapter_alone(how):
 def _inner(optimizer):
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts]
+
+
+def test_a_run_goes_on_from_a_torch_dist_checkpoint(tmp_path):
+    from megatron.core import dist_checkpointing
+
+    def begun():
+        model = tiny_gpt(init_method_std=0.2, bf16=True, params_dtype=torch.bfloat16)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.linspace(-0.2, 0.2, weight.numel()).view(weight.shape).sin())
+        adapter = with_lora(model)
+        trainer = MegatronTrainer(model, distributed=False, half=True)
+        return adapter, trainer.optimizer, make_session(trainer.model)
+
+    def step(session, optimizer):
+        with session.training(), cpu_shim(4):
+            session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
+            session.step(optimizer)
+
+    adapter, optimizer, session = begun()
+    again, other, resumed = begun()
+    step(session, optimizer)
+    with cpu_shim(4):
+        own = adapter.sharded_state_dict()
+        state = {"lora": own, "optimizer": optimizer.sharded_state_dict(own)}
+        dist_checkpointing.save(state, str(tmp_path), sharded_strategy=sync_strategy())
+        own = again.sharded_state_dict()
+        wanted = {"lora": own, "optimizer": other.sharded_state_dict(own, is_loading=True)}
+        loaded = dist_checkpointing.load(wanted, str(tmp_path))
+        again.load_state_dict(loaded["lora"])
+        other.load_state_dict(loaded["optimizer"])
+    resumed.update_weights()
+    for one, its in ((session, optimizer), (resumed, other)):
+        step(one, its)
+    assert all(map(torch.equal, adapter.parameters(), again.parameters()))
 
 
 def test_dropout_acts_in_training_only():
