@@ -204,7 +204,7 @@ def test_writes_through_data_while_paused_are_noticed(model):
     engine.unpause()
     done = finish(engine)
     assert engine.stats().weight_version == 1
-    assert all(output.outputs[0].spans[-1][1:] == (1, 0, 1) for output in done.values())
+    assert all(output.outputs[0].spans[-1][1:4] == (1, 0, 1) for output in done.values())
     engine.verify_weights()
 
 
@@ -301,7 +301,7 @@ def test_an_update_that_failed_half_way_leaves_no_mix_of_derived_copies(model):
     engine.verify_weights()
     fresh = make_engine(model).generate([PROMPTS[0]], PARAMS)[0].outputs[0]
     assert done["new"].outputs[0].token_ids == fresh.token_ids, "stale KV was served under new weights"
-    assert done["0"].outputs[0].spans[-1][1:] == (1, 0, 1)
+    assert done["0"].outputs[0].spans[-1][1:4] == (1, 0, 1)
 
 
 # ---------------------------------------------------------------------- asyncio
