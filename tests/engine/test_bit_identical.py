@@ -46,7 +46,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "suspended, chunked": (CHUNKED, True),
     "all of it": ({**PREFIX, **CHUNKED, **TINY_POOL, "overlap": True}, True),
     "drafts": (DRAFTS, False),
-    "drafts, all of it": ({**DRAFTS, **PREFIX, **CHUNKED, **TINY_POOL, "overlap": True}, True),
+    "drafts, all of it": ({**DRAFTS, **PREFIX, **CHUNKED, "pool_blocks": 19, "overlap": True}, True),
 }
 """Settings, and whether the engine is suspended with recomputation every few steps.
 
