@@ -117,7 +117,7 @@ class PackedLinears:
         return sums
 
     def _memory(self) -> list[Tensor] | list[None]:
-        """Where to pack each weight. All copies are side by side: one by one, most would be smaller than a huge page."""
+        """Where to pack each weight: side by side, as most copies alone would be smaller than a huge page."""
         if self.layout.num_elements is None:
             return [None] * len(self._weights)
         sizes = [self.layout.num_elements(weight) for weight in self._weights]
