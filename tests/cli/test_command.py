@@ -41,10 +41,20 @@ def test_every_option_has_a_flag_and_its_doc_string_as_help():
     for item in dataclasses.fields(InferenceConfig):
         assert len(docs[item.name]) > 20, item.name
         if item.name not in config_flags.NOT_FLAGS:
-            action = actions[config_flags.DEST_PREFIX + item.name]
+            dest = config_flags.DEST_PREFIX + item.name + "_method" * (item.name == "speculative")
+            action = actions[dest]
             assert config_flags.flag_of(item.name) in action.option_strings
             assert docs[item.name] in action.help.replace("%%", "%")
     parser.format_help()  # a stray % would raise here
+
+
+def test_flags_of_speculation_make_one_option_and_need_a_method():
+    args = _parse("--speculative", "ngram", "--num-speculative-tokens", "6", "--no-speculative-adaptive")
+    wanted = {"method": "ngram", "num_speculative_tokens": 6, "adaptive": False}
+    assert config_flags.given(args) == {"speculative": wanted}
+    assert config_flags.given(_parse("--speculative", "none")) == {"speculative": None}
+    with pytest.raises(ConfigError, match="--ngram-max: nothing is drafted without --speculative"):
+        config_flags.given(_parse("--ngram-max", "3"))
 
 
 def test_flags_reach_the_config_with_their_types():

@@ -58,7 +58,7 @@ def test_table_has_the_states_of_models_that_keep_some(shape, shown, capsys, mon
     monkeypatch.setenv("COLUMNS", "200")
     plan._print_table("toy", *planned(shape))
     text = capsys.readouterr().out
-    assert all((name in text) is shown for name in plan.STATE_ROWS)
+    assert all((name in text) is shown for name in plan.STATE_SIZES)
     assert (f"{SLOT_BYTES:,}" in text) is shown
 
 
