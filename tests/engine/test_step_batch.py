@@ -234,7 +234,7 @@ def run(world: BatchWorld, rng: random.Random, totals: Counter) -> None:
 
 
 def request_in(row: int, name: str = "r") -> SimpleNamespace:
-    return SimpleNamespace(id=name, lease=SimpleNamespace(row=row), tokens=[5] * 9)
+    return SimpleNamespace(id=name, lease=SimpleNamespace(row=row, adapter_slot=-1), tokens=[5] * 9)
 
 
 def decode_plan(requests, starts, **fields) -> StepPlan:
@@ -273,7 +273,7 @@ def test_another_request_at_the_next_position_is_no_advance(builder):
 def test_a_request_that_came_back_in_another_row_is_written_again(builder):
     request = request_in(1)
     builder.build(decode_plan([request], [4]), ())
-    request.lease = SimpleNamespace(row=2)
+    request.lease = SimpleNamespace(row=2, adapter_slot=-1)
     batch = builder.build(decode_plan([request], [5], readmitted=(request,)), ())
     assert batch.meta.table_row_R.tolist() == [2] and batch.sample_rows.tolist() == [2]
 

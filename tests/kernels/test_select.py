@@ -221,7 +221,7 @@ def test_the_option_forces_sampling_and_nothing_else(native_library, name, kind)
 
 def test_sampling_that_is_not_there_is_an_error_with_the_reason(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ConfigError, match="sampling_backend=triton, but sampling: .*runs on a GPU"):
+    with pytest.raises(ConfigError, match=r"sampling_backend=triton, but sampling: .*runs on a GPU"):
         choose(sampling="triton")
     with pytest.raises(ConfigError, match="sampling_backend=native, but sampling: needs float32 or bfloat16"):
         choose(sampling="native", dtype=torch.float16)
