@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,14 @@ KINDS = ("norms", "linears", "attention", "activations")
 _NORM, _LINEAR, _ATTEND, _SILU_MUL = range(len(KINDS))
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
-Source = tuple[Mapping[str, Tensor | None], str]
+
+class Parameters(Protocol):
+    """A module's parameters by name, as they are now."""
+
+    def __getitem__(self, name: str, /) -> Tensor | None: ...
+
+
+Source = tuple[Parameters, str]
 """Where a live tensor is read at every step: its module's parameters, and its name."""
 
 
