@@ -48,6 +48,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     how = "the prompt's hidden states as one vector (written by --output; needs --max-tokens 1)"
     flag("pooling", how, choices=POOLINGS)
     flag("priority", "a smaller value is scheduled sooner", type=int, metavar="P")
+    flag("adapter", "name of the LoRA adapter to answer with, see --lora", metavar="NAME")
     flag("speculate", "draft tokens where the engine does (default)", action=argparse.BooleanOptionalAction)
     flag("skip_special_tokens", "leave special tokens out of the text (default)", action=argparse.BooleanOptionalAction)
     flag("detokenize", "turn tokens into text (default)", action=argparse.BooleanOptionalAction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.durable.snapshot_manager import SnapshotManager
@@ -11,6 +12,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.executor import Executor
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.models.fused_layers import LayerOps
 from megatron_infer.runner.model_runner import Runner
 from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.scheduler import Scheduler
@@ -47,3 +49,16 @@ def inspect(engine: DynamicInferenceEngine) -> EngineInternals:
         drafts=None if loop._verifier is None else loop._verifier.drafts,
         cost_meter=meters[0] if meters else None,
     )
+
+
+def run_one_by_one(engine: DynamicInferenceEngine, replaced: dict[int, Any] | None = None) -> None:
+    """Call each operation of the layers by itself from now on, so that faults put into one act.
+
+    replaced: objects with `run` in the place of layers, by number.
+    """
+    adopted = inspect(engine).adopted
+    for number, layer in (replaced or {}).items():
+        adopted.layers[number] = layer
+    norm = adopted._reading.norm
+    layers: list[Any] = list(adopted.layers)
+    adopted._operations = LayerOps(*layers, *([] if norm is None else [norm]))

@@ -137,7 +137,7 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         "--allowed-token-ids 1,2,7 --bad-token-ids 3 --seed 11 --stop END --stop-token-ids 4,5 --ignore-eos "
         "--include-stop-str-in-output --logprobs 2 --prompt-logprobs 0 "
         "--return-sampled-logprobs --return-support --return-routing --regex a+ --priority -3 --no-skip-special-tokens "
-        "--no-detokenize --no-speculate"
+        "--no-detokenize --no-speculate --adapter french"
     )
     command("generate", "m", "--prompt", "hello there", *argv)
     params = llm.engine.added[0].params
@@ -169,6 +169,7 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
         priority=-3,
         skip_special_tokens=False,
         speculate=False,
+        adapter="french",
         detokenize=False,
     )
     assert params == expected

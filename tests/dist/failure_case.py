@@ -21,7 +21,7 @@ from gloo_ranks import new_groups
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
-from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.inspect import inspect, run_one_by_one
 from megatron_infer.testing.tiny import tiny_gpt
 
 Case = tuple[str, str, int, str]
@@ -56,8 +56,7 @@ class Bomb:
 
     def __init__(self, engine: Any, phase: str, how: str, folder: str) -> None:
         self.engine, self.phase, self.how, self.folder = engine, phase, how, folder
-        layers = inspect(engine).adopted.layers
-        layers[-1] = _Wired(layers[-1], self)
+        run_one_by_one(engine, {-1: _Wired(inspect(engine).adopted.layers[-1], self)})
         engine.lifecycle.observers.append(self.observe)
 
     def layer_runs(self) -> None:

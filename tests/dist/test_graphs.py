@@ -18,7 +18,7 @@ from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
 from megatron_infer.parallel.tensor_parallel_sampler import RowSpread
-from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.inspect import inspect, run_one_by_one
 from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder, _NoReading
 from megatron_infer.testing.static_kernels import STATIC
 
@@ -143,7 +143,7 @@ def breaks_off(rank: int, model: Any) -> None:
     """In the warm-up, where the other is in a collective: both end with the rank and the cause, that one at once."""
     engine = stage_case.make_engine(model, collective_timeout_s=4, **GRAPHS)
     if rank == 1:
-        inspect(engine).adopted.layers[1] = Breaking()
+        run_one_by_one(engine, {1: Breaking()})
     if rank == 0:
         engine.add_request({"prompt_token_ids": PROMPTS[0]}, DRAWS[0])
     started = time.monotonic()

@@ -20,7 +20,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
 from megatron_infer.models.specs import gpt_spec
 from megatron_infer.testing.cpu_shim import cpu_shim
-from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.inspect import run_one_by_one
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
 TOLERANCE = 1e-5
@@ -198,7 +198,7 @@ def check_one_sided_failure(rank: int) -> None:
         def raising(*args: Any) -> Any:
             raise MemoryError("no room")
 
-        inspect(engine).adopted.layers[-1] = SimpleNamespace(run=raising)
+        run_one_by_one(engine, {-1: SimpleNamespace(run=raising)})
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*: MemoryError: no room"):
         engine.generate([[5, 6, 7]], ranks.workload(1)[0][1])

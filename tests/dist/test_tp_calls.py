@@ -28,7 +28,7 @@ from megatron_infer.errors import (
     TransitionTimeout,
     WrongState,
 )
-from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.inspect import inspect, run_one_by_one
 
 Engine = DynamicInferenceEngine
 PROMPT = list(range(5, 60))
@@ -377,7 +377,7 @@ def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
         def raising(*args: Any) -> Any:
             raise MemoryError("rank 1 has no room")
 
-        inspect(engine).adopted.layers[1] = SimpleNamespace(run=raising)
+        run_one_by_one(engine, {1: SimpleNamespace(run=raising)})
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in prefill of step .*no room") as caught:
         engine.generate([PROMPT], GREEDY)
     assert caught.value.rank == 1

@@ -17,6 +17,8 @@ def wrong(command: str) -> str | None:
     """What would refuse the line before it does anything; None: nothing."""
     words = shlex.split(command)
     check = {"megatron-infer": _package, "torchrun": _torchrun, "python": _script, "make": _make, "pip": _pip}
+    if words[:3] == ["python3.11", "-m", "venv"]:
+        return None if len(words) > 3 else "no directory"
     if words[0] == "curl":
         return None if any("/" in word for word in words[1:]) else "no URL"
     return check[words[0]](words[1:]) if words[0] in check else f"{words[0]}: not a command that is known here"

@@ -18,7 +18,7 @@ from megatron_infer.kernels.native_sampling import NativeSampling
 pytestmark = pytest.mark.long
 TARGETS = {"haswell": {"avx2", "fma", "bmi2"}, "skylake-avx512": {"avx512f", "avx512dq", "avx512bw", "avx512vl"}}
 """Compiler's name of a CPU -> the flags that this one must have to run its code."""
-SOURCES = ("elementwise.cpp", "linear.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp")
+SOURCES = ("elementwise.cpp", "linear.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp", "team.cpp")
 DTYPES = [torch.float32, torch.bfloat16]
 
 

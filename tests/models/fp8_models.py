@@ -227,7 +227,7 @@ def ranks_add_up(spec):
         x, bias = torch.randn(5, 64), linear.parameters["bias"]
         alone = linear.product(x, None)
         linear.reduce = Doubles()
-        summed, _ = LayerOps(*linear.flat()).run(SimpleNamespace(ops=TorchOps()), x)
+        summed, _ = LayerOps(*linear.flat()).run(SimpleNamespace(ops=TorchOps(), lora=None), x)
         assert torch.equal(summed, 2 * alone + bias)
 
 

@@ -14,7 +14,7 @@ from megatron_infer.config.inference import PrefixCachingEvictionPolicy
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.models.fused_mixer import ScanWeights
 from megatron_infer.sampling.row_params import RowParams
-from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.inspect import inspect, run_one_by_one
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 from megatron_infer.weights.manager import WeightManager
 
@@ -76,12 +76,14 @@ def stale_decay(monkeypatch: Any, session: Any) -> None:
 def wrong_scale(monkeypatch: Any, session: Any) -> None:
     attend = session.model.decoder.layers[1].self_attention.fused.attend
     attend.spec = dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
+    run_one_by_one(session.engine)
 
 
 def dropped_window(monkeypatch: Any, session: Any) -> None:
     attend = session.model.decoder.layers[1].self_attention.fused.attend
     assert attend.spec.window == 16
     attend.spec = dataclasses.replace(attend.spec, window=None)
+    run_one_by_one(session.engine)
 
 
 def dropped_causal_mask(monkeypatch: Any, session: Any) -> None:
@@ -105,6 +107,7 @@ def dropped_causal_mask(monkeypatch: Any, session: Any) -> None:
     session.engine.reset_prefix_cache()
     monkeypatch.setattr(backend, "plan", planned)
     monkeypatch.setattr(backend, "run", acausal)
+    run_one_by_one(session.engine)
 
 
 def wrong_table_entry(monkeypatch: Any, session: Any) -> None:
@@ -148,6 +151,7 @@ def broken_residual(monkeypatch: Any, session: Any) -> None:
     ops = session.engine.kernels.ops
     add = ops.add_rms_norm
     monkeypatch.setattr(ops, "add_rms_norm", lambda x, residual, weight, eps: add(0.9 * x, residual, weight, eps))
+    run_one_by_one(session.engine)
 
 
 def no_temperature(monkeypatch: Any, session: Any) -> None:
