@@ -19,6 +19,7 @@ from megatron_infer.rl.mismatch_meter import MismatchMeter
 from megatron_infer.rl.tool_rollouts import run_conversations
 from megatron_infer.rl.weights import apply
 from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.inspect import run_one_by_one
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt
 
 MODEL: dict[str, Any] = {"num_layers": 2, "init_method_std": 0.2}
@@ -66,6 +67,7 @@ def check(name: str, rank: int, session: Any, want: int) -> None:
         if rank == 1:
             attend = session.model.decoder.layers[0].self_attention.fused.attend
             attend.spec = case.dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
+            run_one_by_one(session.engine)
         report = case.rollout(session, meter)
         assert report.is_alarm and report.place.cause is MismatchCause.UNKNOWN and "pipeline" in report.place.note
         return
@@ -84,6 +86,7 @@ def check(name: str, rank: int, session: Any, want: int) -> None:
     attend = session.model.decoder.layers[1].self_attention.fused.attend
     if rank == 0:
         attend.spec = case.dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
+        run_one_by_one(session.engine)
     place = case.rollout(session, meter).place
     assert (place.cause, place.kind, place.layer) == (MismatchCause.LAYER, "attention", 1), (name, str(place))
 

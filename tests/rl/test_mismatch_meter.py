@@ -14,7 +14,7 @@ from megatron_infer.errors import MismatchAlarm
 from megatron_infer.rl.mismatch_figures import Alarm
 from megatron_infer.rl.mismatch_layers import MismatchCause
 from megatron_infer.rl.mismatch_meter import MismatchMeter
-from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.inspect import inspect, run_one_by_one
 
 # fault -> (model, function that plants it, cause, kind, layer)
 FAULTS: dict[str, tuple[str, Any, MismatchCause, str, int | None]] = {
@@ -156,6 +156,7 @@ def test_unfinished_requests_are_unchanged_while_an_alarm_is_located(overlap):
         meter = MismatchMeter(session, share=1.0)
         attend = session.model.decoder.layers[1].self_attention.fused.attend
         attend.spec = case.dataclasses.replace(attend.spec, scale=2 * attend.spec.scale)
+        run_one_by_one(session.engine)
         engine = session.engine
         with session.generating() as roll:
             ids = [engine.add_request(prompt, params) for prompt in case.prompts()]
