@@ -179,6 +179,7 @@ def test_damaged_and_hostile_files_are_refused(written, model, tmp_path):
         if "data_offsets" in entry:
             entry["data_offsets"] = [0, entry["data_offsets"][1] - entry["data_offsets"][0]]
     overlapping = json.dumps(overlapping)
+    lone = json.dumps({"x\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()  # no UTF-8
     contents = {
         b"": "no safetensors file",
         whole[:5]: "no safetensors file",
@@ -192,6 +193,7 @@ def test_damaged_and_hostile_files_are_refused(written, model, tmp_path):
         whole + b"\0" * (4 << 20): "damaged or cut short",
         (4).to_bytes(8, "little") + b"[[]]": "expected a JSON object|no tensors",
         save({"a" * 3000: torch.ones(1)}): "aaa[.][.][.]",
+        len(lone).to_bytes(8, "little") + lone: r"x\\ud800 is no tensor",
     }
     for content, match in contents.items():
         (tmp_path / WEIGHTS).write_bytes(content)
