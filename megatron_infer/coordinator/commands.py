@@ -61,7 +61,12 @@ def _execute(
         args = command.args if command.command == "reset_prefix_cache" else {**command.args, "timeout_s": left}
         value = method(**args)
     except Exception as error:  # the error is the answer, and the replica goes on
-        return protocol.Answer(ok=False, kind=type(error).__name__, message=str(error))
+        return protocol.Answer(ok=False, kind=type(error).__name__, message=_text_of(error))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     return protocol.Answer(ok=True, value=value if isinstance(value, (dict, int, str)) else None)
+
+
+def _text_of(error: Exception) -> str:
+    """An error may quote a file whose names are no UTF-8, which a message to the coordinator cannot hold."""
+    return str(error).encode("utf-8", "backslashreplace").decode()

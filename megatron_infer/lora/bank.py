@@ -19,6 +19,8 @@ from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.fused_layers import FusedLinear
 from megatron_infer.models.tp_collectives import Reducer
 
+_MAX_SCALE = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
@@ -90,8 +92,9 @@ class AdapterBank:
                     f"adapter {name!r}: {path} is for {got[1]} inputs and {got[0]} outputs, the model's linear has "
                     f"{part.shape[1]} and {part.shape[0]}; is it an adapter of another model?"
                 )
-            if not (_is_finite(pair.a) and _is_finite(pair.b) and abs(pair.scale) < float("inf")):
-                raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite")
+            dtype = self._weights[path].a_SRX.dtype
+            if not (_is_finite(pair.a, dtype) and _is_finite(pair.b, dtype) and abs(pair.scale) <= _MAX_SCALE):
+                raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite in {dtype}")
         return missing
 
     def check_on_ranks(self, adapter: Adapter, rank_group: RankGroup) -> list[str]:
@@ -152,5 +155,6 @@ def parts_of(name: str, live: Any, length: int) -> Sequence[int]:
     return (length,)
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+def _is_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the numbers stay finite in the dtype that they are computed with."""
+    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all())

@@ -76,7 +76,8 @@ def read_adapter(
             tensors, linears = _read_tensors(Path(source) / WEIGHTS, model, description, settings, max_rank)
         return Adapter(name, _Pairs(settings, linears, max_rank).of(tensors))
     except ModelError as error:
-        raise ModelError(f"adapter {name!r}: {error}") from error
+        text = f"adapter {name!r}: {error}"
+        raise ModelError(text.encode("utf-8", "backslashreplace").decode()) from error  # names may be no UTF-8
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from megatron_infer.errors import ModelError
@@ -71,6 +72,8 @@ class PeftConfig:
         if self._layers and isinstance(self._targets, str):
             raise ModelError("layers_to_transform beside a pattern as target_modules, which PEFT refuses too")
         pattern = fields.get("layers_pattern") or []
+        if not isinstance(pattern, str | list | tuple):
+            raise ModelError(f"layers_pattern is {_shown(pattern)}, it must be a pattern or a list of them")
         self._layers_pattern = [pattern] if isinstance(pattern, str) else list(pattern)
         for key in (*self.ranks, *self.alphas, *self._layers_pattern):
             _check_pattern(key)
@@ -110,7 +113,7 @@ class PeftConfig:
         return sorted(one for one in self._targets if not any(_named([one], module) for module in modules))
 
     def _layer_of(self, module: str) -> int | None:
-        patterns = [rf"(?:^|.*?\.){one}\.(?P<number>\d+)\." for one in self._layers_pattern]
+        patterns = [_layer_pattern(one) for one in self._layers_pattern]
         for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
             if (found := re.match(pattern, module)) is not None:
                 return int(found["number"])
@@ -125,7 +128,15 @@ def _named(names: str | list[str], module: str) -> bool:
 
 def _matching(patterns: Mapping[str, Any], module: str) -> str:
     """The first key that matches the end of the name; the name itself if none does. Source: PEFT, get_pattern_key."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+    return next((key for key in patterns if re.match(_end_pattern(key), module)), module)
+
+
+def _end_pattern(key: str) -> str:
+    return rf"(.*\.)?({key})$"
+
+
+def _layer_pattern(one: str) -> str:
+    return rf"(?:^|.*?\.){one}\.(?P<number>\d+)\."
 
 
 def _names(fields: Mapping[str, Any], field: str) -> str | list[str] | None:
@@ -160,7 +171,8 @@ def _check_pattern(pattern: Any) -> None:
             "group"
         )
     try:
-        re.compile(pattern)
+        for whole in (pattern, _end_pattern(pattern), _layer_pattern(pattern)):  # as they are used
+            re.compile(whole)
     except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(f"pattern {_shown(pattern)} is no regular expression: {error}") from None
 
@@ -172,9 +184,11 @@ def _rank(field: str, value: Any) -> int:
 
 
 def _number(field: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ModelError(f"{field} is {_shown(value)}, it must be a finite number")
-    return float(value)
+    if type(value) in (int, float):
+        with suppress(OverflowError):  # an integer that no float holds
+            if math.isfinite(number := float(value)):
+                return number
+    raise ModelError(f"{field} is {_shown(value)}, it must be a finite number")
 
 
 def _shown(value: Any) -> str:

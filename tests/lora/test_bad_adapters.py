@@ -62,6 +62,9 @@ FIELDS = {
     "another rank than the tensors'": ({"r": 3}, "has rank 2, and the config says 3"),
     "a rank of a pattern": ({"rank_pattern": {"q_proj": 0}}, "rank_pattern is 0"),
     "alpha": ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+    "an alpha that no float holds": ({"lora_alpha": 10**400}, "lora_alpha is 1000+.*a finite number"),
+    "a number as layers_pattern": ({"layers_pattern": 5, "layers_to_transform": [0]}, "layers_pattern is 5, it must"),
+    "a group of the same name": ({"layers_pattern": "(?P<number>a)", "layers_to_transform": [0]}, "no regular expres"),
     "rslora": ({"use_rslora": "yes"}, "use_rslora is 'yes', it must be true or false"),
     "a pattern that never ends": ({"target_modules": "(a+)+(b+)+c"}, "may take very long"),
     "a pattern that is none": ({"target_modules": ".*(q_proj"}, "no regular expression"),
@@ -176,6 +179,7 @@ def test_damaged_and_hostile_files_are_refused(written, model, tmp_path):
         if "data_offsets" in entry:
             entry["data_offsets"] = [0, entry["data_offsets"][1] - entry["data_offsets"][0]]
     overlapping = json.dumps(overlapping)
+    lone = json.dumps({"x\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()  # no UTF-8
     contents = {
         b"": "no safetensors file",
         whole[:5]: "no safetensors file",
@@ -189,6 +193,7 @@ def test_damaged_and_hostile_files_are_refused(written, model, tmp_path):
         whole + b"\0" * (4 << 20): "damaged or cut short",
         (4).to_bytes(8, "little") + b"[[]]": "expected a JSON object|no tensors",
         save({"a" * 3000: torch.ones(1)}): "aaa[.][.][.]",
+        len(lone).to_bytes(8, "little") + lone: r"x\\ud800 is no tensor",
     }
     for content, match in contents.items():
         (tmp_path / WEIGHTS).write_bytes(content)

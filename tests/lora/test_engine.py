@@ -142,6 +142,23 @@ def test_a_suspended_request_goes_on_with_its_adapter(mode, model, adapters, alo
     assert all(account(done[str(name)]) == alone[name] for name in (None, *NAMES[:3]))
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_numbers_that_are_infinite_only_in_the_dtype_of_the_product_are_refused(dtype):
+    """Steps would write infinity, or raise where a slot is written: then no other request could run either."""
+    model = tiny_gpt(params_dtype=dtype, bf16=dtype is torch.bfloat16)
+    engine, good = engine_of(model, max_loras=1), random_adapter(model, rank=2)
+    bad = {name: LoRAPair(pair.a, pair.b, 1e300) for name, pair in good.pairs.items()}
+    cases = [Adapter("a", bad)]
+    if dtype is torch.bfloat16:
+        a = torch.full((2, model.config.hidden_size), torch.finfo(torch.float32).max)
+        name, pair = next(iter(good.pairs.items()))
+        cases.append(Adapter("a", {name: LoRAPair(a, pair.b, 1.0)}))
+    for adapter in cases:
+        with pytest.raises(ModelError, match=f"numbers that are not finite in {dtype}"):
+            engine.load_adapter("a", adapter)
+    assert engine.adapters() == [] and engine.generate([PROMPT], greedy(max_tokens=2))[0].error is None
+
+
 def test_no_prefix_crosses_adapters_or_their_versions(model, adapters, alone):
     engine = engine_of(model, **CACHED)
     engine.load_adapter("a", adapters["a0"])

@@ -13,6 +13,7 @@ from server_case import serving, wait_for
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
 from megatron_infer.coordinator.adapter_commands import AdapterCommands
 from megatron_infer.coordinator.commands import ReplicaCommands
+from megatron_infer.errors import AdapterInUse
 from megatron_infer.testing.tiny import tiny_gpt
 
 PROMPT = [3 * i % 101 + 4 for i in range(40)]
@@ -174,6 +175,36 @@ def test_what_is_no_adapter_below_the_root_is_refused_without_a_path_of_the_mach
     assert str(root) not in reply.text and "site-packages" not in reply.text
     assert {card["id"] for card in get(case, "/v1/models")["data"]} == {"tiny"}
     assert all(engine.adapters() == [] for engine in case.engines) and tokens_of(case) == offline[None]
+
+
+def test_a_load_that_is_refused_changes_nothing_though_the_file_has_changed(case, root, offline):
+    write_adapter(root / "trained", tiny_gpt(), seed=0)
+    load(case, "t", "trained")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (root / "trained" / name).write_bytes((root / "a1" / name).read_bytes())
+    load(case, "t", "trained", 409)
+    load(case, "t", "large", 400, load_inplace=True)
+    assert [tokens_of(case, "t") for _ in range(3)] == [offline["a0"]] * 3
+    load(case, "t", "trained", load_inplace=True)
+    assert [tokens_of(case, "t") for _ in range(3)] == [offline["a1"]] * 3
+    unload(case, "t")
+
+
+def test_an_unload_that_one_engine_refuses_takes_the_adapter_from_none(case, offline):
+    load(case, "busy", "a0")
+    adapters = case.replicas[0]._commands._adapter_commands
+    whole, adapters["unload_adapter"] = adapters["unload_adapter"], refuse
+    try:
+        assert unload(case, "busy", 409).json()["error"]["code"] == "adapter_in_use"
+    finally:
+        adapters["unload_adapter"] = whole
+    assert all([info.name for info in engine.adapters()] == ["busy"] for engine in case.engines)
+    assert [tokens_of(case, "busy") for _ in range(3)] == [offline["a0"]] * 3
+    unload(case, "busy")
+
+
+def refuse(**_):
+    raise AdapterInUse("adapter 'busy' is used by 1 unfinished requests")
 
 
 def test_bad_names_and_bodies_are_refused(case):

@@ -96,7 +96,9 @@ class AdapterRoutes:
             had = name in adapters_of(client)
             try:
                 await self._run("load_adapter", **args)
-            except FanoutFailed:
+            except FanoutFailed as error:
+                if error.is_refused_by_all:
+                    raise
                 if before is not None:
                     await self._machine.fanout.undo("load_adapter", **before | {"replace": True})
                 elif not had:
@@ -111,7 +113,13 @@ class AdapterRoutes:
         body: UnloadAdapterBody = call.body
         name = body.lora_name
         async with self._lock:
-            await self._run("unload_adapter", name=name, abort=bool(body.abort))
+            before = self._loaded.get(name)
+            try:
+                await self._run("unload_adapter", name=name, abort=bool(body.abort))
+            except FanoutFailed as error:
+                if before is not None and not error.is_refused_by_all:  # requests of one engine only use it
+                    await self._machine.fanout.undo("load_adapter", **before | {"replace": False})
+                raise
             self._loaded.pop(name, None)
             await self._machine.client.refresh()
         return name, "removed", self._shown()

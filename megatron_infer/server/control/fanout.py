@@ -15,6 +15,8 @@ log = logging.getLogger("megatron_infer.server")
 
 CLIENT_ERRORS = ("ConfigError", "RequestError", "WeightUpdateError", "ModelError", "InvalidPrompt")
 """Errors of replicas that the client's arguments caused."""
+REFUSALS = (*CLIENT_ERRORS, "WrongState", "AdapterInUse", "UnknownAdapter", "AccessRefused", "WeightsPathRefused")
+"""Errors of replicas that have changed nothing."""
 
 
 class FanoutFailed(ApiError):
@@ -26,6 +28,8 @@ class FanoutFailed(ApiError):
         headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
         super().__init__(status, message, code=code, headers=headers)
         self.state, self.phase, self.replicas = state, phase, replicas
+        self.is_refused_by_all = False
+        """No replica has changed anything: there is nothing to undo."""
 
     def body(self) -> dict[str, Any]:
         details = {"state": self.state, "phase": self.phase, "replicas": self.replicas}
@@ -87,4 +91,6 @@ def _failure(failed: Mapping[str, protocol.Answer], total: int, phase: str, stat
     texts = "; ".join(f"replica {name}: {answer.message}" for name, answer in failed.items())
     message = f"{phase} failed on {len(failed)} of {total} replicas, {texts}; the engines are {state}"
     replicas = [{"name": name, "kind": one.kind, "message": one.message} for name, one in failed.items()]
-    return FanoutFailed(status, message, code=code, state=state, phase=phase, replicas=replicas)
+    error = FanoutFailed(status, message, code=code, state=state, phase=phase, replicas=replicas)
+    error.is_refused_by_all = len(failed) == total and kinds <= set(REFUSALS)
+    return error
