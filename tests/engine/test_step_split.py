@@ -10,12 +10,12 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
 
-import step_split  # noqa: E402
+import step_split
 
-from megatron_infer.config.inference import InferenceConfig  # noqa: E402
-from megatron_infer.config.sampling_params import SamplingParams  # noqa: E402
-from megatron_infer.engine.engine import DynamicInferenceEngine  # noqa: E402
-from megatron_infer.testing.tiny import tiny_gpt  # noqa: E402
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.testing.tiny import tiny_gpt
 
 
 def test_operations_within_a_call_of_many_layers_are_parts_of_their_own():

@@ -3,11 +3,12 @@
     python tools/bench/step_split.py [--shape smollm2 --shape moe] [--rows 1 16 64] [--chunk 512] [--json out.json]
 
 Shapes: smollm2 (its real weights), and with random weights llama-1b-4 (4 of the 16 layers of Llama-3.2-1B, its whole
-vocabulary), moe, hybrid (see light/shapes.py). Every native function is timed by itself, and a call that runs many layers
-times its operations, so "python" is all else within a forward: dispatch, allocation, and what torch computes (a router). "sampling" is all between logits and tokens, "rest"
-is scheduling, commit and outputs; of a chunk alone also the check of all weights by an engine that was idle. Medians of
-the steps in ms. --chunk: a step of 16 rows and so many tokens of a prompt, beside the two apart. --temperature and
---logprobs: of every request.
+vocabulary), moe, hybrid (see light/shapes.py). Every native function is timed by itself, and a call that runs many
+layers times its operations; "python" is all else within a forward: dispatch, allocation, and what torch computes (a
+router). "sampling" is all between logits and tokens, "rest" is scheduling, commit and outputs; of a chunk alone also
+the check of all weights by an engine that was idle. Medians of the steps in ms.
+--chunk: a step of 16 rows and so many tokens of a prompt, beside the two apart. --temperature and --logprobs: of every
+request.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class PartClock:
     """Seconds of each part of a step. A part's time is its own: what it calls of other parts is theirs."""
 
     def __init__(self, take_seconds: Callable[[], dict[str, float]] = dict) -> None:
-        """take_seconds: of each kind of operation within the native calls that run many layers, since it was last asked;
-        what else those calls take is Python's."""
+        """take_seconds: of each kind of operation within the native calls that run many layers, since it was last
+        called; what else those calls take is Python's."""
         self.seconds: dict[str, float] = defaultdict(float)
         self._take_seconds = take_seconds
         self._open: list[str] = []
