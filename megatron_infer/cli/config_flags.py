@@ -59,9 +59,9 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
             help=f"{docs[item.name]} ({default})".replace("%", "%%"),
             **_parsing_of(item.name, str(item.type)),
         )
-    about = docs_of(LoRAConfig)
+    about, defaults = docs_of(LoRAConfig), {item.name: item.default for item in dataclasses.fields(LoRAConfig)}
     for name, (flag, parsing) in LORA_FLAGS.items():
-        default = "" if name == "adapters" else f" (default {getattr(LoRAConfig, name)})"
+        default = "" if name == "adapters" else f" (default {defaults[name]})"
         text = f"LoRA: {about[name]}{default}".replace("%", "%%")
         group.add_argument(flag, dest=f"{LORA_PREFIX}{name}", default=argparse.SUPPRESS, help=text, **parsing)
 

@@ -34,7 +34,7 @@ SOURCES = (
     "layers.cpp",
     "team.cpp",
 )
-HEADERS = ("common.h", "attention.h", "checksum.h")
+HEADERS = ("common.h", "attention.h", "checksum.h", "layer_ops.h")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 BUILD_TIMEOUT_S = 180.0
 

@@ -105,7 +105,8 @@ class PipelineConfig(Section):
     kvcache_ce_watermark: float = 0.95
     """Share of the cache beyond which no prompt is admitted beside running requests."""
     enable_overlap_scheduler: bool = False
-    """Commit a step while the next one runs."""
+    """Commit a step while the next one runs. False leaves it to the device: on a GPU it is on, unless `options` has
+    overlap=False."""
     use_legacy_module: bool = True
     """Build the model from megatron-core's stock classes."""
     defer_resolve: bool = False

@@ -94,7 +94,7 @@ ROWS: Mapping[str, Row] = {
     "enable_in_flight_batching": Engine("batching", meanings.batching_policy),
     "kvcache_ce_watermark": Engine("admission_watermark"),
     "execute_empty_batches": Here(meanings.empty_batches),
-    "enable_overlap_scheduler": Engine("overlap"),
+    "enable_overlap_scheduler": Engine("overlap", meanings.overlap),
     "pipeline_role": Refused("a server here both prefills and decodes; take prefill_and_decode"),
     "ep_size": Layout("ep"),
     "enable_echo": Server("enable_echo"),

@@ -107,6 +107,11 @@ def why_steps_in_flight(config: PipelineConfig) -> str:
     return "one step is in flight" + (": enable_overlap_scheduler" if config.enable_overlap_scheduler else "")
 
 
+def overlap(asked: bool) -> bool | None:
+    """The value of `overlap`; None: as the device is, True on a GPU."""
+    return True if asked else None
+
+
 def batching_policy(in_flight: bool) -> str:
     """The value of `batching`."""
     return "mixed" if in_flight else "prefill_first"

@@ -140,19 +140,18 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
             available_bytes=machine.free_bytes,
             tensor_parallel_size=layout.tp,
         )
+        decided = engine.on_device(is_cuda=machine.is_cuda)
         sizes, estimate = None, None
         if shape is not None and estimator is not None:
             left = max(0, estimator.free - estimator.weights)
-            sizes = engine.on_device(is_cuda=machine.is_cuda).resolve(
-                shape, tensor_parallel_size=layout.tp, available_bytes=left
-            )
+            sizes = decided.resolve(shape, tensor_parallel_size=layout.tp, available_bytes=left)
             estimate = MemoryEstimate(
                 free=estimator.free,
                 weights=estimator.weights,
                 activations=estimator.activations(sizes.max_sequence_length),
                 cache=sizes.kv_bytes + sizes.state_bytes,
             )
-    effective = {flat_name(path): _in_effect(path, one, engine, server, layout) for path, one in settings.items()}
+    effective = {flat_name(path): _in_effect(path, one, decided, server, layout) for path, one in settings.items()}
     return Resolved(
         engine=engine,
         server=server,

@@ -45,7 +45,8 @@ def test_every_option_has_a_flag_and_its_doc_string_as_help():
             action = actions[dest]
             assert config_flags.flag_of(item.name) in action.option_strings
             assert docs[item.name] in action.help.replace("%%", "%")
-    parser.format_help()  # a stray % would raise here
+    text = parser.format_help()  # a stray % would raise here
+    assert "object at 0x" not in text and "<member" not in text
 
 
 def test_flags_of_speculation_make_one_option_and_need_a_method():

@@ -78,6 +78,24 @@ def test_sinks_match_reference(monkeypatch, dtype, window):
     assert not torch.allclose(case.run(TorchPagedAttention())[0], without.run(TorchPagedAttention())[0], atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_decode", [0, 1])
+def test_a_key_whose_score_is_minus_infinity_counts_nothing(make_attention, dtype, num_decode):
+    case = make_case([(1, 40) if num_decode else (40, 40)], num_decode=num_decode, dtype=dtype)
+    heads = case.fused.view(len(case.fused), 2, 5, 64)  # three queries, a key and a value
+    keys = case.kv_cache[1, 0].flatten(0, 1)
+    heads[:, :, :3, 0], heads[:, :, 3, 0], keys[..., 0] = 3e38, 0, 0
+    if num_decode:
+        keys[int(case.meta.block_table[int(case.meta.table_row[0]), 0]) * 16 + 5, :, 0] = -3e38
+    else:
+        heads[5, :, 3, 0] = -3e38
+    out, _ = case.run(make_attention(dtype))
+    want, _ = case.run(ReferenceAttention())
+    behind = slice(None) if num_decode else slice(6, None)
+    torch.testing.assert_close(out[behind].float(), want[behind].float(), rtol=2e-2, atol=2e-2)
+    assert want[behind].isfinite().all()
+
+
 def test_native_attention_refuses_sinks_by_name(native_library):
     spec = make_case([(1, 1)], num_decode=1, dtype=torch.float32, sinks=True).spec
     settings = {"dtype": torch.float32, "block_size": 16}

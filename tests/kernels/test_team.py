@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -51,6 +52,26 @@ def test_a_worker_takes_no_signal_of_the_program(native_library):
             fields = dict(line.split(":", 1) for line in lines)
         blocked.append(int(fields["SigBlk"], 16) & mask)
     assert sum(map(bool, blocked)) >= 2
+
+
+def test_workers_leave_when_the_number_of_threads_falls(native_library):
+    """Workers that no region has a part for would spin beside those that compute."""
+
+    def tasks() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def call() -> None:
+        native_library.mi_count_threads(12)
+        most, end = tasks(), time.monotonic() + 30
+        while most - tasks() < 10 and time.monotonic() < end:
+            native_library.mi_count_threads(2)
+        left.append(most - tasks())
+
+    left: list[int] = []
+    caller = threading.Thread(target=call)  # with a team that no other test has used
+    caller.start()
+    caller.join(60)
+    assert left[0] >= 10
 
 
 def test_two_threads_on_one_core_give_the_same_bits(native_library):

@@ -101,6 +101,13 @@ def test_fields_come_to_the_options_of_engine_server_model_and_layout():
     assert resolved(batching="phased", ce_delay_ms=5.0).resolved.engine.ce_delay_ms == 5.0
 
 
+def test_overlap_is_left_to_the_device_unless_it_is_asked_for():
+    config = resolved()
+    assert config.resolved.engine.overlap is None and config.effective["enable_overlap_scheduler"].value is False
+    assert resolved(enable_overlap_scheduler=True).resolved.engine.overlap is True
+    assert resolved(options={"overlap": False}).resolved.engine.overlap is False
+
+
 def test_setting_tells_what_was_asked_what_is_in_effect_from_where_and_why():
     config = resolved(enable_overlap_scheduler=True, api_key="secret")
     note = "one step is in flight: enable_overlap_scheduler"

@@ -3,11 +3,12 @@
     python tools/bench/step_split.py [--shape smollm2 --shape moe] [--rows 1 16 64] [--chunk 512] [--json out.json]
 
 Shapes: smollm2 (its real weights), and with random weights llama-1b-4 (4 of the 16 layers of Llama-3.2-1B, its whole
-vocabulary), moe, hybrid (see light/shapes.py). Every native function is timed by itself, so "python" is all else within
-a forward: dispatch, allocation, and what torch computes (a router). "sampling" is all between logits and tokens, "rest"
-is scheduling, commit and outputs; of a chunk alone also the check of all weights by an engine that was idle. Medians of
-the steps in ms. --chunk: a step of 16 rows and so many tokens of a prompt, beside the two apart. --temperature and
---logprobs: of every request.
+vocabulary), moe, hybrid (see light/shapes.py). Every native function is timed by itself, and a call that runs many
+layers times its operations; "python" is all else within a forward: dispatch, allocation, and what torch computes (a
+router). "sampling" is all between logits and tokens, "rest" is scheduling, commit and outputs; of a chunk alone also
+the check of all weights by an engine that was idle. Medians of the steps in ms.
+--chunk: a step of 16 rows and so many tokens of a prompt, beside the two apart. --temperature and --logprobs: of every
+request.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ PARTS = {
     "norms": ("mi_rms_norm", "mi_gated_rms_norm", "mi_silu"),
 }
 """Prefixes of the native functions of each part; any other native function of a layer is a part by its own name."""
+PART_OF_KIND = {"norms": "norms", "linears": "linears", "attention": "attention", "activations": "norms"}
+"""The part of each kind of operation in a native call that runs many layers."""
 PYTHON, SAMPLING, REST = "python", "sampling", "rest"
 MIXED_ROWS = 16
 STEADY = 4
@@ -66,8 +69,11 @@ STEADY = 4
 class PartClock:
     """Seconds of each part of a step. A part's time is its own: what it calls of other parts is theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, take_seconds: Callable[[], dict[str, float]] = dict) -> None:
+        """take_seconds: of each kind of operation within the native calls that run many layers, since it was last
+        called; what else those calls take is Python's."""
         self.seconds: dict[str, float] = defaultdict(float)
+        self._take_seconds = take_seconds
         self._open: list[str] = []
         self._since = 0.0
 
@@ -94,11 +100,15 @@ class PartClock:
     def measure(self, step: Callable[[], Any]) -> dict[str, float]:
         """Seconds of each part of one step."""
         self.seconds.clear()
+        self._take_seconds()
         self._open[:] = [REST]
         self._since = time.perf_counter()
         step()
         self.seconds[REST] += time.perf_counter() - self._since
         self._open.clear()
+        for kind, seconds in self._take_seconds().items():
+            self.seconds[PART_OF_KIND[kind]] += seconds
+            self.seconds[PYTHON] -= seconds
         return dict(self.seconds)
 
 
@@ -108,7 +118,8 @@ def part_of(function: str) -> str:
 
 def clock_of(engine: DynamicInferenceEngine) -> PartClock:
     """Put a clock around the engine's forward, its draws, and every native function that its kernels hold."""
-    clock, runner, kernels = PartClock(), inspect(engine).runner, engine.kernels
+    runner, kernels = inspect(engine).runner, engine.kernels
+    clock = PartClock() if kernels.layers is None else PartClock(kernels.layers.take_seconds)
     runner.forward = clock.timed(PYTHON, runner.forward)
     runner.sample = clock.timed(SAMPLING, runner.sample)
     for holder in (kernels.ops, kernels.attention, kernels.scan):

@@ -1,5 +1,6 @@
 // Norms, activations, argmax and checksum over contiguous rows.
 #include "checksum.h"
+#include "layer_ops.h"
 
 namespace mi {
 

@@ -2,7 +2,7 @@
 // caller in Python takes between them. Each output goes to one of two buffers in turn, which stay in the caches.
 #include <time.h>
 
-#include "attention.h"
+#include "layer_ops.h"
 
 namespace mi {
 
@@ -33,19 +33,6 @@ struct LayerCall {  // mirrored in native_layers.py
 
 template <class T>
 struct Kernels;
-
-extern "C" {
-#define MI_KERNELS(SUFFIX)                                                                                                \
-    void mi_attend_##SUFFIX(Context*, const Step*, const Spec*, const Call*);                                             \
-    void mi_rms_norm_##SUFFIX(const void*, void*, const void*, void*, int64_t, int64_t, float, int);                      \
-    void mi_rms_norm_wide_##SUFFIX(const void*, void*, const void*, void*, int64_t, int64_t, float, int);                 \
-    void mi_panel_linear_##SUFFIX(const void*, int64_t, const void*, const void*, void*, int64_t, int64_t, int64_t, int); \
-    void mi_silu_mul_##SUFFIX(const void*, void*, int64_t, int64_t, int);
-MI_KERNELS(f32)
-#if MI_BF16_DOT
-MI_KERNELS(bf16)
-#endif
-}
 
 #define MI_TABLE(SUFFIX, T)                                  \
     template <>                                              \

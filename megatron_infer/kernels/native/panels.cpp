@@ -6,6 +6,7 @@
 // to 64 tokens, which need much of both, take little longer than the larger of the two. An output is summed in the same
 // order for any number of tokens, so a token's result does not depend on the rest of the step.
 #include "checksum.h"
+#include "layer_ops.h"
 
 namespace mi {
 

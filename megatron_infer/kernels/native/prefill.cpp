@@ -6,7 +6,7 @@
 // inner loop can stream;  3. each (row, kv head, tile of queries) goes over the key tiles it sees. The heads of a group are
 // rows of one tile, so keys and values are read once for all of them.
 // Source: the tiling and running softmax of FlashAttention-2, arXiv:2307.08691.
-#include "attention.h"
+#include "layer_ops.h"
 
 namespace mi {
 
@@ -408,20 +408,20 @@ static void append_slices(const Step& step, const Spec& spec, const Call& call) 
 }
 
 template <class T>
-static void attend(void* context, const Step* step, const Spec* spec, const Call* call) {
+static void attend(Context* context, const Step* step, const Spec* spec, const Call* call) {
     append_slices<T>(*step, *spec, *call);
-    decode_rows<T>(*(Context*)context, *step, *spec, *call);
-    prefill_rows<T>(*(Context*)context, *step, *spec, *call);
+    decode_rows<T>(*context, *step, *spec, *call);
+    prefill_rows<T>(*context, *step, *spec, *call);
 }
 
 extern "C" {
 
 void* mi_context_new() { return new Context; }
 void mi_context_free(void* context) { delete (Context*)context; }
-void mi_attend_f32(void* context, const Step* step, const Spec* spec, const Call* call) {
+void mi_attend_f32(Context* context, const Step* step, const Spec* spec, const Call* call) {
     attend<float>(context, step, spec, call);
 }
-void mi_attend_bf16(void* context, const Step* step, const Spec* spec, const Call* call) {
+void mi_attend_bf16(Context* context, const Step* step, const Spec* spec, const Call* call) {
     attend<bf16>(context, step, spec, call);
 }
 }

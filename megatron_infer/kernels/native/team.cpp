@@ -18,6 +18,7 @@ namespace mi {
 constexpr int64_t kLeastSpin = 10 * 1000, kFirstSpin = 200 * 1000, kMostSpin = 1000 * 1000;  // ns
 constexpr int64_t kTaken = 50 * 1000;  // ns between two readings of the clock that show that the core was taken away
 constexpr int kMostThreads = 1024;
+constexpr int kWindow = 1024;  // regions after which workers that none of them had a part for leave
 
 static int64_t now_ns() {
     timespec t;
@@ -65,8 +66,7 @@ static thread_local Part part;
 class Team {
   public:
     void run(void (*body)(void*), void* data, int parts) {
-        while (workers_ < parts - 1 && add_worker()) {
-        }
+        resize(parts);
         body_ = body;
         data_ = data;
         done_.store(0, std::memory_order_relaxed);
@@ -102,6 +102,27 @@ class Team {
     const uint64_t born = forks.load();
 
   private:
+    // A worker for each part but the caller's. Those left over from regions of more parts would spin beside the others.
+    void resize(int parts) {
+        most_parts_ = parts > most_parts_ ? parts : most_parts_;
+        while (workers_ < parts - 1 && add_worker()) {
+        }
+        if (++regions_ % kWindow) return;
+        if (workers_ > most_parts_ - 1) {
+            leaving_.fetch_add(workers_ - (most_parts_ - 1));
+            workers_ = most_parts_ - 1;
+        }
+        most_parts_ = 0;
+    }
+
+    // Whether this worker is one of those that are to leave; any of them will do.
+    bool is_left_over() {
+        int leaving = leaving_.load(std::memory_order_relaxed);
+        while (leaving > 0)
+            if (leaving_.compare_exchange_weak(leaving, leaving - 1)) return true;
+        return false;
+    }
+
     bool add_worker() {
         // Signals are for the program's own threads: one that waits must be interrupted, not one of ours.
         sigset_t all, before;
@@ -126,7 +147,7 @@ class Team {
     void work() {
         int64_t budget = kFirstSpin;
         uint64_t seen = 0;
-        auto called = [&] { return state_.load(std::memory_order_acquire) >> 32 != seen; };
+        auto called = [&] { return state_.load() >> 32 != seen; };
         for (;;) {
             if (!spin(budget, called)) {
                 pthread_mutex_lock(&mutex_);
@@ -136,6 +157,7 @@ class Team {
                 pthread_mutex_unlock(&mutex_);
                 if (ended) return leave();
             }
+            if (is_left_over()) return leave();
             seen = state_.load(std::memory_order_acquire) >> 32;
             for (int number, parts; claim(&number, &parts);) run_part(number, parts);
         }
@@ -167,10 +189,11 @@ class Team {
 
     alignas(64) std::atomic<uint64_t> state_{0};  // region << 32 | parts << 16 | next part
     alignas(64) std::atomic<int> done_{0};
-    alignas(64) std::atomic<int> asleep_{0}, caller_sleeps_{0}, users_{1};
+    alignas(64) std::atomic<int> asleep_{0}, caller_sleeps_{0}, users_{1}, leaving_{0};
     void (*body_)(void*) = nullptr;
     void* data_ = nullptr;
-    int workers_ = 0;
+    int workers_ = 0, most_parts_ = 0;  // most_parts_: of a region since the last multiple of kWindow
+    unsigned regions_ = 0;
     bool ended_ = false;
     pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t work_ = PTHREAD_COND_INITIALIZER, finished_ = PTHREAD_COND_INITIALIZER;

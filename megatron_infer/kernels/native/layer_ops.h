@@ -1,0 +1,19 @@
+// The operations that one call runs for many layers (layers.cpp), as the files that define them must declare them.
+#pragma once
+
+#include "attention.h"
+
+extern "C" {
+#define MI_LAYER_OPS(SUFFIX)                                                                                               \
+    void mi_attend_##SUFFIX(mi::Context* context, const mi::Step* step, const mi::Spec* spec, const mi::Call* call);       \
+    void mi_rms_norm_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t dim,     \
+                              float eps, int threads);                                                                     \
+    void mi_rms_norm_wide_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows,             \
+                                   int64_t dim, float eps, int threads);                                                   \
+    void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,        \
+                                  int64_t tokens, int64_t inner, int64_t rows, int threads);                               \
+    void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads);
+MI_LAYER_OPS(f32)
+MI_LAYER_OPS(bf16)
+#undef MI_LAYER_OPS
+}
