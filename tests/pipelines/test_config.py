@@ -23,7 +23,6 @@ from megatron_infer.pipelines import (
     KVCacheConfig,
     MAXModelConfig,
     PipelineConfig,
-    QuantizationEncoding,
     Setting,
 )
 from megatron_infer.pipelines.config import NAMES
@@ -481,16 +480,6 @@ def test_chat_template_of_ones_own_goes_before_the_models():
     Path("latin.jinja").write_bytes(b"\xe9")
     with pytest.raises(ConfigError, match=r"'latin.jinja' cannot be read"):
         resolved(chat_template="latin.jinja")
-
-
-def test_encoding_of_a_gguf_file_is_the_graphs_and_none_for_float_types():
-    config = PipelineConfig(defer_resolve=True)
-    with pytest.raises(ConfigError, match="quantization_encoding is not set"):
-        _ = config.graph_quantization_encoding
-    config.model.quantization_encoding = "q4_k"
-    assert config.graph_quantization_encoding is QuantizationEncoding.Q4_K
-    config.model.quantization_encoding = "BFLOAT16"
-    assert config.graph_quantization_encoding is None
 
 
 def test_base_of_endpoints_is_held_by_one_server_at_a_time(tmp_path):

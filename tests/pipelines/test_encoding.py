@@ -7,6 +7,7 @@ import pytest
 
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError
+from megatron_infer.pipelines import QuantizationEncoding
 from megatron_infer.pipelines.config import PipelineConfig
 
 gguf = pytest.importorskip("gguf")
@@ -41,3 +42,13 @@ def test_encoding_is_held_against_the_files(tmp_path):
     assert forced.effective["quantization_encoding"].value == "q6_k"
     with pytest.raises(ConfigError, match=r"=q4_0, but most weights of '.*whole.gguf' are q8_0; leave it out"):
         PipelineConfig(model_path=written("whole.gguf", KINDS.Q8_0), quantization_encoding="q4_0")
+
+
+def test_encoding_of_a_gguf_file_is_the_graphs_and_none_for_float_types():
+    config = PipelineConfig(defer_resolve=True)
+    with pytest.raises(ConfigError, match="quantization_encoding is not set"):
+        _ = config.graph_quantization_encoding
+    config.model.quantization_encoding = "q4_k"
+    assert config.graph_quantization_encoding is QuantizationEncoding.Q4_K
+    config.model.quantization_encoding = "BFLOAT16"
+    assert config.graph_quantization_encoding is None
