@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,9 @@ SCHEMA = 1
 MAX_SAMPLE_BYTES = 256 << 20
 """A larger message is refused unless the caller allows it."""
 
+_Span = Annotated[list[int], msgspec.Meta(min_length=4, max_length=5)]
+"""A VersionSpan; of versions without adapters without its last field."""
+
 
 class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A sample with its arrays as little-endian bytes: ids int32, log probabilities float32, masks as bits."""
@@ -26,7 +29,7 @@ class _Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token_ids: bytes
     text: str
     logprobs: bytes
-    spans: list[tuple[int, int, int, int, int]]
+    spans: list[_Span]
     finish_reason: str
     stop_reason: int | str | None
     loss_mask: bytes
@@ -59,7 +62,7 @@ def encode_sample(sample: RolloutSample) -> bytes:
         token_ids=_bytes(sample.token_ids, "<i4"),
         text=sample.text,
         logprobs=_bytes(sample.logprobs, "<f4"),
-        spans=[(*span,) for span in sample.spans],
+        spans=[[*span] for span in sample.spans],
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
         loss_mask=np.packbits(np.array(sample.loss_mask, dtype=np.uint8), bitorder="little").tobytes(),

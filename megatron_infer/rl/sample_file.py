@@ -407,6 +407,8 @@ class _Reader:
         self._expect("loss_mask", len(arrays["loss_mask"]), -(-num_tokens // 8))
         bits = np.unpackbits(arrays["loss_mask"], count=num_tokens, bitorder="little")
         masks = _pieces(bits, lengths)
+        if (width := arrays["spans"].shape[1]) not in (4, 5):
+            raise SampleError(f"spans has {width} columns, not 4 or 5")
         spans = self._split("spans", arrays["span_counts"])
         texts = self._split("texts", arrays["text_lengths"])
         logprobs = self._optional("logprobs", lambda having: self._split("logprobs", lengths[having]))

@@ -72,12 +72,17 @@ class DraftPlanner:
         self._max_drafts, self._vocab_size = max_drafts, vocab_size
         self._verifying: set[Request] = set()
 
-    def ready(self, running_set: RunningSet, among: Collection[Request] | None) -> Collection[Request] | None:
+    def ready(
+        self, running_set: RunningSet, among: Collection[Request] | None, *, num_in_flight: int
+    ) -> Collection[Request] | None:
         """Those of the decoding requests in `among` (None: all) that may be planned now; None: all.
 
         With steps in flight a request waits for its last token if drafts can be expected to follow it: requests that
         draft take turns with each other, and the others decode in every step.
         """
+        if not num_in_flight:
+            self._verifying.clear()  # a step that failed was undone, and is not committed
+            return among
         decoding = running_set.decoding
         waiting = {
             request

@@ -61,8 +61,8 @@ class StepPlanner:
         for decodes, prefills, only in BOTH if phases is None else phases.attempts(running_set):
             if decodes:
                 chosen = among if only is None else [one for one in only if among is None or one in among]
-                if self._drafts is not None and num_in_flight:
-                    chosen = self._drafts.ready(running_set, chosen)
+                if self._drafts is not None:
+                    chosen = self._drafts.ready(running_set, chosen, num_in_flight=num_in_flight)
                 decode, starts = self._decodes.plan(budget, num_in_flight=num_in_flight, among=chosen)
             if prefills:
                 draft = self._prefills.plan(budget, starts, prompt_tokens, root, among)

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from rehearsal import DRAFTS, check_drafted, rehearse
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -60,6 +61,21 @@ def test_every_request_has_the_tokens_of_an_engine_with_memory(kind, options, mo
     assert engine.figures().retracted_steps == retracted > 0
     assert "ran out of memory and is tried again with at most" in caplog.text
     inspect(engine).context.check()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_retracted_step_with_drafts_leaves_none_of_them(kind, overlap, monkeypatch):
+    """Else a request waits for their commit in every later step that overlaps, and is never forgotten."""
+    heard = make_engine(kind).generate(PROMPTS, PARAMS)
+    engine = make_engine(kind, overlap=overlap, **DRAFTS)
+    rehearse(engine, PROMPTS, [output.outputs[0].token_ids for output in heard])
+    room = iter([10**9] * 3 + [10, 10**9] * 20)
+    limit_tokens(engine, monkeypatch, lambda: next(room, 10**9))
+    assert answers(engine.generate(PROMPTS, PARAMS)) == answers(heard)
+    assert engine.figures().retracted_steps > 0
+    check_drafted(engine)
+    assert not inspect(engine).drafts._verifying
 
 
 def test_the_budget_grows_again_once_there_is_memory(monkeypatch):

@@ -64,7 +64,10 @@ FIELDS = {
     "alpha": ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
     "an alpha that no float holds": ({"lora_alpha": 10**400}, "lora_alpha is 1000+.*a finite number"),
     "a number as layers_pattern": ({"layers_pattern": 5, "layers_to_transform": [0]}, "layers_pattern is 5, it must"),
-    "a group of the same name": ({"layers_pattern": "(?P<number>a)", "layers_to_transform": [0]}, "no regular"),
+    "a group of the same name": (
+        {"layers_pattern": "(?P<number>a)", "layers_to_transform": [0]},
+        "no regular expression",
+    ),
     "rslora": ({"use_rslora": "yes"}, "use_rslora is 'yes', it must be true or false"),
     "a pattern that never ends": ({"target_modules": "(a+)+(b+)+c"}, "may take very long"),
     "a pattern that is none": ({"target_modules": ".*(q_proj"}, "no regular expression"),

@@ -156,6 +156,8 @@ def int32(*values: int) -> np.ndarray:
         ({"token_ids": np.zeros(9, np.int64)}, "token_ids is int64, not int32"),
         ({"logprobs": np.zeros(9, np.float16)}, "logprobs is float16"),
         ({"spans": int32(1, 2, 3, 4)}, "spans has shape"),
+        ({"spans": np.zeros((1, 3), np.int32)}, "spans has 3 columns, not 4 or 5"),
+        ({"spans": np.zeros((1, 6), np.int32)}, "spans has 6 columns, not 4 or 5"),
         ({"lengths": int32(10)}, "token_ids has 9 entries, the rest of the file says 10"),
         ({"lengths": int32(-9)}, "a length is -9"),
         ({"lengths": int32(4, 5)}, "lengths has 2 entries, the rest of the file says 1"),
@@ -249,6 +251,16 @@ def test_a_sample_with_another_prompt_than_its_group_is_refused():
         sample_file.encode([group])
 
 
+def test_spans_of_versions_without_adapters_are_read():
+    sample = one_group().samples[0]
+    sample.spans = [VersionSpan(0, 4, 3, 4), VersionSpan(5, 5, 3, 5)]
+    known = msgspec.msgpack.decode(sample_codec.encode_sample(sample))
+    earlier = known | {"spans": [span[:4] for span in known["spans"]]}
+    assert sample_codec.decode_sample(msgspec.msgpack.encode(earlier)).spans == sample.spans
+    content = altered(spans=np.array([span[:4] for span in sample.spans], np.int32), span_counts=int32(2))
+    assert sample_file.decode(content)[0].samples[0].spans == sample.spans
+
+
 def test_damaged_messages_are_refused():
     sample = one_group().samples[0]
     sample.text = ""
@@ -267,6 +279,8 @@ def test_damaged_messages_are_refused():
         {"routing": ["uint8", [-1, -1, 4], b"abcd"]},
         {"finish_reason": 3},
         {"other": 1},
+        {"spans": [[0, 1, 1]]},
+        {"spans": [[0, 1, 1, 1, 1, 1]]},
     ]
     for change in changes:
         with pytest.raises(SampleError):
