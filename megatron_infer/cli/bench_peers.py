@@ -33,10 +33,12 @@ def parse_pythons(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     pythons = dict.fromkeys(names, sys.executable)
     for text in texts:
         name, _, path = text.partition("=")
-        if name not in pythons:
+        if not names:
+            raise ConfigError(f"--peer-python {text}: no engine is named; add --vs {name if name in PEERS else 'NAME'}")
+        if name not in pythons or not path:
             raise ConfigError(f"--peer-python {text}: expected NAME=PATH, with one of --vs {','.join(names)}")
         if (found := shutil.which(path)) is None:
-            raise ConfigError(f"--peer-python {text}: {path or 'no path'} is not a program that can be run")
+            raise ConfigError(f"--peer-python {text}: {path} is not a program that can be run")
         pythons[name] = os.path.abspath(found)  # a peer runs in a folder of its own
     return pythons
 
@@ -47,7 +49,7 @@ class Peer:
     def __init__(self, name: str, python: str, settings: Mapping[str, Any], log: Path) -> None:
         """Starts the process; `wait_until_loaded` returns when it is ready."""
         self.name, self.version, self.start_s = name, "", 0.0
-        self._log = log
+        self._log, self._python = log, python
         # Our own spinning limit is not the peer's default.
         env = {k: v for k, v in os.environ.items() if (k, v) != ("GOMP_SPINCOUNT", str(SPIN_COUNT))}
         env.pop("PYTHONPATH", None)
@@ -123,6 +125,9 @@ class Peer:
             return answer
         end = "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
         why = "ended" if readable else f"gave no answer within {TIMEOUT_S:.0f} s"
+        if "ModuleNotFoundError" in end:
+            remedy = f"give the one of the environment that has {self.name} as --peer-python {self.name}=PATH"
+            end += f"\nThe interpreter is {self._python}; {remedy}"
         raise InferenceError(f"{self.name} could not {what}: its process {why}. It wrote:\n{end}")
 
 

@@ -23,7 +23,7 @@ import json, sys
 settings = json.loads(sys.argv[1])
 print("loading", file=sys.stderr, flush=True)
 if "{mood}" == "no start":
-    raise ImportError("No module named 'engine'")
+    raise ModuleNotFoundError("No module named 'engine'")
 print(json.dumps({{"version": "9", "start_s": 1.5}}), flush=True)
 for line in sys.stdin:
     work = json.loads(line)
@@ -99,7 +99,10 @@ def test_a_workload_that_a_peer_cannot_run_has_a_dash(compare, capsys, monkeypat
 @pytest.mark.parametrize(
     ("mood", "said"),
     [
-        ("no start", "vllm could not start.*\n(.*\n)*ImportError: No module named 'engine'"),
+        (
+            "no start",
+            "vllm could not start.*\n(.*\n)*ModuleNotFoundError: .*'engine'\n.*as --peer-python vllm=PATH",
+        ),
         ("dies", "vllm could not run a workload.*\n(.*\n)*out of memory"),
         ("short", r"vllm gave answers of \[2, 2, 2\] tokens, \[3, 3, 3\]"),
     ],
@@ -118,6 +121,7 @@ def test_a_peer_that_fails_ends_the_benchmark_with_its_words(compare, mood, said
             "--peer-python openvino=/bin/sh: expected NAME=PATH, with one of --vs vllm",
         ),
         (["--peer-python", "vllm=/nowhere"], "/nowhere is not a program"),
+        (["--peer-python", "vllm"], "--peer-python vllm: expected NAME=PATH"),
         (["--columns", "16,many"], "'many' is neither a number of requests at once nor one of single, prefill, rl"),
         (["--columns", "16", "--concurrency", "4"], "--concurrency describes one workload, and --columns has its own"),
         (["--background-load", "1.5"], "--background-load is 1.5"),
@@ -135,6 +139,11 @@ def test_an_interpreter_may_be_relative_or_on_the_path(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     for typed in ("./python", "python"):
         assert bench_peers.parse_pythons([f"vllm={typed}"], ["vllm"]) == {"vllm": str(tmp_path / "python")}
+
+
+def test_an_interpreter_of_no_engine_is_refused_with_what_is_missing():
+    with pytest.raises(ConfigError, match="--peer-python vllm=python: no engine is named; add --vs vllm"):
+        bench_peers.parse_pythons(["vllm=python"], [])
 
 
 def test_bars_are_drawn(compare, tmp_path):
