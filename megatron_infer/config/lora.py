@@ -37,7 +37,7 @@ class LoRAConfig:
         if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
             raise ConfigError(f"lora: adapters is {given!r}, it must be a list of name=path or a mapping")
         pairs = given.items() if isinstance(given, Mapping) else map(_pair_of, given)
-        adapters = tuple((check_adapter_name(name), os.fspath(path)) for name, path in pairs)
+        adapters = tuple((check_adapter_name(name), _path_of(path)) for name, path in pairs)
         names = [name for name, _ in adapters]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"lora: adapter {twice[0]!r} is given twice; choose another name")
@@ -72,3 +72,9 @@ def _pair_of(entry: Any) -> tuple[Any, Any]:
     elif isinstance(entry, Sequence) and len(entry) == 2:
         return entry[0], entry[1]
     raise ConfigError(f"lora: adapters has {entry!r}, it must be name=path")
+
+
+def _path_of(path: Any) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"lora: adapters has the path {path!r}, it must be a directory")
+    return str(os.fspath(path))

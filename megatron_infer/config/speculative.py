@@ -80,7 +80,7 @@ class SpeculativeConfig:
 def speculative_of(value: object) -> SpeculativeConfig | None:
     """A config from what `InferenceConfig(speculative=...)` is given: one, a mapping of its fields, or None."""
     if isinstance(value, Mapping):
-        return SpeculativeConfig(**value)
+        return SpeculativeConfig(**{str(name): one for name, one in value.items()})
     if value is None or isinstance(value, SpeculativeConfig):
         return value
     raise ConfigError(

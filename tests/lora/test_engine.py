@@ -159,6 +159,13 @@ def test_numbers_that_are_infinite_only_in_the_dtype_of_the_product_are_refused(
     assert engine.adapters() == [] and engine.generate([PROMPT], greedy(max_tokens=2))[0].error is None
 
 
+def test_values_of_other_types_are_errors_of_the_config():
+    with pytest.raises(ConfigError, match="adapters has the path 5, it must be a directory"):
+        LoRAConfig(adapters={"a": 5})
+    with pytest.raises(ConfigError, match="unknown SpeculativeConfig field '1'"):
+        InferenceConfig(speculative={1: 2})
+
+
 def test_no_prefix_crosses_adapters_or_their_versions(model, adapters, alone):
     engine = engine_of(model, **CACHED)
     engine.load_adapter("a", adapters["a0"])
