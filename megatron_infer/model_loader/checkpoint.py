@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ from megatron_infer.model_loader.checkpoint_hybrid import hybrid_of_arguments, h
 from megatron_infer.model_loader.head_padding import allow_padding, unpadded
 from megatron_infer.model_loader.hf_names import WHOLE, Shard
 from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
-from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.utils.json_file import read_json
+
+if TYPE_CHECKING:
+    from megatron_infer.text.tokenizer import Tokenizer
 
 DESCRIPTION_FILE = "megatron_infer.json"
 _FORMAT = 1
@@ -151,6 +153,8 @@ class CheckpointSource:
         return {key: value for key, value in state.items() if key in names and isinstance(value, Tensor)}
 
     def tokenizer(self) -> Tokenizer:
+        from megatron_infer.text.tokenizer import Tokenizer  # models in memory need no tokenizers package
+
         return Tokenizer.from_directory(self.path, eos_ids=self._description.eos_ids, name=self.name)
 
 
