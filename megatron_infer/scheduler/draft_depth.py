@@ -53,7 +53,15 @@ class DraftDepth:
         self._records: dict[Request, _Record] = {}
 
     def of(self, requests: Sequence[Request], most: int) -> list[int]:
-        """Tokens to draft, 0 to `most`, for each of the requests that decode in a step."""
+        """Tokens to draft, 0 to `most`, for each of the requests that decode in a step; called once for each step."""
+        depths = self.expected(requests, most)
+        for request, depth in zip(requests, depths, strict=True):
+            if not depth:  # nothing is learned of it: hope comes back
+                self._forget(self._records[request])
+        return depths
+
+    def expected(self, requests: Sequence[Request], most: int) -> list[int]:
+        """What `of` would return, without counting a step."""
         count = len(requests)
         if not count:
             return []
@@ -63,9 +71,6 @@ class DraftDepth:
             depths = [_depth(share, value, most) for share in shares]
             drawn = count + sum(_kept(share, depth) for share, depth in zip(shares, depths, strict=True))
             value = self.costs.value_of(count + sum(depths), drawn)
-        for request, depth in zip(requests, depths, strict=True):
-            if not depth:  # nothing is learned of it: hope comes back
-                self._forget(self._records[request])
         return depths
 
     def verified(self, request: Request, num_drafts: int, num_kept: int) -> None:

@@ -86,7 +86,7 @@ class DraftPlanner:
         decoding = running_set.decoding
         waiting = {
             request
-            for request, most in zip(decoding, self._depths(decoding), strict=True)
+            for request, most in zip(decoding, self._expected_depths(decoding), strict=True)
             if request.in_flight and (request in self._verifying or self._drafts(request, min(most, 1)))
         }
         if not waiting:
@@ -100,7 +100,8 @@ class DraftPlanner:
         begun, stats = time.perf_counter(), self.stats
         chunks: list[PrefillChunk] = []
         rows: list[tuple[Request, int]] = []
-        for request, start, depth in zip(decode, starts, self._depths(decode), strict=True):
+        most_of = [self._max_drafts] * len(decode) if self.depth is None else self.depth.of(decode, self._max_drafts)
+        for request, start, depth in zip(decode, starts, most_of, strict=True):
             drafts: tuple[int, ...] = ()
             if room > 0 and len(request.tokens) == start + 1:
                 most = min(room, depth, request.max_total - 2 - start)
@@ -134,11 +135,12 @@ class DraftPlanner:
         if self.depth is not None:
             self.depth.costs = costs
 
-    def _depths(self, requests: Sequence[Request]) -> list[int]:
-        return [self._max_drafts] * len(requests) if self.depth is None else self.depth.of(requests, self._max_drafts)
+    def _expected_depths(self, requests: Sequence[Request]) -> list[int]:
+        most = self._max_drafts
+        return [most] * len(requests) if self.depth is None else self.depth.expected(requests, most)
 
     def settle(self, chunk: PrefillChunk, num_kept: int) -> None:
-        """Of the tokens that a chunk drew `num_kept` count, the first of them without a doubt: undo the others."""
+        """Keep the first `num_kept` tokens that a chunk drew, at least one, and undo the others."""
         request, lease = chunk.request, chunk.request.lease
         assert lease is not None and 1 <= num_kept <= chunk.n, f"{request.id}: {num_kept} of {chunk.n} kept"
         if self.depth is not None:
