@@ -118,8 +118,11 @@ class EngineAdapters:
             with self._lifecycle.transition("update", timeout_s=None) as transition:
                 self._loop.quiesce(transition.tick)
         if known != adapter.digest:
+            same = [one for one, (_, digest) in slots.versions.items() if digest == adapter.digest]
+            if same:  # one content is held once, whatever its names
+                adapter = Adapter(name, bank.adapters[same[0]].pairs)
             bank.adapters[name], self._paths[name] = adapter, path
-            slots.put(name, adapter.digest)
+            slots.put(name, digests[0])
             if known is not None:
                 self._renew(name, running)
         return self.info(name)
@@ -174,9 +177,6 @@ class EngineAdapters:
         """(name, path) of each adapter to load at the start."""
         for name, path in adapters:
             self.load(name, path)
-
-    def digests(self) -> dict[str, str]:
-        return {} if self._slots is None else {name: digest for name, (_, digest) in self._slots.versions.items()}
 
     def info(self, name: str) -> AdapterInfo:
         bank, slots = self._require()

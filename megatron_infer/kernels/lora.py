@@ -105,14 +105,3 @@ class TorchLoRA:
         if key not in self._columns:
             self._columns[key] = torch.arange(num_slots, device=device).repeat_interleave(max_rank)
         return self._columns[key]
-
-
-def reference_product(y_TW: Tensor, x_TX: Tensor, slot_T: Tensor, weights: LoRAWeights) -> Tensor:
-    """The same by definition: one token after the other, in float64, rounded once."""
-    out_TW = y_TW.clone()
-    for token, slot in enumerate(slot_T.tolist()):
-        if slot >= 0 and (rank := int(weights.rank_S[slot])):
-            h_R = weights.a_SRX[slot, :rank].double() @ x_TX[token].double()
-            added_W = weights.b_SRW[slot, :rank].double().T @ h_R
-            out_TW[token] = (y_TW[token].double() + weights.scale_S[slot].double() * added_W).to(y_TW.dtype)
-    return out_TW

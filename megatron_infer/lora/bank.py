@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,17 +120,6 @@ class AdapterBank:
         with torch.inference_mode(False), torch.no_grad():
             for weights in self._weights.values():
                 weights.clear(slot)
-
-    @property
-    def host_bytes(self) -> int:
-        """Memory of the loaded adapters on the host."""
-        pairs = (pair for adapter in self.adapters.values() for pair in adapter.pairs.values())
-        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
-
-    @property
-    def weights(self) -> Mapping[str, LoRAWeights]:
-        """The slots, by the path of their linear in the whole model."""
-        return self._weights
 
 
 def _part_of(linear: FusedLinear, live: Any) -> _Part:

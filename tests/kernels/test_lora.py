@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_infer.kernels import native_build
-from megatron_infer.kernels.lora import LoRAWeights, TorchLoRA, reference_product
+from megatron_infer.kernels.lora import LoRAWeights, TorchLoRA
 from megatron_infer.kernels.native_lora import NativeLoRA
 
 CPU = torch.device("cpu")
@@ -29,6 +30,17 @@ def case(width_in, width_out, max_rank, dtype, num_tokens=23, seed=0):
     y = torch.randn(num_tokens, width_out, generator=generator).to(dtype)
     slots = torch.randint(-1, 4, (num_tokens,), dtype=torch.int32, generator=generator)
     return weights, x, y, slots
+
+
+def reference_product(y_TW: Tensor, x_TX: Tensor, slot_T: Tensor, weights: LoRAWeights) -> Tensor:
+    """The same by definition: one token after the other, in float64, rounded once."""
+    out_TW = y_TW.clone()
+    for token, slot in enumerate(slot_T.tolist()):
+        if slot >= 0 and (rank := int(weights.rank_S[slot])):
+            h_R = weights.a_SRX[slot, :rank].double() @ x_TX[token].double()
+            added_W = weights.b_SRW[slot, :rank].double().T @ h_R
+            out_TW[token] = (y_TW[token].double() + weights.scale_S[slot].double() * added_W).to(y_TW.dtype)
+    return out_TW
 
 
 @pytest.mark.parametrize("name", ("torch", "native"))

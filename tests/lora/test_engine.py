@@ -306,6 +306,16 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(model, adapters, t
             InferenceConfig(lora=values)
 
 
+def test_a_content_is_held_once_under_all_its_names(model, adapters):
+    engine = engine_of(model)
+    for name in ("a", "b"):
+        engine.load_adapter(name, Adapter(name, dict(adapters["a0"].pairs)))
+    bank = engine._controls.adapters._bank
+    assert bank.adapters["a"].pairs is bank.adapters["b"].pairs
+    engine.unload_adapter("a")
+    assert [info.name for info in engine.adapters()] == ["b"] and bank.adapters["b"].name == "b"
+
+
 def test_a_step_without_adapters_calls_no_kernel_of_theirs(model, adapters, alone, monkeypatch):
     engine = engine_of(model)
     engine.load_adapter("a0", adapters["a0"])
