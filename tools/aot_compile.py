@@ -80,7 +80,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Of the table; empty if Triton cannot read the kernel: the error is told where it is compiled."""
+        """Key of the table; empty if Triton cannot read the kernel: the error is told where it is compiled."""
         import aot_table
 
         variant = self.specialisation

@@ -17,7 +17,7 @@ import triton
 import triton.language
 
 FIGURES = ("num_registers", "spill_bytes", "shared_bytes", "by_arch", "only_fp32")
-"""Of a compiled kernel, as whole numbers; the last two are 0 or 1."""
+"""Columns for a compiled kernel, whole numbers; the last two are 0 or 1."""
 
 
 def key_of(variant: Any, arch: int, aligned: Iterable[str]) -> str:

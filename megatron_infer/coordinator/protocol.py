@@ -333,7 +333,7 @@ class Beat(_Message):
     stats: dict[str, Any] = {}
     """Figures of its engine, see `engine_adapter.stats_of`; {}: unchanged."""
     adapters: dict[str, str] = {}
-    """As in `Register`."""
+    """Loaded LoRA adapters: name -> hash of the content; as it is now, not at `Register`."""
 
 
 class PrefixNews(_Message):

@@ -345,7 +345,7 @@ class NativePagedAttention:
         return out
 
     def address_of(self, spec: AttendSpec, block_size: int) -> int:
-        """Of the C struct of a layer's parameters, which lives as long as this object."""
+        """Address of the C struct of a layer's parameters, which lives as long as this object."""
         return (self._kinds.get(id(spec)) or self._new_kind(spec, block_size)).address
 
     def _new_kind(self, spec: AttendSpec, block_size: int) -> _AttentionKind:

@@ -105,7 +105,7 @@ class AttachedLoRA:
 
     @property
     def num_parameters(self) -> int:
-        """Of this rank."""
+        """Elements of this rank's parameters of the adapter."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def state_dict(self) -> dict[str, Tensor]:

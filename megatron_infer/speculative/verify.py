@@ -113,7 +113,10 @@ def _select(output: RunnerOutput, places: Sequence[int], token_rows: Sequence[in
 
 
 def _entries(index: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor]:
-    """Of entries for the draws `index`: (those for `places`, which of these each is for, the former as a tensor)."""
+    """Select the entries for `places` from those for the draws `index`.
+
+    -> (the entries, the number of the place that each is for, the entries as a tensor).
+    """
     entries = np.flatnonzero(np.isin(index, places))
     return entries, np.searchsorted(places, index[entries]), torch.from_numpy(entries)
 

@@ -27,7 +27,7 @@ from megatron_infer.testing.static_kernels import STATIC
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 SLACK = 48 << 20
-"""Of memory: what the allocator rounds up to, workspaces, and kernels that are loaded meanwhile."""
+"""Bytes that the allocator rounds up to, and that workspaces and kernels loaded meanwhile take."""
 
 
 LEFT_TO_THE_DEVICE = {"num_cuda_graphs": None, "cuda_graph_capture": "auto", "overlap": None}

@@ -60,7 +60,7 @@ class AdapterRoutes:
 
     @staticmethod
     def vllm(handler: Any) -> Any:
-        """As vLLM replies: a line of text."""
+        """Reply as vLLM does, with a line of text."""
 
         async def reply(call: Call) -> Response:
             name, done, _ = await handler(call)
@@ -69,7 +69,7 @@ class AdapterRoutes:
         return reply
 
     def sglang(self, handler: Any) -> Any:
-        """As SGLang replies: the adapters that are loaded now."""
+        """Reply as SGLang does, with the adapters that are loaded now."""
 
         async def reply(call: Call) -> Reply:
             _, _, adapters = await handler(call)
