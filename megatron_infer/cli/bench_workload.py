@@ -124,6 +124,10 @@ class RunResult:
     """Cores that other processes used meanwhile, which makes the figures unreliable."""
 
 
+LEAST_WATCHED_S = 0.25
+"""Runs shorter than this tell nothing of other processes (seconds)."""
+
+
 @dataclass(frozen=True, slots=True)
 class CpuClock:
     """CPU seconds of an engine's processes, and of the cores that this process may use, at a moment."""
@@ -139,11 +143,15 @@ class CpuClock:
         return cls(time.perf_counter(), time.process_time() + started, _cores_busy_s())
 
     def other_load(self, since: CpuClock) -> float | None:
-        """Cores used by other processes since then; None where the system does not report it."""
-        if self.cores is None or since.cores is None:
+        """Cores used by other processes since then; None where the system does not report it.
+
+        None also for a run shorter than `LEAST_WATCHED_S`:
+        the system counts ticks of 10 ms, and one of them would be a load.
+        """
+        seconds = self.wall - since.wall
+        if self.cores is None or since.cores is None or seconds < LEAST_WATCHED_S:
             return None
-        busy = (self.cores - since.cores) - (self.own - since.own)
-        return max(0.0, busy / max(self.wall - since.wall, 1e-9))
+        return max(0.0, ((self.cores - since.cores) - (self.own - since.own)) / seconds)
 
 
 def _cores_busy_s() -> float | None:

@@ -196,6 +196,13 @@ def test_disturbed_runs_are_repeated_and_the_quieter_one_counts():
     assert [r.other_load for r in results["peer"]] == [0.7, 0.6]  # two repeats for two rounds
 
 
+def test_run_too_short_for_the_clock_tells_nothing_of_others():
+    start = bench_workload.CpuClock(wall=0.0, own=0.0, cores=0.0)
+    assert bench_workload.CpuClock(wall=0.001, own=0.0, cores=0.01).other_load(start) is None
+    assert bench_workload.CpuClock(wall=2.0, own=0.5, cores=1.5).other_load(start) == 0.5
+    assert bench_workload.CpuClock(wall=2.0, own=0.5, cores=None).other_load(start) is None
+
+
 def test_ratio_is_against_the_better_peer():
     def figures(median, low, high):
         return {"tok_s": {"median": median, "min": low, "max": high}}
