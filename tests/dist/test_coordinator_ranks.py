@@ -15,7 +15,6 @@ from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.replica import Replica
 
 
-
 def work():
     return [(prompt, dataclasses.replace(params, max_tokens=60)) for prompt, params in workload(6)]
 

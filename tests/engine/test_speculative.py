@@ -160,6 +160,7 @@ def test_a_request_may_draw_one_by_one(model, plain):
     assert plain.spec_decode_metrics() is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["persist", "recompute", "offload"])
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
 def test_suspends_change_nothing(kind, mode):

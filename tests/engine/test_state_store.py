@@ -192,7 +192,7 @@ def test_memory_is_back_before_release_returns(static, held):
 
 
 @LINUX
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_cycles_do_not_grow_memory(static):
     store = make_store(256, static=static, head_dim=128, slots=64)  # 24 KiB a block
 
