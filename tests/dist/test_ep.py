@@ -99,7 +99,7 @@ def take_experts(model, weights, rank):
 
 
 def on_rank(rank, size, folder, part):
-    """part: 0: layouts of which each reads one model from Hugging Face tensors and one from a checkpoint; 1: all else."""
+    """part: 0: layouts that read one model from Hugging Face tensors and one from a checkpoint each; 1: all else."""
     for number, (layout, sizes) in enumerate(LAYOUTS.items()):
         quick = layout in QUICK
         if part == 0 and not quick:
