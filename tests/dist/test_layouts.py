@@ -192,7 +192,7 @@ def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
 
 def check_one_sided_failure(rank: int) -> None:
     """A forward that raises on one rank of a stage: the others of the stage have waited for it in vain."""
-    engine = ranks.make_engine(build("gpt", LAYOUTS[SPLIT]), collective_timeout_s=2, check_invariants=False)
+    engine = ranks.make_engine(build("gpt", LAYOUTS[SPLIT]), collective_timeout_s=10, check_invariants=False)
     if rank == 1:
 
         def raising(*args: Any) -> Any:
@@ -202,7 +202,7 @@ def check_one_sided_failure(rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*: MemoryError: no room"):
         engine.generate([[5, 6, 7]], ranks.workload(1)[0][1])
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     engine.rank_group.lockstep.close()
 
 
