@@ -127,6 +127,7 @@ HARD = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["exactly", "drawn again"])
 @pytest.mark.parametrize("cut", [1, 7, 19])
 @pytest.mark.parametrize("name", HARD)

@@ -105,8 +105,8 @@ def same_pairs(adapter: AttachedLoRA, want: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["TP2, sequence parallel", "PP2", "TP2, hybrid"],
-        pytest.param(["TP2", "TP2, exact", "DP2"], marks=pytest.mark.long),
+        ["TP2, sequence parallel", "PP2"],
+        pytest.param(["TP2", "TP2, exact", "DP2", "TP2, hybrid"], marks=pytest.mark.long),
     ],
     ids=", ".join,
 )

@@ -48,7 +48,7 @@ def expected_of(folder: Path) -> dict:
     return json.loads((folder / "expected.json").read_text())
 
 
-QUICK = ("tied", "untied, uneven", "first stage without attention")
+QUICK = ("tied", "first stage without attention")
 """Models of the first part: both kinds of outputs, and a stage with states alone."""
 
 

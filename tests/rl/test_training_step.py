@@ -264,6 +264,7 @@ TRAINERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_five_rounds_of_the_loop_train_as_a_plain_megatron_loop(name):
     from megatron.core.distributed import finalize_model_grads

@@ -104,7 +104,11 @@ def answer(case, method, path, body, *, timeout):
         return None
 
 
-@pytest.mark.parametrize("place", range(len(STATES)), ids=STATES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(i, marks=[pytest.mark.long] * (i % 2)) for i in range(len(STATES))],
+    ids=STATES,
+)
 def test_every_route_answers_as_in_the_table(place, tmp_path):
     path = put_weights(tmp_path)
     wrong = []

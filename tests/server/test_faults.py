@@ -80,6 +80,7 @@ def test_process_that_hangs_before_its_first_word_is_killed_too(tmp_path, monkey
         one.stop(number=signal.SIGTERM, timeout_s=5)
 
 
+@pytest.mark.long
 def test_process_that_ends_as_it_was_told_is_started_again_at_once_and_never_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "MAX_FAILURES", 1)
     with supervised_coordinator(tmp_path) as process:
