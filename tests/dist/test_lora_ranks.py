@@ -34,7 +34,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "DP2": ("gpt", {}, False),
     "TP2, hybrid": ("hybrid", {TP: 2}, False),
 }
-SOME = ["TP2, sequence parallel", "PP2", "TP2, hybrid"]
 LENGTHS = [12, 12, 8, 8]
 
 
