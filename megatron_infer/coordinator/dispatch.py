@@ -29,7 +29,6 @@ from megatron_infer.coordinator.peers import (
 )
 from megatron_infer.coordinator.router import Availability, Route, Router
 
-
 HANDED_IN_AGAIN = 8
 """Times max_queue that may wait when clients hand their requests in again after a coordinator was lost: what waited
 there, and what ran at its replicas."""
