@@ -30,9 +30,9 @@ class EventSender:
     def __init__(
         self, send: Any, state: dict[str, Any], headers: Mapping[str, str] | None = None, *, named: bool = False
     ) -> None:
-        """state: the call's; gets `error` and `failed_status` of a stream that ends by an error. `send_body` in it, which
-        the server gave, takes events past the layers between, which read the start of the reply alone. headers: further
-        ones. named: each event has its type as its name, and there is no [DONE]."""
+        """state: the call's; gets `error` and `failed_status` of a stream that ends by an error. Events go to `send_body`
+        in it, past the layers that read the start of the reply alone. headers: further ones. named: each event has its
+        type as its name, and there is no [DONE]."""
         self._send, self._state, self._named = send, state, named
         self._send_body = state.get("send_body", send)
         self._headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in (headers or {}).items())]

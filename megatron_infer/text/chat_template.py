@@ -21,7 +21,6 @@ import jinja2.sandbox
 
 from megatron_infer.errors import InvalidPrompt, ModelError
 
-
 CHECK_EVERY = 64
 """Operations of a template between two readings of the clock."""
 

@@ -87,7 +87,7 @@ LIMITS = chat_template.RenderLimits(max_chars=1000, cpu_s=0.1)
         ("{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ '' }}{% endfor %}{% endfor %}"
          "{% endfor %}", "takes more than 0.1 s"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "makes 1,0.. characters, .* the limit is 1,000"),
-        ("{% set ns = namespace(t='x') %}{% for m in messages %}{% set ns.t = ns.t + ns.t %}{% endfor %}", "1,024 char"),
+        ("{% set ns = namespace(t='x') %}{% for m in messages %}{% set ns.t = ns.t + ns.t %}{% endfor %}", "1,024 "),
         ("{{ 'x' * n }}{{ n * 'x' }}", "1,000,000,000 characters"),
         ("{{ [1, 2] * n }}", "2,000,000,000 characters, items"),
         ("{{ 10 ** n }}", "4,000,000,000 characters, items or bits"),
