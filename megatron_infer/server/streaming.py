@@ -30,8 +30,8 @@ class EventSender:
     def __init__(
         self, send: Any, state: dict[str, Any], headers: Mapping[str, str] | None = None, *, named: bool = False
     ) -> None:
-        """state: the call's; gets `error` and `failed_status` of a stream that ends by an error. Events go to `send_body`
-        in it, past the layers that read the start of the reply alone. headers: further ones. named: each event has its
+        """state: the call's; gets `error` and `failed_status` of a stream that ends by an error. Events go to its
+        `send_body`, past layers that read the start of a reply alone. headers: further ones. named: each event has its
         type as its name, and there is no [DONE]."""
         self._send, self._state, self._named = send, state, named
         self._send_body = state.get("send_body", send)
