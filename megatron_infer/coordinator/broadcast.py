@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.coordinator.peers import ReplicaState
@@ -11,6 +11,8 @@ from megatron_infer.coordinator.protocol import COMMANDS, Answer, Command, Contr
 
 INVERSE = {"pause": "unpause", "suspend": "resume"}
 """Commands that hold until their inverse: replicas that join meanwhile get them too."""
+HELD = (*INVERSE, *INVERSE.values(), "load_adapter", "unload_adapter")
+"""Commands that change which commands are in force."""
 CATCH_UP_S = 300.0
 """Seconds that a replica that joins has for each of them."""
 
@@ -65,6 +67,8 @@ class _Broadcast:
     waiting: dict[bytes, str]
     """Replicas that have not answered, by peer, with their names."""
     answers: dict[str, Answer]
+    joined: list[ReplicaState] = field(default_factory=list)
+    """Replicas that have joined meanwhile; they get the command when it is in force."""
 
 
 class Broadcasts:
@@ -110,6 +114,8 @@ class Broadcasts:
                 missed.append(("unload_adapter", {"name": name, "abort": True}))
         for command, args in missed:
             self._send_command(replica, 0, Control(0, command, args, CATCH_UP_S))
+        for broadcast in self._running.values():
+            broadcast.joined.append(replica)
 
     def answer(self, peer: bytes, number: int, answer: Answer) -> None:
         broadcast = self._running.get(number)
@@ -120,7 +126,8 @@ class Broadcasts:
 
     def lost(self, peer: bytes, why: str) -> None:
         """Answer for a replica that is gone."""
-        for number in list(self._running):
+        for number, broadcast in list(self._running.items()):
+            broadcast.joined = [replica for replica in broadcast.joined if replica.peer != peer]
             self.answer(peer, number, Answer(ok=False, kind="ReplicaLost", message=why))
 
     def tick(self, now: float) -> None:
@@ -145,11 +152,15 @@ class Broadcasts:
         self._send(broadcast.client, ControlResult(broadcast.control.id, broadcast.answers))
 
     def _record(self, broadcast: _Broadcast) -> None:
-        """Update what is in force, if a replica carried the command out, or there was none."""
+        """Update what is in force, and replicas that joined meanwhile, if a replica carried the command out, or there
+        was none."""
         control = broadcast.control
         if broadcast.answers and not any(answer.ok for answer in broadcast.answers.values()):
             return
         self.in_force.record(control.command, control.args)
+        if control.command in HELD:
+            for replica in broadcast.joined:
+                self._send_command(replica, 0, Control(0, control.command, control.args, CATCH_UP_S))
 
 
 def _free_name(name: str, taken: dict[str, Answer]) -> str:
