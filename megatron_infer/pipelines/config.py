@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError
 
+from megatron_infer.config import lora, speculative
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
@@ -297,6 +298,10 @@ NAMES = Names.of(
     SECTIONS,
     options=frozenset([*_DECLARED, "dtype", "device", "threads", "dp", "tp", "pp", "ep"]),
     kinds={"dtype": Kind.TEXT, "device": Kind.TEXT, **{name: _kind(kind) for name, kind in _DECLARED.items()}},
+    own_fields={
+        name: frozenset(item.name for item in dataclasses.fields(kind))
+        for name, kind in (("lora", lora.LoRAConfig), ("speculative", speculative.SpeculativeConfig))
+    },
 )
 
 

@@ -105,7 +105,7 @@ ROWS: Mapping[str, Row] = {
     "zmq_endpoint_base": Here(meanings.endpoint_base),
     "draft_model": Refused("no model drafts for another; leave it out"),
     "lora": Engine("lora", meanings.lora),
-    "speculative": Refused("EAGLE, MTP and draft models are not built; InferenceConfig has n-grams; leave it out"),
+    "speculative": Engine("speculative", meanings.speculative),
     "options": Here(meanings.read_before),
     "model.model_path": Model("model"),
     "model.served_model_name": Server("served_model_name", lambda name: (name,)),

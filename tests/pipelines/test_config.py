@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,8 @@ from model_files import write_models
 from megatron_infer.cli.main import main
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
+from megatron_infer.config.lora import LoRAConfig
+from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.errors import CapacityError, ConfigError
 from megatron_infer.pipelines import (
     KVCacheConfig,
@@ -105,6 +108,21 @@ def test_overlap_is_left_to_the_device_unless_it_is_asked_for():
     assert config.resolved.engine.overlap is None and config.effective["enable_overlap_scheduler"].value is False
     assert resolved(enable_overlap_scheduler=True).resolved.engine.overlap is True
     assert resolved(options={"overlap": False}).resolved.engine.overlap is False
+
+
+def test_drafts_and_adapters_are_given_by_either_names_of_their_fields():
+    drafting = resolved(speculative_method="ngram", num_speculative_tokens=3)
+    assert drafting.resolved.engine.speculative == SpeculativeConfig(num_speculative_tokens=3)
+    assert drafting.effective["speculative"].source == "argument"
+    assert resolved(speculative_method="ngram").resolved.engine.speculative.num_speculative_tokens == 5
+    own = resolved(speculative={"method": "ngram", "adaptive": False}, lora={"max_loras": 3})
+    assert own.resolved.engine.speculative == SpeculativeConfig(adaptive=False)
+    assert in_effect(own, "lora") == (LoRAConfig(max_loras=3), "argument")
+    assert resolved(speculative=SpeculativeConfig()).resolved.engine.speculative == SpeculativeConfig()
+    assert resolved(enable_lora=True, max_num_loras=3).resolved.engine.lora == LoRAConfig(max_loras=3)
+    assert resolved(lora_root=".").resolved.engine.lora == LoRAConfig()
+    none = resolved()
+    assert none.resolved.engine.speculative is None and in_effect(none, "speculative") == (None, "default")
 
 
 def test_setting_tells_what_was_asked_what_is_in_effect_from_where_and_why():
@@ -258,7 +276,7 @@ BAD = [
     ({"max_batch_size": 4, "blok_size_tokens": 4}, "did you mean 'block_size_tokens'"),
     ({"model": {"kv_cache": {"page": 3}}}, "unknown field of model.kv_cache 'page'"),
     ({"model": "llama"}, "model is 'llama', it must be a mapping of its fields; model_path: llama names the model"),
-    ({"model": {"model_path": "llama"}}, "model_path is given twice: by itself and in model"),
+    ({"model": {"model_path": "llama"}}, "model_path is given twice, by itself and in model; give it once"),
     ({"options": {"bufer_size_gb": 1}}, "did you mean 'buffer_size_gb'"),
     ({"options": 3}, "options is 3, it must be a mapping of options by name"),
     ({"max_length": -1}, r"max_length \(max_sequence_length\): is -1, it must be at least 2"),
@@ -298,7 +316,15 @@ BAD = [
     ({"zmq_endpoint_base": "ipc:///tmp/" + "x" * 96}, "has 113 bytes, the limit is 107; take a shorter folder"),
     ({"draft_weight_path": ["a"]}, "draft_weight_path needs draft_model_path"),
     ({"draft_model_path": "llama"}, "draft_model=.*no model drafts for another; leave it out"),
-    ({"speculative_method": "eagle"}, "speculative=.*EAGLE, MTP and draft models are not built"),
+    ({"speculative_method": "eagle"}, "method='eagle' is not built: megatron-core has no EAGLE heads; known: ngram"),
+    ({"speculative_method": "standalone"}, "speculative: method='draft' is not built"),
+    ({"num_speculative_tokens": 3}, "num_speculative_tokens needs speculative_method; set it"),
+    ({"speculative_method": "ngram", "num_speculative_tokens": 128}, r"128, it must be below kv_cache_page_size \(blo"),
+    ({"speculative_method": "ngram", "rejection_sampling_strategy": "typical-acceptance"}, "it changes the distribut"),
+    ({"speculative_method": "ngram", "synthetic_acceptance_rate": 0.5}, "synthetic_acceptance_rate is not possible"),
+    ({"speculative": {"methd": "ngram"}}, "unknown field of speculative 'methd'; did you mean 'method'"),
+    ({"speculative": {"method": "ngram"}, "speculative_method": "ngram"}, "by fields of its section and by its own; giv"),
+    ({"lora": {"max_loras": 2}, "enable_lora": True}, "lora is given by fields of its section and by its own; give one"),
     ({"max_num_loras": 2}, "max_num_loras needs enable_lora=True"),
     ({"enable_lora": True, "max_num_loras": 0}, "max_loras is 0, it must be an integer from 1"),
     ({"trust_remote_code": True}, "trust_remote_code=True: no code of a model directory is ever run; leave it False"),
@@ -332,11 +358,19 @@ BAD = [
 ]
 
 
+REMEDY = re.compile(
+    "must be|must hold|give |take |leave |set |lower |raise |did you mean|start |one of |known: |needs |what would fit|"
+    "stop it|names the model|acts only with|supported: |No such file|least"
+)
+
+
 @pytest.mark.parametrize(("values", "message"), BAD, ids=lambda one: next(iter(one)) if isinstance(one, dict) else "")
 def test_bad_configuration_is_refused_with_the_remedy(values, message):
     given = {"model_path": "llama", "device": "cpu"} | values
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         PipelineConfig(**{name: value for name, value in given.items() if value is not None})
+    assert REMEDY.search(str(refused.value)), refused.value
+    assert len(BAD) >= 60
 
 
 BAD_FILES = [
@@ -539,6 +573,10 @@ def test_flags_give_the_same_config_as_a_file(monkeypatch, capsys):
     engine = InferenceConfig.from_dict(options.config)
     assert (engine.max_requests, engine.max_tokens, engine.max_sequence_length) == (4, 512, 256)
     assert (engine.block_size_tokens, engine.enable_prefix_caching, engine.buffer_size_gb) == (32, False, 0.05)
+    drafting = ["--speculative", "ngram", "--num-speculative-tokens", "3", "--lora", "french=adapters"]
+    assert main(["serve", "llama", *flags, *own, *drafting]) == 0
+    engine = InferenceConfig.from_dict(served[-1][0].config)
+    assert engine.speculative.num_speculative_tokens == 3 and engine.lora.adapters == (("french", "adapters"),)
     for arguments, message in (
         (["llama", *file], "MODEL llama beside|model_path"),
         ([*file, "--config", path], "--config beside --config-file"),
