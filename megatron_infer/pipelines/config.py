@@ -109,7 +109,8 @@ class PipelineConfig(Section):
     """Commit a step while the next one runs. False leaves it to the device: on a GPU it is on, unless `options` has
     overlap=False."""
     use_legacy_module: bool = True
-    """Build the model from megatron-core's stock classes."""
+    """Build the model of megatron-core's stock classes, and adopt these in place. False, and for hybrids: of the paged
+    spec of this package. The logits are the same."""
     defer_resolve: bool = False
     """Check types only, until resolve() is called."""
     model: MAXModelConfig = Field(default_factory=MAXModelConfig)

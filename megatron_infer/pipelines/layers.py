@@ -73,7 +73,9 @@ class Names:
         for name, value in values.items():
             for path, one in self._places(str(name), value, where, prefix):
                 if path in routed:
-                    raise ConfigError(f"{where}{flat_name(path)} is given twice, by itself and in {path[0]}; give it once")
+                    raise ConfigError(
+                        f"{where}{flat_name(path)} is given twice, by itself and in {path[0]}; give it once"
+                    )
                 routed[path] = one
         return routed
 

@@ -79,7 +79,7 @@ ROWS: Mapping[str, Row] = {
     "defer_resolve": Here(meanings.read_before),
     "force": Here(meanings.force),
     "custom_architectures": Here(meanings.architectures),
-    "use_legacy_module": Here(meanings.legacy_module),
+    "use_legacy_module": Here(meanings.legacy_module, needs_model=True),
     "chat_template": Here(meanings.chat_template),
     "max_length": Engine("max_sequence_length"),
     "max_batch_size": Engine("max_requests"),
