@@ -83,7 +83,7 @@ BAD = [
     ({"speculative_method": "ngram", "num_speculative_tokens": 128}, r"128, it must be below kv_cache_page_size \(blo"),
     ({"speculative_method": "ngram", "rejection_sampling_strategy": "typical-acceptance"}, "it changes the distribut"),
     ({"speculative_method": "ngram", "synthetic_acceptance_rate": 0.5}, "synthetic_acceptance_rate is not possible"),
-    ({"speculative": {"methode": "ngram"}}, "unknown field of speculative 'methode'; did you mean 'method'"),
+    ({"speculative": {"xmethod": "ngram"}}, "unknown field of speculative 'xmethod'; did you mean 'method'"),
     (
         {"speculative": {"method": "ngram"}, "speculative_method": "ngram"},
         "by fields of its section and by its own; giv",
