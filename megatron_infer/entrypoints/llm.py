@@ -36,7 +36,8 @@ class LLM:
 
     `config` is an InferenceConfig, or a mapping of some of its options: the others (all, for None) are chosen for the
     machine and the model, see `config.machine_config`. dtype "auto" is bfloat16 where the device computes in it, else
-    float32. chat_template goes before the model's own. The engine is `llm.engine`.
+    float32. chat_template goes before the model's own. use_legacy_module: see `build_model`. The engine is
+    `llm.engine`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class LLM:
         seed: int | None = None,
         tokenizer: Tokenizer | None = None,
         chat_template: str | None = None,
+        use_legacy_module: bool = False,
     ) -> None:
         where = Device(device)
         if not where.is_cuda:
@@ -64,7 +66,7 @@ class LLM:
             config = machine_config(asked, shape, is_cuda=where.is_cuda, available_bytes=where.available_bytes())
         if seed is not None and seed != config.seed:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
-        live = build_model(source, dtype=param_dtype, device=str(where.torch))
+        live = build_model(source, dtype=param_dtype, device=str(where.torch), use_legacy_module=use_legacy_module)
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
         if chat_template is not None:
             if self.tokenizer is None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError
 
+from megatron_infer.config import lora, speculative
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
@@ -108,7 +109,8 @@ class PipelineConfig(Section):
     """Commit a step while the next one runs. False leaves it to the device: on a GPU it is on, unless `options` has
     overlap=False."""
     use_legacy_module: bool = True
-    """Build the model from megatron-core's stock classes."""
+    """Build the model of megatron-core's stock classes, and adopt these in place. False, and for hybrids: of the paged
+    spec of this package. The logits are the same."""
     defer_resolve: bool = False
     """Check types only, until resolve() is called."""
     model: MAXModelConfig = Field(default_factory=MAXModelConfig)
@@ -297,6 +299,10 @@ NAMES = Names.of(
     SECTIONS,
     options=frozenset([*_DECLARED, "dtype", "device", "threads", "dp", "tp", "pp", "ep"]),
     kinds={"dtype": Kind.TEXT, "device": Kind.TEXT, **{name: _kind(kind) for name, kind in _DECLARED.items()}},
+    own_fields={
+        name: frozenset(item.name for item in dataclasses.fields(kind))
+        for name, kind in (("lora", lora.LoRAConfig), ("speculative", speculative.SpeculativeConfig))
+    },
 )
 
 

@@ -24,6 +24,7 @@ from megatron_infer.pipelines.interfaces import (
     ReturnLogits,
     upper_bounded_default,
 )
+from megatron_infer.pipelines.lora_manager import LoRAManager
 from megatron_infer.pipelines.paged_manager import PagedCacheInputs, PagedKVCacheManager
 from megatron_infer.pipelines.session import InferenceSession
 from megatron_infer.pipelines.text_generation import TextContext
@@ -41,9 +42,16 @@ class McoreInputs(ModelInputs):
     """int64 [R + 1]: where each sequence begins among the tokens."""
 
     def __init__(
-        self, tokens: Tensor, input_row_offsets: Tensor, kv_cache_inputs: PagedCacheInputs, return_n_logits: int = 1
+        self,
+        tokens: Tensor,
+        input_row_offsets: Tensor,
+        kv_cache_inputs: PagedCacheInputs,
+        return_n_logits: int = 1,
+        lora: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> None:
+        """lora: lora_ids and lora_ranks; None: of an engine without adapters."""
         self.tokens, self.input_row_offsets = tokens, input_row_offsets
+        self.lora_ids, self.lora_ranks = lora or (None, None)
         self.cache, self.return_n_logits = kv_cache_inputs, return_n_logits
         self.kv_cache_inputs = kv_cache_inputs
 
@@ -82,9 +90,10 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
                 assert pipeline_config is not None, "neither an engine nor a configuration"
                 config = pipeline_config.resolved.engine
             device, description = devices[0], weights.config()
+            legacy = pipeline_config is not None and pipeline_config.resolved.llm["use_legacy_module"]
             dtype = torch.bfloat16 if str(getattr(encoding, "value", encoding)) == "bfloat16" else torch.float32
             engine = DynamicInferenceEngine(
-                build_model(weights, dtype=dtype, device=str(device)),
+                build_model(weights, dtype=dtype, device=str(device), use_legacy_module=legacy),
                 config,
                 tokenizer=tokenizer,
                 eos_ids=tuple(dict.fromkeys((*description.eos_ids, *eos_ids))),
@@ -93,19 +102,12 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
                 owns_weights=True,
             )
         self.engine = engine
-        super().__init__(
-            pipeline_config,  # type: ignore[arg-type]
-            session,
-            huggingface_config,
-            encoding,
-            devices,
-            kv_cache_config,
-            weights,
-            adapter,
-            return_logits,
-        )
+        common: Any = (pipeline_config, session, huggingface_config, encoding, devices, kv_cache_config, weights)
+        super().__init__(*common, adapter, return_logits)
         self.max_seq_len = engine.sizes.max_sequence_length
         self.kv_manager = PagedKVCacheManager(engine)
+        if engine.config.lora is not None:
+            self.lora_manager = LoRAManager(engine)
 
     @classmethod
     def wrap(
@@ -176,14 +178,16 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         tokens = torch.cat([context.next_tokens for context in context_batch]).to(device)
         lengths = [0, *(context.active_length for context in context_batch)]
         offsets = torch.tensor(lengths, dtype=torch.int64, device=device).cumsum(0)
-        return McoreInputs(tokens, offsets, kv_cache_inputs, return_n_logits)
+        lora = None if self.lora_manager is None else self.lora_manager.inputs_of(context_batch)
+        return McoreInputs(tokens, offsets, kv_cache_inputs, return_n_logits, lora)
 
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> McoreInputs:
         """See `PipelineModel`. Pages are taken where the next token begins one."""
         assert isinstance(prev_model_inputs, McoreInputs)
         tokens = next_tokens.to(self.devices[0], torch.int64)
         offsets = torch.arange(len(tokens) + 1, device=tokens.device)
-        return McoreInputs(tokens, offsets, prev_model_inputs.cache.advanced(), prev_model_inputs.return_n_logits)
+        before, lora = prev_model_inputs, (prev_model_inputs.lora_ids, prev_model_inputs.lora_ranks)
+        return McoreInputs(tokens, offsets, before.cache.advanced(), before.return_n_logits, lora)
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
         """See `PipelineModel`. Logits are those of the vocabulary without its padding, of the weights as they are."""
@@ -195,6 +199,9 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         self.kv_manager.require_idle()
         if engine.rank_group.any_rank(engine.weights.differ(read_all=False)):  # their content was read for the prompt
             engine.weights.accept(engine.weights.version + 1)
+        if self.lora_manager is not None and model_inputs.lora_ids is not None:
+            names = self.lora_manager.names_of(model_inputs.lora_ids)
+            model_inputs.cache.compute_with(names, self.lora_manager.slots_of(names))
         with engine.replay.inference(engine.loop), torch.inference_mode():
             batch: Any = model_inputs.cache.batch
             batch.token_ids_T = model_inputs.tokens

@@ -212,6 +212,10 @@ class SpeculativeConfig(Section):
     """Tokens that are drafted and then verified."""
 
     speculative_method: str | None = None
-    """standalone, eagle or mtp."""
+    """ngram, or another method of SpeculativeConfig; standalone is its draft. None: nothing is drafted."""
     num_speculative_tokens: int = 5
-    """Tokens drafted a step."""
+    """The most tokens drafted for a request in a step."""
+    rejection_sampling_strategy: str | None = None
+    """How drafts are verified. None: a draft is kept where it equals the token that is drawn (same_tokens)."""
+    synthetic_acceptance_rate: float | None = None
+    """Refused: drafts are kept only where they equal what is drawn."""

@@ -32,6 +32,7 @@ from megatron_infer.pipelines.text_generation import (
     TextTokenizer,
 )
 from megatron_infer.sampling.grammar_matchers import Grammars
+from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 from megatron_infer.scheduler.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -135,12 +136,12 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
     @property
     def draft_kv_blocks(self) -> None:
-        """None: there is no draft model."""
+        """None: no draft model has a cache, n-grams need none."""
         return None
 
-    def spec_decode_metrics(self) -> None:
-        """None: nothing is drafted."""
-        return
+    def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
+        """What was drafted and kept since the engine was built; None without `speculative`."""
+        return self.engine.spec_decode_metrics()
 
     # ------------------------------------------------------------------ execute
 

@@ -88,7 +88,7 @@ class ModelRunner:
         load_adapter: Callable[[int, str], None] | None = None,
     ) -> None:
         """load_adapter(slot, name): writes an adapter into its slot on the device; None: the engine has none."""
-        self._edit_logits, self._load_adapter = edit_logits, load_adapter
+        self._edit_logits, self.load_adapter = edit_logits, load_adapter
         self.store, self.builder, self.sampler, self.graphs = builder.store, builder, sampler, graphs
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
         self.model, self.device = model, builder.device
@@ -111,8 +111,8 @@ class ModelRunner:
         self._set_rows(step.plan)
         self.store.run_copies(step.plan.copies_before)
         for slot, name in step.plan.adapter_loads:
-            assert self._load_adapter is not None, f"adapter {name!r} in an engine without any"
-            self._load_adapter(slot, name)
+            assert self.load_adapter is not None, f"adapter {name!r} in an engine without any"
+            self.load_adapter(slot, name)
         if self.graphs is not None:
             step.shape = self.graphs.ready(step.plan)
         step.batch = self.builder.build(step.plan, table_writes, shape=step.shape)

@@ -113,6 +113,7 @@ def engine(
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
+    use_legacy_module: bool = False,
     control: bool = False,
     weights_root: str | None = None,
     lora_root: str | None = None,
@@ -135,7 +136,13 @@ def engine(
     if config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
     if loader is None:
-        own = LLM(model, config=config, dtype=dtype, device=device, threads=threads).engine
+        how: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "threads": threads,
+            "use_legacy_module": use_legacy_module,
+        }
+        own = LLM(model, config=config, **how).engine
     else:
         module, _, function = loader.partition(":")
         own = getattr(importlib.import_module(module), function)(**loader_options or {})

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pipeline_case import VOCAB, check_same, contexts_of, free_pages, make_engine, run_to_end, workload
+from rehearsal import DRAFTS, rehearse
 from server_case import tokenizer
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -62,6 +63,22 @@ def test_execute_with_pauses_and_evictions_gives_what_generate_gives():
     one = OverlapTextGenerationPipeline.of_engine(engine)
     check_same(run_to_end(one, contexts_of(work), random.Random(3)), expected)
     assert engine.stats().counters["evicted"] > 0
+
+
+@pytest.mark.parametrize("ahead", [{"overlap": True}, {}], ids=["overlap", "none"])
+def test_drafts_change_no_token_of_execute_and_their_figures_are_the_engines(ahead):
+    work = workload()
+    prompts = [prompt for prompt, _ in work]
+    expected = make_engine().generate(prompts, [params for _, params in work])
+    engine = make_engine(**DRAFTS, **ahead)
+    rehearse(engine, prompts, [output.outputs[0].token_ids for output in expected])
+    one = OverlapTextGenerationPipeline.of_engine(engine)
+    before = free_pages(engine)
+    check_same(run_to_end(one, contexts_of(work), random.Random(2)), expected)
+    figures = one.spec_decode_metrics()
+    assert 0 < figures.num_accepted < figures.num_drafted and figures == engine.spec_decode_metrics()
+    assert sum(figures.accepted_per_position) == figures.num_accepted and figures.num_verifications > 0
+    assert one.draft_kv_blocks is None and free_pages(engine) == before
 
 
 def test_outputs_are_those_of_the_batch_before(pipeline):
