@@ -151,7 +151,7 @@ class EngineAdapters:
         with self._rank_group.together(f"loading adapter {name!r}"):
             if reading is None:
                 assert self._reader is not None and not isinstance(source, AdapterReading)
-                adapter = self._reader.read(name, source, config)
+                adapter = self._reader.begin(name, source, config).result()
             else:
                 path, adapter = self._taken(name, reading)
         self._check_on_ranks(name, adapter, digest)

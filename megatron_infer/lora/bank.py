@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.lora import LoRAWeights
-from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.lora.adapter import Adapter, LoRAPair, is_finite
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.fused_layers import FusedLinear
@@ -113,10 +113,11 @@ class AdapterBank:
                     f"{part.shape[1]} and {part.shape[0]}; is it an adapter of another model?"
                 )
             dtype = self._weights[path].a_SRX.dtype
-            if not (_is_finite(pair.a, dtype) and _is_finite(pair.b, dtype) and abs(pair.scale) <= _MAX_SCALE):
-                raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite in {dtype}")
             a_RX, b_WR = part.of(pair)
-            pairs[path] = _copied(a_RX, dtype), _copied(b_WR.T, dtype), pair.scale
+            a_RX, b_RW = _copied(a_RX, dtype), _copied(b_WR.T, dtype)
+            if not (is_finite(a_RX) and is_finite(b_RW) and abs(pair.scale) <= _MAX_SCALE):
+                raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite in {dtype}")
+            pairs[path] = a_RX, b_RW, pair.scale
         return PackedAdapter(digest=adapter.digest, rank=adapter.rank, pairs=pairs, missing=frozenset(missing))
 
     def write(self, slot: int, name: str) -> None:
@@ -162,8 +163,3 @@ def parts_of(name: str, live: Any, length: int) -> Sequence[int]:
 def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous, and not the caller's memory."""
     return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
-
-
-def _is_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the numbers stay finite in the dtype that they are computed with."""
-    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ModelError
-from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.lora.adapter import Adapter, LoRAPair, is_finite
 from megatron_infer.lora.names import AdaptedLinear, AdaptedLinears
 from megatron_infer.lora.peft_config import PeftConfig
 from megatron_infer.model_loader.hf_family import spelled
@@ -197,16 +197,11 @@ class _Pairs:
             self._problems.append(f"{shown} has rank {rank}, {_limit(self._max_rank)}")
         elif a.dtype not in DTYPES or b.dtype not in DTYPES:
             self._problems.append(f"{shown}: {a.dtype} and {b.dtype}; known are float32, bfloat16 and float16")
-        elif not all(one.is_meta or _is_finite(one) for one in (a, b)):
+        elif not all(one.is_meta or is_finite(one) for one in (a, b)):
             self._problems.append(f"{shown} has NaN or infinity")
         else:
             return LoRAPair(a=a.detach(), b=b.detach(), scale=self._config.scale_of(shown, rank))
         return None
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """The sum, which is infinite or NaN if a number is, is read faster than each."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _joined(linear: AdaptedLinear, parts: Mapping[str, LoRAPair]) -> LoRAPair:
