@@ -218,6 +218,31 @@ def check_model(config: InferenceConfig, shape: ModelShape) -> None:
         raise ConfigError("mamba_inference_state_config is set, but the model keeps no recurrent state; leave it None")
 
 
+def check_draft(config: InferenceConfig, shape: ModelShape, draft: ModelShape) -> None:
+    """Raise ConfigError for a model that cannot draft for one of `shape`; of neither any tensor is needed."""
+    if shape.is_stage:
+        raise ConfigError(
+            "speculative: method 'draft' on several pipeline stages is not built: the first stage would need the "
+            "drafts of the last; use tensor parallelism, or method 'ngram'"
+        )
+    if draft.state is not None or not draft.num_attention_layers:
+        raise ConfigError(
+            "speculative: the draft model has recurrent states, which are not kept for drafts; take a draft model of "
+            "attention layers alone"
+        )
+    if draft.vocab_size != shape.vocab_size:
+        raise ConfigError(
+            f"speculative: the draft model has {draft.vocab_size:,} tokens, the model {shape.vocab_size:,}; take a "
+            "draft model of the same vocabulary"
+        )
+    length = min(config.max_sequence_length, shape.max_position or config.max_sequence_length)
+    if draft.max_position is not None and draft.max_position < length:
+        raise ConfigError(
+            f"speculative: the draft model has {draft.max_position:,} positions, max_sequence_length is {length:,}; "
+            f"set max_sequence_length={draft.max_position}, or take another draft model"
+        )
+
+
 def without_effect_on(config: InferenceConfig, shape: ModelShape) -> Iterator[str]:
     """A message for each option that is set and has no effect with this model."""
     snapshot_gb, is_whole = config.prefix_caching_mamba_gb, not shape.is_stage
