@@ -11,7 +11,7 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.request_metadata import check_types
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import CapacityError, ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig
@@ -240,6 +240,16 @@ def check_draft(config: InferenceConfig, shape: ModelShape, draft: ModelShape) -
         raise ConfigError(
             f"speculative: the draft model has {draft.max_position:,} positions, max_sequence_length is {length:,}; "
             f"set max_sequence_length={draft.max_position}, or take another draft model"
+        )
+
+
+def check_draft_weights(name: str, draft: ModelShape, available_bytes: int) -> None:
+    """Raise CapacityError for a draft model whose weights are larger than the free memory."""
+    needed = draft.num_parameters * draft.kv_dtype_bytes
+    if needed > available_bytes:
+        raise CapacityError(
+            f"speculative: the draft model {name} has {draft.num_parameters:,} parameters of {draft.dtype}, "
+            f"{needed / GIB:.3f} GiB; {available_bytes / GIB:.3f} GiB are free; take a smaller draft model"
         )
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron_infer.config.capacity import GIB
-from megatron_infer.config.checks import check_draft
+from megatron_infer.config.checks import check_draft, check_draft_weights
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
-from megatron_infer.errors import CapacityError, ConfigError, ModelError
+from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.select import ChosenKernels
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import CacheStore, DraftCache
@@ -64,7 +63,7 @@ def _adopt(config: InferenceConfig, asked: Any, target: AdoptedModel, device: De
     size = 1 if target.tp_group is None else target.tp_group.size()
     described = shape_of(source.config(), dtype=shape.dtype, tensor_parallel_size=size)
     check_draft(config, shape, described)
-    check_weights_fit(asked, described, device.available_bytes())
+    check_draft_weights(asked, described, device.available_bytes())
     _check_tokenizers(asked, source, tokenizer)
     live = build_model(
         source,
@@ -75,16 +74,6 @@ def _adopt(config: InferenceConfig, asked: Any, target: AdoptedModel, device: De
     )
     log.info("draft model %s: %s parameters", asked, f"{described.num_parameters:,}")
     return adopt(live, name=asked, vocab_size=described.vocab_size)
-
-
-def check_weights_fit(name: str, draft: ModelShape, available_bytes: int) -> None:
-    """Raise CapacityError for a draft model whose weights are larger than the free memory."""
-    needed = draft.num_parameters * draft.kv_dtype_bytes
-    if needed > available_bytes:
-        raise CapacityError(
-            f"speculative: the draft model {name} has {draft.num_parameters:,} parameters of {draft.dtype}, "
-            f"{needed / GIB:.3f} GiB; {available_bytes / GIB:.3f} GiB are free; take a smaller draft model"
-        )
 
 
 def _check_tokenizers(name: str, source: ModelSource, tokenizer: Any) -> None:
