@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from model_kinds import buffers, make_model
 from test_same_answer import FEATURES, make_engine, run, workload
 from test_speculative import WAYS, ask, shown
 
-from megatron_infer.config.checks import check_draft_weights
+from megatron_infer.config.checks import check_draft, check_draft_weights
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -185,8 +186,11 @@ def test_models_that_cannot_draft_are_refused_by_name(model):
     ):
         with pytest.raises(ConfigError, match=message):
             make_engine(model, "attention", draft=draft)
+    shape = adopt(model).shape
+    with pytest.raises(ConfigError, match="'draft' on several pipeline stages is not built"):
+        check_draft(InferenceConfig(), dataclasses.replace(shape, is_stage=True), shape)
     with pytest.raises(CapacityError, match=r"big has [\d,]+ parameters of float32, 0.000 GiB; 0.000 GiB are free"):
-        check_draft_weights("big", adopt(model).shape, 1000)
+        check_draft_weights("big", shape, 1000)
 
 
 def test_a_live_draft_model_is_named_in_plain_values(model):

@@ -76,7 +76,7 @@ def model(kind) -> torch.nn.Module:
 
 
 def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
-    """An engine on the tiny model; pool_blocks / paused_blocks size the pool in blocks; draft: the model that drafts."""
+    """An engine on the tiny model; pool_blocks / paused_blocks size the pool in blocks; draft: a model that drafts."""
     settings = {**BASE, **settings}
     settings.pop("order", None)
     if (draft := settings.pop("draft", None)) is not None:
