@@ -103,7 +103,7 @@ ROWS: Mapping[str, Row] = {
     "use_vendor_blas": Engine("linear_backend", meanings.linear_backend),
     "pdl_level": Here(meanings.pdl_level),
     "zmq_endpoint_base": Here(meanings.endpoint_base),
-    "draft_model": Refused("no model drafts for another; leave it out"),
+    "draft_model": Refused("set InferenceConfig(speculative=...) with method 'draft' instead; leave it out"),
     "lora": Engine("lora", meanings.lora),
     "speculative": Engine("speculative", meanings.speculative),
     "options": Here(meanings.read_before),

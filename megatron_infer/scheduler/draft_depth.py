@@ -9,6 +9,7 @@ from math import log2
 from typing import NamedTuple
 
 from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.step_plan import ON_DEVICE
 
 LONGEST_RUN = 16
 """Longer runs count as this long."""
@@ -160,7 +161,8 @@ class DraftDepth:
         record, length = self._record(request), len(request.tokens)
         if not record.compared and length > record.length:
             self._learn(record, 0, request.tokens[record.length] == record.proposal.tokens[0])
-        record.proposal, record.length, record.compared = proposal, length, not proposal.tokens
+        cannot_compare = not proposal.tokens or ON_DEVICE in proposal.tokens
+        record.proposal, record.length, record.compared = proposal, length, cannot_compare
 
     def verified(self, request: Request, num_drafts: int, num_kept: int) -> None:
         """A step has verified drafts of the latest proposal and kept the first `num_kept`."""

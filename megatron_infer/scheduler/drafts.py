@@ -11,7 +11,7 @@ from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, DraftDepth, Proposal, StepCosts
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.running_set import RunningSet
-from megatron_infer.scheduler.step_plan import PrefillChunk
+from megatron_infer.scheduler.step_plan import ON_DEVICE, PrefillChunk
 
 
 class Proposer(Protocol):
@@ -21,6 +21,13 @@ class Proposer(Protocol):
         """Tokens that may follow those of `request`, all of which are known. More than `most`, and those behind one
         that does not exist, are cut off."""
         ...
+
+
+class DeviceProposer:
+    """Leaves the tokens to a draft model, which draws them on the device in the step that verifies them."""
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        return Proposal((ON_DEVICE,) * most, "draft")
 
 
 @dataclass(slots=True)
@@ -36,7 +43,7 @@ class SpecDecodeMetrics:
     num_verifications: int = 0
     """Requests that verified drafts, once for each step."""
     seconds_drafting: float = 0.0
-    """Host time: proposals, and how many of them pay."""
+    """Host time: proposals, and how many of them pay; the steps of a draft model, enqueued (on a CPU: run)."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -64,12 +71,13 @@ class DraftPlanner:
         max_drafts: int,
         vocab_size: int,
         depth: DraftDepth | None = None,
+        has_draft_model: bool = False,
     ) -> None:
-        """depth: decides how many drafts pay; None: all of them."""
+        """depth: decides how many drafts pay; None: all of them. has_draft_model: drafts may be `ON_DEVICE`."""
         assert 1 <= max_drafts < context.block_size, f"{max_drafts} drafts, blocks of {context.block_size} tokens"
         self.stats = SpecDecodeMetrics(drafted_per_position=[0] * max_drafts, accepted_per_position=[0] * max_drafts)
         self.proposer, self.depth, self._context = proposer, depth, context
-        self._max_drafts, self._vocab_size = max_drafts, vocab_size
+        self._max_drafts, self._vocab_size, self._has_draft_model = max_drafts, vocab_size, has_draft_model
         self._verifying: set[Request] = set()
 
     def ready(
@@ -185,8 +193,10 @@ class DraftPlanner:
             return NO_PROPOSAL
         found = self.proposer.propose(request, most)
         tokens = found.tokens[:most]
-        wrong = next((place for place, one in enumerate(tokens) if not 0 <= one < self._vocab_size), len(tokens))
-        found = found._replace(tokens=tokens[:wrong])
+        if not self._has_draft_model or ON_DEVICE not in tokens:
+            wrong = next((place for place, one in enumerate(tokens) if not 0 <= one < self._vocab_size), len(tokens))
+            tokens = tokens[:wrong]
+        found = found._replace(tokens=tokens)
         if self.depth is not None:
             self.depth.proposed(request, found)
         return found

@@ -271,7 +271,8 @@ def test_metrics_are_exported(model, plain):
     ("values", "message"),
     [
         ({"method": "eagle"}, "megatron-core has no EAGLE heads"),
-        ({"method": "draft"}, "method='draft' is not built"),
+        ({"method": "draft"}, "draft_model is None with method 'draft'; name the model"),
+        ({"method": "standalone"}, "named 'draft' here"),
         ({"method": "mtp"}, "method='mtp' is not built"),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0.*leave speculative None"),
@@ -279,7 +280,7 @@ def test_metrics_are_exported(model, plain):
         ({"ngram_min": 5}, "ngram_max is 4.*5 to 16"),
         ({"verification": "typical-acceptance"}, "changes the distribution"),
         ({"verification": "residual"}, "draws other tokens"),
-        ({"draft_model": "small"}, "draft_model is not possible"),
+        ({"draft_model": "small"}, "leave it None, or set method='draft'"),
         ({"num_tokens": 3}, "unknown SpeculativeConfig field"),
         ({"adaptive": 1}, "adaptive is 1"),
     ],

@@ -76,7 +76,7 @@ BAD = [
     ({"zmq_endpoint_base": "tcp://127.0.0.1:1"}, r"it must be ipc://PATH: .*megatron-infer coordinator"),
     ({"zmq_endpoint_base": "ipc:///tmp/" + "x" * 96}, "has 113 bytes, the limit is 107; take a shorter folder"),
     ({"draft_weight_path": ["a"]}, "draft_weight_path needs draft_model_path"),
-    ({"draft_model_path": "llama"}, "draft_model=.*no model drafts for another; leave it out"),
+    ({"draft_model_path": "llama"}, "draft_model=.*with method .draft. instead; leave it out"),
     ({"speculative_method": "eagle"}, "method='eagle' is not built: megatron-core has no EAGLE heads; known: ngram"),
     ({"speculative_method": "standalone"}, "speculative: method='draft' is not built"),
     ({"num_speculative_tokens": 3}, "num_speculative_tokens needs speculative_method; set it"),
