@@ -35,6 +35,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("kernels", "tensors in, tensors out: attention, scan, experts, sampling, on each backend"),
     ("config", "options, sampling parameters, and the sizes that follow from them"),
     ("text", "tokenizer, detokenizer, chat templates, tool calls"),
+    ("audio", "speech tokens to sound: blocks, audio decoders, voices"),
     ("metrics", "metric definitions and sinks: Prometheus, wandb"),
     ("context", "which sequence holds which rows, blocks and state slots: ids only"),
     ("scheduler", "requests and what each step computes: ids only"),
@@ -127,6 +128,8 @@ HOMES: dict[str, tuple[str, ...]] = {
 """Foreign module -> the only places of the package that may touch it."""
 PURE = (
     "errors",
+    "audio.blocks",
+    "audio.layout",
     "config",
     "context",
     "scheduler",
