@@ -1,7 +1,7 @@
 """Speech tokens and the codes of a codec: several codebooks in one sequence, flat or with a delay.
 
-    flat    a0 b0 a1 b1 a2 b2           frame after frame, one code of each codebook
-    delay   a0 -  a1 b0 a2 b1 -  b2     codebook q lies q frames later; - is ignored
+flat    a0 b0 a1 b1 a2 b2           frame after frame, one code of each codebook
+delay   a0 -  a1 b0 a2 b1 -  b2     codebook q lies q frames later; - is ignored
 """
 
 from __future__ import annotations
