@@ -167,7 +167,7 @@ class Codec(nn.Module):
 
     def exact(self) -> Codec:
         """A copy in float64 whose weights are whole steps. Raises ModelError for a weight beyond the limit."""
-        copy = Codec(self.config).to(torch.float64)
+        copy: Codec = Codec(self.config).to(torch.float64)
         for name, weight in self.state_dict().items():
             if not torch.isfinite(weight).all() or weight.abs().max() > WEIGHT_LIMIT:
                 raise ModelError(f"{name} of the codec has a weight beyond {WEIGHT_LIMIT:g}, or none that is finite")
@@ -196,7 +196,7 @@ class Codec(nn.Module):
         except SafetensorError as error:
             raise ModelError(f"{path} is no safetensors file: {error}") from None
         values = {name: _tuples(value) for name, value in json.loads(described).items()}
-        codec = cls(CodecConfig(**values))
+        codec: Codec = cls(CodecConfig(**values))
         codec.load_state_dict(state)
         return codec
 
