@@ -24,8 +24,6 @@ from megatron_infer.pipelines.layers import FieldPath, Names
 from megatron_infer.pipelines.model_config import by_name
 from megatron_infer.pipelines.settings import Resolved, Setting
 
-_IN_FLIGHT = ("enable_in_flight_batching",)
-
 
 def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
@@ -85,15 +83,9 @@ class AudioGenerationConfig(PipelineConfig):
     def resolve(self, *, free_bytes: int | None = None) -> None:
         """See `PipelineConfig.resolve`. Warns of a value that does nothing."""
         if not self.is_resolved:
-            is_phased = _prepare(self, in_flight=super()._sources().get(_IN_FLIGHT) is not None)
+            is_phased = _prepare(self)
             super().resolve(free_bytes=free_bytes)
             self._resolved = _with_audio_settings(self, self._sources(), is_phased=is_phased)
-
-    def _sources(self) -> dict[FieldPath, str]:
-        sources = super()._sources()
-        if not self.enable_in_flight_batching:
-            sources.pop(_IN_FLIGHT, None)  # what it asks for is the default, which `batching` decides
-        return sources
 
     @property
     def run_model_test_mode(self) -> bool:
@@ -120,20 +112,19 @@ def schedule_of(config: AudioGenerationConfig, *, right_context: int = 0) -> Blo
     )
 
 
-def _prepare(config: AudioGenerationConfig, *, in_flight: bool) -> bool:
-    """Check what is of audio and set the options that follow from it -> whether batching is left to this.
-
-    in_flight: whether enable_in_flight_batching was given.
-    """
+def _prepare(config: AudioGenerationConfig) -> bool:
+    """Check what is of audio and set the options that follow from it -> whether batching is left to this."""
     check_decoder(config.audio_decoder, config.audio_decoder_weights, own_decoders(config))
     _check_blocks(config)
     options = config.options
     is_phased = "batching" not in options
-    if in_flight and config.enable_in_flight_batching and options.get("batching", "phased") == "phased":
+    if config.enable_in_flight_batching and options.get("batching", "phased") == "phased":
         raise ConfigError(
             "enable_in_flight_batching=True takes prompts into steps that decode, which phased batching does not; "
             'leave it False, or ask for batching="mixed" instead'
         )
+    if not config.enable_in_flight_batching:
+        config.model_fields_set.discard("enable_in_flight_batching")  # as not given: `batching` decides
     options.setdefault("batching", "phased")
     if config.prometheus_metrics_mode != "instrument_only":
         options["prometheus_metrics_mode"] = config.prometheus_metrics_mode
