@@ -117,3 +117,19 @@ def equal(first, second) -> bool:
         one.tokens == two.tokens and np.array_equal(one.audio, two.audio)
         for one, two in zip(first, second, strict=True)
     )
+
+
+def write_model(folder: Path) -> Path:
+    """A directory of random weights that `speak` and `serve` take, with the voice anna."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"bos_token_id": 256, "eos_token_id": END, "vocab_size": VOCAB}
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=2, max_position_embeddings=512, initializer_range=0.2, **sizes, **ids)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    text_tokenizer().save(folder)
+    write_voice(folder / "anna.wav")
+    (folder / FILE).write_text(json.dumps(SPEECH | {"voices": {"anna": "anna.wav"}}))
+    return folder
