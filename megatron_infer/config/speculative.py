@@ -70,7 +70,7 @@ class SpeculativeConfig:
         _choice("verification", self.verification, VERIFICATIONS, OTHER_VERIFICATIONS)
         if (self.method == "draft") != (self.draft_model is not None):
             remedy = (
-                "name the model that drafts, draft_model='small/'"
+                "give the model that drafts, draft_model='small/'"
                 if self.method == "draft"
                 else "leave it None, or set method='draft'"
             )

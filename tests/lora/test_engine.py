@@ -390,6 +390,6 @@ def test_a_failed_step_writes_its_adapters_again(model, adapters, alone):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         write(slot, name)
 
-    inspect(engine).runner._load_adapter = failing
+    inspect(engine).runner.load_adapter = failing
     outputs = engine.generate([PROMPT] * 2, [greedy(name, logprobs=0) for name in NAMES[:2]])
     assert [account(output) for output in outputs] == [alone[name] for name in NAMES[:2]] and len(calls) > 2

@@ -78,7 +78,7 @@ BAD = [
     ({"draft_weight_path": ["a"]}, "draft_weight_path needs draft_model_path"),
     ({"draft_model_path": "llama"}, "draft_model=.*with method .draft. instead; leave it out"),
     ({"speculative_method": "eagle"}, "method='eagle' is not built: megatron-core has no EAGLE heads; known: ngram"),
-    ({"speculative_method": "standalone"}, "speculative: method='draft' is not built"),
+    ({"speculative_method": "standalone"}, "speculative: draft_model is None with method .draft."),
     ({"num_speculative_tokens": 3}, "num_speculative_tokens needs speculative_method; set it"),
     ({"speculative_method": "ngram", "num_speculative_tokens": 128}, r"128, it must be below kv_cache_page_size \(blo"),
     ({"speculative_method": "ngram", "rejection_sampling_strategy": "typical-acceptance"}, "it changes the distribut"),

@@ -92,8 +92,8 @@ class AdapterRoutes:
             raise _refusal(error) from None
         if name in client.model_names:
             raise bad_request(f"lora_name: {name!r} is the model's own name; choose another", "lora_name")
-        args = {"name": name, "path": path, "replace": bool(body.load_inplace), "running": body.running or "keep"}
-        await self._change("load_adapter", **args)
+        replace, running = bool(body.load_inplace), body.running or "keep"
+        await self._change("load_adapter", name=name, path=path, replace=replace, running=running)
         return name, "added", self._shown()
 
     async def unload(self, call: Call) -> tuple[str, str, dict[str, Any]]:
