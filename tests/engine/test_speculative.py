@@ -271,7 +271,7 @@ def test_metrics_are_exported(model, plain):
     ("values", "message"),
     [
         ({"method": "eagle"}, "megatron-core has no EAGLE heads"),
-        ({"method": "draft"}, "draft_model is None with method 'draft'; name the model"),
+        ({"method": "draft"}, "draft_model is None with method 'draft'; give the model"),
         ({"method": "standalone"}, "named 'draft' here"),
         ({"method": "mtp"}, "method='mtp' is not built"),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
