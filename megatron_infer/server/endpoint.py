@@ -132,7 +132,7 @@ class Endpoint:
             return data, []
         if not data and self._optional_body:
             return self._decoder.decode(b"{}"), []
-        request_body.check_content_type(headers.get(b"content-type"))
+        request_body.check_content_type(headers)
         request_body.check_structure(data)
         try:
             if len(data) > request_body.INLINE_BYTES:

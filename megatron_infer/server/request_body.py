@@ -58,9 +58,13 @@ class Disconnected(Exception):
     """The client has closed the connection; no reply can be sent."""
 
 
-def check_content_type(value: bytes | None) -> None:
+def check_content_type(headers: dict[bytes, bytes]) -> None:
     """JSON only: a browser lets a page of another site post other types without asking. Raises ApiError 415."""
-    kind = (value or b"").split(b";")[0].strip().lower()
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding != b"identity":
+        message = f"the body is compressed (Content-Encoding: {encoding.decode('latin-1')[:40]}); send it as it is"
+        raise ApiError(415, message, code="unsupported_media_type")
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json" and not re.fullmatch(rb"application/[\w.-]+\+json", kind):
         shown = kind.decode("latin-1")[:60] or "none"
         message = f"the body must come as Content-Type: application/json, got {shown!r}"
