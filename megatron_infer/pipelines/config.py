@@ -33,6 +33,7 @@ from megatron_infer.pipelines.model_config import (
     SamplingConfig,
     Section,
     SpeculativeConfig,
+    Text,
     by_name,
 )
 from megatron_infer.pipelines.settings import Resolved, Setting
@@ -86,11 +87,11 @@ class PipelineConfig(Section):
     """Embeddings are one vector a prompt, not one a token."""
     chat_template: Annotated[Path | None, Field(strict=False)] = None
     """File with a chat template, or JSON with the key chat_template, that goes before the model's own."""
-    use_experimental_kernels: str = "false"
+    use_experimental_kernels: Text = "false"
     """"true", or names out of fused_rope."""
-    use_vendor_blas: str = "false"
+    use_vendor_blas: Text = "false"
     """"true": linear layers run in the vendor's library."""
-    pdl_level: str = "0"
+    pdl_level: Text = "0"
     """How early a dependent kernel is launched: "0", "1" or "2"."""
     custom_architectures: list[str] = Field(default_factory=list)
     """Modules with architectures of one's own: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""

@@ -34,9 +34,11 @@ class Section(BaseModel):
 
 
 def by_name(kind: type[Enum]) -> BeforeValidator:
-    """Takes a member by its name or value, in any case."""
+    """Takes a member by its name or value, in any case; True and False, which YAML reads on and off as, are these."""
 
     def find(value: object) -> object:
+        if isinstance(value, bool):
+            value = "on" if value else "off"
         if not isinstance(value, str):
             return value
         for member in kind:
@@ -45,6 +47,16 @@ def by_name(kind: type[Enum]) -> BeforeValidator:
         raise ValueError(f"it must be one of {', '.join(member.value for member in kind)}")
 
     return BeforeValidator(find)
+
+
+def _as_text(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int) else value
+
+
+Text = Annotated[str, BeforeValidator(_as_text)]
+"""A text that YAML may read as a number or a truth value: pdl_level: 0, use_vendor_blas: true."""
 
 
 class PipelineRole(str, Enum):

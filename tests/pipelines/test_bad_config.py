@@ -70,6 +70,8 @@ BAD = [
     ({"data_parallel_degree": 0}, "data_parallel_degree is 0, it must be an integer of at least 1"),
     ({"device_specs": ["cpu"], "device": None, "dp": 0}, "data_parallel_degree is 0"),
     ({"use_experimental_kernels": "fused_rop"}, "unknown experimental kernel 'fused_rop'; did you mean 'fused_rope'"),
+    ({"use_experimental_kernels": "fused_rope,compiled_layers"}, "compiled_layers is not built: a CPU runs its layers"),
+    ({"use_experimental_kernels": "flashinfer_sampling"}, "flashinfer_sampling is not built: a draw is a function of"),
     ({"use_vendor_blas": "maybe"}, 'use_vendor_blas is \'maybe\', it must be "true" or "false"'),
     ({"pdl_level": "3"}, 'pdl_level is \'3\', it must be "0", "1" or "2"'),
     ({"pdl_level": "1"}, "pdl_level is '1': .*take \"0\""),

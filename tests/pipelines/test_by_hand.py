@@ -34,7 +34,7 @@ def generate_by_hand(model: McorePipelineModel, contexts, *, claims: bool, steps
             manager.claim(context.request_id)
             manager.alloc(context, num_steps=steps)
         kv_inputs = manager.runtime_inputs(contexts)
-    inputs = model.prepare_initial_token_inputs(contexts, kv_inputs)
+    inputs = model.prepare_initial_token_inputs(contexts, kv_cache_inputs=kv_inputs)
     for number in range(steps):
         outputs = model.execute(inputs)
         tokens = outputs.next_token_logits.argmax(-1)
