@@ -35,6 +35,7 @@ from megatron_infer.pipelines.model_config import (
     SpeculativeConfig,
     Text,
     by_name,
+    told,
 )
 from megatron_infer.pipelines.settings import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
@@ -133,7 +134,9 @@ class PipelineConfig(Section):
     """Path -> (source, value) of what was given."""
     _resolved: Resolved | None = PrivateAttr(default=None)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        if unnamed:
+            raise ConfigError(f"PipelineConfig takes values by name; write model_path={unnamed[0]!r:.80}")
         given = NAMES.route(values, "")
         environment = NAMES.from_environment(os.environ)
         at = {path: given.get(path, environment.get(path)) for path in (("config_file",), ("section_name",))}
@@ -154,7 +157,7 @@ class PipelineConfig(Section):
         try:
             super().__init__(**_sections(layers.nested({path: value for path, (_, value) in found.items()})))
         except ValidationError as error:
-            raise ConfigError(_told(error)) from None
+            raise ConfigError(told(error)) from None
         self._layers = {path: (source, self._value(path)) for path, (source, _) in found.items()}
         if not self.defer_resolve:
             self.resolve()
@@ -318,18 +321,8 @@ def _sections(tree: dict[str, Any], prefix: FieldPath = ()) -> dict[str, Any]:
         try:
             built[name] = kind(**_sections(value, (*prefix, name)))
         except ValidationError as error:
-            raise ConfigError(_told(error)) from None
+            raise ConfigError(told(error)) from None
     return built
-
-
-def _told(error: ValidationError) -> str:
-    """Every wrong field: its name, what was given, and what it must be."""
-    parts = []
-    for one in error.errors():
-        name = ".".join(str(part) for part in one["loc"])
-        expected = one["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
-        parts.append(f"{name} is {one['input']!r} ({type(one['input']).__name__}), {expected}")
-    return "; ".join(parts)
 
 
 def _plain(value: Any) -> str:

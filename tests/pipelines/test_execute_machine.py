@@ -75,7 +75,7 @@ class ExecuteMachine(RuleBasedStateMachine):
 
     @rule(name=st.integers(0, len(WORK) - 1))
     def abort(self, name):
-        """Of the engine itself, between two calls: nothing of it comes afterwards, and it ends when it is named next."""
+        """Of the engine itself, between calls: nothing of it comes afterwards, and it ends when it is named next."""
         context = self.contexts[name]
         if context.request_id not in self.engine.output_processor or context.is_done:
             return

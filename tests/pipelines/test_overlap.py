@@ -199,6 +199,31 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_queued(pipeline):
             pipeline.execute(batch(context))
 
 
+def test_arguments_of_another_kind_are_refused_with_what_to_write(pipeline):
+    (context,) = contexts_of([([5, 6], SamplingParams())], "kind")
+    for call, message in (
+        (lambda: pipeline.execute([context]), r"it must be a TextGenerationInputs; TextGenerationInputs.of\(\[context"),
+        (lambda: TextGenerationInputs.of(context), r"takes a list of contexts; write of\(\[context\]\)"),
+        (lambda: pipeline.release(context), "it must be a str; context.request_id is that of a context"),
+        (
+            lambda: pipeline.generate("Hello"),
+            "'Hello' .str., it must be a TextGenerationRequest; TextGenerationRequest",
+        ),
+        (lambda: TextGenerationRequest(prompt="a", sampling_params={"n": 1}), "it must be a SamplingParams"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            call()
+    assert not pipeline.engine.has_unfinished()
+    config = PipelineConfig(model_path="nowhere", defer_resolve=True)
+    for given, message in (
+        (({}, McorePipelineModel, 2, {}, None), "pipeline_config is {}, it must be a PipelineConfig"),
+        ((config, "McorePipelineModel", 2, {}, None), "it must be a class: McorePipelineModel, or one of your own"),
+        ((config, McorePipelineModel, 2, {}, "smollm2"), "tokenizer is 'smollm2', it must be a TextTokenizer or None"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            OverlapTextGenerationPipeline(*given)
+
+
 # ---------------------------------------------------------------------- generate
 
 
