@@ -204,13 +204,7 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         self.kv_manager.require_idle()
         if engine.rank_group.any_rank(engine.weights.differ(read_all=False)):  # their content was read for the prompt
             engine.weights.accept(engine.weights.version + 1)
-        if self.lora_manager is None and model_inputs.lora_ids is not None:
-            raise ConfigError(
-                "lora_ids are given, and this engine has no adapters; set enable_lora, or leave them None"
-            )
-        if self.lora_manager is not None and model_inputs.lora_ids is not None:
-            names = self.lora_manager.names_of(model_inputs.lora_ids)
-            model_inputs.cache.compute_with(names, self.lora_manager.slots_of(names))
+        _choose_adapters(self.lora_manager, model_inputs)
         with engine.replay.inference(engine.loop), torch.inference_mode():
             batch: Any = model_inputs.cache.batch
             batch.token_ids_T = model_inputs.tokens
@@ -230,6 +224,16 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
             return ModelOutputs(
                 logits=logits, next_token_logits=logits.index_select(0, row_offsets[1:] - 1), logit_offsets=row_offsets
             )
+
+
+def _choose_adapters(lora: LoRAManager | None, inputs: McoreInputs) -> None:
+    """Compute the step with the adapters that `lora_ids` stand for."""
+    if inputs.lora_ids is None:
+        return
+    if lora is None:
+        raise ConfigError("lora_ids are given, and this engine has no adapters; set enable_lora, or leave them None")
+    names = lora.names_of(inputs.lora_ids)
+    inputs.cache.compute_with(names, lora.slots_of(names))
 
 
 def _returned(mode: ReturnLogits, offsets: Tensor, return_n_logits: int) -> tuple[Tensor | None, Tensor | None]:
