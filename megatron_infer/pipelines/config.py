@@ -33,7 +33,9 @@ from megatron_infer.pipelines.model_config import (
     SamplingConfig,
     Section,
     SpeculativeConfig,
+    Text,
     by_name,
+    told,
 )
 from megatron_infer.pipelines.settings import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
@@ -86,11 +88,11 @@ class PipelineConfig(Section):
     """Embeddings are one vector a prompt, not one a token."""
     chat_template: Annotated[Path | None, Field(strict=False)] = None
     """File with a chat template, or JSON with the key chat_template, that goes before the model's own."""
-    use_experimental_kernels: str = "false"
+    use_experimental_kernels: Text = "false"
     """"true", or names out of fused_rope."""
-    use_vendor_blas: str = "false"
+    use_vendor_blas: Text = "false"
     """"true": linear layers run in the vendor's library."""
-    pdl_level: str = "0"
+    pdl_level: Text = "0"
     """How early a dependent kernel is launched: "0", "1" or "2"."""
     custom_architectures: list[str] = Field(default_factory=list)
     """Modules with architectures of one's own: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""
@@ -132,7 +134,9 @@ class PipelineConfig(Section):
     """Path -> (source, value) of what was given."""
     _resolved: Resolved | None = PrivateAttr(default=None)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        if unnamed:
+            raise ConfigError(f"PipelineConfig takes values by name; write model_path={unnamed[0]!r:.80}")
         names = self._names()
         given = names.route(values, "")
         environment = names.from_environment(os.environ)
@@ -154,7 +158,7 @@ class PipelineConfig(Section):
         try:
             super().__init__(**_sections(layers.nested({path: value for path, (_, value) in found.items()})))
         except ValidationError as error:
-            raise ConfigError(_told(error)) from None
+            raise ConfigError(told(error)) from None
         self._layers = {path: (source, self._value(path)) for path, (source, _) in found.items()}
         if not self.defer_resolve:
             self.resolve()
@@ -308,18 +312,8 @@ def _sections(tree: dict[str, Any], prefix: FieldPath = ()) -> dict[str, Any]:
         try:
             built[name] = kind(**_sections(value, (*prefix, name)))
         except ValidationError as error:
-            raise ConfigError(_told(error)) from None
+            raise ConfigError(told(error)) from None
     return built
-
-
-def _told(error: ValidationError) -> str:
-    """Every wrong field: its name, what was given, and what it must be."""
-    parts = []
-    for one in error.errors():
-        name = ".".join(str(part) for part in one["loc"])
-        expected = one["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
-        parts.append(f"{name} is {one['input']!r} ({type(one['input']).__name__}), {expected}")
-    return "; ".join(parts)
 
 
 def _basic_lines(config: PipelineConfig) -> list[str]:

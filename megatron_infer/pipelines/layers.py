@@ -101,7 +101,8 @@ class Names:
             yield (OPTIONS, name), value
         else:
             known = [*flat, *(one[0] for one in self.sections if len(one) == 1), *self.options]
-            raise ConfigError(where + unknown_name("field", name, known))
+            begun = [one for one in known if one.startswith(name)]  # max_len is nearer to max_n than to max_length
+            raise ConfigError(where + unknown_name("field", name, begun or known))
 
     def _is_option(self, name: str, value: Any) -> bool:
         """Whether the value of a section is that of the option of its name: it has the option's own fields."""

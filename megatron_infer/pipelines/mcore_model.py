@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, RequestError
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.pipelines.interfaces import (
@@ -184,7 +184,12 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> McoreInputs:
         """See `PipelineModel`. Pages are taken where the next token begins one."""
         assert isinstance(prev_model_inputs, McoreInputs)
-        tokens = next_tokens.to(self.devices[0], torch.int64)
+        tokens = torch.as_tensor(next_tokens, dtype=torch.int64, device=self.devices[0])
+        num_sequences = len(prev_model_inputs.input_row_offsets) - 1
+        if tokens.shape != (num_sequences,):
+            raise RequestError(
+                f"next_tokens has the shape {tuple(tokens.shape)}, it must be ({num_sequences},): one for each sequence"
+            )
         offsets = torch.arange(len(tokens) + 1, device=tokens.device)
         before, lora = prev_model_inputs, (prev_model_inputs.lora_ids, prev_model_inputs.lora_ranks)
         return McoreInputs(tokens, offsets, before.cache.advanced(), before.return_n_logits, lora)
@@ -199,9 +204,7 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         self.kv_manager.require_idle()
         if engine.rank_group.any_rank(engine.weights.differ(read_all=False)):  # their content was read for the prompt
             engine.weights.accept(engine.weights.version + 1)
-        if self.lora_manager is not None and model_inputs.lora_ids is not None:
-            names = self.lora_manager.names_of(model_inputs.lora_ids)
-            model_inputs.cache.compute_with(names, self.lora_manager.slots_of(names))
+        _choose_adapters(self.lora_manager, model_inputs)
         with engine.replay.inference(engine.loop), torch.inference_mode():
             batch: Any = model_inputs.cache.batch
             batch.token_ids_T = model_inputs.tokens
@@ -221,6 +224,16 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
             return ModelOutputs(
                 logits=logits, next_token_logits=logits.index_select(0, row_offsets[1:] - 1), logit_offsets=row_offsets
             )
+
+
+def _choose_adapters(lora: LoRAManager | None, inputs: McoreInputs) -> None:
+    """Compute the step with the adapters that `lora_ids` stand for."""
+    if inputs.lora_ids is None:
+        return
+    if lora is None:
+        raise ConfigError("lora_ids are given, and this engine has no adapters; set enable_lora, or leave them None")
+    names = lora.names_of(inputs.lora_ids)
+    inputs.cache.compute_with(names, lora.slots_of(names))
 
 
 def _returned(mode: ReturnLogits, offsets: Tensor, return_n_logits: int) -> tuple[Tensor | None, Tensor | None]:

@@ -25,6 +25,11 @@ KERNELS: dict[str, dict[str, Any]] = {
     "fused_rope": {"use_flashinfer_fused_rope": True},
 }
 """Experimental kernel -> the engine options that choose it."""
+NO_KERNELS = {
+    "compiled_layers": "a CPU runs its layers in one native call, a GPU captures them; nothing else is compiled",
+    "flashinfer_sampling": "a draw is a function of seed and position, which FlashInfer's sampling is not",
+}
+"""Kernel that is known elsewhere -> why it is refused."""
 GGUF_ENCODINGS = (
     QuantizationEncoding.Q4_0,
     QuantizationEncoding.Q4_1,
@@ -150,6 +155,8 @@ def experimental_kernels(value: str, asked: Asked) -> Effect:
         return "false", ""
     names = list(KERNELS) if text in ON else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
+        if name in NO_KERNELS:
+            raise ConfigError(f"use_experimental_kernels: {name} is not built: {NO_KERNELS[name]}; leave it out")
         if name not in KERNELS:
             message = unknown_name("experimental kernel", name, KERNELS)
             raise ConfigError(f'use_experimental_kernels: {message}; "true", or names out of {", ".join(KERNELS)}')

@@ -34,6 +34,9 @@ BAD = [
     ({"enable_in_flight_batching": True, "batching": "phased"}, "set the same thing; give one of them"),
     ({"quantization_encoding": "float32", "dtype": "float32"}, "quantization_encoding='float32' and dtype='float32'"),
     ({"max_batch_sise": 4}, "unknown field 'max_batch_sise'; did you mean 'max_batch_size'"),
+    ({"max_len": 128}, "unknown field 'max_len'; did you mean 'max_length'"),
+    ({"device_specs": "cpu", "device": None}, r"device_specs is 'cpu' \(str\), it must be a list: \['cpu'\]"),
+    ({"quantization_encoding": 32}, r"quantization_encoding is 32 \(int\), it must be one of float32, bfloat16"),
     ({"max_batch_size": 4, "blok_size_tokens": 4}, "did you mean 'block_size_tokens'"),
     ({"model": {"kv_cache": {"page": 3}}}, "unknown field of model.kv_cache 'page'"),
     ({"model": "llama"}, "model is 'llama', it must be a mapping of its fields; model_path: llama names the model"),
@@ -70,6 +73,8 @@ BAD = [
     ({"data_parallel_degree": 0}, "data_parallel_degree is 0, it must be an integer of at least 1"),
     ({"device_specs": ["cpu"], "device": None, "dp": 0}, "data_parallel_degree is 0"),
     ({"use_experimental_kernels": "fused_rop"}, "unknown experimental kernel 'fused_rop'; did you mean 'fused_rope'"),
+    ({"use_experimental_kernels": "fused_rope,compiled_layers"}, "compiled_layers is not built: a CPU runs its layers"),
+    ({"use_experimental_kernels": "flashinfer_sampling"}, "flashinfer_sampling is not built: a draw is a function of"),
     ({"use_vendor_blas": "maybe"}, 'use_vendor_blas is \'maybe\', it must be "true" or "false"'),
     ({"pdl_level": "3"}, 'pdl_level is \'3\', it must be "0", "1" or "2"'),
     ({"pdl_level": "1"}, "pdl_level is '1': .*take \"0\""),
@@ -159,3 +164,16 @@ def test_bad_file_is_refused_with_its_name_and_sections(text, section, message):
     Path("bad.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         PipelineConfig(config_file="bad.yaml", section_name=section)
+
+
+def test_values_without_a_name_and_assigned_ones_are_refused_alike():
+    with pytest.raises(ConfigError, match="takes values by name; write model_path='llama'"):
+        PipelineConfig("llama")
+    config = PipelineConfig(model_path="llama", defer_resolve=True)
+    for name, value, message in (
+        ("max_lenght", 3, "unknown field of PipelineConfig 'max_lenght'; did you mean 'max_length'"),
+        ("kv_cache_page_size", 3, "unknown field .* flat names are for the constructor"),
+        ("max_length", "3", r"max_length is '3' \(str\), it must be a valid integer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            setattr(config, name, value)

@@ -111,6 +111,42 @@ def test_overlap_is_left_to_the_device_unless_it_is_asked_for():
     assert resolved(options={"overlap": False}).resolved.engine.overlap is False
 
 
+def test_experimental_kernels_choose_options_of_the_engine_and_say_why_they_cannot_run():
+    named = resolved(use_experimental_kernels="fused_rope")
+    assert named.resolved.engine.use_flashinfer_fused_rope is True and in_effect(named, "use_experimental_kernels") == (
+        "fused_rope",
+        "argument",
+    )
+    every = resolved(use_experimental_kernels="true")
+    assert in_effect(every, "use_experimental_kernels") == ("false", "argument")
+    assert every.effective["use_experimental_kernels"].note == "fused_rope: for GPUs"
+    assert resolved().resolved.engine.use_flashinfer_fused_rope is False
+
+
+def test_what_yaml_reads_as_truth_or_number_is_what_was_written():
+    path = _write(
+        "yaml.yaml", "gpu_profiling: on\nuse_vendor_blas: true\nuse_experimental_kernels: off\npdl_level: 0\n"
+    )
+    config = PipelineConfig(config_file=path, defer_resolve=True)
+    found = (config.profiling.gpu_profiling.value, config.use_vendor_blas, config.use_experimental_kernels)
+    assert found == ("on", "true", "false") and config.pdl_level == "0"
+
+
+def test_ranks_are_those_that_torchrun_started(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    layout = resolved(ep_size=2, data_parallel_degree=2).resolved.layout
+    assert (layout.ep, layout.dp, layout.world_size) == (2, 2, 4)
+    with pytest.raises(
+        ConfigError, match=r"= 1 x 1 x 1 x 2 = 2 \(.*ep_size\), but torchrun started 4 processes; start as"
+    ):
+        resolved(ep_size=2)
+
+
+def test_empty_batches_are_said_to_need_nothing():
+    assert "take part in every step" in resolved(execute_empty_batches=True).effective["execute_empty_batches"].note
+    assert resolved(execute_empty_batches=True).resolved.engine == resolved().resolved.engine
+
+
 def test_stock_classes_are_built_unless_they_are_not_asked_for_or_cannot_be():
     assert in_effect(resolved(), "use_legacy_module") == (True, "default")
     assert resolved(use_legacy_module=False).resolved.llm["use_legacy_module"] is False
@@ -175,15 +211,34 @@ PRECEDENCE = {
     "max_queue": (7, 8, 9),
     "seed": (1, 2, 3),
     "allow_origin": (("http://a",), ("http://b",), ("http://c",)),
+    "use_vendor_blas": ("true", "false", "true"),
+    "device_memory_utilization": (0.5, 0.6, 0.7),
+    "data_parallel_degree": (1, 2, 1),
+    "threads": (1, 2, 3),
+    "chat_template": ("a.jinja", "b.jinja", "c.jinja"),
+    "gpu_profiling": ("on", "detailed", "off"),
+    "host_kvcache_swap_space_gb": (1.5, 2.5, 3.5),
 }
+"""Field or option of each kind -> its values by argument, environment and file."""
+
+
+@pytest.fixture
+def templates():
+    for name in PRECEDENCE["chat_template"]:
+        Path(name).write_text("{{ messages }}")
+
+
+def listed(one: object) -> object:
+    return list(one) if isinstance(one, tuple) else one
+
+
+def plain(one: object) -> object:
+    return str(one) if isinstance(one, Path) else listed(getattr(one, "value", one))
 
 
 @pytest.mark.parametrize("name", PRECEDENCE)
-def test_argument_goes_before_environment_before_file(name, monkeypatch, tmp_path):
+def test_argument_goes_before_environment_before_file(name, monkeypatch, tmp_path, templates):
     by_argument, by_environment, by_file = PRECEDENCE[name]
-
-    def listed(one: object) -> object:
-        return list(one) if isinstance(one, tuple) else one
 
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({name: listed(by_file)}))
@@ -192,13 +247,36 @@ def test_argument_goes_before_environment_before_file(name, monkeypatch, tmp_pat
 
     def value(**more: object) -> tuple[object, str]:
         one = PipelineConfig(**given | cast | more).effective[name]
-        return listed(getattr(one.requested, "value", one.requested)), one.source
+        return plain(one.requested), one.source
 
     assert value() == (listed(by_file), "file")
     text = ",".join(by_environment) if isinstance(by_environment, tuple) else str(by_environment)
     monkeypatch.setenv(f"MEGATRON_INFER_{name.upper()}", text)
     assert value() == (listed(by_environment), "environment")
     assert value(**{name: by_argument}) == (listed(by_argument), "argument")
+
+
+def test_flags_go_before_environment_and_file_for_every_kind(monkeypatch, tmp_path, templates):
+    from megatron_infer.cli import serve
+    from megatron_infer.server import launch
+
+    made, make = [], serve.pipeline_from
+    monkeypatch.setattr(serve, "pipeline_from", lambda args: made.append(make(args)) or made[0])
+    monkeypatch.setattr(launch, "serve", lambda options, settings, note: None)
+    path, flags = tmp_path / "config.yaml", []
+    path.write_text(yaml.safe_dump({name: listed(values[2]) for name, values in PRECEDENCE.items()}))
+    for name, (by_argument, by_environment, _) in PRECEDENCE.items():
+        text = ",".join(by_environment) if isinstance(by_environment, tuple) else str(by_environment)
+        monkeypatch.setenv(f"MEGATRON_INFER_{name.upper()}", text)
+        flag = {"seed": "--engine-seed"}.get(name, "--" + name.replace("_", "-"))
+        given = [flag, *map(str, by_argument if isinstance(by_argument, tuple) else (by_argument,))]
+        flags += [flag if by_argument else f"--no-{flag[2:]}"] if isinstance(by_argument, bool) else given
+    cast = ["--allow-safetensors-weights-fp32-bf6-bidirectional-cast", "--device", "cpu"]
+    monkeypatch.setenv("MEGATRON_INFER_BATCHING", "phased")
+    assert main(["serve", "llama", "--config-file", str(path), *flags, *cast]) == 0
+    for name, (by_argument, _, _) in PRECEDENCE.items():
+        found = made[0].effective[name]
+        assert (plain(found.requested), found.source) == (listed(by_argument), "argument"), name
 
 
 def test_mappings_of_file_and_arguments_are_merged_key_by_key(tmp_path):
@@ -400,6 +478,7 @@ def test_base_of_endpoints_is_held_by_one_server_at_a_time(tmp_path):
         EndpointBase(base)
     first.close()
     (tmp_path / "made" / "base-coordinator").write_text("stale")
+    assert resolved(zmq_endpoint_base=base).resolved.endpoint_base == base and not resolved().resolved.endpoint_base
     second = EndpointBase(base)
     assert not (tmp_path / "made" / "base-coordinator").exists()
     second.close()
