@@ -18,8 +18,12 @@ class AdapterCommands:
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         """`read_adapter` is no command: what it begins for a command to load, `load_adapter` takes as `source`."""
-        adapters = {"load_adapter": self.load, "read_adapter": self.read}
-        return {**adapters, "unload_adapter": self.unload, "undo_adapter": self.undo}
+        return {
+            "read_adapter": self.read,
+            "load_adapter": self.load,
+            "unload_adapter": self.unload,
+            "undo_adapter": self.undo,
+        }
 
     def read(self, *, name: str, path: str, **_: Any) -> AdapterReading:
         """Begin to read an adapter while the engine steps. path: absolute, or from the root.
