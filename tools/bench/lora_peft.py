@@ -2,8 +2,8 @@
 
     taskset -c 0,1 python tools/bench/lora_peft.py [--rounds 2] [--dtype bfloat16] [--output 128]
 
-1. Logits in float32 of an adapter of rank 16 on all seven projections: every row that the engine draws from, in a prefill
-   and in decoding steps, against PEFT's forward of the whole sequence. The difference is given beside the largest logit.
+1. Logits in float32 of adapters of rank 16 on all seven projections: every row that the engine draws from, of a prefill
+   and of decoding steps, against PEFT's forward of the whole sequence, and how far apart they are of the largest logit.
 2. Tokens a second of 16 requests, greedy, 128 prompt and OUTPUT new tokens, engines in turns: one adapter; 8 adapters,
    two requests each. PEFT runs 8 adapters one batch after the other, and in one batch by `adapter_names`.
 """
