@@ -47,6 +47,8 @@ class Found:
     gaps: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
     changes: dict[str, int] = field(default_factory=dict)
+    late: int = 0
+    """Calls of an adapter that came after it was unloaded: 404."""
     busy: int = 0
     """Unloads that were refused as requests used the adapter."""
 
@@ -82,6 +84,9 @@ class Soak:
                             self.found.gaps.append(now - last)
                         last = now
             except (OSError, EOFError, ValueError) as error:
+                if " 404 " in str(error) and name not in self.open:  # unloaded before the call arrived
+                    self.found.late += 1
+                    continue
                 self.found.lost.append(f"{name}: {type(error).__name__}: {error}")
                 continue
             if len(tokens) != self.num_tokens or spans is None:
@@ -203,6 +208,7 @@ def main() -> int:
         "different offline runs": len(cases),
         "wrong": len(wrong),
         "lost": len(found.lost),
+        "calls after an unload (404)": found.late,
         "load ms": {"median": round(1e3 * statistics.median(found.loads)), "most": round(1e3 * max(found.loads))},
         "between tokens, ms": {f"p{share}": round(1e3 * quantile(found.gaps, share / 100)) for share in (50, 99, 100)},
         "MiB": memory.report(),
