@@ -107,7 +107,10 @@ def _add_speculative_options(group: Any) -> None:
     """`--speculative METHOD`, and a flag for each other field of SpeculativeConfig."""
     docs = docs_of(SpeculativeConfig)
     for item in dataclasses.fields(SpeculativeConfig):
-        parsing = _parsing_of(item.name, str(item.type)) if item.type != "str" else {"metavar": item.name.upper()}
+        if item.name == "method":
+            parsing: dict[str, Any] = {"type": _methods, "metavar": "METHOD[,METHOD]"}
+        else:
+            parsing = _parsing_of(item.name, str(item.type)) if item.type != "str" else {"metavar": item.name.upper()}
         what = field_docs()["speculative"] if item.name == "method" else docs[item.name]
         default = "none" if item.name == "method" else _shown(item.default)
         group.add_argument(
@@ -117,6 +120,12 @@ def _add_speculative_options(group: Any) -> None:
             help=f"{what} (default {default})".replace("%", "%%"),
             **parsing,
         )
+
+
+def _methods(text: str) -> str | tuple[str, ...]:
+    """One method, or several in the order in which they are asked."""
+    names = tuple(text.split(","))
+    return names if len(names) > 1 else text
 
 
 def speculative_flag(name: str) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "grammar")
 NOT_BUILT = {
-    "grammar": "tokens that structured output forces are drawn one by one",
     "draft": "a draft model has no cache here",
     "standalone": "a draft model has no cache here",
     "mtp": "heads that predict several tokens are not adopted",
@@ -25,7 +24,7 @@ OTHER_VERIFICATIONS = {
     "logit-comparison": "it changes the distribution that tokens are drawn from",
 }
 OTHER_FIELDS = {
-    "draft_model": "method is 'ngram', which drafts without a model",
+    "draft_model": "no method drafts with a model",
     "synthetic_acceptance_rate": "drafts are kept only where they equal what is drawn",
 }
 LARGEST_NGRAM = 16
@@ -39,8 +38,9 @@ class SpeculativeConfig:
     by one; drafts are kept as far as they equal the draws. So no option here changes a token.
     """
 
-    method: str = "ngram"
-    """ngram: what followed the last tokens where they stood before, in prompt or answer."""
+    method: str | tuple[str, ...] = "ngram"
+    """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that structured
+    output forces. Several: the first that proposes anything."""
     num_speculative_tokens: int = 4
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     ngram_max: int = 4
@@ -64,7 +64,7 @@ class SpeculativeConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _choice("method", self.method, METHODS, NOT_BUILT)
+        object.__setattr__(self, "method", _methods(self.method))
         _choice("verification", self.verification, VERIFICATIONS, OTHER_VERIFICATIONS)
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative: adaptive is {self.adaptive!r}, it must be True or False")
@@ -72,9 +72,24 @@ class SpeculativeConfig:
         _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "2 is usual")
         _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """In the order in which they are asked."""
+        return (self.method,) if isinstance(self.method, str) else self.method
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which `speculative_of` takes back."""
         return asdict(self)
+
+
+def _methods(value: object) -> str | tuple[str, ...]:
+    """The value of `method`, checked: one name, or a tuple of several."""
+    names = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for name in names:
+        _choice("method", name, METHODS, NOT_BUILT)
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"speculative: method is {value!r}, it must name at least one method, and none twice")
+    return names if len(names) > 1 else names[0]
 
 
 def speculative_of(value: object) -> SpeculativeConfig | None:

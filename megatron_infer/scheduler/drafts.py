@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,12 +64,14 @@ class DraftPlanner:
         max_drafts: int,
         vocab_size: int,
         depth: DraftDepth | None = None,
+        num_allowed: Callable[[Request, Sequence[int]], int] | None = None,
     ) -> None:
-        """depth: decides how many drafts pay; None: all of them."""
+        """depth: decides how many drafts pay; None: all of them. num_allowed: see `Grammars`; None: nothing is drafted
+        for requests with structured output."""
         assert 1 <= max_drafts < context.block_size, f"{max_drafts} drafts, blocks of {context.block_size} tokens"
         self.stats = SpecDecodeMetrics(drafted_per_position=[0] * max_drafts, accepted_per_position=[0] * max_drafts)
         self.proposer, self.depth, self._context = proposer, depth, context
-        self._max_drafts, self._vocab_size = max_drafts, vocab_size
+        self._max_drafts, self._vocab_size, self._num_allowed = max_drafts, vocab_size, num_allowed
         self._verifying: set[Request] = set()
 
     def ready(
@@ -181,11 +183,14 @@ class DraftPlanner:
     def _proposal(self, request: Request) -> Proposal:
         """What may follow the known tokens of `request`, as far as it can be drawn."""
         most = min(self._max_drafts, request.max_total - 1 - len(request.tokens))
-        if most < 1 or not request.params.speculate or request.params.structured is not None:
+        structured = request.params.structured is not None
+        if most < 1 or not request.params.speculate or (structured and self._num_allowed is None):
             return NO_PROPOSAL
         found = self.proposer.propose(request, most)
         tokens = found.tokens[:most]
         wrong = next((place for place, one in enumerate(tokens) if not 0 <= one < self._vocab_size), len(tokens))
+        if wrong and structured and self._num_allowed is not None:
+            wrong = self._num_allowed(request, tokens[:wrong])
         found = found._replace(tokens=tokens[:wrong])
         if self.depth is not None:
             self.depth.proposed(request, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -273,6 +274,9 @@ def test_metrics_are_exported(model, plain):
         ({"method": "draft"}, "method='draft' is not built"),
         ({"method": "mtp"}, "method='mtp' is not built"),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
+        ({"method": ("grammar", "eagle")}, "megatron-core has no EAGLE heads"),
+        ({"method": ("ngram", "ngram")}, "at least one method, and none twice"),
+        ({"method": []}, "at least one method"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0.*leave speculative None"),
         ({"num_speculative_tokens": 16}, "must be below block_size_tokens = 16"),
         ({"ngram_min": 5}, "ngram_max is 4.*5 to 16"),
@@ -288,8 +292,15 @@ def test_wrong_options_are_refused_by_name(values, message):
         InferenceConfig(block_size_tokens=16, speculative=values)
 
 
+def test_grammar_proposals_need_a_tokenizer(model):
+    with pytest.raises(ConfigError, match="no tokenizer for it"):
+        DynamicInferenceEngine(model, InferenceConfig(**BASE, speculative={"method": "grammar"}))
+
+
 def test_a_config_survives_plain_values():
-    config = InferenceConfig(speculative=SpeculativeConfig(num_speculative_tokens=3, adaptive=False))
-    assert InferenceConfig.from_dict(config.to_dict()) == config
+    for method in ("grammar", ("grammar", "ngram")):
+        asked = SpeculativeConfig(method=method, num_speculative_tokens=3, adaptive=False)
+        config = InferenceConfig(speculative=asked)
+        assert InferenceConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ConfigError, match="must be a SpeculativeConfig"):
         InferenceConfig(speculative="ngram")
