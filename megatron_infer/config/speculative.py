@@ -39,8 +39,8 @@ class SpeculativeConfig:
     """
 
     method: str | tuple[str, ...] = "ngram"
-    """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that structured
-    output forces. Several: the first that proposes anything."""
+    """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that
+    structured output forces. Several: the first that proposes anything."""
     num_speculative_tokens: int = 4
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     ngram_max: int = 4
