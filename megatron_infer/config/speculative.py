@@ -8,9 +8,8 @@ from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
 
-METHODS = ("ngram", "draft")
+METHODS = ("ngram", "grammar", "draft")
 NOT_BUILT = {
-    "grammar": "tokens that structured output forces are drawn one by one",
     "standalone": "this method is named 'draft' here",
     "mtp": "heads that predict several tokens are not adopted",
     "eagle": "megatron-core has no EAGLE heads",
@@ -37,9 +36,9 @@ class SpeculativeConfig:
     by one; drafts are kept as far as they equal the draws. So no option here changes a token.
     """
 
-    method: str = "ngram"
-    """ngram: what followed the last tokens where they stood before, in prompt or answer. draft: what `draft_model`
-    draws."""
+    method: str | tuple[str, ...] = "ngram"
+    """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that
+    structured output forces. draft: what `draft_model` draws. Several: the first that proposes anything."""
     num_speculative_tokens: int = 4
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     ngram_max: int = 4
@@ -66,14 +65,12 @@ class SpeculativeConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _choice("method", self.method, METHODS, NOT_BUILT)
+        object.__setattr__(self, "method", _methods(self.method))
         _choice("verification", self.verification, VERIFICATIONS, OTHER_VERIFICATIONS)
-        if (self.method == "draft") != (self.draft_model is not None):
-            remedy = (
-                "give the model that drafts, draft_model='small/'"
-                if self.method == "draft"
-                else "leave it None, or set method='draft'"
-            )
+        if ("draft" in self.methods) != (self.draft_model is not None):
+            remedy = "leave it None, or set method='draft'"
+            if "draft" in self.methods:
+                remedy = "give the model that drafts, draft_model='small/'"
             raise ConfigError(
                 f"speculative: draft_model is {self._shown_model()!r} with method {self.method!r}; {remedy}"
             )
@@ -83,6 +80,11 @@ class SpeculativeConfig:
         _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "2 is usual")
         _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """In the order in which they are asked."""
+        return (self.method,) if isinstance(self.method, str) else self.method
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which `speculative_of` takes back; a live draft model is only named."""
         return {item.name: getattr(self, item.name) for item in fields(self)} | {"draft_model": self._shown_model()}
@@ -90,6 +92,16 @@ class SpeculativeConfig:
     def _shown_model(self) -> str | None:
         model = self.draft_model
         return model if model is None or isinstance(model, str) else f"a live {type(model).__name__}"
+
+
+def _methods(value: object) -> str | tuple[str, ...]:
+    """The value of `method`, checked: one name, or a tuple of several."""
+    names = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for name in names:
+        _choice("method", name, METHODS, NOT_BUILT)
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"speculative: method is {value!r}, it must name at least one method, and none twice")
+    return names if len(names) > 1 else names[0]
 
 
 def speculative_of(value: object) -> SpeculativeConfig | None:

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -76,16 +76,18 @@ from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.model_runner import ModelRunner, Runner
 from megatron_infer.sampling.draw_groups import DeviceOps
+from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.token_masks import forbid
 from megatron_infer.scheduler.draft_depth import DraftDepth
-from megatron_infer.scheduler.drafts import DeviceProposer, DraftPlanner
+from megatron_infer.scheduler.drafts import DeviceProposer, DraftPlanner, Proposer
 from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.running_set import EventHook
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.speculative.ngram import NgramProposer
+from megatron_infer.speculative.proposers import FirstProposer, GrammarProposer
 from megatron_infer.speculative.verify import Verifier
 from megatron_infer.weights.derived import DerivedCache, DerivedCaches
 from megatron_infer.weights.manager import WeightManager
@@ -159,15 +161,16 @@ def build_engine(
     context = make_context(config, setup.agreed)
     swaps = context.swap is not None
     costs = agreed_costs(setup) if swaps else None
-    drafts = make_drafts(config, setup, context)
+    loaded = None if context.adapters is None else context.adapters.versions
+    input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
+    grammars = input_processor.grammars
+    drafts = make_drafts(config, setup, context, grammars, has_tokenizer=tokenizer is not None)
     scheduler = make_scheduler(config, setup, context, costs=costs, drafts=drafts, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
     if setup.graphs is not None and captures_at_start(config):
         with torch.inference_mode():
             setup.graphs.pool.capture_all(decode_only=True)
-    loaded = None if context.adapters is None else context.adapters.versions
-    input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.lockstep)
     stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)
@@ -182,7 +185,7 @@ def build_engine(
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
     if drafts is not None and drafts.depth is not None and rank_group.groups.is_leader:
         observers.append(StepCostMeter(drafts.set_costs if rank_group.size == 1 else outbox.set_draft_costs))
-    verifier, grammars = None if drafts is None else Verifier(drafts), input_processor.grammars
+    verifier = None if drafts is None else Verifier(drafts)
     loop = StepLoop(scheduler, executor, weights, output_processor, grammars, config, observers, verifier)
     kv_dtype = config.kv_dtype_of(adopted.shape)
     draft = None if setup.draft is None else setup.draft.adopted
@@ -357,18 +360,36 @@ def max_drafts_of(config: InferenceConfig) -> int:
     return 0 if config.speculative is None else config.speculative.num_speculative_tokens
 
 
-def make_drafts(config: InferenceConfig, setup: ModelSetup, context: DynamicInferenceContext) -> DraftPlanner | None:
+def make_drafts(
+    config: InferenceConfig,
+    setup: ModelSetup,
+    context: DynamicInferenceContext,
+    grammars: Grammars,
+    *,
+    has_tokenizer: bool,
+) -> DraftPlanner | None:
     """What drafts tokens; None without `speculative`."""
     asked = config.speculative
     if asked is None:
         return None
-    ngrams = NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max)
+    if "grammar" in asked.methods and not has_tokenizer:
+        raise ConfigError(
+            "speculative: method 'grammar' drafts what structured output forces, and the engine has no tokenizer for "
+            "it; give it one or leave 'grammar' out"
+        )
+    proposers: dict[str, Callable[[], Proposer]] = {
+        "ngram": lambda: NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
+        "grammar": lambda: GrammarProposer(grammars.forced),
+        "draft": DeviceProposer,
+    }
+    chosen = [proposers[name]() for name in asked.methods]
     return DraftPlanner(
         context,
-        ngrams if setup.draft is None else DeviceProposer(),
+        chosen[0] if len(chosen) == 1 else FirstProposer(chosen),
         max_drafts=asked.num_speculative_tokens,
         vocab_size=setup.adopted.shape.vocab_size,
         depth=DraftDepth() if asked.adaptive else None,
+        num_allowed=grammars.num_allowed,
         has_draft_model=setup.draft is not None,
     )
 
