@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
+from chi_square import homogeneity
 from model_kinds import buffers, make_model
 from test_same_answer import FEATURES, make_engine, run, workload
 from test_speculative import WAYS, ask, shown
@@ -162,6 +165,47 @@ def test_adaptive_depth_stops_where_drafts_do_not_pay(model, guesser):
     full = make_engine(model, "attention", speculative=draft | {"adaptive": False})
     assert shown(adaptive.generate(prompts, params)) == shown(full.generate(prompts, params))
     assert 0 < adaptive.spec_decode_metrics().num_drafted < 0.8 * full.spec_decode_metrics().num_drafted
+
+
+RESIDUAL = {"verification": "residual", "adaptive": False, "num_speculative_tokens": 3}
+
+
+def test_rejection_keeps_greedy_answers_and_returns_the_targets_log_probabilities(model, guesser):
+    prompts, _ = workload("sampled")
+    plain = make_engine(model, "attention")
+    engine = make_engine(model, "attention", speculative=RESIDUAL | {"method": "draft", "draft_model": guesser})
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    assert shown(engine.generate(prompts, greedy)) == shown(plain.generate(prompts, greedy))
+    params = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=16, ignore_eos=True, logprobs=0)
+    outputs = engine.generate(prompts, params)
+    whole = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+    scored = plain.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for output, other in zip(outputs, scored, strict=True):
+        drawn = zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+        wanted = other.prompt_logprobs[len(output.prompt_token_ids) :]
+        for (token, own), one in zip(drawn, wanted, strict=True):
+            assert abs(own[token].logprob - one[token].logprob) < 1e-5
+    with pytest.raises(ConfigError, match="'residual' with batch_invariant=True"):
+        InferenceConfig(batch_invariant=True, speculative={"verification": "residual"})
+
+
+@pytest.mark.long
+def test_rejection_draws_sequences_of_the_same_distribution(model, guesser):
+    """The first three tokens of five, of three each: 27 sequences, drafted together."""
+    prompt, count = [5, 9, 17, 30], 2000
+    counts = []
+    for seed, speculative in ((0, None), (count, RESIDUAL | {"method": "draft", "draft_model": guesser})):
+        engine = make_engine(model, "attention", speculative=speculative)
+        common = {"temperature": 1.3, "top_k": 3, "max_tokens": 5, "ignore_eos": True}
+        params = [SamplingParams(seed=seed + index, **common) for index in range(count)]
+        outputs = engine.generate([prompt] * count, params)
+        drawn = Counter(tuple(output.outputs[0].token_ids[:3]) for output in outputs)
+        counts.append(drawn)
+    assert engine.spec_decode_metrics().num_drafted > 2 * count
+    names = sorted(counts[0].keys() | counts[1].keys())
+    assert len(names) == 27
+    first, second = (np.array([found[name] for name in names]) for found in counts)
+    assert homogeneity(first, second) > 0.01
 
 
 def test_memory_counts_both_models(model, twin):
