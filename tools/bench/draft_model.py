@@ -3,9 +3,9 @@
     python tools/bench/draft_model.py [--layers 30] [--set copy] [--at-once 1] [--rounds 3] [--num-speculative-tokens 4]
     python tools/bench/draft_model.py --draft PATH         another model
 
-The draft is the model's own first layers with its final norm and output layer; all of them: the model itself, whose drafts
-are all kept. Answers are greedy. Both engines run in turn, each round starts with the other one; their tokens must be the
-same.
+The draft is the model's own first layers with its final norm and output layer; all of them: the model itself, whose
+drafts are all kept. Answers are greedy. Both engines run in turn, each round starts with the other one; their tokens
+must be the same.
 """
 
 from __future__ import annotations
