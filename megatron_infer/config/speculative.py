@@ -15,10 +15,9 @@ NOT_BUILT = {
     "eagle": "megatron-core has no EAGLE heads",
 }
 """Method that is known elsewhere -> why it is refused."""
-VERIFICATIONS = ("same_tokens",)
+VERIFICATIONS = ("same_tokens", "residual")
 OTHER_VERIFICATIONS = {
     "greedy": "same_tokens at temperature 0 is greedy; set the temperature of the request",
-    "residual": "it draws other tokens than one by one; same_tokens draws the same",
     "typical-acceptance": "it changes the distribution that tokens are drawn from",
     "logit-comparison": "it changes the distribution that tokens are drawn from",
 }
@@ -33,7 +32,7 @@ class SpeculativeConfig:
     """How tokens are drafted and verified. Raises ConfigError for a wrong value or an unknown name.
 
     A step computes a request's last token and its drafts and draws behind each of them what it would have drawn one
-    by one; drafts are kept as far as they equal the draws. So no option here changes a token.
+    by one; drafts are kept as far as they equal the draws. So no option but `verification` changes a token.
     """
 
     method: str | tuple[str, ...] = "ngram"
@@ -52,7 +51,8 @@ class SpeculativeConfig:
     """Measured seconds of steps and the share of drafts kept decide how many tokens are drafted, none included. False:
     always as many as are found."""
     verification: str = "same_tokens"
-    """same_tokens: a draft is kept where it equals the token that is drawn at its position."""
+    """same_tokens: a draft is kept where it equals the token that is drawn at its position. residual: classic rejection
+    of a draft model's drafts: other tokens, of the same distribution. For drafts without one both are the same."""
 
     def __new__(cls, *args: object, **kwargs: object) -> SpeculativeConfig:
         """Refuse an unknown keyword, with the reason or the nearest known one."""

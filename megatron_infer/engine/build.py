@@ -587,8 +587,8 @@ def make_runner(
     builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype, max_drafts=max_drafts)
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     params = RowParams(sizes.max_requests + 1, shape.vocab_size)
-    drafter = None if draft is None else draft.drafter(device, sizes, store, builder.rows, params).run
-    sampler = Sampler(
+    drafter = None if draft is None else draft.drafter(device, sizes, store, builder.rows, params)
+    sampler = (Sampler if drafter is None else drafter.verifying_sampler)(
         params,
         padded_vocab_size=shape.padded_vocab_size,
         logprobs_mode=config.logprobs_mode,
@@ -609,7 +609,7 @@ def make_runner(
         graphs=graphs,
         edit_logits=hooks.apply,
         load_adapter=None if bank is None else bank.write,
-        draft=drafter,
+        draft=None if drafter is None else drafter.run,
     )
     if link is None:
         return runner, runner, graphs

@@ -311,7 +311,7 @@ def test_metrics_are_exported(model, plain):
         ({"num_speculative_tokens": 16}, "must be below block_size_tokens = 16"),
         ({"ngram_min": 5}, "ngram_max is 4.*5 to 16"),
         ({"verification": "typical-acceptance"}, "changes the distribution"),
-        ({"verification": "residual"}, "draws other tokens"),
+        ({"verification": "relaxed"}, "one of same_tokens, residual"),
         ({"draft_model": "small"}, "leave it None, or set method='draft'"),
         ({"num_tokens": 3}, "unknown SpeculativeConfig field"),
         ({"adaptive": 1}, "adaptive is 1"),
