@@ -402,6 +402,15 @@ START_PROFILE = FieldTable(
     }
 )
 
+SPEECH = FieldTable(
+    _HINTS
+    | {
+        "stream": no_effect("sound is sent as it is made; see stream_format", True, False),
+        "top_p": refused("give top_k", 1.0),
+        "language": refused("the model's text decides", ""),
+    }
+)
+
 TABLES: dict[str, FieldTable] = {
     "/v1/chat/completions, /chat/completions": CHAT,
     "/v1/completions, /completions": COMPLETIONS,
@@ -409,6 +418,7 @@ TABLES: dict[str, FieldTable] = {
     "/v1/messages, /v1/messages/count_tokens": ANTHROPIC,
     "/v1/embeddings": EMBEDDINGS,
     "/v1/score": SCORE,
+    "/v1/audio/speech": SPEECH,
     "/tokenize": TOKENIZE,
     "/generate": SGLANG_GENERATE,
     "/inference/v1/generate, /skyrl/v1/generate": VLLM_GENERATE,
