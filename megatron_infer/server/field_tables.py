@@ -410,6 +410,7 @@ SPEECH = FieldTable(
         "language": refused("the model's text decides", ""),
     }
 )
+"""Of servers whose model speaks; docs/audio.md has it."""
 
 TABLES: dict[str, FieldTable] = {
     "/v1/chat/completions, /chat/completions": CHAT,
@@ -418,7 +419,6 @@ TABLES: dict[str, FieldTable] = {
     "/v1/messages, /v1/messages/count_tokens": ANTHROPIC,
     "/v1/embeddings": EMBEDDINGS,
     "/v1/score": SCORE,
-    "/v1/audio/speech": SPEECH,
     "/tokenize": TOKENIZE,
     "/generate": SGLANG_GENERATE,
     "/inference/v1/generate, /skyrl/v1/generate": VLLM_GENERATE,
