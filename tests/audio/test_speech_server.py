@@ -143,6 +143,18 @@ def test_a_decoder_that_is_killed_is_started_again_and_loses_nothing(server, exp
     assert children(server, "audio_decoder") not in ([], [pid])
 
 
+def test_an_engine_that_is_killed_in_mid_sentence_is_started_again_and_the_sound_goes_on(server, expected):
+    (pid,) = children(server, "engine")
+    pieces = []
+    with server.http.stream("POST", "/v1/audio/speech", json=body(response_format="pcm", chunk_size=[2])) as reply:
+        for piece in reply.iter_raw():
+            pieces.append(piece)
+            if len(pieces) == 3:
+                os.kill(pid, signal.SIGKILL)
+    assert TONES.encoder.encode(sound_of(b"".join(pieces))) == list(expected[TEXTS[0]].tokens)
+    assert children(server, "engine") != [pid]
+
+
 def test_a_client_that_leaves_frees_its_request(server):
     with server.http.stream("POST", "/v1/audio/speech", json=body(max_tokens=400, chunk_size=[1])) as reply:
         next(reply.iter_raw())
