@@ -129,14 +129,8 @@ def run(args: argparse.Namespace) -> int:
     if beside_off and given(args).get("speculative") is None:
         raise ConfigError("--vs off is this engine without --speculative, which is not given; add --speculative ngram")
     pythons, sizes = parse_pythons(args.peer_python, [name for name in names if name != OFF]), _sizes(args)
-    facts, started = {}, time.perf_counter()
-    llm = load_llm(args)
-    facts[OURS] = {"version": __version__, "start_s": time.perf_counter() - started}
-    engines = {OURS: llm}
-    if beside_off:
-        started = time.perf_counter()
-        engines[OFF] = load_llm(argparse.Namespace(**vars(args) | {SPECULATIVE_DESTS["method"]: "none"}))
-        facts[OFF] = {"version": __version__, "start_s": time.perf_counter() - started}
+    engines, facts = _load_engines(args, beside_off=beside_off)
+    llm = engines[OURS]
     if args.prompts_file is not None:
         workloads = {name: _workload_of_file(args.prompts_file, llm, size) for name, size in sizes.items()}
         sizes = {name: workload.sizes for name, workload in workloads.items()}
@@ -252,6 +246,17 @@ def _our_runners(engines: Mapping[str, Any], suspend_every: int, company: list[i
 
     runners = {name: runner(llm, 0) for name, llm in engines.items()}
     return runners | ({SUSPENDING: runner(engines[OURS], suspend_every)} if suspend_every > 0 else {})
+
+
+def _load_engines(args: argparse.Namespace, *, beside_off: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Our engines, with and, if asked for, without drafts, and what is known of each, by name."""
+    engines, facts = {}, {}
+    for name in [OURS, OFF][: 1 + beside_off]:
+        started = time.perf_counter()
+        changed = {} if name == OURS else {SPECULATIVE_DESTS["method"]: "none"}
+        engines[name] = load_llm(argparse.Namespace(**vars(args) | changed))
+        facts[name] = {"version": __version__, "start_s": time.perf_counter() - started}
+    return engines, facts
 
 
 def _peer_names(texts: list[str] | None) -> list[str]:

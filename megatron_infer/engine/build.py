@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -45,6 +45,7 @@ from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
+from megatron_infer.engine.build_drafts import make_drafts
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
@@ -76,18 +77,14 @@ from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.model_runner import ModelRunner, Runner
 from megatron_infer.sampling.draw_groups import DeviceOps
-from megatron_infer.sampling.grammar_matchers import Grammars
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.token_masks import forbid
-from megatron_infer.scheduler.draft_depth import DraftDepth
-from megatron_infer.scheduler.drafts import DeviceProposer, DraftPlanner, Proposer
+from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.running_set import EventHook
 from megatron_infer.scheduler.scheduler import Scheduler
-from megatron_infer.speculative.ngram import NgramProposer
-from megatron_infer.speculative.proposers import FirstProposer, GrammarProposer
 from megatron_infer.speculative.verify import Verifier
 from megatron_infer.weights.derived import DerivedCache, DerivedCaches
 from megatron_infer.weights.manager import WeightManager
@@ -164,13 +161,11 @@ def build_engine(
     loaded = None if context.adapters is None else context.adapters.versions
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
     grammars = input_processor.grammars
-    drafts = make_drafts(config, setup, context, grammars, has_tokenizer=tokenizer is not None)
+    drafts = make_drafts(config, adopted.shape, context, grammars, has_tokenizer=tokenizer is not None)
     scheduler = make_scheduler(config, setup, context, costs=costs, drafts=drafts, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
-    if setup.graphs is not None and captures_at_start(config):
-        with torch.inference_mode():
-            setup.graphs.pool.capture_all(decode_only=True)
+    capture_at_start(setup)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.lockstep)
     stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)
@@ -360,40 +355,6 @@ def max_drafts_of(config: InferenceConfig) -> int:
     return 0 if config.speculative is None else config.speculative.num_speculative_tokens
 
 
-def make_drafts(
-    config: InferenceConfig,
-    setup: ModelSetup,
-    context: DynamicInferenceContext,
-    grammars: Grammars,
-    *,
-    has_tokenizer: bool,
-) -> DraftPlanner | None:
-    """What drafts tokens; None without `speculative`."""
-    asked = config.speculative
-    if asked is None:
-        return None
-    if "grammar" in asked.methods and not has_tokenizer:
-        raise ConfigError(
-            "speculative: method 'grammar' drafts what structured output forces, and the engine has no tokenizer for "
-            "it; give it one or leave 'grammar' out"
-        )
-    proposers: dict[str, Callable[[], Proposer]] = {
-        "ngram": lambda: NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
-        "grammar": lambda: GrammarProposer(grammars.forced),
-        "draft": DeviceProposer,
-    }
-    chosen = [proposers[name]() for name in asked.methods]
-    return DraftPlanner(
-        context,
-        chosen[0] if len(chosen) == 1 else FirstProposer(chosen),
-        max_drafts=asked.num_speculative_tokens,
-        vocab_size=setup.adopted.shape.vocab_size,
-        depth=DraftDepth() if asked.adaptive else None,
-        num_allowed=grammars.num_allowed,
-        has_draft_model=setup.draft is not None,
-    )
-
-
 def _make_profiler(setup: ModelSetup, config: InferenceConfig, loop: StepLoop, scheduler: Scheduler) -> StepProfiler:
     runner = setup.model_runner
     parts = [
@@ -526,6 +487,13 @@ def warm_up(setup: ModelSetup) -> None:
         started = time.perf_counter()
         setup.runner.warm_up(most, [count for count in adopted.token_counts(kernels.ops) if count <= most])
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)
+
+
+def capture_at_start(setup: ModelSetup) -> None:
+    """Capture the graphs that are not left to their first use."""
+    if setup.graphs is not None and captures_at_start(setup.config):
+        with torch.inference_mode():
+            setup.graphs.pool.capture_all(decode_only=True)
 
 
 def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, int]:
