@@ -15,6 +15,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.models.adopt import adopt
 from megatron_infer.outputs.request_output import GenerationError
+from megatron_infer.scheduler.draft_depth import Proposal
 from megatron_infer.testing.inspect import inspect
 
 STAGES = {
@@ -90,7 +91,7 @@ class Known:
     def propose(self, request, most):
         length = len(request.tokens)
         known = next((one for one in self._sequences if one[:length] == request.tokens), [])[length : length + most]
-        return known[:1] + [(token + 1) % 128 for token in known[1:]] if length % 2 else known
+        return Proposal(known[:1] + [(token + 1) % 128 for token in known[1:]] if length % 2 else known)
 
 
 def check_drafts(model, expected) -> None:

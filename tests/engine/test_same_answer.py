@@ -76,15 +76,22 @@ def model(kind) -> torch.nn.Module:
 
 
 def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
-    """An engine on the tiny model; pool_blocks / paused_blocks size the pool in blocks."""
+    """An engine on the tiny model; pool_blocks / paused_blocks size the pool in blocks; draft: a model that drafts."""
     settings = {**BASE, **settings}
     settings.pop("order", None)
+    if (draft := settings.pop("draft", None)) is not None:
+        settings["speculative"] = {"method": "draft", "draft_model": draft, "adaptive": False}
     if "prefix" in settings:
         settings |= prefix_caching(kind, settings.pop("prefix"))
     pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", 0)
     if pool is not None:
         settings |= buffers(
-            model, blocks=pool, paused_blocks=paused, block_size=BLOCK, max_requests=settings["max_requests"]
+            model,
+            blocks=pool,
+            paused_blocks=paused,
+            block_size=BLOCK,
+            max_requests=settings["max_requests"],
+            draft=draft,
         )
     return DynamicInferenceEngine(model, InferenceConfig(**settings))
 
