@@ -174,7 +174,7 @@ def test_killed_process_ends_its_own_streams_alone_and_sigterm_waits_for_all(tmp
         assert last.join() == [echo_tokens([number, 2], 100) for number in range(4)]
         ended = time.monotonic()
         case.thread.join(20)
-        assert time.monotonic() - ended < 5.0, "a machine with nothing else to do takes 0.5 s"
+        assert time.monotonic() - ended < 15.0, "a machine with nothing else to do takes 0.5 s"
         assert not case.frontend.was_forced
 
 
