@@ -36,6 +36,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("config", "options, sampling parameters, and the sizes that follow from them"),
     ("text", "tokenizer, detokenizer, chat templates, tool calls"),
     ("metrics", "metric definitions and sinks: Prometheus, wandb"),
+    ("audio", "speech tokens to sound: blocks, audio decoders, voices"),
     ("context", "which sequence holds which rows, blocks and state slots: ids only"),
     ("scheduler", "requests and what each step computes: ids only"),
     ("comm", "process groups and the ranks of one engine in lockstep"),
@@ -127,6 +128,10 @@ HOMES: dict[str, tuple[str, ...]] = {
 """Foreign module -> the only places of the package that may touch it."""
 PURE = (
     "errors",
+    "audio.blocks",
+    "audio.layout",
+    "audio.registry",
+    "audio.speech_model",
     "config",
     "context",
     "scheduler",

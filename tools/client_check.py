@@ -33,6 +33,7 @@ SCRIPTS = {
     "trl_client": "trl",
     "areal_engines": "areal",
     "guidellm_load": "guidellm",
+    "vllm_bench": "vllm",
 }
 """Script -> the package that it needs."""
 TIMEOUT_S = 300

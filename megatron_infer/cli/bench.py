@@ -96,7 +96,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """-> 0. Raises InferenceError if an engine does not start or does not answer with the lengths asked for."""
+    """-> 0; 1 if a peer ended meanwhile. Raises InferenceError if an engine does not start or does not answer with the
+    lengths asked for."""
     report_path = _open_report(args.json)
     if args.plot is not None:
         require_matplotlib()
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     _write(report, report_path)
     if args.plot is not None:
         plot_engines(report, args.plot)
-    return 0
+    return int(any(peer.failure is not None for peer in peers))
 
 
 def interleave(runners: Mapping[str, Runner], workload: Workload, num_rounds: int) -> dict[str, list[RunResult]]:
@@ -182,7 +183,8 @@ def interleave(runners: Mapping[str, Runner], workload: Workload, num_rounds: in
                 repeats[name] -= 1
                 note(f"round {index + 1}: {name} repeated, others used {result.other_load:.2f} cores")
                 again = runners[name](workload)
-                assert again is not None
+                if again is None:
+                    break
                 result = min(result, again, key=lambda one: one.other_load or 0.0)
             results[name].append(result)
             busy = "" if result.other_load is None else f", others used {result.other_load:.2f} cores"
@@ -215,7 +217,9 @@ def _our_runners(llm: Any, suspend_every: int, company: list[int]) -> dict[str, 
 
 
 def _peer_names(text: str | None) -> list[str]:
-    names = [] if text is None else list(dict.fromkeys(text.split(",")))
+    names = [] if text is None else text.split(",")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--vs {text}: an engine is named twice; name each once")
     if unknown := [name for name in names if name not in PEERS]:
         raise ConfigError(f"--vs: unknown engine {unknown[0]!r}; there are {', '.join(PEERS)}")
     return names

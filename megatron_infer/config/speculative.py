@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft")
 NOT_BUILT = {
     "grammar": "tokens that structured output forces are drawn one by one",
-    "draft": "a draft model has no cache here",
-    "standalone": "a draft model has no cache here",
+    "standalone": "this method is named 'draft' here",
     "mtp": "heads that predict several tokens are not adopted",
     "eagle": "megatron-core has no EAGLE heads",
 }
@@ -25,7 +24,6 @@ OTHER_VERIFICATIONS = {
     "logit-comparison": "it changes the distribution that tokens are drawn from",
 }
 OTHER_FIELDS = {
-    "draft_model": "method is 'ngram', which drafts without a model",
     "synthetic_acceptance_rate": "drafts are kept only where they equal what is drawn",
 }
 LARGEST_NGRAM = 16
@@ -40,13 +38,17 @@ class SpeculativeConfig:
     """
 
     method: str = "ngram"
-    """ngram: what followed the last tokens where they stood before, in prompt or answer."""
+    """ngram: what followed the last tokens where they stood before, in prompt or answer. draft: what `draft_model`
+    draws."""
     num_speculative_tokens: int = 4
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     ngram_max: int = 4
     """The longest run of last tokens that is looked up; at most 16."""
     ngram_min: int = 2
     """The shortest run; at least 1."""
+    draft_model: Any = None
+    """The model that drafts: an alias, directory, hub id, .gguf file or checkpoint, or a live megatron-core model; of
+    the same vocabulary and tokenizer. For method draft only."""
     adaptive: bool = True
     """Measured seconds of steps and the share of drafts kept decide how many tokens are drafted, none included. False:
     always as many as are found."""
@@ -66,6 +68,15 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         _choice("method", self.method, METHODS, NOT_BUILT)
         _choice("verification", self.verification, VERIFICATIONS, OTHER_VERIFICATIONS)
+        if (self.method == "draft") != (self.draft_model is not None):
+            remedy = (
+                "give the model that drafts, draft_model='small/'"
+                if self.method == "draft"
+                else "leave it None, or set method='draft'"
+            )
+            raise ConfigError(
+                f"speculative: draft_model is {self._shown_model()!r} with method {self.method!r}; {remedy}"
+            )
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative: adaptive is {self.adaptive!r}, it must be True or False")
         _int("num_speculative_tokens", self.num_speculative_tokens, 1, None, "for none leave speculative None")
@@ -73,8 +84,12 @@ class SpeculativeConfig:
         _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, which `speculative_of` takes back."""
-        return asdict(self)
+        """Plain values, which `speculative_of` takes back; a live draft model is only named."""
+        return {item.name: getattr(self, item.name) for item in fields(self)} | {"draft_model": self._shown_model()}
+
+    def _shown_model(self) -> str | None:
+        model = self.draft_model
+        return model if model is None or isinstance(model, str) else f"a live {type(model).__name__}"
 
 
 def speculative_of(value: object) -> SpeculativeConfig | None:

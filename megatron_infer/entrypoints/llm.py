@@ -25,6 +25,7 @@ from megatron_infer.outputs.embeddings import Embedding, embeddings_of, params_f
 from megatron_infer.outputs.request_output import OnError, RequestOutput
 from megatron_infer.requests.input_processor import Prompt, is_single_prompt
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.process_memory import return_freed
 
 log = logging.getLogger("megatron_infer")
 
@@ -81,6 +82,7 @@ class LLM:
             model_name=source.name,
             owns_weights=True,
         )
+        return_freed()  # by the weights' reading and packing
 
     def generate(
         self,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ModelError
-from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.lora.adapter import Adapter, LoRAPair, is_finite
 from megatron_infer.lora.names import AdaptedLinear, AdaptedLinears
 from megatron_infer.lora.peft_config import PeftConfig
 from megatron_infer.model_loader.hf_family import spelled
@@ -197,7 +197,7 @@ class _Pairs:
             self._problems.append(f"{shown} has rank {rank}, {_limit(self._max_rank)}")
         elif a.dtype not in DTYPES or b.dtype not in DTYPES:
             self._problems.append(f"{shown}: {a.dtype} and {b.dtype}; known are float32, bfloat16 and float16")
-        elif not all(one.is_meta or bool(torch.isfinite(one).all()) for one in (a, b)):
+        elif not all(one.is_meta or is_finite(one) for one in (a, b)):
             self._problems.append(f"{shown} has NaN or infinity")
         else:
             return LoRAPair(a=a.detach(), b=b.detach(), scale=self._config.scale_of(shown, rank))
@@ -315,9 +315,10 @@ def _read_tensors(
         shapes = _empty_tensors(_json_object(header, path.name), path.name)
         linears = AdaptedLinears.of(model, tuple(map(_module_name, shapes)), description)
         _Pairs(config, linears, max_rank).checked(shapes)
-        content = file.read(sum(tensor.nbytes for tensor in shapes.values()) + 1)
+        file.seek(0)
+        content = file.read(len(start) + length + sum(tensor.nbytes for tensor in shapes.values()) + 1)
     try:
-        return load(start + header + content), linears
+        return load(content), linears
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"{path.name} is damaged or cut short: {error}") from None
 

@@ -136,24 +136,8 @@ class PipelineConfig(Section):
 
     def __init__(self, *unnamed: Any, **values: Any) -> None:
         if unnamed:
-            raise ConfigError(f"PipelineConfig takes values by name; write model_path={unnamed[0]!r:.80}")
-        given = NAMES.route(values, "")
-        environment = NAMES.from_environment(os.environ)
-        at = {path: given.get(path, environment.get(path)) for path in (("config_file",), ("section_name",))}
-        file_path, section = at["config_file",], at["section_name",]
-        file: dict[FieldPath, Any] = {}
-        if file_path is not None:
-            file = NAMES.route(layers.read_config_file(str(file_path), section), f"config_file {file_path}: ")
-        elif section is not None:
-            raise ConfigError(f"section_name is {section!r}, but there is no config_file; give both")
-        found = {
-            **{path: ("file", value) for path, value in file.items()},
-            **{path: ("environment", value) for path, value in environment.items()},
-            **{path: ("argument", value) for path, value in given.items()},
-        }
-        drafts = [path for path in found if path[0] == layers.DRAFT]
-        if drafts and (layers.DRAFT, "model_path") not in found:
-            raise ConfigError(f"{layers.flat_name(drafts[0])} needs draft_model_path, the model that drafts tokens")
+            raise ConfigError(f"{type(self).__name__} takes values by name; write model_path={unnamed[0]!r:.80}")
+        found = self._names().gathered(values, os.environ)
         try:
             super().__init__(**_sections(layers.nested({path: value for path, (_, value) in found.items()})))
         except ValidationError as error:
@@ -161,6 +145,11 @@ class PipelineConfig(Section):
         self._layers = {path: (source, self._value(path)) for path, (source, _) in found.items()}
         if not self.defer_resolve:
             self.resolve()
+
+    @classmethod
+    def _names(cls) -> Names:
+        """Every name that it takes."""
+        return NAMES
 
     def resolve(self, *, free_bytes: int | None = None) -> None:
         """Check everything and derive what is in effect; from then on the config is frozen. A second call does nothing.
@@ -221,33 +210,18 @@ class PipelineConfig(Section):
 
     def log_basic_config(self) -> None:
         """Log the model, its limits and the memory of its cache."""
-        for line in self._basic_lines():
+        for line in _basic_lines(self):
             log.info(line)
 
     def log_pipeline_info(self) -> None:
         """Log every field: what was asked for, what is in effect, from where, and why."""
-        lines = self._basic_lines()
+        lines = _basic_lines(self)
         for name, one in self.effective.items():
             asked = "" if one.value == one.requested else f" (asked: {_plain(one.requested)})"
             note = f": {one.note}" if one.note else ""
             lines.append(f"{name} = {_plain(one.value)}{asked}, {one.source}{note}")
         for line in lines:
             log.info(line)
-
-    def _basic_lines(self) -> list[str]:
-        resolved = self.resolved
-        sizes, estimate = resolved.sizes, resolved.estimate
-        lines = [
-            f"model {resolved.llm['model']}: {resolved.architecture.name}",
-            f"at most {resolved.engine.max_requests or 'as many as fit':,} requests of "
-            f"{resolved.engine.max_sequence_length:,} tokens",
-        ]
-        if sizes is not None and estimate is not None:
-            lines.append(
-                f"cache {sizes.kv_bytes / GIB:.2f} GiB in {sizes.num_blocks:,} blocks of {sizes.block_size} tokens; "
-                f"weights {estimate.weights / GIB:.2f} GiB, activations {estimate.activations / GIB:.2f} GiB"
-            )
-        return lines
 
     def _value(self, path: FieldPath) -> Any:
         """The present value of a field, or of an option; None where its section is left out."""
@@ -259,7 +233,7 @@ class PipelineConfig(Section):
     def _sources(self) -> dict[FieldPath, str]:
         """Where the present value of each field that was given or assigned comes from."""
         sources = {}
-        for path in (*NAMES.paths, *(path for path in self._layers if path[0] == layers.OPTIONS)):
+        for path in (*self._names().paths, *(path for path in self._layers if path[0] == layers.OPTIONS)):
             section = self._value(path[:-1])
             if section is None or (path[0] != layers.OPTIONS and path[-1] not in section.model_fields_set):
                 continue
@@ -323,6 +297,22 @@ def _sections(tree: dict[str, Any], prefix: FieldPath = ()) -> dict[str, Any]:
         except ValidationError as error:
             raise ConfigError(told(error)) from None
     return built
+
+
+def _basic_lines(config: PipelineConfig) -> list[str]:
+    resolved = config.resolved
+    sizes, estimate = resolved.sizes, resolved.estimate
+    lines = [
+        f"model {resolved.llm['model']}: {resolved.architecture.name}",
+        f"at most {resolved.engine.max_requests or 'as many as fit':,} requests of "
+        f"{resolved.engine.max_sequence_length:,} tokens",
+    ]
+    if sizes is not None and estimate is not None:
+        lines.append(
+            f"cache {sizes.kv_bytes / GIB:.2f} GiB in {sizes.num_blocks:,} blocks of {sizes.block_size} tokens; "
+            f"weights {estimate.weights / GIB:.2f} GiB, activations {estimate.activations / GIB:.2f} GiB"
+        )
+    return lines
 
 
 def _plain(value: Any) -> str:

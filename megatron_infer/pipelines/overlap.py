@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -137,9 +138,11 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         return not self._disable_overlap and (config.overlap or config.max_steps_in_flight > 1 or num_stages > 1)
 
     @property
-    def draft_kv_blocks(self) -> None:
-        """None: no draft model has a cache, n-grams need none."""
-        return None
+    def draft_kv_blocks(self) -> list[Tensor] | None:
+        """The draft model's keys and values, one tensor a replica: [layers, 2, pages + 1, page, heads, head dim], under
+        the page numbers of the model's. None without a draft model."""
+        store = self.engine.replay.runner.store
+        return None if store.layout.draft_kv_shape is None else [store.draft_kv_cache]
 
     def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
         """What was drafted and kept since the engine was built; None without `speculative`."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
+from megatron_infer.utils.process_memory import loading_for_good
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 PR_SET_PDEATHSIG = 1
@@ -126,11 +127,12 @@ def engine(
     `EngineOptions`.
     """
     beat = Beat()
-    from megatron_infer.coordinator.adapter_commands import AdapterCommands
-    from megatron_infer.coordinator.peers import MAX_STEP_S
-    from megatron_infer.coordinator.replica import Replica
-    from megatron_infer.entrypoints.llm import LLM  # imports torch
-    from megatron_infer.rl.remote_weights import RemoteWeights
+    with loading_for_good():
+        from megatron_infer.coordinator.adapter_commands import AdapterCommands
+        from megatron_infer.coordinator.peers import MAX_STEP_S
+        from megatron_infer.coordinator.replica import Replica
+        from megatron_infer.entrypoints.llm import LLM  # imports torch
+        from megatron_infer.rl.remote_weights import RemoteWeights
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     if config.get("logging_step_interval"):

@@ -370,7 +370,7 @@ def check_hooks(model: torch.nn.Module, rank: int) -> None:
 
 def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
     """A forward that raises on one rank only ends the engine on all, each naming the rank, the phase and the cause."""
-    engine = ranks.make_engine(model, collective_timeout_s=3, check_invariants=False)
+    engine = ranks.make_engine(model, collective_timeout_s=30, check_invariants=False)
     engine.generate([PROMPT], GREEDY)
     if rank == 1:
 

@@ -109,13 +109,14 @@ def assert_nothing_is_lost(model, path: Path, want: Collector) -> None:
     assert {output.request_id for output in again.finished} == found and not again.loaded
 
 
-def test_a_kill_around_any_file_operation_loses_nothing(model, uninterrupted, victims, tmp_path):
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_a_kill_around_any_file_operation_loses_nothing(model, uninterrupted, victims, tmp_path, part):
     assert victims.run(tmp_path / "whole") == 0
     assert_nothing_is_lost(model, tmp_path / "whole", uninterrupted)
     num_calls = int(next(value for kind, value in notes(tmp_path / "whole") if kind == "calls"))
     assert num_calls > 40
     chosen = {*range(1, 9), *random.Random(0).sample(range(9, num_calls + 1), 24)}
-    for kill_at in sorted(chosen):
+    for kill_at in sorted(chosen)[part::3]:
         path = tmp_path / f"at{kill_at}"
         assert victims.run(path, kill_at=kill_at) == -signal.SIGKILL
         assert_nothing_is_lost(model, path, uninterrupted)
@@ -132,7 +133,8 @@ def test_a_kill_at_a_random_moment_loses_nothing(model, uninterrupted, victims, 
         assert_nothing_is_lost(model, path, uninterrupted)
 
 
-def test_a_torn_last_line_is_left_out_and_mentioned_and_other_damage_refused(model, tmp_path):
+@pytest.mark.parametrize("every", [89, pytest.param(29, marks=pytest.mark.long)])
+def test_a_torn_last_line_is_left_out_and_mentioned_and_other_damage_refused(model, tmp_path, every):
     path = tmp_path / "requests"
     engine = make_engine(model)
     engine.keep_snapshots(path)
@@ -149,7 +151,7 @@ def test_a_torn_last_line_is_left_out_and_mentioned_and_other_damage_refused(mod
         torn = length > len(good) - len(lines[-1])
         assert len(report.notes) == torn and (not torn or "line 4 is cut short" in report.notes[0])
     chooser = random.Random(0)
-    for at in range(0, len(good), 29):
+    for at in range(0, len(good), every):
         damaged = bytearray(good)
         damaged[at] ^= 1 << chooser.randrange(8)
         journal.write_bytes(damaged)

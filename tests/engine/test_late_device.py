@@ -172,7 +172,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_device_far_behind_draws_the_same_tokens(name, models, expected, monkeypatch):
     kind, settings, between = RUNS[name]
@@ -383,7 +383,7 @@ def test_a_wait_for_the_device_ends_when_another_rank_is_gone_and_costs_no_token
             read.wait()
 
 
-@pytest.mark.parametrize("ordered", [True, False], ids=["", "not ordered"])
+@pytest.mark.parametrize("ordered", [True, pytest.param(False, marks=pytest.mark.long)], ids=["", "not ordered"])
 def test_a_warm_up_that_raises_is_over_before_the_step_it_was_for(ordered, models, expected, monkeypatch):
     """Its calls are enqueued beside the step's: late, they would find the step's rows in the mirror."""
     gpu, run, calls = LateGpu(monkeypatch, keeps_up=0.03), StaticScan.run, [0]

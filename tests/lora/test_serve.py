@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from server_case import serving, wait_for
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
 from megatron_infer.coordinator.adapter_commands import AdapterCommands
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.errors import AdapterInUse
 from megatron_infer.testing.tiny import tiny_gpt
@@ -205,6 +209,63 @@ def test_an_unload_that_one_engine_refuses_takes_the_adapter_from_none(case, off
 
 def refuse(**_):
     raise AdapterInUse("adapter 'busy' is used by 1 unfinished requests")
+
+
+def test_a_load_that_one_engine_refuses_gives_the_others_back_what_they_had(case, root, offline):
+    """Also an adapter of the start, of which HTTP knows no directory, and one whose directory has changed since."""
+    write_adapter(root / "was", tiny_gpt(), seed=0)
+    for engine in case.engines:
+        engine.load_adapter("first", root / "was")
+    (root / "was" / "adapter_model.safetensors").write_bytes(
+        (root / "large" / "adapter_model.safetensors").read_bytes()
+    )
+    adapters = case.replicas[0]._commands._adapter_commands
+    whole, adapters["load_adapter"] = adapters["load_adapter"], refuse
+    try:
+        load(case, "first", "a1", 409, load_inplace=True)
+        load(case, "other", "a1", 409)
+    finally:
+        adapters["load_adapter"] = whole
+    assert all([info.name for info in engine.adapters()] == ["first"] for engine in case.engines)
+    assert [tokens_of(case, "first") for _ in range(3)] == [offline["a0"]] * 3
+    unload(case, "first")
+
+
+def test_engines_that_read_different_contents_load_none(case, root, offline):
+    load(case, "same", "a0")
+    adapters = case.replicas[1]._commands._adapter_commands
+    read = adapters["read_adapter"]
+    adapters["read_adapter"] = lambda **given: read(**given | {"path": "a2"})
+    try:
+        error = load(case, "same", "a1", 409, load_inplace=True).json()["error"]
+        assert error["code"] == "adapters_differ" and str(root) not in error["message"]
+    finally:
+        adapters["read_adapter"] = read
+    assert [tokens_of(case, "same") for _ in range(3)] == [offline["a0"]] * 3
+    unload(case, "same")
+
+
+def test_commands_for_an_adapter_keep_their_order_while_it_is_read(case, offline):
+    """Two HTTP processes are two clients of the coordinator."""
+    reader = case.engines[0].controls.adapters._reader
+    may_read, read = threading.Event(), reader.read
+    reader.read = lambda *given: read(*given) if may_read.wait(20) else None
+    queues = case.replicas[0]._commands
+    try:
+        with ThreadPoolExecutor(3) as pool, InferenceClient(case.coordinator.address) as other:
+            control = partial(pool.submit, other.control, check=False, name="slow")
+            first = control("load_adapter", path="a0")
+            wait_for(lambda: queues._queues)
+            assert tokens_of(case) == offline[None], "steps go on"
+            second = control("unload_adapter")
+            wait_for(lambda: any(len(queue) == 2 for queue in queues._queues.values()))
+            may_read.set()
+            answers = [answer for calls in (first, second) for answer in calls.result(20).values()]
+            assert len(answers) == 4 and all(answer.ok for answer in answers), answers
+    finally:
+        may_read.set()
+        reader.read = read
+    assert all(engine.adapters() == [] for engine in case.engines) and not queues._queues
 
 
 def test_bad_names_and_bodies_are_refused(case):

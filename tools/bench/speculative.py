@@ -22,6 +22,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.entrypoints.llm import LLM, chat_prompt
+from megatron_infer.scheduler.draft_depth import Proposal
 from megatron_infer.testing.inspect import inspect
 
 PROMPTS = Path(__file__).with_name("speculative_prompts.jsonl")
@@ -103,8 +104,8 @@ class Always:
 
     count = 0
 
-    def propose(self, request: object, most: int) -> list[int]:
-        return [5] * min(most, self.count)
+    def propose(self, request: object, most: int) -> Proposal:
+        return Proposal([5] * min(most, self.count))
 
 
 def step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:
