@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_infer.audio.layout import Layout, SpeechFormat
-from megatron_infer.errors import ConfigError, ModelError, RequestError, unknown_name
+from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError, RequestError, unknown_name
 from megatron_infer.utils.json_file import read_json
 
 FILE = "speech.json"
+MAX_CHARS = 4096
+"""Of a text to speak."""
 TEXT_PARTS = ("transcription", "instructions", "text")
 """Parts of a prompt that are texts; "voice" is the tokens of the voice."""
 REQUIRED = ("first_token", "vocab_size", "end_token", "prompt")
@@ -133,6 +135,14 @@ class SpeechModel:
             else:
                 ids += texts.get(part, ())
         return ids
+
+
+def check_text(text: object) -> None:
+    """Raises InvalidPrompt for a text that cannot be spoken."""
+    if not isinstance(text, str) or not text.strip():
+        raise InvalidPrompt("input is empty; give the text to speak")
+    if len(text) > MAX_CHARS:
+        raise InvalidPrompt(f"input has {len(text):,} characters, the limit is {MAX_CHARS:,}; send it in parts")
 
 
 def difference(model: SpeechFormat, decoder: SpeechFormat) -> str:

@@ -22,7 +22,7 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.utils.openmp import SPIN_COUNT
 
-PEERS = ("vllm", "openvino", "llama.cpp", "transformers")
+PEERS = ("vllm", "openvino", "llama.cpp", "transformers", "transformers-lookup")
 ADAPTER = Path(__file__).with_name("bench_adapter.py")
 TIMEOUT_S = 900.0
 """For loading (vLLM compiles, OpenVINO converts), and for one run of a workload."""

@@ -108,7 +108,11 @@ def _add_speculative_options(group: Any) -> None:
     docs = docs_of(SpeculativeConfig)
     for item in dataclasses.fields(SpeculativeConfig):
         is_text = item.type in ("str", "Any")
-        parsing = {"metavar": item.name.upper()} if is_text else _parsing_of(item.name, str(item.type))
+        parsing: dict[str, Any] = {"metavar": item.name.upper()} if is_text else {}
+        if item.name == "method":
+            parsing = {"type": _methods, "metavar": "METHOD[,METHOD]"}
+        elif not is_text:
+            parsing = _parsing_of(item.name, str(item.type))
         what = field_docs()["speculative"] if item.name == "method" else docs[item.name]
         default = "none" if item.name == "method" else _shown(item.default)
         group.add_argument(
@@ -118,6 +122,12 @@ def _add_speculative_options(group: Any) -> None:
             help=f"{what} (default {default})".replace("%", "%%"),
             **parsing,
         )
+
+
+def _methods(text: str) -> str | tuple[str, ...]:
+    """One method, or several in the order in which they are asked."""
+    names = tuple(text.split(","))
+    return names if len(names) > 1 else text
 
 
 def speculative_flag(name: str) -> str:

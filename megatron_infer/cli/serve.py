@@ -64,7 +64,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         if kind == "bool":
             parsing = {"action": argparse.BooleanOptionalAction}
         elif kind.startswith("tuple"):
-            parsing["nargs"] = "+"
+            parsing |= {"nargs": "+", "action": "extend"}
         shown = "" if item.default is None or item.default == () else f" (default {item.default})"
         text = (docs[item.name] + shown).replace("%", "%%")
         group.add_argument(flag, dest=f"server_{item.name}", default=argparse.SUPPRESS, help=text, **parsing)

@@ -106,6 +106,11 @@ def check_values(config: InferenceConfig) -> None:
             f"speculative: num_speculative_tokens is {config.speculative.num_speculative_tokens}, it must be below "
             f"block_size_tokens = {config.block_size_tokens}, so that drafts take one more block at most; lower it"
         )
+    if config.batch_invariant and config.speculative is not None and config.speculative.verification == "residual":
+        raise ConfigError(
+            "speculative: verification 'residual' with batch_invariant=True: its tokens depend on how many were "
+            "drafted in a step, so nothing is gained by equal bits; use 'same_tokens'"
+        )
     if config.seed >= 2**64:
         raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
     if config.logprobs_mode not in LOGPROBS_MODES:

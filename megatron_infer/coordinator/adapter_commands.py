@@ -19,8 +19,8 @@ class AdapterCommands:
     def commands(self) -> dict[str, Callable[..., Any]]:
         """`read_adapter` is no command: what it begins for a command to load, `load_adapter` takes as `source`."""
         return {
-            "load_adapter": self.load,
             "read_adapter": self.read,
+            "load_adapter": self.load,
             "unload_adapter": self.unload,
             "undo_adapter": self.undo,
         }

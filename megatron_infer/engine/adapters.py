@@ -249,26 +249,28 @@ class EngineAdapters:
 
     def _renew(self, name: str, running: str) -> None:
         """The adapter has another content; nothing is in flight. Its requests keep what they have computed and publish
-        no more; running "recompute": they start over."""
+        no more; running "recompute": they start over. So do those that have drawn nothing since they were admitted:
+        their spans would name the new content alone."""
         scheduler = self._scheduler
         running_set, swapped = scheduler.running_set, scheduler.preemption.swapped
         live = [request for request in running_set.live() if request.params.adapter == name]
         away = [request for request in swapped if request.params.adapter == name]
-        if running == "recompute":
-            for request in away:
-                scheduler.preemption.drop(request)
-            for request in live:
-                running_set.start_over(request)
-            scheduler.queue.insert_sorted(live)
-            return
+        restarts = {one for one in (*live, *away) if running == "recompute" or _has_drawn_nothing(one)}
         for request in away:
-            swapped[request].publishes, swapped[request].contents = False, []
+            if request in restarts:
+                scheduler.preemption.drop(request)
+            else:
+                swapped[request].publishes, swapped[request].contents = False, []
         for request in live:
+            if request in restarts:
+                running_set.start_over(request)
+                continue
             assert request.lease is not None and self._slots is not None
             request.lease.publishes = False
             request.history.adapter = self._slots.versions[name]
             computed = request.scheduled
             request.history.continue_with(running_set.version, first_token=request.num_output, computed=computed)
+        scheduler.queue.insert_sorted([request for request in live if request in restarts])
 
     def load_all(self, adapters: Iterable[tuple[str, str]]) -> None:
         """(name, path) of each adapter to load at the start."""
@@ -302,3 +304,8 @@ class EngineAdapters:
         its = [state for state in states if state.params.adapter == name]
         sequences = [sequence.request for state in its for sequence in state.sequences]
         return [request for request in sequences if request.finish_reason is None]
+
+
+def _has_drawn_nothing(request: Request) -> bool:
+    """Since it was admitted."""
+    return request.history.spans[-1].first_token == request.num_output

@@ -45,6 +45,7 @@ from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
+from megatron_infer.engine.build_drafts import make_drafts
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
@@ -79,13 +80,11 @@ from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.token_masks import forbid
-from megatron_infer.scheduler.draft_depth import DraftDepth
-from megatron_infer.scheduler.drafts import DeviceProposer, DraftPlanner
+from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.running_set import EventHook
 from megatron_infer.scheduler.scheduler import Scheduler
-from megatron_infer.speculative.ngram import NgramProposer
 from megatron_infer.speculative.verify import Verifier
 from megatron_infer.weights.derived import DerivedCache, DerivedCaches
 from megatron_infer.weights.manager import WeightManager
@@ -159,15 +158,14 @@ def build_engine(
     context = make_context(config, setup.agreed)
     swaps = context.swap is not None
     costs = agreed_costs(setup) if swaps else None
-    drafts = make_drafts(config, setup, context)
+    loaded = None if context.adapters is None else context.adapters.versions
+    input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
+    grammars = input_processor.grammars
+    drafts = make_drafts(config, adopted.shape, context, grammars, has_tokenizer=tokenizer is not None)
     scheduler = make_scheduler(config, setup, context, costs=costs, drafts=drafts, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
-    if setup.graphs is not None and captures_at_start(config):
-        with torch.inference_mode():
-            setup.graphs.pool.capture_all(decode_only=True)
-    loaded = None if context.adapters is None else context.adapters.versions
-    input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
+    capture_at_start(setup)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.lockstep)
     stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)
@@ -182,7 +180,7 @@ def build_engine(
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
     if drafts is not None and drafts.depth is not None and rank_group.groups.is_leader:
         observers.append(StepCostMeter(drafts.set_costs if rank_group.size == 1 else outbox.set_draft_costs))
-    verifier, grammars = None if drafts is None else Verifier(drafts), input_processor.grammars
+    verifier = None if drafts is None else Verifier(drafts)
     loop = StepLoop(scheduler, executor, weights, output_processor, grammars, config, observers, verifier)
     kv_dtype = config.kv_dtype_of(adopted.shape)
     draft = None if setup.draft is None else setup.draft.adopted
@@ -357,22 +355,6 @@ def max_drafts_of(config: InferenceConfig) -> int:
     return 0 if config.speculative is None else config.speculative.num_speculative_tokens
 
 
-def make_drafts(config: InferenceConfig, setup: ModelSetup, context: DynamicInferenceContext) -> DraftPlanner | None:
-    """What drafts tokens; None without `speculative`."""
-    asked = config.speculative
-    if asked is None:
-        return None
-    ngrams = NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max)
-    return DraftPlanner(
-        context,
-        ngrams if setup.draft is None else DeviceProposer(),
-        max_drafts=asked.num_speculative_tokens,
-        vocab_size=setup.adopted.shape.vocab_size,
-        depth=DraftDepth() if asked.adaptive else None,
-        has_draft_model=setup.draft is not None,
-    )
-
-
 def _make_profiler(setup: ModelSetup, config: InferenceConfig, loop: StepLoop, scheduler: Scheduler) -> StepProfiler:
     runner = setup.model_runner
     parts = [
@@ -507,6 +489,13 @@ def warm_up(setup: ModelSetup) -> None:
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)
 
 
+def capture_at_start(setup: ModelSetup) -> None:
+    """Capture the graphs that are not left to their first use."""
+    if setup.graphs is not None and captures_at_start(setup.config):
+        with torch.inference_mode():
+            setup.graphs.pool.capture_all(decode_only=True)
+
+
 def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, int]:
     """(blocks, recurrent states) of swapped requests that the host holds."""
     if config.preemption_mode is PreemptionMode.RECOMPUTE:
@@ -566,8 +555,8 @@ def make_runner(
     builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype, max_drafts=max_drafts)
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     params = RowParams(sizes.max_requests + 1, shape.vocab_size)
-    drafter = None if draft is None else draft.drafter(device, sizes, store, builder.rows, params).run
-    sampler = Sampler(
+    drafter = None if draft is None else draft.drafter(device, sizes, store, builder.rows, params)
+    sampler = (Sampler if drafter is None else drafter.verifying_sampler)(
         params,
         padded_vocab_size=shape.padded_vocab_size,
         logprobs_mode=config.logprobs_mode,
@@ -588,7 +577,7 @@ def make_runner(
         graphs=graphs,
         edit_logits=hooks.apply,
         load_adapter=None if bank is None else bank.write,
-        draft=drafter,
+        draft=None if drafter is None else drafter.run,
     )
     if link is None:
         return runner, runner, graphs

@@ -26,7 +26,8 @@ from megatron_infer.parallel.tensor_parallel_sampler import for_group
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.sampling.row_params import RowParams
-from megatron_infer.speculative.model_drafter import DraftSampler, ModelDrafter
+from megatron_infer.speculative.model_drafter import ModelDrafter
+from megatron_infer.speculative.residual import DraftSampler
 from megatron_infer.weights.derived import DerivedCache, DerivedCaches
 
 log = logging.getLogger("megatron_infer")
@@ -49,8 +50,14 @@ def make_draft(
     """
     if config.speculative is None or config.speculative.draft_model is None:
         return None
+    is_residual = config.speculative.verification == "residual"
+    if is_residual and target.tp_group is not None:
+        raise ConfigError(
+            "speculative: verification 'residual' needs whole distributions on each rank, tensor parallel ranks have "
+            "parts of them; use 'same_tokens'"
+        )
     adopted = _adopt(config, config.speculative.draft_model, target, device, tokenizer)
-    return DraftModel(adopted=adopted, kernels=choose(adopted, config, device))
+    return DraftModel(adopted=adopted, kernels=choose(adopted, config, device), is_residual=is_residual)
 
 
 def _adopt(config: InferenceConfig, asked: Any, target: AdoptedModel, device: Device, tokenizer: Any) -> AdoptedModel:
@@ -104,6 +111,8 @@ class DraftModel:
 
     adopted: AdoptedModel
     kernels: ChosenKernels
+    is_residual: bool
+    """Drafts are verified by `speculative.residual`."""
 
     @property
     def shape(self) -> ModelShape:
@@ -133,7 +142,8 @@ class DraftModel:
             argmax=kernels.argmax,
             kernels=kernels.sampling,
         )
-        return ModelDrafter(adopted, builder, for_group(sampler, adopted.tp_group))
+        sampler.kept = [] if self.is_residual else None
+        return ModelDrafter(adopted, builder, for_group(sampler, adopted.tp_group), kept=sampler.kept)
 
     def register_derived(self, derived: DerivedCaches) -> None:
         """Copies of the draft model's weights are renewed and released with those of the model's."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ Unread = str | os.PathLike[str] | Mapping[str, Tensor] | Adapter
 """A PEFT directory, tensors by name, or an adapter that was read for another engine."""
 _NICE = 5
 """How much less of a busy processor the thread gets than the engine's steps (nice(2))."""
+
+
+_TURN_S = 2e-4
+"""Seconds that one thread has the interpreter while another one waits for it."""
 
 
 class AdapterReader:
@@ -51,7 +57,9 @@ class AdapterReader:
                 "adapter_config.json as a mapping"
             )
         given = source if isinstance(source, Mapping) else Path(source)
-        return self._bank.pack(read_adapter(name, given, self._live, config=config, max_rank=self._bank.max_rank))
+        with _short_turns():
+            adapter = read_adapter(name, given, self._live, config=config, max_rank=self._bank.max_rank)
+            return self._bank.pack(adapter)
 
     def begin(self, name: str, source: Unread | None, config: PeftFields | None) -> Future[PackedAdapter]:
         """`read` on the thread."""
@@ -62,6 +70,17 @@ class AdapterReader:
             self._thread.submit(int).result()
             torch.set_num_threads(num_threads)
         return self._thread.submit(self.read, check_adapter_name(name), source, config)
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Inside, a thread that waits for the interpreter, which steps give away with each kernel, soon has it back."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _begin_thread() -> None:

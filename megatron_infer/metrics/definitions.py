@@ -175,6 +175,10 @@ class MetricSet:
     def __init__(self) -> None:
         self._registry = Registry()
 
+    @property
+    def registry(self) -> Registry:
+        return self._registry
+
     def counter(self, name: str, **labels: str) -> Counter:
         spec = self._spec(name, "counter")
         return self._registry.counter(spec.full_name, spec.help, **labels)

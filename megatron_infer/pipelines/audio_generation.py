@@ -12,19 +12,18 @@ import numpy as np
 
 from megatron_infer.audio.blocks import SpeechBlocks
 from megatron_infer.audio.layout import FrameReader
+from megatron_infer.audio.speech_model import check_text
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import InvalidPrompt, RequestError
+from megatron_infer.errors import RequestError
 from megatron_infer.pipelines.text_generation import GenerationStatus, RequestID, TextContext
 
-MAX_CHARS = 4096
-"""Of the text of a request."""
 DEFAULT_SAMPLING = SamplingParams(max_tokens=None)
 """Until the model ends it, or to its length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioGenerationRequest:
-    """What a caller asks. Raises InvalidPrompt for a text that is empty or longer than MAX_CHARS."""
+    """What a caller asks. Raises InvalidPrompt for a text that is empty or too long."""
 
     input: str
     """The text to speak."""
@@ -49,14 +48,6 @@ class AudioGenerationRequest:
         check_text(self.input)
         if self.voice is not None and self.audio_prompt_tokens:
             raise RequestError("voice and audio_prompt_tokens are both given; give one of them")
-
-
-def check_text(text: object) -> None:
-    """Raises InvalidPrompt for a text that cannot be spoken."""
-    if not isinstance(text, str) or not text.strip():
-        raise InvalidPrompt("input is empty; give the text to speak")
-    if len(text) > MAX_CHARS:
-        raise InvalidPrompt(f"input has {len(text):,} characters, the limit is {MAX_CHARS:,}; send it in parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

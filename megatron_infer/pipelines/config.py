@@ -161,7 +161,7 @@ class PipelineConfig(Section):
             return
         from megatron_infer.pipelines.resolve import resolve
 
-        self._resolved = resolve(self, self._sources(), free_bytes=free_bytes)
+        self._resolved = resolve(self, sources_of(self), free_bytes=free_bytes)
         for section in (self, self.model, self.model.kv_cache, self.sampling, self.profiling):
             section.freeze()
 
@@ -230,17 +230,6 @@ class PipelineConfig(Section):
             owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
         return owner
 
-    def _sources(self) -> dict[FieldPath, str]:
-        """Where the present value of each field that was given or assigned comes from."""
-        sources = {}
-        for path in (*self._names().paths, *(path for path in self._layers if path[0] == layers.OPTIONS)):
-            section = self._value(path[:-1])
-            if section is None or (path[0] != layers.OPTIONS and path[-1] not in section.model_fields_set):
-                continue
-            source, value = self._layers.get(path, ("argument", None))
-            sources[path] = source if path in self._layers and self._value(path) == value else "argument"
-        return sources
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PipelineConfig):
             return NotImplemented
@@ -297,6 +286,19 @@ def _sections(tree: dict[str, Any], prefix: FieldPath = ()) -> dict[str, Any]:
         except ValidationError as error:
             raise ConfigError(told(error)) from None
     return built
+
+
+def sources_of(config: PipelineConfig) -> dict[FieldPath, str]:
+    """Where the present value of each field that was given or assigned comes from."""
+    sources = {}
+    given = config._layers
+    for path in (*config._names().paths, *(path for path in given if path[0] == layers.OPTIONS)):
+        section = config._value(path[:-1])
+        if section is None or (path[0] != layers.OPTIONS and path[-1] not in section.model_fields_set):
+            continue
+        source, value = given.get(path, ("argument", None))
+        sources[path] = source if path in given and config._value(path) == value else "argument"
+    return sources
 
 
 def _basic_lines(config: PipelineConfig) -> list[str]:

@@ -39,6 +39,7 @@ from megatron_infer.scheduler.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
+    from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 
 _STATUS = {
     None: GenerationStatus.ACTIVE,
@@ -145,7 +146,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         return None if store.layout.draft_kv_shape is None else [store.draft_kv_cache]
 
     def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
-        """What was drafted and kept since the engine was built; None without `speculative`."""
+        """What was drafted and kept; None where nothing is drafted."""
         return self.engine.spec_decode_metrics()
 
     # ------------------------------------------------------------------ execute

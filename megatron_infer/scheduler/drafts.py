@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,13 +71,16 @@ class DraftPlanner:
         max_drafts: int,
         vocab_size: int,
         depth: DraftDepth | None = None,
+        num_allowed: Callable[[Request, Sequence[int]], int] | None = None,
         has_draft_model: bool = False,
     ) -> None:
-        """depth: decides how many drafts pay; None: all of them. has_draft_model: drafts may be `ON_DEVICE`."""
+        """depth: decides how many drafts pay; None: all of them. num_allowed: see `Grammars`; None: nothing is drafted
+        for requests with structured output. has_draft_model: drafts may be `ON_DEVICE`."""
         assert 1 <= max_drafts < context.block_size, f"{max_drafts} drafts, blocks of {context.block_size} tokens"
         self.stats = SpecDecodeMetrics(drafted_per_position=[0] * max_drafts, accepted_per_position=[0] * max_drafts)
         self.proposer, self.depth, self._context = proposer, depth, context
-        self._max_drafts, self._vocab_size, self._has_draft_model = max_drafts, vocab_size, has_draft_model
+        self._max_drafts, self._vocab_size, self._num_allowed = max_drafts, vocab_size, num_allowed
+        self._has_draft_model = has_draft_model
         self._verifying: set[Request] = set()
 
     def ready(
@@ -189,13 +192,18 @@ class DraftPlanner:
     def _proposal(self, request: Request) -> Proposal:
         """What may follow the known tokens of `request`, as far as it can be drawn."""
         most = min(self._max_drafts, request.max_total - 1 - len(request.tokens))
-        if most < 1 or not request.params.speculate or request.params.structured is not None:
+        structured = request.params.structured is not None
+        if most < 1 or not request.params.speculate or (structured and self._num_allowed is None):
             return NO_PROPOSAL
         found = self.proposer.propose(request, most)
         tokens = found.tokens[:most]
         if not self._has_draft_model or ON_DEVICE not in tokens:
             wrong = next((place for place, one in enumerate(tokens) if not 0 <= one < self._vocab_size), len(tokens))
+            if wrong and structured and self._num_allowed is not None:
+                wrong = self._num_allowed(request, tokens[:wrong])
             tokens = tokens[:wrong]
+        elif structured:  # the host knows no token of them, so that it has no masks for what follows
+            return NO_PROPOSAL
         found = found._replace(tokens=tokens)
         if self.depth is not None:
             self.depth.proposed(request, found)

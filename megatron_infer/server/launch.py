@@ -21,6 +21,7 @@ from megatron_infer.server.endpoint_base import EndpointBase
 from megatron_infer.server.http_server import HttpServer, listen
 from megatron_infer.server.http_workers import HttpFrontend
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.speech import speech_modules, speech_processes, with_voices
 from megatron_infer.server.supervisor import Process, ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.server.tokenizer_files import load_tokenizer
 
@@ -79,13 +80,18 @@ class EngineOptions:
 
 def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C. note: shows a line to the user. Raises InferenceError when it cannot serve."""
+    settings = with_voices(options.model, settings)
     listening = listen(settings.host, settings.port)  # fails for a taken port before a model is loaded
     folder = tempfile.mkdtemp(prefix="megatron-infer-")  # readable by this user only
     base = None if options.endpoint_base is None else EndpointBase(options.endpoint_base)
     address = f"ipc://{folder}/coordinator" if base is None else base.coordinator
     coordinator = {"bind": address, "max_queue": settings.max_queue}
     supervisor = Supervisor(
-        [coordinator_process(coordinator), *(options.process(index, address, settings) for index in range(options.dp))]
+        [
+            coordinator_process(coordinator),
+            *(options.process(index, address, settings) for index in range(options.dp)),
+            *speech_processes(options.model, folder, settings),
+        ]
     )
     is_drained = False
     before = signal.signal(signal.SIGTERM, _interrupt)  # until the HTTP server handles it
@@ -133,7 +139,15 @@ def http_server(
             supervisor=supervisor,
         )
     loaded = load_tokenizer(folder, **tokenizer)
-    return HttpServer(settings, coordinator=coordinator, key=key, tokenizer=loaded, model=model, supervisor=supervisor)
+    return HttpServer(
+        settings,
+        coordinator=coordinator,
+        key=key,
+        tokenizer=loaded,
+        model=model,
+        supervisor=supervisor,
+        modules=speech_modules(folder),
+    )
 
 
 def _interrupt(*_: Any) -> None:

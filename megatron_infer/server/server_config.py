@@ -68,6 +68,17 @@ class ServerConfig:
     """Take calls with a repetition, presence or frequency penalty. False: 400."""
     enable_min_tokens: bool = True
     """Take calls with min_tokens. False: 400."""
+    voice: tuple[str, ...] = ()
+    """Voices of a model that speaks: NAME=FILE, a WAV file of at most 30 seconds, besides those of the model."""
+    speech_chunk_size: str = "15,30,60"
+    """New speech tokens of each block of sound that is sent, where a call does not say; the last repeats. "none":
+    all at once."""
+    speech_buffer: int = -1
+    """Speech tokens decoded again as left context of a block. -1: as many as the audio decoder looks back, or 32 frames
+    where that has no bound."""
+    speech_prompt_tokens: str = "never"
+    """Whether the audio decoder sees the voice's tokens: never, once (before the first block) or rolling (also before
+    later ones, to fill speech_buffer)."""
     max_queue: int = 1024
     """Most requests that wait for an engine; further ones are answered 429."""
     isolate_prefix_cache: bool = False
@@ -150,6 +161,7 @@ class ServerConfig:
         for name, value, known in (
             ("tool_call_parser", self.tool_call_parser, ["auto", *FORMATS]),
             ("reasoning_parser", self.reasoning_parser, [*REASONING]),
+            ("speech_prompt_tokens", self.speech_prompt_tokens, ["never", "once", "rolling"]),
         ):
             if value is not None and value not in known:
                 raise ConfigError(f"{unknown_name(name, value, known)}; one of {', '.join(known)}")

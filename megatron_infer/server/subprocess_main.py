@@ -196,6 +196,7 @@ def http_worker(
     from megatron_infer.server.http_server import HttpServer
     from megatron_infer.server.http_workers import MAX_PASS_S, FrontendLink
     from megatron_infer.server.server_config import ServerConfig
+    from megatron_infer.server.speech import speech_modules
     from megatron_infer.server.tokenizer_files import load_tokenizer
 
     log_to_stderr("megatron_infer.server", times=True)
@@ -210,15 +211,31 @@ def http_worker(
         model=model,
         frontend=FrontendLink(folder, name=name),
         started=started,
+        modules=speech_modules(folder),
     )
     beat.is_alive = lambda: server.pass_s < MAX_PASS_S
     server.run(shared, on_ready=lambda url: report(ready={"url": url}))
+
+
+def audio_decoder(*, model: str, path: str, voices: dict[str, str]) -> None:
+    """Decode speech tokens of a model that speaks, for HTTP processes that connect to `path`, until SIGTERM."""
+    Beat()
+    from megatron_infer.utils.openmp import limit_spinning
+
+    limit_spinning()
+    from megatron_infer.server.audio_decoder import run_decoder
+
+    log_to_stderr("megatron_infer", times=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
+    signal.signal(signal.SIGTERM, lambda *_: _leave())
+    run_decoder(model, path, voices, lambda: report(ready={"path": path}))
 
 
 ROLES: dict[str, Callable[..., None]] = {
     "coordinator": coordinator,
     "tokenizer": tokenizer,
     "engine": engine,
+    "audio_decoder": audio_decoder,
     "http": http,
     "http_worker": http_worker,
 }

@@ -52,6 +52,7 @@ from megatron_infer.server.launch import (
     save_tokenizer_in_subprocess,
 )
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.speech import speech_processes, with_voices
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.utils.stderr_log import log_to_stderr
 
@@ -200,7 +201,7 @@ class FrontendProcesses:
     """Rank 0's subprocesses: the coordinator and HTTP."""
 
     def __init__(self, options: EngineOptions, settings: ServerConfig) -> None:
-        self._options, self._settings = options, settings
+        self._options, self._settings = options, with_voices(options.model, settings)
         self._folder = tempfile.mkdtemp(prefix="megatron-infer-")
         self._coordinator: Supervisor | None = None
         self._http: Supervisor | None = None
@@ -225,7 +226,8 @@ class FrontendProcesses:
             "folder": self._folder,
             "model": model,
         }
-        self._http = Supervisor([ProcessSpec(name="http", role="http", options=options)])
+        http = ProcessSpec(name="http", role="http", options=options)
+        self._http = Supervisor([*speech_processes(model, self._folder, self._settings), http])
         self._http.start()
         return {"address": address, "key": key}
 

@@ -12,8 +12,9 @@ position of the draw that verifies them: a draft model like the model proposes w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,30 +22,38 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import PagedModel
 from megatron_infer.runner.batch import Batch, BatchBuilder
-from megatron_infer.sampling.returned_details import TOKEN_DETAILS
-from megatron_infer.sampling.row_params import RowFlags
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, StepSampler
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
-
-
-class DraftSampler(Sampler):
-    """Draws as the verifying sampler does; of drafts no log probabilities or details are returned."""
-
-    def flags_of(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return super().flags_of(rows, positions) & ~int(RowFlags.LOGPROBS | TOKEN_DETAILS)
+from megatron_infer.speculative.residual import Proposals, ResidualSampler
 
 
 class ModelDrafter:
     """Runs a draft model on the rows, blocks and token pool of the model's builder."""
 
-    def __init__(self, model: PagedModel, builder: BatchBuilder, sampler: StepSampler) -> None:
-        """builder: shares the rows of the model's. sampler: draws by the parameters of these rows."""
-        self._model, self._builder, self._sampler = model, builder, sampler
+    def __init__(
+        self,
+        model: PagedModel,
+        builder: BatchBuilder,
+        sampler: StepSampler,
+        *,
+        kept: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """builder: shares the rows of the model's. sampler: draws by the parameters of these rows. kept: where it puts
+        the distributions that it draws from, see `residual.DraftSampler`; None: it does not."""
+        self._model, self._builder, self._sampler, self._kept = model, builder, sampler, kept
+        self.proposals: Proposals | None = None
+        """The drafts of the last run with their distributions, where these are kept."""
+
+    @property
+    def verifying_sampler(self) -> Callable[..., Sampler]:
+        """The class of the sampler that draws what verifies the drafts."""
+        return Sampler if self._kept is None else partial(ResidualSampler, proposals=lambda: self.proposals)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> Tensor | None:
         """Write the step's block-table entries and tokens, compute its keys and values, and put the drafts of chunks
         that have them `ON_DEVICE` into the token pool -> all of these, int64, chunk by chunk; None: there are none."""
+        self.proposals = None
         drafting = [chunk for chunk in plan.prefill if chunk.drafts_on_device]
         first = len(plan.decode)
         hidden_TD, batch = self._forward(_first_step(plan, drafting), table_writes)
@@ -87,7 +96,27 @@ class ModelDrafter:
             for index, count in enumerate(counts)
             for place in range(count)
         ]
-        return torch.cat(list(drawn)).index_select(0, self._builder.device.to_device(np.array(order, dtype=np.int64)))
+        order_N = self._builder.device.to_device(np.array(order, dtype=np.int64))
+        token_N = torch.cat(list(drawn)).index_select(0, order_N)
+        if self._kept:
+            probs_NV, bad_N = (torch.cat(parts).index_select(0, order_N) for parts in zip(*self._kept, strict=True))
+            self._kept.clear()
+            places = _verifying_draws(plan)
+            self.proposals = Proposals(places=places, token_N=token_N, probs_NV=probs_NV, bad_N=bad_N)
+        return token_N
+
+
+def _verifying_draws(plan: StepPlan) -> np.ndarray:
+    """The number, among the plan's draws, of the one that verifies each draft on the device."""
+    draws: list[int] = []
+    first = len(plan.decode)
+    for chunk in plan.prefill:
+        if not chunk.drafts:
+            break  # chunks with drafts come first
+        if chunk.drafts_on_device:
+            draws += range(first, first + len(chunk.drafts))
+        first += chunk.n
+    return np.array(draws, dtype=np.int64)
 
 
 def _first_step(plan: StepPlan, drafting: Sequence[PrefillChunk]) -> StepPlan:

@@ -128,7 +128,10 @@ def write_model(folder: Path) -> Path:
     ids = {"bos_token_id": 256, "eos_token_id": END, "vocab_size": VOCAB}
     torch.manual_seed(0)
     config = LlamaConfig(num_hidden_layers=2, max_position_embeddings=512, initializer_range=0.2, **sizes, **ids)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight[END] = 0  # else answers end after a few tokens
+    model.save_pretrained(folder)
     text_tokenizer().save(folder)
     write_voice(folder / "anna.wav")
     (folder / FILE).write_text(json.dumps(SPEECH | {"voices": {"anna": "anna.wav"}}))

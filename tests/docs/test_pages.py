@@ -34,6 +34,9 @@ NOT_RUN = {
     "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; tests/dist/test_ray.py runs it with Ray",
     "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; tests/dist/test_ray.py likewise",
     "curl localhost:8000/generate": "Ray Serve",
+    "megatron-infer serve voice/": "a speech model; tests/audio/test_speech_server.py runs it with one",
+    "curl localhost:8000/v1/audio/speech": "a speech model",
+    "speech = client.audio.speech": "a speech model; tests/audio/test_speech_server.py runs it with one",
     "megatron-infer speak voice/": "a speech model; tests/audio/test_speak.py runs it with one",
     "from megatron_infer.pipelines import AudioGenerationConfig": "a speech model; tests/audio has one",
 }

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
+from chi_square import homogeneity
 from model_kinds import buffers, make_model
 from test_same_answer import FEATURES, make_engine, run, workload
 from test_speculative import WAYS, ask, shown
@@ -20,6 +24,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import CapacityError, ConfigError
 from megatron_infer.models.adopt import adopt
+from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 """On a model without attention layers."""
@@ -164,6 +169,47 @@ def test_adaptive_depth_stops_where_drafts_do_not_pay(model, guesser):
     assert 0 < adaptive.spec_decode_metrics().num_drafted < 0.8 * full.spec_decode_metrics().num_drafted
 
 
+RESIDUAL = {"verification": "residual", "adaptive": False, "num_speculative_tokens": 3}
+
+
+def test_rejection_keeps_greedy_answers_and_returns_the_targets_log_probabilities(model, guesser):
+    prompts, _ = workload("sampled")
+    plain = make_engine(model, "attention")
+    engine = make_engine(model, "attention", speculative=RESIDUAL | {"method": "draft", "draft_model": guesser})
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    assert shown(engine.generate(prompts, greedy)) == shown(plain.generate(prompts, greedy))
+    params = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=16, ignore_eos=True, logprobs=0)
+    outputs = engine.generate(prompts, params)
+    whole = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+    scored = plain.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for output, other in zip(outputs, scored, strict=True):
+        drawn = zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+        wanted = other.prompt_logprobs[len(output.prompt_token_ids) :]
+        for (token, own), one in zip(drawn, wanted, strict=True):
+            assert abs(own[token].logprob - one[token].logprob) < 1e-5
+    with pytest.raises(ConfigError, match="'residual' with batch_invariant=True"):
+        InferenceConfig(batch_invariant=True, speculative={"verification": "residual"})
+
+
+@pytest.mark.long
+def test_rejection_draws_sequences_of_the_same_distribution(model, guesser):
+    """The first three tokens of five, of three each: 27 sequences, drafted together."""
+    prompt, count = [5, 9, 17, 30], 2000
+    counts = []
+    for seed, speculative in ((0, None), (count, RESIDUAL | {"method": "draft", "draft_model": guesser})):
+        engine = make_engine(model, "attention", speculative=speculative)
+        common = {"temperature": 1.3, "top_k": 3, "max_tokens": 5, "ignore_eos": True}
+        params = [SamplingParams(seed=seed + index, **common) for index in range(count)]
+        outputs = engine.generate([prompt] * count, params)
+        drawn = Counter(tuple(output.outputs[0].token_ids[:3]) for output in outputs)
+        counts.append(drawn)
+    assert engine.spec_decode_metrics().num_drafted > 2 * count
+    names = sorted(counts[0].keys() | counts[1].keys())
+    assert len(names) == 27
+    first, second = (np.array([found[name] for name in names]) for found in counts)
+    assert homogeneity(first, second) > 0.01
+
+
 def test_memory_counts_both_models(model, twin):
     engine = make_engine(model, "attention", draft=twin)
     alone = make_engine(model, "attention")
@@ -171,6 +217,8 @@ def test_memory_counts_both_models(model, twin):
     assert engine.sizes.num_blocks == alone.sizes.num_blocks // 2
     rows = {row.name: row.how for row in engine.sizes.table()}
     assert "attention layers" in rows["draft_block_bytes"] and rows["block_bytes"].endswith("+ draft_block_bytes")
+    (tensor,) = OverlapTextGenerationPipeline.of_engine(engine).draft_kv_blocks
+    assert tensor.nbytes == engine.sizes.draft_block_bytes * engine.sizes.num_blocks
     room = buffers(model, blocks=14, block_size=16, max_requests=16, draft=twin)
     assert make_engine(model, "attention", draft=twin, **room).sizes.num_usable_blocks == 14
 
@@ -246,3 +294,41 @@ def test_a_draft_model_is_loaded_by_name(folders, capsys):
     assert main(["plan", str(folders["target"]), *drafting, "--json"]) == 0
     sizes = json.loads(capsys.readouterr().out)["sizes"]
     assert sizes["draft_block_bytes"]["value"] * 3 == sizes["block_bytes"]["value"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_draft_like_the_target_is_accepted_entirely_through_random_events(model, twin, expected, seed):
+    """Too few blocks, prefix hits, suspends, pauses and aborted requests, with and without overlap and chunks."""
+    rng = random.Random(seed)
+    settings = {
+        "overlap": bool(seed % 2),
+        "prefix": rng.choice(["lru", "ref_zero"]),
+        **rng.choice([{"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}]),
+        **(OTHERS["chunked"] if seed // 2 else {}),
+    }
+    engine = make_engine(model, "attention", draft=twin, pool_blocks=14, paused_blocks=5, **settings)
+    prompts, params = workload("sampled")
+    waiting, done, lost = list(range(len(prompts))), {}, False
+    rng.shuffle(waiting)
+    while waiting or engine.has_unfinished():
+        for _ in range(min(len(waiting), rng.randrange(4))):
+            index = waiting.pop()
+            engine.add_request(prompts[index], params[index], request_id=str(index), stream="final")
+        match rng.randrange(12):
+            case 0:
+                engine.suspend(rng.choice(["persist", "offload", "recompute"]))
+                engine.resume()
+            case 1:
+                engine.pause(rng.choice(["keep", "retract"]))
+                engine.unpause()
+            case 2 if not lost:
+                engine.add_request(prompts[0], params[0], request_id="lost", stream="final")
+                lost = True
+            case 3 if "lost" in engine.output_processor:
+                engine.abort("lost")
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    for index in range(len(prompts)):
+        assert done[str(index)].outputs[0].token_ids == expected["sampled"][index]
+    found = engine.spec_decode_metrics()
+    assert found.num_drafted - found.num_accepted in range(5), found  # those of the aborted request
+    assert found.num_accepted > 100 and engine.stats().num_free_blocks == 14

@@ -58,10 +58,11 @@ class Victims:
         kill_at: int | None = None,
         after_s: float | None = None,
         save_after: int | None = None,
+        drafts: bool = False,
     ) -> int:
         """One engine from begin to end -> its exit code, negative for a signal. Its notes are in `path`.log."""
         order = {"path": str(path), "log": f"{path}.log", "kind": kind}
-        order |= {"kill_at": kill_at, "after_s": after_s, "save_after": save_after}
+        order |= {"kill_at": kill_at, "after_s": after_s, "save_after": save_after, "drafts": drafts}
         self.orders.send(order)
         return self.orders.recv()["code"]  # EOFError: the process that forks engines has died
 
@@ -123,13 +124,17 @@ def test_a_kill_around_any_file_operation_loses_nothing(model, uninterrupted, vi
 
 
 @pytest.mark.long
-def test_a_kill_at_a_random_moment_loses_nothing(model, uninterrupted, victims, tmp_path):
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_a_kill_at_a_random_moment_loses_nothing(model, uninterrupted, victims, tmp_path, drafts):
     began = time.monotonic()
-    assert victims.run(tmp_path / "whole") == 0
+    assert victims.run(tmp_path / "whole", drafts=drafts) == 0
     took, chooser = time.monotonic() - began, random.Random()
-    for number in range(8):
+    assert_nothing_is_lost(model, tmp_path / "whole", uninterrupted)
+    kept = [int(value) for kind, value in notes(tmp_path / "whole") if kind == "accepted drafts"]
+    assert len(kept) == drafts and all(kept)
+    for number in range(6):
         path = tmp_path / str(number)
-        victims.run(path, after_s=chooser.random() * took)
+        victims.run(path, after_s=chooser.random() * took, drafts=drafts)
         assert_nothing_is_lost(model, path, uninterrupted)
 
 

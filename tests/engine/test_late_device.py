@@ -18,6 +18,7 @@ from megatron_infer.cuda_graphs.graph_pool import CudaRecorder, GraphPool
 from megatron_infer.cuda_graphs.padded_step import PaddedStep
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import RankFailure
+from megatron_infer.memory.block_pools import BlockPools
 from megatron_infer.memory.copy_pipeline import CopyPipeline
 from megatron_infer.memory.device import HostRead
 from megatron_infer.memory.layerwise_restore import LayerwiseRestore
@@ -257,7 +258,7 @@ SABOTAGES = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.__name__)
 def test_without_what_protects_it_tokens_are_wrong(sabotage, models, expected, monkeypatch):
     kind, settings, between = RUNS[SABOTAGES[sabotage]]
@@ -281,7 +282,8 @@ SEAMS = (
     *((StepBuffer, name) for name in ("upload", "advance_mirror")),
     *((GraphPool, name) for name in ("ready", "launch")),
     *((PaddedStep, name) for name in ("prepare", "run")),
-    *((CacheStore, name) for name in ("run_copies", "_copy_blocks")),
+    (CacheStore, "run_copies"),
+    (BlockPools, "copy"),
     *((CopyPipeline, name) for name in ("offload", "reload")),
     *((ModelRunner, name) for name in ("_set_rows", "run_layers", "finish", "sample")),
     *((LateDevice, name) for name in ("upload", "begin_read")),

@@ -213,6 +213,20 @@ def test_running_requests_keep_or_recompute_when_their_adapter_is_replaced(runni
     assert (again.outputs[0].token_ids == changed.token_ids[at:]) or running == "keep"
 
 
+def test_a_prompt_that_is_half_computed_starts_over_when_its_adapter_is_replaced(model, adapters, alone):
+    """Its spans name the version that has drawn its tokens alone."""
+    engine = engine_of(model, max_tokens=32, enable_chunked_prefill=True)
+    engine.load_adapter("a", adapters["a0"])
+    engine.add_request(PROMPT, greedy("a", logprobs=0))
+    engine.step()
+    engine.load_adapter("a", adapters["a1"], replace=True, running="keep")
+    outputs = []
+    while engine.has_unfinished():
+        outputs = engine.step()
+    assert account(outputs[0])[0] == alone["a1"][0]
+    assert [span.adapter_version for span in outputs[0].outputs[0].spans] == [2]
+
+
 def test_an_adapter_in_use_is_unloaded_only_with_its_requests(model, adapters):
     engine = engine_of(model)
     engine.load_adapter("a", adapters["a0"])

@@ -92,17 +92,17 @@ class AdapterRoutes:
             raise _refusal(error) from None
         if name in client.model_names:
             raise bad_request(f"lora_name: {name!r} is the model's own name; choose another", "lora_name")
-        replace, running = bool(body.load_inplace), body.running or "keep"
-        await self._change("load_adapter", name=name, path=path, replace=replace, running=running)
+        how = {"replace": bool(body.load_inplace), "running": body.running or "keep"}
+        await self._change("load_adapter", name, path=path, **how)
         return name, "added", self._shown()
 
     async def unload(self, call: Call) -> tuple[str, str, dict[str, Any]]:
         QueryParams(call).end()
         body: UnloadAdapterBody = call.body
-        await self._change("unload_adapter", name=body.lora_name, abort=bool(body.abort))
+        await self._change("unload_adapter", body.lora_name, abort=bool(body.abort))
         return body.lora_name, "removed", self._shown()
 
-    async def _change(self, command: str, *, name: str, **args: Any) -> None:
+    async def _change(self, command: str, name: str, **args: Any) -> None:
         """Carry a command out on all engines that live, which have the same content then; or undo it on all."""
         fanout, change = self._machine.fanout, secrets.token_hex(8)
         async with self._locks.setdefault(name, asyncio.Lock()):
