@@ -159,6 +159,8 @@ def attach(
     options: EngineOptions, settings: ServerConfig, coordinator: str, key: bytes | None, note: Callable[[str], None]
 ) -> None:
     """Serve HTTP for a coordinator whose replicas are started separately."""
+    if settings.voice:
+        raise ConfigError("voice is given with --coordinator, which serves no speech; leave it out")
     listening = listen(settings.host, settings.port)
     folder = tempfile.mkdtemp(prefix="megatron-infer-")
     try:

@@ -78,6 +78,8 @@ SHOWN_AS = {
     "profiling": ("step_ranges",),
     "sampling": ("enable_penalties",),
     "prefix_caching_coordinator_policy": ("replica_child",),
+    "prepend_prompt_speech_tokens": ("prepend=",),
+    "prepend_prompt_speech_tokens_causal": ("prompt_causal=",),
 }
 """Name -> what a test of it may have in its place: sections by one of their fields, an option by the helper
 that sets it, a field of a tree by what it is named where it acts."""

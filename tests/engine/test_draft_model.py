@@ -25,6 +25,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import CapacityError, ConfigError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
+from megatron_infer.testing.inspect import inspect
 
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
 """On a model without attention layers."""
@@ -208,6 +209,27 @@ def test_rejection_draws_sequences_of_the_same_distribution(model, guesser):
     assert len(names) == 27
     first, second = (np.array([found[name] for name in names]) for found in counts)
     assert homogeneity(first, second) > 0.01
+
+
+def test_ngrams_come_first_where_both_are_asked_for(model, twin):
+    """A draft model computes tokens that n-grams propose, too: what it draws behind them is as good."""
+    prompts = [[7, 8, 9, 10] * 5, [20, 21, 22] * 6, [90]]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    both = {"method": ("ngram", "draft"), "draft_model": twin, "adaptive": False}
+    engine = make_engine(model, "attention", speculative=both)
+    sources: Counter[bool] = Counter()
+    proposer = inspect(engine).drafts.proposer
+
+    class Counting:
+        def propose(self, request, most):
+            found = proposer.propose(request, most)
+            sources[found.source == "draft"] += 1
+            return found
+
+    inspect(engine).drafts.proposer = Counting()
+    assert shown(engine.generate(prompts, params)) == shown(make_engine(model, "attention").generate(prompts, params))
+    assert sources[True] > 3 < sources[False]
+    assert 0.2 < engine.spec_decode_metrics().acceptance_rate <= 1
 
 
 def test_memory_counts_both_models(model, twin):

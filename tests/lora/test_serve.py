@@ -422,6 +422,25 @@ def test_without_a_root_nothing_is_loaded():
         assert error["code"] == "no_lora_root" and "--lora-root" in error["message"]
 
 
+def test_the_calls_of_trls_adapter_only_path(root, offline):
+    """Those of `trl/experimental/async_grpo/vllm_client.py` and its trainer: each policy has a name of its own, and is
+    loaded while generation is paused, beside the one before."""
+    with serving(make_engine(), text=False, decodes=False, control=True, lora_root=str(root)) as case:
+        replica = case.replicas[0]
+        replica._commands._adapter_commands = AdapterCommands(replica.engine, root=str(root)).commands()
+        wait_for(lambda: case.http.get("/health").status_code == 200)
+        config = get(case, "/server_info?config_format=json")["vllm_config"]
+        assert config["lora_config"] == {"max_loras": 2, "max_lora_rank": 8}
+        assert config["parallel_config"]["data_parallel_size"] == 1
+        for number in range(3):
+            assert case.http.post("/pause", params={"mode": "keep"}).status_code == 200
+            load(case, f"trl-policy-v{number}", str(root / f"a{number}"), load_inplace=False)
+            assert case.http.post("/resume").status_code == 200
+            case.http.post("/v1/unload_lora_adapter", json={"lora_name": f"trl-policy-v{number - 2}"})
+            assert tokens_of(case, f"trl-policy-v{number}") == offline[f"a{number}"]
+        assert [info.name for info in case.engines[0].adapters()] == ["trl-policy-v1", "trl-policy-v2"]
+
+
 def test_an_engine_that_joins_gets_the_adapters_that_are_loaded(case, root, offline):
     from coordinator_case import replica
 

@@ -91,36 +91,35 @@ def main() -> None:
         theirs = peft_model(folders, getattr(torch, args.dtype))
     names = [f"a{index % NUM_ADAPTERS}" for index in range(NUM_REQUESTS)]
 
-    def ours(adapters: list[str]) -> None:
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=args.output, ignore_eos=True, adapter=one) for one in adapters
-        ]
+    def ours(adapters: list[str], count: int) -> None:
+        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, adapter=one) for one in adapters]
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts.tolist()], params)
 
     @torch.inference_mode()
-    def peft_runs(ids: torch.Tensor, adapter: str, **how: Any) -> None:
+    def peft_runs(ids: torch.Tensor, adapter: str, count: int, **how: Any) -> None:
         theirs.set_adapter(adapter)
-        given = {"max_new_tokens": args.output, "min_new_tokens": args.output, "do_sample": False, "pad_token_id": 0}
+        given = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
         theirs.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **given, **how)
 
-    def peft_in_turns() -> None:
+    def peft_in_turns(count: int) -> None:
         for index in range(NUM_ADAPTERS):
-            peft_runs(prompts[index::NUM_ADAPTERS], f"a{index}")
+            peft_runs(prompts[index::NUM_ADAPTERS], f"a{index}", count)
 
-    cases: dict[str, Callable[[], None]] = {
-        "one adapter, megatron_infer": lambda: ours(["a0"] * NUM_REQUESTS),
-        "one adapter, PEFT": lambda: peft_runs(prompts, "a0"),
-        "8 adapters, megatron_infer": lambda: ours(names),
+    cases: dict[str, Callable[[int], None]] = {
+        "one adapter, megatron_infer": lambda count: ours(["a0"] * NUM_REQUESTS, count),
+        "one adapter, PEFT": lambda count: peft_runs(prompts, "a0", count),
+        "8 adapters, megatron_infer": lambda count: ours(names, count),
         "8 adapters, PEFT, batches by adapter": peft_in_turns,
-        "8 adapters, PEFT, adapter_names": lambda: peft_runs(prompts, "a0", adapter_names=names),
+        "8 adapters, PEFT, adapter_names": lambda count: peft_runs(prompts, "a0", count, adapter_names=names),
     }
     found: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(args.rounds + 1):
         for name, run in cases.items():
             began = time.perf_counter()
-            run()
-            if number:  # the first one warms up
+            run(args.output if number else 4)  # the first one warms up
+            if number:
                 found[name].append(NUM_REQUESTS * args.output / (time.perf_counter() - began))
+                print(f"round {number}, {name}: {found[name][-1]:.1f} tok/s", flush=True)
     for name, speeds in found.items():
         own = found[f"{name.partition(',')[0]}, megatron_infer"]
         ratio = statistics.median(own) / statistics.median(speeds)
