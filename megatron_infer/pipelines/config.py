@@ -136,25 +136,8 @@ class PipelineConfig(Section):
 
     def __init__(self, *unnamed: Any, **values: Any) -> None:
         if unnamed:
-            raise ConfigError(f"PipelineConfig takes values by name; write model_path={unnamed[0]!r:.80}")
-        names = self._names()
-        given = names.route(values, "")
-        environment = names.from_environment(os.environ)
-        at = {path: given.get(path, environment.get(path)) for path in (("config_file",), ("section_name",))}
-        file_path, section = at["config_file",], at["section_name",]
-        file: dict[FieldPath, Any] = {}
-        if file_path is not None:
-            file = names.route(layers.read_config_file(str(file_path), section), f"config_file {file_path}: ")
-        elif section is not None:
-            raise ConfigError(f"section_name is {section!r}, but there is no config_file; give both")
-        found = {
-            **{path: ("file", value) for path, value in file.items()},
-            **{path: ("environment", value) for path, value in environment.items()},
-            **{path: ("argument", value) for path, value in given.items()},
-        }
-        drafts = [path for path in found if path[0] == layers.DRAFT]
-        if drafts and (layers.DRAFT, "model_path") not in found:
-            raise ConfigError(f"{layers.flat_name(drafts[0])} needs draft_model_path, the model that drafts tokens")
+            raise ConfigError(f"{type(self).__name__} takes values by name; write model_path={unnamed[0]!r:.80}")
+        found = self._names().gathered(values, os.environ)
         try:
             super().__init__(**_sections(layers.nested({path: value for path, (_, value) in found.items()})))
         except ValidationError as error:

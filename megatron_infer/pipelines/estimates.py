@@ -57,6 +57,8 @@ class Estimator:
     kv_element_bytes: int
     max_tokens: int
     """Of a step."""
+    draft: ModelShape | None = None
+    """One rank's share of the model that drafts."""
     packed: int = 0
     """Bytes of the copies of linear weights in the layout of a CPU's kernels, see `packed_bytes`."""
     keeps_snapshots: bool
@@ -66,8 +68,9 @@ class Estimator:
 
     @property
     def weights(self) -> int:
-        """Bytes of the parameters of the rank, and of their packed copies."""
-        return self.shape.num_parameters * self.shape.kv_dtype_bytes + self.packed
+        """Bytes of the parameters of the rank, those of a draft model, and packed copies of both."""
+        own = self.shape.num_parameters * self.shape.kv_dtype_bytes
+        return own + self.packed + (0 if self.draft is None else self.draft.num_parameters * self.draft.kv_dtype_bytes)
 
     def activations(self, max_length: int) -> int:
         """Bytes that a step of the most tokens needs beside weights and cache."""
@@ -79,13 +82,18 @@ class Estimator:
 
     @property
     def page(self) -> int:
-        """Bytes of keys and values of a block, over all layers of the rank; 0 without attention layers."""
-        return kv_block_bytes(
-            num_layers=self.shape.num_attention_layers,
-            block_size=self.page_size,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype_bytes=self.kv_element_bytes,
+        """Bytes of keys and values of a block, over all layers of the rank and of a draft model; 0 without attention
+        layers."""
+        shapes = [self.shape] if self.draft is None else [self.shape, self.draft]
+        return sum(
+            kv_block_bytes(
+                num_layers=shape.num_attention_layers,
+                block_size=self.page_size,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                dtype_bytes=self.kv_element_bytes,
+            )
+            for shape in shapes
         )
 
     @property

@@ -67,6 +67,27 @@ class Names:
         """Name of a field as it is given flat -> its path."""
         return {flat_name(path): path for path in self.paths}
 
+    def gathered(self, values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[FieldPath, tuple[str, Any]]:
+        """(source, value) by path of what arguments, the environment and the file that they name give; arguments go
+        before the environment, it before the file. Raises ConfigError."""
+        given, variables = self.route(values, ""), self.from_environment(environment)
+        at = {path: given.get(path, variables.get(path)) for path in (("config_file",), ("section_name",))}
+        file_path, section = at["config_file",], at["section_name",]
+        file: dict[FieldPath, Any] = {}
+        if file_path is not None:
+            file = self.route(read_config_file(str(file_path), section), f"config_file {file_path}: ")
+        elif section is not None:
+            raise ConfigError(f"section_name is {section!r}, but there is no config_file; give both")
+        found = {
+            **{path: ("file", value) for path, value in file.items()},
+            **{path: ("environment", value) for path, value in variables.items()},
+            **{path: ("argument", value) for path, value in given.items()},
+        }
+        drafts = [path for path in found if path[0] == DRAFT]
+        if drafts and (DRAFT, "model_path") not in found:
+            raise ConfigError(f"{flat_name(drafts[0])} needs draft_model_path, the model that drafts tokens")
+        return found
+
     def route(self, values: Mapping[str, Any], where: str, prefix: FieldPath = ()) -> dict[FieldPath, Any]:
         """Flat and nested values by path. where: "" or what errors begin with. Raises ConfigError."""
         routed: dict[FieldPath, Any] = {}

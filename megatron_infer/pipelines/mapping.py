@@ -103,9 +103,9 @@ ROWS: Mapping[str, Row] = {
     "use_vendor_blas": Engine("linear_backend", meanings.linear_backend),
     "pdl_level": Here(meanings.pdl_level),
     "zmq_endpoint_base": Here(meanings.endpoint_base),
-    "draft_model": Refused("set InferenceConfig(speculative=...) with method 'draft' instead; leave it out"),
     "lora": Engine("lora", meanings.lora),
     "speculative": Engine("speculative", meanings.speculative),
+    "draft_model": Here(meanings.draft_model),
     "options": Here(meanings.read_before),
     "model.model_path": Model("model"),
     "model.served_model_name": Server("served_model_name", lambda name: (name,)),
@@ -135,7 +135,7 @@ ROWS: Mapping[str, Row] = {
     "sampling.enable_min_tokens": Server("enable_min_tokens"),
     "profiling.gpu_profiling": Engine("step_ranges", meanings.step_ranges),
 }
-"""Dotted path of a field -> what it is mapped to. The draft model's fields are refused with draft_model."""
+"""Dotted path of a field -> what it is mapped to. Of the draft model, model_path acts."""
 
 OWN_NAMES: Mapping[str, str] = {
     "buffer_size_gb": "device_memory_utilization",

@@ -75,6 +75,23 @@ def speculative(value: Any) -> dict[str, Any] | None:
     return {"method": method, "num_speculative_tokens": value.num_speculative_tokens, **given}
 
 
+def draft_model(value: Any, asked: Asked) -> Effect:
+    if value is None:
+        return None, ""
+    if others := sorted(value.model_fields_set - {"model_path"}):
+        raise ConfigError(
+            f"draft_{others[0]}: a draft model has the dtype, device and cache of the model it drafts for; leave it out"
+        )
+    drafts = asked.engine.get("speculative")
+    if drafts is None or drafts["method"] != "draft":
+        raise ConfigError(
+            f"draft_model_path is {value.model_path!r}, and nothing drafts with it; set speculative_method to "
+            "standalone"
+        )
+    drafts["draft_model"] = value.model_path
+    return value, "drafts tokens for the model"
+
+
 def architectures(value: list[str], asked: Asked) -> Effect:
     from megatron_infer.model_loader.hf_config import FAMILIES
 

@@ -22,6 +22,7 @@ from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape
 from megatron_infer.config.sizing import DEFAULT_MAX_TOKENS
+from megatron_infer.config.speculative import speculative_of
 from megatron_infer.errors import ConfigError
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.find import Kind, architecture_name, describe, find_model
@@ -130,12 +131,14 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         machine = dataclasses.replace(machine, free_bytes=free_bytes)
     dtype = machine.dtype(asked.llm.get("dtype", "auto"))
     with told:
-        shape, estimator = None, None
+        shape, draft, estimator = None, None, None
         if asked.description is not None:
             shape = shape_of(
                 asked.description, dtype=dtype, tensor_parallel_size=layout.tp, pipeline_parallel_size=layout.pp
             )
-            estimator = _estimator(asked, shape, machine, layout)
+            drafting = _draft_of(asked)
+            draft = None if drafting is None else shape_of(drafting, dtype=dtype, tensor_parallel_size=layout.tp)
+            estimator = _estimator(asked, shape, machine, layout, drafting, draft)
             _fit(asked, estimator, tensor_parallel_size=layout.tp)
         engine = machine_config(
             asked.engine,
@@ -148,7 +151,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         sizes, estimate = None, None
         if shape is not None and estimator is not None:
             left = max(0, estimator.free - estimator.weights)
-            sizes = decided.resolve(shape, tensor_parallel_size=layout.tp, available_bytes=left)
+            sizes = decided.resolve(shape, tensor_parallel_size=layout.tp, available_bytes=left, draft=draft)
             estimate = MemoryEstimate(
                 free=estimator.free,
                 weights=estimator.weights,
@@ -255,13 +258,23 @@ def _find_model(asked: Asked) -> Architecture:
     own = asked.architectures.get(architecture_name(place) or "")
     if own is not None and own.pipeline_model is not None:
         return own
-    description = describe(place)
+    asked.description = _description_of(asked.llm["model"])
+    return own or Architecture(name=asked.description.architecture)
+
+
+def _description_of(model: str) -> ModelDescription:
+    description = describe(find_model(model))
     if description is None:
         from megatron_infer.model_loader.sources import open_source  # imports torch
 
-        description = open_source(asked.llm["model"]).config()
-    asked.description = description
-    return own or Architecture(name=asked.description.architecture)
+        description = open_source(model).config()
+    return description
+
+
+def _draft_of(asked: Asked) -> ModelDescription | None:
+    """The description of the model that drafts tokens; None without one, and for a live model."""
+    drafts = speculative_of(asked.engine.get("speculative"))
+    return _description_of(drafts.draft_model) if drafts is not None and isinstance(drafts.draft_model, str) else None
 
 
 def _require(
@@ -320,10 +333,21 @@ def _check_world(layout: Layout) -> None:
         )
 
 
-def _estimator(asked: Asked, shape: ModelShape, machine: Machine, layout: Layout) -> Estimator:
+def _estimator(
+    asked: Asked,
+    shape: ModelShape,
+    machine: Machine,
+    layout: Layout,
+    drafting: ModelDescription | None,
+    draft: ModelShape | None,
+) -> Estimator:
+    """drafting, draft: the model that drafts tokens, and one rank's share of it."""
     engine = asked.engine
     assert asked.description is not None
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "WORLD_SIZE" in os.environ else layout.dp
+    packed = packed_bytes(shape, has_own_embedding=not asked.description.tied_embeddings)
+    if drafting is not None and draft is not None:
+        packed += packed_bytes(draft, has_own_embedding=not drafting.tied_embeddings)
     is_fp8 = engine.get("kv_cache_dtype") == "fp8_e4m3"
     return Estimator(
         shape=shape,
@@ -332,7 +356,8 @@ def _estimator(asked: Asked, shape: ModelShape, machine: Machine, layout: Layout
         page_size=engine["block_size_tokens"],
         kv_element_bytes=KV_DTYPE_BYTES[FP8_E4M3] if is_fp8 else shape.kv_dtype_bytes,
         max_tokens=engine.get("max_tokens") or DEFAULT_MAX_TOKENS,
-        packed=0 if machine.is_cuda else packed_bytes(shape, has_own_embedding=not asked.description.tied_embeddings),
+        draft=draft,
+        packed=0 if machine.is_cuda else packed,
         keeps_snapshots=shape.state is not None and bool(engine.get("enable_prefix_caching")),
         buffer=int(engine["buffer_size_gb"] * GIB) if "buffer_size_gb" in engine else None,
     )

@@ -81,7 +81,19 @@ BAD = [
     ({"zmq_endpoint_base": "tcp://127.0.0.1:1"}, r"it must be ipc://PATH: .*megatron-infer coordinator"),
     ({"zmq_endpoint_base": "ipc:///tmp/" + "x" * 96}, "has 113 bytes, the limit is 107; take a shorter folder"),
     ({"draft_weight_path": ["a"]}, "draft_weight_path needs draft_model_path"),
-    ({"draft_model_path": "llama"}, "draft_model=.*with method .draft. instead; leave it out"),
+    ({"draft_model_path": "llama"}, "'llama', and nothing drafts with it; set speculative_method to standalone"),
+    (
+        {"draft_model_path": "llama", "speculative_method": "standalone", "draft_quantization_encoding": "float32"},
+        "draft_quantization_encoding: a draft model has the dtype, device and cache of .*; leave it out",
+    ),
+    (
+        {"draft_model_path": "gpt2", "speculative_method": "standalone", "max_length": 256},
+        "the draft model has 128 positions, .*; set .*, or take another draft model",
+    ),
+    (
+        {"draft_model_path": "hybrid", "speculative_method": "standalone"},
+        "the draft model has recurrent states, .*; take a draft model of",
+    ),
     ({"speculative_method": "eagle"}, "method='eagle' is not built: megatron-core has no EAGLE heads; known: ngram"),
     ({"speculative_method": "standalone"}, "speculative: draft_model is None with method .draft."),
     ({"num_speculative_tokens": 3}, "num_speculative_tokens needs speculative_method; set it"),

@@ -166,6 +166,14 @@ def test_drafts_and_adapters_are_given_by_either_names_of_their_fields():
     assert resolved(speculative=SpeculativeConfig()).resolved.engine.speculative == SpeculativeConfig()
     assert resolved(enable_lora=True, max_num_loras=3).resolved.engine.lora == LoRAConfig(max_loras=3)
     assert resolved(lora_root=".").resolved.engine.lora == LoRAConfig()
+    alone, beside = resolved(), resolved(speculative_method="standalone", draft_model_path="llama")
+    assert beside.resolved.engine.speculative == SpeculativeConfig(
+        method="draft", draft_model="llama", num_speculative_tokens=5
+    )
+    assert in_effect(beside, "draft_model")[1] == "argument"
+    assert beside.resolved.estimate.weights == 2 * alone.resolved.estimate.weights
+    assert beside.resolved.sizes.block_bytes == 2 * beside.resolved.sizes.draft_block_bytes
+    assert beside.resolved.estimate.total <= beside.resolved.estimate.free
     none = resolved()
     assert none.resolved.engine.speculative is None and in_effect(none, "speculative") == (None, "default")
 

@@ -69,6 +69,15 @@ def test_answers_are_those_of_the_llm_of_the_same_options(pipeline, file):
     assert pipeline.overlap_active and pipeline.pipeline_model.lora_manager is None
 
 
+def test_a_draft_model_of_the_tree_drafts_and_changes_no_token(pipeline, file):
+    drafted = make(file, speculative_method="standalone", num_speculative_tokens=3, draft_model_path=str(file))
+    assert [one.tokens for one in ask(drafted)] == [one.tokens for one in ask(pipeline)]
+    figures = drafted.spec_decode_metrics()
+    assert figures.num_accepted == figures.num_drafted > 0, "a model drafts what it draws itself"
+    (blocks,) = drafted.draft_kv_blocks
+    assert blocks.shape[2] == drafted.kv_manager.total_num_pages + 1 and pipeline.draft_kv_blocks is None
+
+
 def test_either_spec_gives_the_same_answers(pipeline, file):
     other = make(file, use_legacy_module=False)
     stock, paged = (type(one.engine.model.decoder.layers[0].input_layernorm) for one in (pipeline, other))
