@@ -13,7 +13,7 @@ from megatron_infer.models.late_compile import compiling_late
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Names of the functions that torch.compile was called for; it compiles with the backend that runs them as they are."""
+    """(name, options) of each call of torch.compile, which takes the backend that runs functions as they are."""
     names, compile_now = [], torch.compile
 
     def record(function=None, **options):
@@ -66,6 +66,6 @@ def test_decorator_with_options_and_modules_compile_at_once(compiled):
 
 @pytest.mark.long
 def test_engine_is_imported_without_torchs_compiler():
-    code = "import sys, megatron_infer.entrypoints.llm; print([m for m in sys.modules if m == 'torch._inductor.lowering'])"
+    code = "import sys, megatron_infer.entrypoints.llm; print('torch._inductor.lowering' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "False"
