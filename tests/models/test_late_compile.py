@@ -13,7 +13,7 @@ from megatron_infer.models.late_compile import compiling_late
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Names of the functions that torch.compile was called for; its backend runs them as they are."""
+    """(name, options) of each call of torch.compile, which takes the backend that runs functions as they are."""
     names, compile_now = [], torch.compile
 
     def record(function=None, **options):
