@@ -48,8 +48,8 @@ class SpeculativeConfig:
     ngram_min: int = 2
     """The shortest run; at least 1."""
     adaptive: bool = True
-    """Measured seconds of steps and the share of drafts kept decide how many tokens are drafted, none included. False:
-    always as many as are found."""
+    """Measured costs of steps and how often such drafts were kept decide how many tokens are verified, none included.
+    False: always as many as are found."""
     verification: str = "same_tokens"
     """same_tokens: a draft is kept where it equals the token that is drawn at its position."""
 
