@@ -48,8 +48,8 @@ class SpeculativeConfig:
     """The model that drafts: an alias, directory, hub id, .gguf file or checkpoint, or a live megatron-core model; of
     the same vocabulary and tokenizer. For method draft only."""
     adaptive: bool = True
-    """Measured seconds of steps and the share of drafts kept decide how many tokens are drafted, none included. False:
-    always as many as are found."""
+    """Measured costs of steps and how often such drafts were kept decide how many tokens are verified, none included.
+    False: always as many as are found."""
     verification: str = "same_tokens"
     """same_tokens: a draft is kept where it equals the token that is drawn at its position. residual: classic rejection
     of a draft model's drafts: other tokens, of the same distribution. For drafts without one both are the same."""

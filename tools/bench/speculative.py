@@ -2,6 +2,7 @@
 
     python tools/bench/speculative.py [--set copy] [--at-once 1] [--rounds 3] [--max-tokens 128] [--json out.json]
     python tools/bench/speculative.py --steps              seconds of a step by rows and by tokens of each row
+    python tools/bench/speculative.py --hybrid 0.8         a hybrid of random weights, 8 in 10 drafts right
 
 Sets (speculative_NAME.jsonl): "copy" are 24 prompts whose answers repeat them (edits of code, JSON reshaped, quoting
 summaries), "chat" are 12 free questions, "json" are 8 that are answered by a schema. Answers are greedy and end where
@@ -14,9 +15,19 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+for folder in (ROOT, ROOT / "tools" / "bench"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+# ruff: noqa: E402
+import torch
+from light.shapes import PLANS, random_model
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -129,6 +140,49 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+class Rehearsed:
+    """Known answers, each token right with a probability; the choice follows from the position."""
+
+    def __init__(self, sequences: list[list[int]], right: float) -> None:
+        self._sequences, self._right = {tuple(one[:KNOWN_BY]): one for one in sequences}, right
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        length = len(request.tokens)
+        known = self._sequences[tuple(request.tokens[:KNOWN_BY])][length : length + most]
+        draw = random.Random(length)
+        return Proposal([token if draw.random() < self._right else 3 for token in known], "rehearsed")
+
+
+def compare_hybrid(args: argparse.Namespace) -> dict[str, Any]:
+    """What verification gives a model whose rejected drafts must leave its recurrent states."""
+    torch.manual_seed(0)
+    model = random_model(PLANS["hybrid"], torch.bfloat16, torch.device("cpu"))
+    sized = {"buffer_size_gb": 1, "max_requests": args.at_once, "max_tokens": 1024, "block_size_tokens": 16}
+    drafts = SpeculativeConfig(num_speculative_tokens=args.num_speculative_tokens, adaptive=args.adaptive)
+    engines = {
+        name: DynamicInferenceEngine(model, InferenceConfig(**sized, speculative=one), eos_ids=())
+        for name, one in ((OFF, None), (ON, drafts))
+    }
+    draw, params = random.Random(0), SamplingParams(temperature=0.0, max_tokens=args.max_tokens, detokenize=False)
+    work = [([draw.randrange(100, 20_000) for _ in range(100)], params) for _ in range(4 * args.at_once)]
+    answers, _ = run(engines[OFF], work, args.at_once)
+    planner = inspect(engines[ON]).drafts
+    assert planner is not None
+    planner.proposer = Rehearsed([prompt + one for (prompt, _), one in zip(work, answers, strict=True)], args.hybrid)
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(args.rounds):
+        for name in list(engines)[:: 1 if number % 2 else -1]:
+            found, rate = run(engines[name], work, args.at_once)
+            rates[name].append(rate)
+            assert found == answers, "other tokens with drafts"
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    metrics = engines[ON].spec_decode_metrics()
+    assert metrics is not None
+    shown = {"acceptance_rate": metrics.acceptance_rate, "mean_tokens_per_step": metrics.mean_tokens_per_step}
+    ratio = {"tok_s": rates, "ratio": medians[ON] / medians[OFF], "num_verifications": metrics.num_verifications}
+    return {"right": args.hybrid, "at_once": args.at_once, **shown, **ratio}
+
+
 class Always:
     """Drafts a fixed number of tokens, right or wrong."""
 
@@ -180,10 +234,12 @@ def main() -> None:
     parser.add_argument("--ngram-min", type=int, default=2, metavar="N")
     parser.add_argument("--ngram-max", type=int, default=4, metavar="N")
     parser.add_argument("--adaptive", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--hybrid", type=float, metavar="RIGHT", help="measure a hybrid instead; share of right drafts")
     parser.add_argument("--steps", action="store_true", help="measure steps instead")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    report = step_seconds(args) if args.steps else compare(args)
+    measure = step_seconds if args.steps else compare if args.hybrid is None else compare_hybrid
+    report = measure(args)
     if not args.steps:
         print(json.dumps({**report, "tok_s": {k: [round(x, 1) for x in v] for k, v in report["tok_s"].items()}}))
     if args.json:
