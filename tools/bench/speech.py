@@ -1,7 +1,7 @@
 """Speech: how soon the first block sounds, how fast sound is made, what batches and the voice's prefix save, and how
 blocks meet.
 
-    python tools/bench/speech.py [--threads 2] [--json FILE]
+    python tools/bench/speech.py [--threads 2] [--chunks 15,30,60] [--json FILE]
 
 The weights are random, so nothing is said: a model of text and speech tokens (8 layers of 256, 10 M parameters) and
 the codec that examples train (50 tokens a second). Answers have a fixed length, as the end token is not drawn.
@@ -51,7 +51,7 @@ ENGINE: dict[str, Any] = {
     "buffer_size_gb": 0.3, "block_size_tokens": 16, "max_sequence_length": 1024, "max_requests": 16, "max_tokens": 512,
     "enable_chunked_prefill": True, "enable_prefix_caching": True, "batching": "phased",
 }  # fmt: skip
-CHUNKS, BUFFER = (15, 30, 60), 8
+BUFFER = 8
 TEXT = "Seventeen ships left the harbour at half past four in the morning, and nine of them came back."
 
 
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=6.0, help="of sound, of each sentence")
+    parser.add_argument("--chunks", default="15,30,60", help="chunk_size")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -178,7 +179,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Codec(CodecConfig()).save(Path(folder, "codec.safetensors"))
         opened = open_decoder("codec", str(Path(folder, "codec.safetensors")))
-        pipeline = make_pipeline(opened, BlockSchedule(chunk_size=CHUNKS, buffer=BUFFER))
+        chunks = tuple(map(int, args.chunks.split(",")))
+        pipeline = make_pipeline(opened, BlockSchedule(chunk_size=chunks, buffer=BUFFER))
         timed_stream(pipeline, request(1.0))  # what the first use costs
         cpu = time.process_time()
         streamed = [timed_stream(pipeline, request(args.seconds)) for _ in range(args.rounds)]
