@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.interfaces import ReturnLogits as ReturnLogits
     from megatron_infer.pipelines.interfaces import get_paged_manager as get_paged_manager
     from megatron_infer.pipelines.interfaces import upper_bounded_default as upper_bounded_default
+    from megatron_infer.pipelines.lora_manager import LoRAManager as LoRAManager
     from megatron_infer.pipelines.mcore_model import McorePipelineModel as McorePipelineModel
     from megatron_infer.pipelines.model_config import CacheStrategy as CacheStrategy
     from megatron_infer.pipelines.model_config import GPUProfilingMode as GPUProfilingMode
@@ -69,6 +70,7 @@ _HOMES = {
     "KVCacheMixin": "interfaces",
     "KVCacheParams": "interfaces",
     "LoRAConfig": "model_config",
+    "LoRAManager": "lora_manager",
     "LogProbabilities": "text_generation",
     "MAXModelConfig": "model_config",
     "McorePipelineModel": "mcore_model",

@@ -19,7 +19,7 @@ from megatron_infer.audio.registry import Opener, check_decoder
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.pipelines.architectures import custom_architectures
-from megatron_infer.pipelines.config import NAMES, PipelineConfig
+from megatron_infer.pipelines.config import NAMES, PipelineConfig, sources_of
 from megatron_infer.pipelines.layers import FieldPath, Names
 from megatron_infer.pipelines.model_config import by_name
 from megatron_infer.pipelines.settings import Resolved, Setting
@@ -85,7 +85,7 @@ class AudioGenerationConfig(PipelineConfig):
         if not self.is_resolved:
             is_phased = _prepare(self)
             super().resolve(free_bytes=free_bytes)
-            self._resolved = _with_audio_settings(self, self._sources(), is_phased=is_phased)
+            self._resolved = _with_audio_settings(self, sources_of(self), is_phased=is_phased)
 
     @property
     def run_model_test_mode(self) -> bool:

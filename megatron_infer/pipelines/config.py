@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError
 
+from megatron_infer.config import lora, speculative
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
@@ -32,7 +33,9 @@ from megatron_infer.pipelines.model_config import (
     SamplingConfig,
     Section,
     SpeculativeConfig,
+    Text,
     by_name,
+    told,
 )
 from megatron_infer.pipelines.settings import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
@@ -85,11 +88,11 @@ class PipelineConfig(Section):
     """Embeddings are one vector a prompt, not one a token."""
     chat_template: Annotated[Path | None, Field(strict=False)] = None
     """File with a chat template, or JSON with the key chat_template, that goes before the model's own."""
-    use_experimental_kernels: str = "false"
+    use_experimental_kernels: Text = "false"
     """"true", or names out of fused_rope."""
-    use_vendor_blas: str = "false"
+    use_vendor_blas: Text = "false"
     """"true": linear layers run in the vendor's library."""
-    pdl_level: str = "0"
+    pdl_level: Text = "0"
     """How early a dependent kernel is launched: "0", "1" or "2"."""
     custom_architectures: list[str] = Field(default_factory=list)
     """Modules with architectures of one's own: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""
@@ -108,7 +111,8 @@ class PipelineConfig(Section):
     """Commit a step while the next one runs. False leaves it to the device: on a GPU it is on, unless `options` has
     overlap=False."""
     use_legacy_module: bool = True
-    """Build the model from megatron-core's stock classes."""
+    """Build the model of megatron-core's stock classes, and adopt these in place. False, and for hybrids: of the paged
+    spec of this package. The logits are the same."""
     defer_resolve: bool = False
     """Check types only, until resolve() is called."""
     model: MAXModelConfig = Field(default_factory=MAXModelConfig)
@@ -130,7 +134,9 @@ class PipelineConfig(Section):
     """Path -> (source, value) of what was given."""
     _resolved: Resolved | None = PrivateAttr(default=None)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        if unnamed:
+            raise ConfigError(f"PipelineConfig takes values by name; write model_path={unnamed[0]!r:.80}")
         names = self._names()
         given = names.route(values, "")
         environment = names.from_environment(os.environ)
@@ -152,7 +158,7 @@ class PipelineConfig(Section):
         try:
             super().__init__(**_sections(layers.nested({path: value for path, (_, value) in found.items()})))
         except ValidationError as error:
-            raise ConfigError(_told(error)) from None
+            raise ConfigError(told(error)) from None
         self._layers = {path: (source, self._value(path)) for path, (source, _) in found.items()}
         if not self.defer_resolve:
             self.resolve()
@@ -172,7 +178,7 @@ class PipelineConfig(Section):
             return
         from megatron_infer.pipelines.resolve import resolve
 
-        self._resolved = resolve(self, self._sources(), free_bytes=free_bytes)
+        self._resolved = resolve(self, sources_of(self), free_bytes=free_bytes)
         for section in (self, self.model, self.model.kv_cache, self.sampling, self.profiling):
             section.freeze()
 
@@ -241,17 +247,6 @@ class PipelineConfig(Section):
             owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
         return owner
 
-    def _sources(self) -> dict[FieldPath, str]:
-        """Where the present value of each field that was given or assigned comes from."""
-        sources = {}
-        for path in (*self._names().paths, *(path for path in self._layers if path[0] == layers.OPTIONS)):
-            section = self._value(path[:-1])
-            if section is None or (path[0] != layers.OPTIONS and path[-1] not in section.model_fields_set):
-                continue
-            source, value = self._layers.get(path, ("argument", None))
-            sources[path] = source if path in self._layers and self._value(path) == value else "argument"
-        return sources
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PipelineConfig):
             return NotImplemented
@@ -288,6 +283,10 @@ NAMES = Names.of(
     SECTIONS,
     options=frozenset([*_DECLARED, "dtype", "device", "threads", "dp", "tp", "pp", "ep"]),
     kinds={"dtype": Kind.TEXT, "device": Kind.TEXT, **{name: _kind(kind) for name, kind in _DECLARED.items()}},
+    own_fields={
+        name: frozenset(item.name for item in dataclasses.fields(kind))
+        for name, kind in (("lora", lora.LoRAConfig), ("speculative", speculative.SpeculativeConfig))
+    },
 )
 
 
@@ -302,18 +301,21 @@ def _sections(tree: dict[str, Any], prefix: FieldPath = ()) -> dict[str, Any]:
         try:
             built[name] = kind(**_sections(value, (*prefix, name)))
         except ValidationError as error:
-            raise ConfigError(_told(error)) from None
+            raise ConfigError(told(error)) from None
     return built
 
 
-def _told(error: ValidationError) -> str:
-    """Every wrong field: its name, what was given, and what it must be."""
-    parts = []
-    for one in error.errors():
-        name = ".".join(str(part) for part in one["loc"])
-        expected = one["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
-        parts.append(f"{name} is {one['input']!r} ({type(one['input']).__name__}), {expected}")
-    return "; ".join(parts)
+def sources_of(config: PipelineConfig) -> dict[FieldPath, str]:
+    """Where the present value of each field that was given or assigned comes from."""
+    sources = {}
+    given = config._layers
+    for path in (*config._names().paths, *(path for path in given if path[0] == layers.OPTIONS)):
+        section = config._value(path[:-1])
+        if section is None or (path[0] != layers.OPTIONS and path[-1] not in section.model_fields_set):
+            continue
+        source, value = given.get(path, ("argument", None))
+        sources[path] = source if path in given and config._value(path) == value else "argument"
+    return sources
 
 
 def _basic_lines(config: PipelineConfig) -> list[str]:

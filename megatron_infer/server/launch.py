@@ -39,6 +39,8 @@ class EngineOptions:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    use_legacy_module: bool = False
+    """See `build_model`."""
     dp: int = 1
     """Engines, each a replica."""
     chat_template: str | None = None
@@ -66,6 +68,7 @@ class EngineOptions:
             "dtype": self.dtype,
             "device": self.device,
             "threads": threads,
+            "use_legacy_module": self.use_legacy_module,
             "control": settings.control,
             "weights_root": settings.weights_root,
             "lora_root": settings.lora_root,

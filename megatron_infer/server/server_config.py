@@ -31,7 +31,8 @@ class ServerConfig:
     """Port to listen at; 0: the system chooses one."""
     http_workers: int = 1
     """HTTP processes that share the port. Limits on connections, threads and bodies hold for each of them; callers,
-    queues and metrics are those of all. More than one cannot be had with control, whose state is one process's."""
+    queues and metrics are those of all. More than one cannot be had with control, whose state is one process's: let a
+    second server of the same coordinator have control."""
     api_key: str | None = field(default=None, repr=False)
     """Key that clients must send as "Authorization: Bearer KEY". None: no key is needed."""
     allowed_host: tuple[str, ...] = ()
@@ -176,7 +177,9 @@ class ServerConfig:
                 raise ConfigError(f"{text}; set api_key")
         if self.control and self.http_workers > 1:
             text = f"control with {self.http_workers} HTTP processes: the state of the engines is kept by one"
-            raise ConfigError(f"{text}; leave http_workers at 1")
+            raise ConfigError(
+                f"{text}; leave http_workers at 1, or serve control at another port: a second server with --coordinator"
+            )
         if self.max_bodies_bytes < self.max_body_bytes:
             text = f"max_bodies_bytes is {self.max_bodies_bytes:,}, less than one body may have"
             raise ConfigError(f"{text} (max_body_bytes, {self.max_body_bytes:,})")

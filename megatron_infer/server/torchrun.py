@@ -117,7 +117,14 @@ def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine
     source = open_source(options.model)
     plan, dtype = source.config(), choose_dtype(options.dtype, device)
     experts = groups.ep.size() if groups.ep is not None else 1
-    model = build_model(source, dtype=dtype, device=str(device.torch), pg_collection=groups, expert_parallel=experts)
+    model = build_model(
+        source,
+        dtype=dtype,
+        device=str(device.torch),
+        pg_collection=groups,
+        expert_parallel=experts,
+        use_legacy_module=options.use_legacy_module,
+    )
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
     available = device.available_bytes() // (1 if device.is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     given = options.config | {"pg_collection": groups}
