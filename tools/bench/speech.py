@@ -49,7 +49,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 ENGINE: dict[str, Any] = {
     "buffer_size_gb": 0.3, "block_size_tokens": 16, "max_sequence_length": 1024, "max_requests": 16, "max_tokens": 512,
-    "enable_chunked_prefill": True, "enable_prefix_caching": True, "batching": "phased",
+    "enable_chunked_prefill": True, "enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru",
+    "batching": "phased",
 }  # fmt: skip
 BUFFER = 8
 TEXT = "Seventeen ships left the harbour at half past four in the morning, and nine of them came back."
