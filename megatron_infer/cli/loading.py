@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import add_config_options, given
 from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
+from megatron_infer.utils.gc_pause import is_program, no_collection
 from megatron_infer.utils.process_memory import loading_for_good
 from megatron_infer.utils.stderr_log import log_to_stderr
 
@@ -39,7 +40,8 @@ def load_llm(args: argparse.Namespace) -> LLM:
     config = given(args)
     if config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
-    with loading_for_good():
+    # a caller of this within a process of its own may want the model's memory back
+    with loading_for_good() if is_program() else no_collection():
         from megatron_infer.entrypoints.llm import LLM  # imports torch and megatron-core
 
         started = time.perf_counter()

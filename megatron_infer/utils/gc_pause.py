@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 
 _LOCK = threading.Lock()
+_PROGRAM = threading.Event()
 _WERE_ON: list[bool] = []
 """For each `no_collection` that is active now, in any thread, whether the collector was on before it: only the first
 can be True."""
@@ -37,4 +38,10 @@ def end_without_collection() -> None:
 
     Exit handlers and `weakref.finalize` still run; cycles that were not collected are left to the system.
     """
+    _PROGRAM.set()
     atexit.register(gc.freeze)
+
+
+def is_program() -> bool:
+    """Whether `end_without_collection` was called: the process is this package's own, and ends with its work."""
+    return _PROGRAM.is_set()

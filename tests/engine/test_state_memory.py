@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ def test_plan_prints_the_sizes_that_an_engine_of_the_same_options_has(directory,
     planned = {name: row["value"] for name, row in json.loads(capsys.readouterr().out)["sizes"].items()}
     parser = argparse.ArgumentParser()
     generate.add_parser(parser.add_subparsers())
+    frozen = gc.get_freeze_count()
     engine = load_llm(parser.parse_args(["generate", str(directory), "--threads", "1", *flags])).engine
+    assert gc.get_freeze_count() <= frozen, "the memory of an LLM that a caller drops comes back"
     assert planned == {row.name: row.value for row in engine.sizes.table()}
 
     buffer, slot, block = int(0.004 * GIB), planned["state_slot_bytes"], planned["block_bytes"]
