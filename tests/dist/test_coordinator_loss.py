@@ -189,12 +189,21 @@ def test_output_so_far_that_does_not_fit_the_request_is_refused(kept, named):
         assert named in sent[0].refused.message
 
 
+def is_known(client: InferenceClient) -> bool:
+    """Whether the coordinator of now has welcomed the client."""
+    try:
+        client.stats()
+    except protocol.ConnectionLost:
+        return False
+    return True
+
+
 def test_restarted_coordinator_is_told_by_its_replicas_of_the_pause_and_of_the_version_that_was_set():
     with case(EchoEngine()) as (restarted, client):
         client.set_weight_version(5)
         client.pause()
         restarted.restart()
-        wait_for(lambda: len(restarted.one.core.stats()["replicas"]) == 1)
+        wait_for(lambda: len(restarted.one.core.stats()["replicas"]) == 1 and is_known(client))
         with replica(restarted.one.address, name="late"):
             wait_for(lambda: [one["state"] for one in client.stats()["replicas"]] == ["paused"] * 2)
             client.unpause()

@@ -283,7 +283,7 @@ def test_damaged_weight_commands_leave_the_weights_as_they_were(rounds: Rounds, 
             given = changed if isinstance(changed, dict) else args
             with shown((name, given)), within(3.0):
                 command = protocol.Command(1, 1, name, {str(key): value for key, value in given.items()}, 5.0)
-                answer = ReplicaCommands(weights.commands()).execute(engine, command, time.monotonic())
+                answer = ReplicaCommands(weights.commands()).execute(engine, command, time.monotonic(), lambda: None)
                 msgspec.msgpack.encode(answer)
         weights.cancel_weights()
         after = weights.check_weights("checksum"), engine.generate([PROMPT], greedy)[0].outputs[0].token_ids
