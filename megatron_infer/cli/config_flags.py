@@ -96,7 +96,8 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
         values["speculative"] = None if fields["method"] == "none" else fields
     elif fields:
         given = ", ".join(speculative_flag(name) for name in fields)
-        raise ConfigError(f"{given}: nothing is drafted without --speculative; add --speculative ngram")
+        method = "draft" if "draft_model" in fields else "ngram"
+        raise ConfigError(f"{given}: nothing is drafted without --speculative; add --speculative {method}")
     lora = {name: getattr(args, LORA_PREFIX + name) for name in LORA_FLAGS if hasattr(args, LORA_PREFIX + name)}
     if lora:
         values["lora"] = lora

@@ -87,7 +87,7 @@ class CommandsInForce:
         if command == "load_adapter":
             # A replica that joins has to find the same content in the directory.
             digest = value.get("digest") if isinstance(value, dict) else None
-            self.adapters[name] = args | {"replace": True, "digest": digest, "change": None}
+            self.adapters[name] = args | {"replace": True, "digest": digest}
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +204,17 @@ class Broadcasts:
             if control.command in HELD:
                 self._send_missed(replica, [(control.command, control.args)])
             elif control.command in ADAPTER_COMMANDS:
-                self._send_missed(replica, self._missed_adapters(self.in_force.adapters))
+                self._send_missed(replica, self._missed_change(control))
+
+    def _missed_change(self, control: Control) -> list[tuple[str, dict[str, Any]]]:
+        """What a replica that joined meanwhile misses of a change of an adapter, under the name that undoes it."""
+        loaded = self.in_force.adapters.get(str(control.args.get("name")))
+        missed = [] if loaded is None else [("load_adapter", loaded)]
+        if control.command == "unload_adapter":
+            missed = [(control.command, control.args | {"abort": True})]
+        elif control.command == "undo_adapter":
+            missed = [(control.command, control.args), *missed]
+        return missed
 
 
 def _free_name(name: str, taken: dict[str, Answer]) -> str:

@@ -161,7 +161,7 @@ def build_engine(
     loaded = None if context.adapters is None else context.adapters.versions
     input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
     grammars = input_processor.grammars
-    drafts = make_drafts(config, adopted.shape, context, grammars, has_tokenizer=tokenizer is not None)
+    drafts = make_drafts(config, adopted.shape, context, grammars, rank_group, has_tokenizer=tokenizer is not None)
     scheduler = make_scheduler(config, setup, context, costs=costs, drafts=drafts, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
@@ -235,7 +235,8 @@ def set_up_model(
         own_device.on_wait = partial(rank_group.check_alive, goodbyes=False)
     # before the cache takes what is left of the device's memory
     bank = None if config.lora is None else AdapterBank(adopted, config.lora)
-    draft = make_draft(config, adopted, own_device, tokenizer, kernels_for)
+    agree_on_config(config, rank_group.lockstep)
+    draft = make_draft(config, adopted, own_device, tokenizer, kernels_for, rank_group)
     agreed = agreed_sizes(config, adopted.shape, own_device, rank_group, None if draft is None else draft.shape)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
@@ -514,7 +515,6 @@ def agreed_sizes(
 ) -> StageSizes:
     """Sizes that every rank of the engine can hold, equal on all of them."""
     lockstep = rank_group.lockstep
-    agree_on_config(config, lockstep)
     available = min(lockstep.least("comparison of free memory", [device.available_bytes()]))
     with rank_group.together("sizing the cache"):
         size = rank_group.groups.tp_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
@@ -20,17 +21,19 @@ def make_drafts(
     shape: ModelShape,
     context: DynamicInferenceContext,
     grammars: Grammars,
+    rank_group: RankGroup,
     *,
     has_tokenizer: bool,
 ) -> DraftPlanner | None:
-    """None without `speculative`. Raises ConfigError for a method that needs what the engine lacks."""
+    """None without `speculative`. Raises ConfigError, on every rank, for a method that needs what a rank lacks."""
     asked = config.speculative
     if asked is None:
         return None
-    if "grammar" in asked.methods and not has_tokenizer:
+    if "grammar" in asked.methods and rank_group.any_rank(not has_tokenizer):
+        on_rank = "" if rank_group.size == 1 else " on every rank"
         raise ConfigError(
             "speculative: method 'grammar' drafts what structured output forces, and the engine has no tokenizer for "
-            "it; give it one or leave 'grammar' out"
+            f"it{on_rank}; give it one{on_rank} or leave 'grammar' out"
         )
     proposers: dict[str, Callable[[], Proposer]] = {
         "ngram": lambda: NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),

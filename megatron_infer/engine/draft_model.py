@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.checks import check_draft, check_draft_weights
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape
@@ -42,11 +43,12 @@ def make_draft(
     device: Device,
     tokenizer: Any,
     choose: Callable[[AdoptedModel, InferenceConfig, Device], ChosenKernels],
+    rank_group: RankGroup,
 ) -> DraftModel | None:
     """The draft model of `config`, on the ranks and device of `target`; None where no model drafts.
 
     tokenizer: the target's, None where it has none. choose: the kernels of a model. Raises ConfigError or CapacityError
-    for a model that cannot draft for the target, before its weights are read.
+    for a model that cannot draft for the target, before its weights are read, on every rank.
     """
     if config.speculative is None or config.speculative.draft_model is None:
         return None
@@ -56,31 +58,50 @@ def make_draft(
             "speculative: verification 'residual' needs whole distributions on each rank, tensor parallel ranks have "
             "parts of them; use 'same_tokens'"
         )
-    adopted = _adopt(config, config.speculative.draft_model, target, device, tokenizer)
+    asked = config.speculative.draft_model
+    with rank_group.together("checking the draft model"):
+        if not isinstance(asked, str):
+            adopted = _adopted(config, asked, target)
+        else:
+            source, described = _described(config, asked, target, device, tokenizer)
+    if isinstance(asked, str):
+        with rank_group.together("loading the draft model"):
+            adopted = _loaded(asked, source, described, target, device)
     return DraftModel(adopted=adopted, kernels=choose(adopted, config, device), is_residual=is_residual)
 
 
-def _adopt(config: InferenceConfig, asked: Any, target: AdoptedModel, device: Device, tokenizer: Any) -> AdoptedModel:
-    if not isinstance(asked, str):
-        live = unwrap(asked)
-        draft = target if live is target.live else adopt(asked, name="draft")
-        check_draft(config, target.shape, draft.shape)
-        return draft
-    source, shape = open_source(asked), target.shape
+def _adopted(config: InferenceConfig, model: Any, target: AdoptedModel) -> AdoptedModel:
+    """A live model."""
+    draft = target if unwrap(model) is target.live else adopt(model, name="draft")
+    check_draft(config, target.shape, draft.shape)
+    return draft
+
+
+def _described(
+    config: InferenceConfig, name: str, target: AdoptedModel, device: Device, tokenizer: Any
+) -> tuple[ModelSource, ModelShape]:
+    """A model of that name that can draft for the target, before its weights are read."""
+    source, shape = open_source(name), target.shape
     size = 1 if target.tp_group is None else target.tp_group.size()
     described = shape_of(source.config(), dtype=shape.dtype, tensor_parallel_size=size)
     check_draft(config, shape, described)
-    check_draft_weights(asked, described, device.available_bytes())
-    _check_tokenizers(asked, source, tokenizer)
+    check_draft_weights(name, described, device.available_bytes())
+    _check_tokenizers(name, source, tokenizer)
+    return source, described
+
+
+def _loaded(
+    name: str, source: ModelSource, described: ModelShape, target: AdoptedModel, device: Device
+) -> AdoptedModel:
     live = build_model(
         source,
-        dtype=shape.dtype,
+        dtype=target.shape.dtype,
         device=device.torch,
         pg_collection=target.live.pg_collection,
         sequence_parallel=target.live.config.sequence_parallel,
     )
-    log.info("draft model %s: %s parameters", asked, f"{described.num_parameters:,}")
-    return adopt(live, name=asked, vocab_size=described.vocab_size)
+    log.info("draft model %s: %s parameters", name, f"{described.num_parameters:,}")
+    return adopt(live, name=name, vocab_size=described.vocab_size)
 
 
 def _check_tokenizers(name: str, source: ModelSource, tokenizer: Any) -> None:

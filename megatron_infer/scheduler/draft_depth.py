@@ -18,7 +18,8 @@ TABLE_PRIOR, TABLE_FORGETTING = 8.0, 0.995
 REQUEST_PRIOR, REQUEST_FORGETTING = 2.0, 0.97
 """The same of what sets a request apart from the others."""
 LEAST_CHANCE = 0.05
-"""Drafts that are kept more seldom are not considered."""
+"""Drafts that are kept more seldom are not considered, but for the first of a proposal: a draft model may have other
+weights by now, and only what is verified tells."""
 MARK_UP = 1.1
 """What drafts add to a step counts this many times: it is known with an error, and what is underestimated is chosen
 most."""
@@ -202,7 +203,7 @@ class DraftDepth:
             share = self._share_of(proposal, place)
             odds = odds_ratio * share / (1.0 - share)
             chance *= odds / (1.0 + odds)
-            if chance < LEAST_CHANCE:
+            if place and chance < LEAST_CHANCE:
                 break
             found.append(chance)
         return found

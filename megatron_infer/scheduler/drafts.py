@@ -24,9 +24,12 @@ class Proposer(Protocol):
 
 
 class DeviceProposer:
-    """Leaves the tokens to a draft model, which draws them on the device in the step that verifies them."""
+    """Leaves the tokens to a draft model, which draws them on the device in the step that verifies them. For structured
+    output it has none: the host knows no such token, so that it has no masks for what follows."""
 
     def propose(self, request: Request, most: int) -> Proposal:
+        if request.params.structured is not None:
+            return NO_PROPOSAL
         return Proposal((ON_DEVICE,) * most, "draft")
 
 
@@ -202,8 +205,6 @@ class DraftPlanner:
             if wrong and structured and self._num_allowed is not None:
                 wrong = self._num_allowed(request, tokens[:wrong])
             tokens = tokens[:wrong]
-        elif structured:  # the host knows no token of them, so that it has no masks for what follows
-            return NO_PROPOSAL
         found = found._replace(tokens=tokens)
         if self.depth is not None:
             self.depth.proposed(request, found)

@@ -54,6 +54,8 @@ class ModelDrafter:
         """Write the step's block-table entries and tokens, compute its keys and values, and put the drafts of chunks
         that have them `ON_DEVICE` into the token pool -> all of these, int64, chunk by chunk; None: there are none."""
         self.proposals = None
+        if self._kept is not None:
+            self._kept.clear()  # a run that failed has left what it drew
         drafting = [chunk for chunk in plan.prefill if chunk.drafts_on_device]
         first = len(plan.decode)
         hidden_TD, batch = self._forward(_first_step(plan, drafting), table_writes)
@@ -100,7 +102,6 @@ class ModelDrafter:
         token_N = torch.cat(list(drawn)).index_select(0, order_N)
         if self._kept:
             probs_NV, bad_N = (torch.cat(parts).index_select(0, order_N) for parts in zip(*self._kept, strict=True))
-            self._kept.clear()
             places = _verifying_draws(plan)
             self.proposals = Proposals(places=places, token_N=token_N, probs_NV=probs_NV, bad_N=bad_N)
         return token_N

@@ -364,6 +364,35 @@ def test_replica_that_joins_while_a_command_runs_gets_it_when_it_is_in_force(com
     assert commands(b"late") == ([command] if ok else []) and not commands(b"gone")
 
 
+def test_replica_that_joins_while_an_adapter_is_loaded_takes_part_in_its_undo():
+    world = World()
+    client = world.client()
+    incarnations, number = {b"one": world.replica(b"one")}, 0
+
+    def commands(peer):
+        told = [m for m in world.take(peer) if isinstance(m, protocol.Command)]
+        return [(m.command, m.args.get("name"), m.args.get("change")) for m in told], told[-1:]
+
+    def broadcast(command, joins=None, **args):
+        nonlocal number
+        number += 1
+        world.core.receive(client, protocol.Control(number, command, args, 1.0))
+        _, (sent,) = commands(b"one")
+        done = [(peer, protocol.Done(sent.number, one, protocol.Answer(ok=True))) for peer, one in incarnations.items()]
+        if joins is not None:
+            incarnations[joins] = world.replica(joins)
+        for peer, message in done:
+            world.core.receive(peer, message)
+
+    broadcast("load_adapter", name="old", path="x", change="a")
+    broadcast("unload_adapter", name="old", change="b")
+    broadcast("load_adapter", name="new", path="y", change="c", joins=b"two")
+    assert commands(b"two")[0] == [("load_adapter", "new", "c")], "under the change that the others know"
+    broadcast("undo_adapter", name="new", change="c", joins=b"three")
+    assert commands(b"two")[0] == [("undo_adapter", "new", "c")]
+    assert commands(b"three")[0] == [("load_adapter", "new", "c"), ("undo_adapter", "new", "c")]
+
+
 def test_requests_wait_by_priority_and_then_by_arrival():
     world = World()
     client = world.client()

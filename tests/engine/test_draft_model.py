@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from collections import Counter
@@ -25,6 +26,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import CapacityError, ConfigError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
+from megatron_infer.speculative.model_drafter import ModelDrafter
 from megatron_infer.testing.inspect import inspect
 
 pytestmark = pytest.mark.filterwarnings('ignore:preemption_mode="swap" has no effect')
@@ -190,6 +192,35 @@ def test_rejection_keeps_greedy_answers_and_returns_the_targets_log_probabilitie
             assert abs(own[token].logprob - one[token].logprob) < 1e-5
     with pytest.raises(ConfigError, match="'residual' with batch_invariant=True"):
         InferenceConfig(batch_invariant=True, speculative={"verification": "residual"})
+
+
+def test_a_draft_step_that_fails_leaves_nothing_for_the_next_one(model, twin, monkeypatch):
+    """Each draft is compared with the distribution that it was drawn from."""
+    prompts, _ = workload("sampled")
+    engine = make_engine(model, "attention", speculative=RESIDUAL | {"method": "draft", "draft_model": twin})
+    forward, by_chunk, first_drafts = ModelDrafter._forward, ModelDrafter._by_chunk, itertools.count()
+    seen: list[torch.Tensor] = []
+
+    def fail_once(self, plan, *table_writes):
+        if not table_writes and next(first_drafts) == 4:  # drafts are drawn, and the forward behind them fails
+            raise RuntimeError("this step fails")
+        return forward(self, plan, *table_writes)
+
+    def note(self, plan, drawn):
+        tokens = by_chunk(self, plan, drawn)
+        seen.extend([] if self.proposals is None else [self.proposals.probs_NV])
+        return tokens
+
+    monkeypatch.setattr(ModelDrafter, "_by_chunk", note)
+    engine.generate(prompts, SAMPLED)
+    wanted = list(seen)
+    monkeypatch.setattr(ModelDrafter, "_forward", fail_once)
+    outputs = engine.generate(prompts, SAMPLED, on_error="return")
+    assert any(output.error for output in outputs)
+    seen.clear()
+    engine.generate(prompts, SAMPLED)
+    assert len(seen) == len(wanted) > 3
+    torch.testing.assert_close(seen, wanted, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.long

@@ -75,10 +75,20 @@ def test_no_feature_changes_an_answer(name, alone):
     assert found is None or 20 < found.num_accepted < found.num_drafted
 
 
-def test_forced_tokens_are_drafted_and_kept():
+@pytest.mark.parametrize("method", ["grammar", ("draft", "grammar")], ids=str)
+def test_forced_tokens_are_drafted_and_kept(method):
     schema = {"type": "object", "properties": {"a_long_name": {"enum": ["x", "y"]}}, "required": ["a_long_name"]}
     params = structured(json_schema=schema | {"additionalProperties": False}, compact=True)
-    plain, engine = make_engine(), make_engine(speculative={"method": "grammar", "num_speculative_tokens": 8})
+    plain, engine = (
+        make_engine(),
+        make_engine(
+            speculative={
+                "method": method,
+                "num_speculative_tokens": 8,
+                "draft_model": model() if "draft" in method else None,
+            }
+        ),
+    )
     inspect(engine).drafts.depth = None
     assert run(engine, [([65], params)]) == run(plain, [([65], params)])
     found = engine.spec_decode_metrics()

@@ -9,7 +9,7 @@ from fake_device import make_request
 
 from megatron_infer.engine.step_cost_meter import REPORT_STEPS, StepCostMeter
 from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, PLAIN_EVERY, DraftDepth, Proposal, StepCosts
-from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
+from megatron_infer.scheduler.step_plan import ON_DEVICE, PrefillChunk, StepPlan
 
 CHEAP = StepCosts(plain=[(1, 0.012), (8, 0.016)], verifying=[(2, 0.0125), (9, 0.017)])
 """One row of SmolLM2: a step costs as much as 18 of its drafts."""
@@ -108,6 +108,15 @@ def test_drafts_that_do_not_pay_take_a_hundredth_of_the_time(rows):
         for number, request in enumerate(requests):
             request.tokens.append(50 if (step + number) % 3 == 0 else 7)
     assert 0 < taken[True] < 0.015 * taken[False]
+
+
+def test_a_draft_model_that_was_always_wrong_is_tried_again():
+    """Only what is verified tells: its tokens are not known where none is."""
+    depth, requests = DraftDepth(), rows_of(1)
+    depth.costs = CHEAP
+    drawn_by_model = Proposal([ON_DEVICE] * 4, "draft")
+    run(depth, requests, [drawn_by_model], right=0.0, steps=3000)
+    assert run(depth, requests, [drawn_by_model], right=1.0, steps=6000) == [4]
 
 
 def test_one_step_in_fifty_goes_without_drafts_to_be_measured():
