@@ -15,7 +15,7 @@ from megatron_infer.audio.layout import FrameReader
 from megatron_infer.audio.speech_model import check_text
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
-from megatron_infer.pipelines.text_generation import GenerationStatus, RequestID, TextContext
+from megatron_infer.pipelines.text_generation import GenerationStatus, RequestID, TextContext, check_kind
 
 DEFAULT_SAMPLING = SamplingParams(max_tokens=None)
 """Until the model ends it, or to its length."""
@@ -46,6 +46,8 @@ class AudioGenerationRequest:
 
     def __post_init__(self) -> None:
         check_text(self.input)
+        remedy = "SamplingParams(max_tokens=200) is one"
+        check_kind(self.sampling_params, SamplingParams, "sampling_params", remedy)
         if self.voice is not None and self.audio_prompt_tokens:
             raise RequestError("voice and audio_prompt_tokens are both given; give one of them")
 
