@@ -174,8 +174,6 @@ class AudioGeneratorPipeline:
 
     def _params_of(self, params: SamplingParams) -> SamplingParams:
         """With draws kept to speech tokens and their end."""
-        if params.allowed_token_ids is not None:
-            raise RequestError("allowed_token_ids are the speech tokens here; leave it out")
         stops = dict.fromkeys((*params.stop_token_ids, self.speech_model.end_token))
         return dataclasses.replace(
             params, allowed_token_ids=self.speech_model.drawable(), stop_token_ids=tuple(stops), detokenize=False

@@ -196,6 +196,7 @@ def test_figures_count_what_was_spoken():
         ({"audio_prompt_tokens": (64,)}, RequestError, "audio_prompt_tokens holds 64"),
         ({"buffer_speech_tokens": (-1,)}, RequestError, "buffer_speech_tokens holds -1"),
         ({"voice": "anna", "buffer_speech_tokens": (64,)}, RequestError, "buffer_speech_tokens holds 64"),
+        ({"sampling_params": SamplingParams(logprobs=1)}, RequestError, "logprobs is 1, which does nothing for speech"),
         ({"sampling_params": {"max_tokens": 3}}, RequestError, "must be SamplingParams"),
         ({"instructions": "slowly"}, RequestError, "instructions is given, but the model knows none"),
         ({"audio_prompt_transcription": "x"}, RequestError, "transcription is given"),
