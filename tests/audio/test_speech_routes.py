@@ -58,7 +58,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(files, tmp_path_factory):
-    path, engine = str(tmp_path_factory.mktemp("s") / "audio"), make_engine()
+    engine = make_engine(prefix_caching_eviction_policy="lru")
+    path = str(tmp_path_factory.mktemp("s") / "audio")
     voices = tuple(f"{name}={file}" for name, file in files.items())
     routes = SpeechRoutes(speech_model(), path)
     settings = {"voice": voices, "speech_chunk_size": "5,10", "served_model_name": ("voice",)}
@@ -106,6 +107,9 @@ def test_voices_are_listed_and_their_prefix_is_found_again(server):
     assert server.http.get("/v1/models").json()["data"][0]["voices"] == names
     first = server.http.post("/v1/audio/speech", json=body(voice="ben", response_format="pcm"))
     assert first.status_code == 200
+    before = server.engine.figures().prefix_hit_tokens
+    server.http.post("/v1/audio/speech", json=body(TEXTS[1], voice="ben"))
+    assert server.engine.figures().prefix_hit_tokens - before == 32  # two blocks of the voice's 36 tokens
     metrics = server.http.get("/metrics").text
     seconds = next(line for line in metrics.splitlines() if line.startswith("megatron_infer_speech_seconds_total"))
     assert float(seconds.split()[-1]) > 0 and "megatron_infer_speech_windows_total" in metrics
