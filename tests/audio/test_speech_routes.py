@@ -58,8 +58,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(files, tmp_path_factory):
-    engine = make_engine(prefix_caching_eviction_policy="lru")
-    path = str(tmp_path_factory.mktemp("s") / "audio")
+    path, engine = str(tmp_path_factory.mktemp("s") / "audio"), make_engine()
     voices = tuple(f"{name}={file}" for name, file in files.items())
     routes = SpeechRoutes(speech_model(), path)
     settings = {"voice": voices, "speech_chunk_size": "5,10", "served_model_name": ("voice",)}
