@@ -235,7 +235,7 @@ def test_a_voice_of_another_rate_is_resampled_and_said(tmp_path, caplog):
         (b"ID3" + bytes(100), "is no WAV file"),
         (wav_header(16_000, 0)[:20], "without a format"),
         (wav_header(16_000, 0), "has 0 samples"),
-        (wav_header(16_000, 3) + bytes(6), "is silent"),
+        (wav_header(16_000, 3) + bytes(6), "3 samples, less than a frame"),
         (wav_header(16_000, 8_000) + bytes(16_000), "is silent"),
         (wav_header(16_000, 100) + b"\x00\x40" * 100, "100 samples, less than a frame"),
         (wav_header(8_000, 8_000 * 31) + bytes(16_000 * 31), "has 31 s, the limit is 30 s"),
