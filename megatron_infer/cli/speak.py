@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """-> 0. Raises InferenceError for a model, voice or text that cannot be spoken."""
     if bool(args.output) == args.stream:
         raise ConfigError("give one of --output FILE and --stream")
+    _check_output(args.output)
     text = sys.stdin.read() if args.text is None else args.text
     request = _request(args, text)
     pipeline = _pipeline(args)
@@ -69,6 +70,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         _write(pipeline, request, Path(args.output))
     return 0
+
+
+def _check_output(path: str | None) -> None:
+    """Raises ConfigError before anything is loaded for a place that no sound can be written to. None: the standard
+    output."""
+    if path is None:
+        if sys.stdout.isatty():
+            raise ConfigError("--stream writes PCM, not text: pipe it to a player (| aplay -r 16000 -f S16_LE)")
+    elif Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: it must be a file in a folder that exists")
 
 
 def _request(args: argparse.Namespace, text: str) -> AudioGenerationRequest:

@@ -57,9 +57,8 @@ class DynamicInferenceEngine:
         owns_weights: bool = False,
     ) -> None:
         """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash.
-
-        owns_weights: only the engine uses the model, so that a suspend may move its parameters off a device. A model
-        that is being trained belongs to its trainer: its parameters stay, and only copies derived from them go."""
+        owns_weights: only the engine uses the model, so a suspend may move its parameters, not copies of them alone.
+        """
         eos_ids = getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids
         asked, named = config or InferenceConfig(), {"device": device, "name": model_name}
         built = build_engine(model, asked, tokenizer=tokenizer, eos_ids=eos_ids, owns=owns_weights, **named)
@@ -71,7 +70,6 @@ class DynamicInferenceEngine:
         self.device, self.kernels, self.rank_group = setup.device, setup.kernels, setup.rank_group
         """`kernels.table()` says which backend runs what, and why not the others."""
         self.sizes = setup.agreed.sizes
-        """Sizes of the cache and of a step."""
         self.weights, self.loop, self.replay = built.weights, built.loop, built.replay
         self.input_processor, self.output_processor = built.input_processor, built.output_processor
         self.lifecycle, self.relay, self.suspension = built.lifecycle, built.relay, built.controls.suspension
@@ -120,18 +118,17 @@ class DynamicInferenceEngine:
     ) -> str:
         """Queue a prompt -> its request id. Raises RequestError (and queues nothing) when it cannot be served.
 
-        stream: what step() reports while it runs: "cumulative" (all text and tokens so far), "delta" (what is new) or
-        "final" (only once it has finished; costs nothing per token). metadata: SamplingParams.metadata, instead of that
-        of `params`. On the leader."""
+        stream: what step() reports: "cumulative" (all text and tokens so far), "delta" (what is new) or "final" (once
+        it has finished; costs nothing per token). metadata: instead of that of `params`. On the leader.
+        """
         self.relay.require_leader("add_request()")
         return self._intake.add(prompt, params, request_id=request_id, stream=stream, metadata=metadata)
 
     def on_logits(self, hook: LogitsHook) -> Callable[[], None]:
         """Call `hook(logits, metadata)` in each step before tokens are drawn -> what removes it again.
-
-        logits: one row of the padded vocabulary for each token to draw; it may change them, or return others. Tokens
-        and log probabilities are those of what it leaves. metadata: see request_metadata_types. Called on every rank,
-        with a hook that does the same on each; on the ranks that draw it sees the same rows."""
+        logits: a row of the padded vocabulary for each token to draw, which it may change or replace; log probabilities
+        follow. metadata: see request_metadata_types. On every rank, with a hook that does the same on each.
+        """
         return self.controls.on_logits(hook)
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
@@ -142,9 +139,8 @@ class DynamicInferenceEngine:
         self, request_id: str, ids: list[int], params: SamplingParams, drawn: Sequence[DrawnSequence], *, salt: str = ""
     ) -> bool:
         """Go on with a request that another engine began -> False if this one cannot, having several ranks.
-
-        Its delta outputs begin behind what was `drawn`: penalties, stop strings that span the move, min_tokens, text
-        and draws are as if it had not moved. Raises RequestError, with nothing queued, when it does not fit here."""
+        Its delta outputs begin behind `drawn`; all else is as if it had not moved. RequestError: it does not fit.
+        """
         if self.rank_group.size > 1:  # other ranks receive whole requests only
             return False
         self._intake.continue_from(request_id, ids, params, drawn, salt=salt)
@@ -168,9 +164,9 @@ class DynamicInferenceEngine:
     # ------------------------------------------------------------------ the loop
     def step(self, among: Collection[str] | None = None) -> list[RequestOutput]:
         """One step -> outputs of the requests that have news, finished ones marked.
-
-        among: ids of the requests that may run (None: all), the leader's; others keep their memory unless these lack
-        it. While paused or suspended it hands out outputs that wait, and raises WrongState when there are none."""
+        among: ids of requests that may run (None: all), the leader's; others keep their memory unless these lack it.
+        While paused or suspended it hands out outputs that wait, and raises WrongState when there are none.
+        """
         self.lifecycle.require_whole_weights("step()")
         changed, among = self.relay.begin_step(among, running=self.state is EngineState.RUNNING)
         if not self.loop.backlog:
@@ -188,9 +184,9 @@ class DynamicInferenceEngine:
     ) -> list[RequestOutput]:
         """Run prompts to the end -> outputs in their order. All are checked before any is queued.
 
-        Requests added before go on meanwhile; their outputs come with the next step(). `on_output` is called as each
-        of these finishes. If any fail, GenerationError has all outputs; on_error "return": theirs have `error`. Every
-        rank calls it and has the outputs; the leader's prompts count."""
+        Requests added before go on meanwhile. `on_output` is called as each of these finishes. If any fail,
+        GenerationError has all outputs; on_error "return": theirs have `error`. On every rank; the leader's prompts.
+        """
         check_on_error(on_error)
         self.lifecycle.require_able("generate()")
         ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
@@ -211,9 +207,9 @@ class DynamicInferenceEngine:
 
     def pause(self, mode: str = "keep", *, timeout_s: float | None = None) -> None:
         """Stop between two steps and leave memory where it is; requests are accepted and wait.
-
-        keep: each request goes on at unpause() exactly where it was. retract: all go back to the queue, in order, and
-        are recomputed. abort: all end with the tokens they have; the outputs come with the next step()."""
+        keep: each goes on at unpause() where it was. retract: all are queued again, in order, and recomputed. abort:
+        all end with the tokens they have; the outputs come with the next step().
+        """
         self.controls.pause(mode, timeout_s=timeout_s)
 
     def unpause(self, *, timeout_s: float | None = None) -> None:
@@ -233,14 +229,15 @@ class DynamicInferenceEngine:
         moves the blocks that requests hold to host memory, "recompute" drops it and requests are recomputed.
         tags: any of "kv_cache", "weights" (copies derived from the weights; the parameters too if the engine owns them
         and they are on a device), "graphs"; None: all. More tags can follow while suspended.
-        Raises TransitionFailed or TransitionTimeout with everything as it was before."""
+        Raises TransitionFailed or TransitionTimeout with everything as it was before.
+        """
         return self.controls.suspend(mode, tags, timeout_s=timeout_s)
 
     def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> MemoryReport:
         """Take back what was suspended (all, or `tags` now and the rest later) and go on once nothing is left.
-
         Trainers do resume({"weights"}), push weights, resume(). Weights that changed are noticed by their content.
-        Raises TransitionFailed (out of memory, say) with the engine SUSPENDED as before: a retry may succeed."""
+        Raises TransitionFailed (out of memory, say) with the engine SUSPENDED as before: a retry may succeed.
+        """
         return self.controls.resume(tags, timeout_s=timeout_s)
 
     def suspended(
@@ -252,7 +249,8 @@ class DynamicInferenceEngine:
     def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
         """The weights that the model has now are `version`: call it after writing them, in any state. Cached KV of
         earlier weights is never matched again. running: "keep" lets unfinished requests go on with the KV they have
-        (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one."""
+        (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one.
+        """
         self.controls.set_weight_version(version, running, timeout_s=timeout_s)
 
     def refresh_weights(self) -> None:
@@ -278,7 +276,8 @@ class DynamicInferenceEngine:
     ) -> AdapterInfo:
         """Load a LoRA adapter from a PEFT directory, tensors with adapter_config.json's fields as `config`, or what
         `controls.adapters` reads. replace: a loaded name may get another content; then running "keep" lets its requests
-        go on with the KV they have, "recompute" recomputes it. In any state; called on every rank."""
+        go on with the KV they have, "recompute" recomputes it. In any state; called on every rank.
+        """
         return self.controls.adapters.load(name, source, config=config, replace=replace, running=running)
 
     def unload_adapter(self, name: str, *, abort: bool = False) -> None:
@@ -298,7 +297,8 @@ class DynamicInferenceEngine:
     def follow(self, also: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
         """On every rank but the leader, for scripts that only it runs: take part in its calls until it calls dismiss().
 
-        also: further calls of the leader's, by the name that they pass to `relay.meet`. Outputs are the leader's."""
+        also: further calls of the leader's, by the name that they pass to `relay.meet`. Outputs are the leader's.
+        """
         if self.relay.is_leader:
             raise WrongState("follow() is for the ranks beside the leader of an engine", state=self.state.value)
         self.relay.follow(self.followed() | dict(also or {}))

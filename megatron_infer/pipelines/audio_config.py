@@ -59,12 +59,12 @@ class AudioGenerationConfig(PipelineConfig):
 
     _run_model_test_mode: bool = PrivateAttr(default=False)
 
-    def __init__(self, *, run_model_test_mode: bool = False, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, run_model_test_mode: bool = False, **values: Any) -> None:
         if not isinstance(run_model_test_mode, bool):
             raise ConfigError(f"run_model_test_mode is {run_model_test_mode!r}, it must be True or False")
         if run_model_test_mode and not values.get("audio_decoder_weights"):
             values |= {"audio_decoder": "tones", "audio_decoder_weights": ""}
-        super().__init__(**values)
+        super().__init__(*unnamed, **values)
         self._run_model_test_mode = run_model_test_mode
 
     @classmethod
@@ -74,7 +74,10 @@ class AudioGenerationConfig(PipelineConfig):
 
         Raises ConfigError that names the flag.
         """
-        return cls(**parse_flags(audio_flags), **config_flags)
+        values = parse_flags(audio_flags)
+        for name in values.keys() & config_flags.keys():
+            raise ConfigError(f"{name} is given as an audio flag and as a value; give one of them")
+        return cls(**values, **config_flags)
 
     @classmethod
     def _names(cls) -> Names:

@@ -15,10 +15,23 @@ from megatron_infer.audio.layout import FrameReader
 from megatron_infer.audio.speech_model import check_text
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
-from megatron_infer.pipelines.text_generation import GenerationStatus, RequestID, TextContext
+from megatron_infer.pipelines.text_generation import GenerationStatus, RequestID, TextContext, check_kind
 
 DEFAULT_SAMPLING = SamplingParams(max_tokens=None)
 """Until the model ends it, or to its length."""
+FOR_TEXT = (
+    "n",
+    "allowed_token_ids",
+    "stop",
+    "structured",
+    "logprobs",
+    "prompt_logprobs",
+    "return_sampled_logprobs",
+    "return_support",
+    "return_routing",
+    "pooling",
+)
+"""Sampling parameters that speech has no use for: the tokens are its own, and sound is all that comes back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +59,12 @@ class AudioGenerationRequest:
 
     def __post_init__(self) -> None:
         check_text(self.input)
+        remedy = "SamplingParams(max_tokens=200) is one"
+        check_kind(self.sampling_params, SamplingParams, "sampling_params", remedy)
+        for name in FOR_TEXT:
+            value = getattr(self.sampling_params, name)
+            if value != getattr(DEFAULT_SAMPLING, name):
+                raise RequestError(f"{name} is {value!r:.80}, which does nothing for speech; leave it out")
         if self.voice is not None and self.audio_prompt_tokens:
             raise RequestError("voice and audio_prompt_tokens are both given; give one of them")
 

@@ -23,7 +23,7 @@ from megatron_infer.audio.speech_model import SpeechModel
 from megatron_infer.audio.voices import encode_voices
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, RequestError, unknown_name
+from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError, unknown_name
 from megatron_infer.metrics.definitions import engine_families
 from megatron_infer.metrics.registry import Family
 from megatron_infer.pipelines.audio_config import AudioGenerationConfig, own_decoders, schedule_of
@@ -35,6 +35,7 @@ from megatron_infer.pipelines.text_generation import (
     RequestID,
     TextContext,
     TextTokenizer,
+    check_kind,
 )
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class AudioGeneratorPipeline:
 
         Its prompt begins with the voice's tokens, so that the prefix cache finds them.
         """
+        check_kind(request, AudioGenerationRequest, "request", 'AudioGenerationRequest(input="Hello.") is one')
         voice, schedule = self._voice_of(request), self.block_schedule
         encode = self.text_pipeline.tokenizer.delegate.encode
         texts = {"text": encode(request.input, add_special=False)}
@@ -172,19 +174,12 @@ class AudioGeneratorPipeline:
 
     def _params_of(self, params: SamplingParams) -> SamplingParams:
         """With draws kept to speech tokens and their end."""
-        if params.allowed_token_ids is not None:
-            raise RequestError("allowed_token_ids are the speech tokens here; leave it out")
         stops = dict.fromkeys((*params.stop_token_ids, self.speech_model.end_token))
         return dataclasses.replace(
             params, allowed_token_ids=self.speech_model.drawable(), stop_token_ids=tuple(stops), detokenize=False
         )
 
     def _voice_of(self, request: AudioGenerationRequest) -> tuple[int, ...]:
-        if request.voice is not None:
-            if request.voice not in self.voices:
-                message = unknown_name("voice", request.voice, self.voices)
-                raise RequestError(f"{message}; there is {', '.join(self.voices) or 'none'}")
-            return self.voices[request.voice]
         speech = self.speech_model.format
         for name in ("audio_prompt_tokens", "buffer_speech_tokens"):
             tokens = getattr(request, name)
@@ -194,7 +189,12 @@ class AudioGeneratorPipeline:
                     f"{name} holds {wrong[0] if wrong else f'{len(tokens)} tokens'}; it must be frames of "
                     f"{speech.codebooks} tokens from 0 to {speech.vocab_size - 1:,}"
                 )
-        return tuple(request.audio_prompt_tokens)
+        if request.voice is None:
+            return tuple(request.audio_prompt_tokens)
+        if request.voice not in self.voices:
+            message = unknown_name("voice", request.voice, self.voices)
+            raise RequestError(f"{message}; there is {', '.join(self.voices) or 'none'}")
+        return self.voices[request.voice]
 
     # ------------------------------------------------------------------ execute
 
@@ -202,11 +202,15 @@ class AudioGeneratorPipeline:
         """One step of the engine for those whose next block lacks tokens, then one block of each that has them ->
         what is new, by request id.
 
-        A context without an entry waits for tokens. Contexts that are done are ignored.
+        A context without an entry waits for tokens. Contexts that are done are ignored. Raises DuplicateRequest for
+        two contexts with the same request id.
         """
         active = [context for context in contexts if not context.is_done]
         for context in active:
-            self._contexts.setdefault(context.request_id, context)
+            if self._contexts.setdefault(context.request_id, context) is not context:
+                raise DuplicateRequest(
+                    f"request id {context.request_id!r} is that of another request that is spoken; give each its own"
+                )
             context.num_steps += 1
         drawing = [context for context in active if not context.blocks.has_ended and context.blocks.num_missing != 0]
         if drawing:
@@ -268,7 +272,7 @@ class AudioGeneratorPipeline:
         waiting = [context for context in contexts if not context.is_done]
         while waiting:
             outputs |= self.execute(waiting)
-            waiting = [context for context in waiting if context.request_id not in outputs]
+            waiting = [one for one in waiting if not (one.is_done or one.request_id in outputs)]
         return outputs
 
     def stream(self, request: AudioGenerationRequest) -> Iterator[AudioGenerationOutput]:
@@ -278,16 +282,16 @@ class AudioGeneratorPipeline:
             while not context.is_done:
                 yield from self.next_chunk([context]).values()
         finally:
-            self.release(context.request_id)
+            self._release(context)
 
     def generate(
         self, requests: AudioGenerationRequest | Sequence[AudioGenerationRequest]
     ) -> list[AudioGenerationOutput]:
         """The whole sound of each request, in order. Interrupted, it leaves no request behind."""
-        asked = [requests] if isinstance(requests, AudioGenerationRequest) else list(requests)
-        if len({one.request_id for one in asked}) < len(asked):
-            raise RequestError("two of the requests have the same request_id; each needs its own")
+        asked = [requests] if isinstance(requests, AudioGenerationRequest | str) else list(requests)
         contexts = [self.new_context(request) for request in asked]
+        if len({one.request_id for one in contexts}) < len(contexts):
+            raise RequestError("two of the requests have the same request_id; each needs its own")
         parts: dict[RequestID, list[AudioGenerationOutput]] = {context.request_id: [] for context in contexts}
         try:
             while any(not context.is_done for context in contexts):
@@ -295,7 +299,7 @@ class AudioGeneratorPipeline:
                     parts[request_id].append(output)
         finally:
             for context in contexts:
-                self.release(context.request_id)
+                self._release(context)
         return [joined(parts[context.request_id]) for context in contexts]
 
     def release(self, request_id: RequestID) -> None:
@@ -304,6 +308,11 @@ class AudioGeneratorPipeline:
         if context is not None:
             context.is_done = True
         self.text_pipeline.release(request_id)
+
+    def _release(self, context: AudioContext) -> None:
+        """`release`, unless the id is that of another context."""
+        if self._contexts.get(context.request_id) is context:
+            self.release(context.request_id)
 
 
 def joined(outputs: Sequence[AudioGenerationOutput]) -> AudioGenerationOutput:

@@ -39,7 +39,6 @@ from megatron_infer.scheduler.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
-    from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 
 _STATUS = {
     None: GenerationStatus.ACTIVE,

@@ -26,7 +26,7 @@ RequestID = str
 def check_kind(value: object, kind: type, name: str, remedy: str) -> None:
     """Raise RequestError for an argument of another class."""
     if not isinstance(value, kind):
-        raise RequestError(f"{name} is {value!r:.80} ({type(value).__name__}), it must be a {kind.__name__}; {remedy}")
+        raise RequestError(f"{name} is {value!r:.80} ({type(value).__name__}), it must be {kind.__name__}; {remedy}")
 
 
 class GenerationStatus(str, Enum):

@@ -118,7 +118,8 @@ class DecoderServer:
                 await self._news.wait()
                 self._news.clear()
                 while self._waiting:
-                    await self._decode()
+                    keys = list(self._waiting)[:MAX_BATCH]
+                    await self._decode([self._waiting.pop(key) for key in keys])
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_connections += 1
@@ -138,11 +139,10 @@ class DecoderServer:
         finally:
             writer.close()
 
-    async def _decode(self) -> None:
+    async def _decode(self, batch: list[tuple[asyncio.StreamWriter, Decode]]) -> None:
+        """In one call; where that fails, in halves, so that only those windows fail that cannot be decoded."""
         from megatron_infer.audio.decoder import decode_windows
 
-        keys = list(self._waiting)[:MAX_BATCH]
-        batch = [self._waiting.pop(key) for key in keys]
         windows = [
             Window(
                 tokens=one.tokens,
@@ -161,7 +161,11 @@ class DecoderServer:
             answers: list[Message] = [
                 Sound(one.id, sound.astype("<f4").tobytes()) for (_, one), sound in zip(batch, sounds, strict=True)
             ]
-        except Exception as error:  # whatever a decoder of the user's raises: these windows fail, others do not
+        except Exception as error:  # whatever a library's decoder raises
+            if len(batch) > 1:
+                await self._decode(batch[: len(batch) // 2])
+                await self._decode(batch[len(batch) // 2 :])
+                return
             answers = [Failed(one.id, f"{type(error).__name__}: {error}") for _, one in batch]
         for (writer, _), answer in zip(batch, answers, strict=True):
             if not writer.is_closing():
@@ -245,8 +249,13 @@ class AudioDecoderClient:
     async def _run(self) -> None:
         while True:
             try:
-                reader, self._writer = await asyncio.open_unix_connection(self._path)
-                self._hello = await _read(reader)
+                reader, writer = await asyncio.open_unix_connection(self._path)
+                try:
+                    self._hello = await _read(reader)
+                except asyncio.IncompleteReadError:
+                    writer.close()
+                    raise
+                self._writer = writer  # only now: what is sent before would be sent again below
                 self._is_ready.set()
                 for id, one in list(self._waiting.items()):
                     self._send(id, one)

@@ -119,15 +119,20 @@ class BoundedProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            self._ignore_offer(data[offer.args[0] :])
+            while data and self._refusal is None:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as offer:
+                    data = data[offer.args[0] :]
+                    self._ignore_offer()
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
 
-    def _ignore_offer(self, rest: bytes) -> None:
+    def _ignore_offer(self) -> None:
         """Read on as HTTP/1.1 behind the head of a request that offers another protocol (`Upgrade: h2c` of Java's
-        client, WebSocket). httptools ends there, as if the protocol were changed: `rest` may begin with the body."""
+        client, WebSocket). httptools ends there, as if the protocol were changed: what follows may begin with the
+        body. Raises HttpParserError for a head whose body has no readable length."""
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
         if self._awaits_body:
@@ -137,8 +142,6 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(b"".join([b"POST / HTTP/1.1\r\n", *framing, b"\r\n"]))
             finally:
                 self._is_head_known = False
-        if rest:
-            self._feed(rest)
 
     # ------------------------------------------------------------------ the parser's callbacks
 

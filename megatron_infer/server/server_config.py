@@ -71,11 +71,11 @@ class ServerConfig:
     voice: tuple[str, ...] = ()
     """Voices of a model that speaks: NAME=FILE, a WAV file of at most 30 seconds, besides those of the model."""
     speech_chunk_size: str = "15,30,60"
-    """New speech tokens of each block of sound that is sent, where a call does not say; the last repeats. "none":
-    all at once."""
+    """New speech tokens of each block of sound that is sent, where a call does not say, raised to whole frames; the
+    last repeats. "none": all at once."""
     speech_buffer: int = -1
-    """Speech tokens decoded again as left context of a block. -1: as many as the audio decoder looks back, or 32 frames
-    where that has no bound."""
+    """Speech tokens decoded again as left context of a block, raised to whole frames. -1: as many as the audio decoder
+    looks back, or 32 frames where that has no bound."""
     speech_prompt_tokens: str = "never"
     """Whether the audio decoder sees the voice's tokens: never, once (before the first block) or rolling (also before
     later ones, to fill speech_buffer)."""

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from megatron_infer.audio.blocks import BlockSchedule, PrependPromptSpeechTokens, SpeechBlocks
 from megatron_infer.audio.layout import FrameReader
 from megatron_infer.audio.meter import SpeechMeter
+from megatron_infer.audio.registry import check_decoder
 from megatron_infer.audio.speech_model import FILE, SpeechModel, check_text, voice_files
 from megatron_infer.audio.voices import read_voice
 from megatron_infer.audio.wav import pcm16, wav_header
@@ -171,12 +172,11 @@ class SpeechRoutes:
         return EngineRequest(prompt_ids=speech.prompt_ids(texts, voice), params=params)
 
     def _schedule(self, body: SpeechBody, hello: Hello) -> BlockSchedule:
-        settings, looks_ahead = self._settings, hello.right_context > 0
-        chunks = tuple(body.chunk_size) if body.chunk_size else chunk_sizes(settings.speech_chunk_size)
-        buffer = settings.speech_buffer
-        if buffer < 0:
-            frames = 32 * self._speech.format.codebooks
-            buffer = frames if hello.left_context is None else hello.left_context
+        settings, looks_ahead, size = self._settings, hello.right_context > 0, self._speech.format.codebooks
+        chunks = tuple(body.chunk_size or ()) or chunk_sizes(settings.speech_chunk_size, frame=size)
+        buffer = _whole_frames(settings.speech_buffer, size)
+        if settings.speech_buffer < 0:
+            buffer = 32 * size if hello.left_context is None else hello.left_context
         return BlockSchedule(
             chunk_size=chunks,
             buffer=buffer,
@@ -287,8 +287,13 @@ class SoundReply:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def chunk_sizes(text: str) -> tuple[int, ...] | None:
-    """The schedule of speech_chunk_size; None for "none". Raises ConfigError."""
+def _whole_frames(num_tokens: int, frame: int) -> int:
+    """Raised to a multiple of the tokens of a frame."""
+    return -(-num_tokens // frame) * frame
+
+
+def chunk_sizes(text: str, *, frame: int) -> tuple[int, ...] | None:
+    """The schedule of speech_chunk_size, in whole frames; None for "none". Raises ConfigError."""
     if text.lower() == "none":
         return None
     try:
@@ -297,7 +302,7 @@ def chunk_sizes(text: str) -> tuple[int, ...] | None:
         sizes = ()
     if not sizes or min(sizes) < 1:
         raise ConfigError(f'speech_chunk_size is {text!r}, it must be numbers with commas between them, or "none"')
-    return sizes
+    return tuple(_whole_frames(one, frame) for one in sizes)
 
 
 # ------------------------------------------------------------------ processes
@@ -317,7 +322,8 @@ def speech_processes(model: str, folder: str, settings: ServerConfig) -> list[Pr
 
     settings: `with_voices`.
 
-    Raises ConfigError for voices of a model that does not speak, RequestError for files that are no voices.
+    Raises ConfigError for voices of a model that does not speak and for a model without an audio decoder, RequestError
+    for files that are no voices.
     """
     described = Path(model).expanduser() / FILE
     voices = voice_files(settings.voice)
@@ -325,10 +331,11 @@ def speech_processes(model: str, folder: str, settings: ServerConfig) -> list[Pr
         if voices:
             raise ConfigError(f"voice is given, but {model} has no {FILE}: it does not speak; leave it out")
         return []
-    SpeechModel.read(described.parent)
+    speech = SpeechModel.read(described.parent)
+    check_decoder(speech.decoder, speech.decoder_weights)
     for path in voices.values():
         read_voice(path)  # refused before any process starts
-    chunk_sizes(settings.speech_chunk_size)
+    chunk_sizes(settings.speech_chunk_size, frame=speech.format.codebooks)
     shutil.copy(described, folder)
     options = {"model": model, "path": str(Path(folder) / SOCKET), "voices": voices}
     return [ProcessSpec(name="audio_decoder", role="audio_decoder", options=options, hang_timeout_s=60.0)]

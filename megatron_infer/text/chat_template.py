@@ -18,6 +18,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.visitor
 
 from megatron_infer.errors import InvalidPrompt, ModelError
 
@@ -69,10 +70,25 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple) else 0
 
 
+class _Bounding(jinja2.visitor.NodeTransformer):
+    """Rewrites a template so that each round of a loop reads something, and each a ~ b adds something."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
+        read = jinja2.nodes.Getattr(jinja2.nodes.Const(""), "round", "load")
+        node.body.insert(0, jinja2.nodes.ExprStmt(read, lineno=node.lineno))
+        return self.generic_visit(node)
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        return jinja2.nodes.Add(self.generic_visit(node), jinja2.nodes.Const(""), lineno=node.lineno)
+
+
 class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, with RenderLimits: whatever a template repeats, it reads, calls, adds or multiplies something."""
 
     intercepted_binops = frozenset(["+", "*", "**"])
+
+    def _generate(self, source: jinja2.nodes.Template, *args: Any, **options: Any) -> str:
+        return super()._generate(_Bounding().visit(source), *args, **options)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if _rendering.budget is not None:

@@ -42,6 +42,7 @@ ENGINE: dict[str, Any] = {
     "max_tokens": 64,
     "enable_chunked_prefill": True,
     "enable_prefix_caching": True,
+    "prefix_caching_eviction_policy": "lru",
     "check_invariants": True,
     "batching": "phased",
 }

@@ -138,6 +138,13 @@ def test_bad_flag_is_refused_by_its_name(flags, message, models):
         AudioGenerationConfig.from_flags(given, model_path=str(models / "llama"), buffer_size_gb=0.05)
 
 
+def test_a_field_is_given_once_and_by_its_name():
+    with pytest.raises(ConfigError, match="buffer is given as an audio flag and as a value"):
+        AudioGenerationConfig.from_flags({"audio_decoder": "tones", "buffer": "4"}, buffer=8, model_path="x")
+    with pytest.raises(ConfigError, match="takes values by name; write model_path='voice/'"):
+        AudioGenerationConfig("voice/", audio_decoder="tones")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

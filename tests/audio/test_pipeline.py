@@ -22,7 +22,7 @@ from audio_case import (
 from megatron_infer.audio.blocks import BlockSchedule, PrependPromptSpeechTokens
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import ConfigError, InvalidPrompt, ModelError, RequestError
+from megatron_infer.errors import ConfigError, DuplicateRequest, InvalidPrompt, ModelError, RequestError
 from megatron_infer.pipelines import AudioGenerationRequest, AudioGeneratorPipeline, GenerationStatus, TextTokenizer
 
 VOICE = tuple([3, 1, 4, 1, 5, 9, 2, 6] * 5)
@@ -195,6 +195,9 @@ def test_figures_count_what_was_spoken():
         ({"voice": "anna", "audio_prompt_tokens": (1,)}, RequestError, "both given"),
         ({"audio_prompt_tokens": (64,)}, RequestError, "audio_prompt_tokens holds 64"),
         ({"buffer_speech_tokens": (-1,)}, RequestError, "buffer_speech_tokens holds -1"),
+        ({"voice": "anna", "buffer_speech_tokens": (64,)}, RequestError, "buffer_speech_tokens holds 64"),
+        ({"sampling_params": SamplingParams(logprobs=1)}, RequestError, "logprobs is 1, which does nothing for speech"),
+        ({"sampling_params": {"max_tokens": 3}}, RequestError, "must be SamplingParams"),
         ({"instructions": "slowly"}, RequestError, "instructions is given, but the model knows none"),
         ({"audio_prompt_transcription": "x"}, RequestError, "transcription is given"),
         ({"sampling_params": SamplingParams(allowed_token_ids=[1])}, RequestError, "allowed_token_ids"),
@@ -228,6 +231,20 @@ def test_a_request_that_cannot_be_served_leaves_the_others_alone(voice_file, alo
             sound[request_id].append(output.audio)
     for context, whole in zip(contexts, alone, strict=True):
         assert np.array_equal(np.concatenate(sound[context.request_id]), whole.audio)
+
+
+def test_a_second_request_of_the_same_id_is_refused_and_the_first_speaks_on(voice_file, alone):
+    pipeline = shared_pipeline(voice_file)
+    (first, *_), (second, *_) = requests(voice="anna"), requests()
+    parts = pipeline.stream(first)
+    heard = [next(parts).audio]
+    for ask in (lambda: list(pipeline.stream(second)), lambda: pipeline.generate(second)):
+        with pytest.raises(DuplicateRequest, match="request id 'r0' is that of another request"):
+            ask()
+    heard += [part.audio for part in parts]
+    assert np.array_equal(np.concatenate(heard), alone[0].audio)
+    with pytest.raises(RequestError, match="it must be AudioGenerationRequest"):
+        pipeline.generate("Hello.")
 
 
 def test_model_and_decoder_that_do_not_go_together_are_refused():

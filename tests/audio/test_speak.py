@@ -62,6 +62,10 @@ def test_the_stream_is_the_file_without_its_header(folder, expected, tmp_path, m
         ([], 2, "one of --output FILE and --stream"),
         (["--output", "x", "--stream"], 2, "one of --output FILE and --stream"),
         (["--stream", "--text", ""], 1, "input is empty"),
+        (["--output", "/no/where/x.wav"], 2, "cannot write /no/where/x.wav"),
+        (["--output", "/"], 2, "cannot write /: it must be a file"),
+        (["--stream", "--n", "2"], 1, "n is 2, which does nothing for speech"),
+        (["--stream", "--stop", "."], 1, "which does nothing for speech"),
         (["--stream", "--chunk-size", "0"], 2, "chunk_size is [0]"),
         (["--stream", "--audio-decoder", "tone"], 2, "did you mean 'tones'"),
         (["--stream", "--audio-decoder-config", '{"vocab_size": 32}'], 2, "32 in the decoder"),
@@ -76,3 +80,9 @@ def test_bad_command_line_is_refused_before_a_model_is_loaded(flags, code, messa
 def test_a_model_without_speech_tokens_is_refused(tmp_path, capsys):
     assert main(["speak", str(tmp_path), "--text", TEXT, "--stream"]) == 1
     assert "has no speech.json" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_no_pcm(folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main(["speak", str(folder), "--text", TEXT, "--stream"]) == 2
+    assert "pipe it to a player" in capsys.readouterr().err

@@ -11,17 +11,20 @@ from types import SimpleNamespace
 from unittest import mock
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from audio_case import NUM_SPEECH, TEXTS, make_engine, make_pipeline, speech_model, text_tokenizer, write_voice
 from server_case import serving
 
-from megatron_infer.audio.blocks import BlockSchedule
+from megatron_infer.audio.blocks import BlockSchedule, Window
+from megatron_infer.audio.codec import Codec, CodecConfig, CodecDecoder
+from megatron_infer.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.audio.voices import encode_voices
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.pipelines import AudioGenerationRequest
-from megatron_infer.server.audio_decoder import DecoderServer
+from megatron_infer.server.audio_decoder import Decode, DecoderServer, Failed, Sound
 from megatron_infer.server.speech import SpeechRoutes
 
 TONES = open_decoder("tones", config={"vocab_size": NUM_SPEECH})
@@ -29,10 +32,10 @@ SAMPLING = {"seed": 4, "max_tokens": 60}
 
 
 @contextlib.contextmanager
-def decoding(path: str, voices):
+def decoding(path: str, voices, opened=TONES):
     """A decoder server in a thread."""
     ready, loop = threading.Event(), asyncio.new_event_loop()
-    task = loop.create_task(DecoderServer(TONES, encode_voices(voices, TONES)).serve(path, ready.set))
+    task = loop.create_task(DecoderServer(opened, encode_voices(voices, opened)).serve(path, ready.set))
 
     def run() -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -103,6 +106,9 @@ def test_voices_are_listed_and_their_prefix_is_found_again(server):
     assert server.http.get("/v1/models").json()["data"][0]["voices"] == names
     first = server.http.post("/v1/audio/speech", json=body(voice="ben", response_format="pcm"))
     assert first.status_code == 200
+    before = server.engine.figures().prefix_hit_tokens
+    server.http.post("/v1/audio/speech", json=body(TEXTS[1], voice="ben"))
+    assert server.engine.figures().prefix_hit_tokens - before == 32  # two blocks of the voice's 36 tokens
     metrics = server.http.get("/metrics").text
     seconds = next(line for line in metrics.splitlines() if line.startswith("megatron_infer_speech_seconds_total"))
     assert float(seconds.split()[-1]) > 0 and "megatron_infer_speech_windows_total" in metrics
@@ -157,3 +163,33 @@ def test_a_decoder_that_fails_fails_its_call_alone(server):
         with pytest.raises(httpx.RemoteProtocolError):  # a stream that is cut off, and not the end of the sound
             server.http.post("/v1/audio/speech", json=body())
     assert server.http.post("/v1/audio/speech", json=body()).status_code == 200
+
+
+def test_a_window_that_cannot_be_decoded_fails_alone_among_those_of_its_batch():
+    sent = []
+    writer = SimpleNamespace(is_closing=lambda: False, write=lambda frame: sent.append(frame))
+    ask = lambda id, *tokens: (writer, Decode(id, tokens, 0, 0, len(tokens), False, False))  # noqa: E731
+    batch = [ask(1, 1, 2), ask(2, NUM_SPEECH + 5), ask(3, 3), ask(4, 4, 5)]
+    asyncio.run(DecoderServer(TONES, {})._decode(batch))
+    answers = {one.id: one for one in (msgspec.msgpack.decode(frame[4:], type=Sound | Failed) for frame in sent)}
+    assert [type(answers[id]) for id in (1, 2, 3, 4)] == [Sound, Failed, Sound, Sound]
+    alone = decode_windows(
+        TONES.decoder, [Window(tokens=(4, 5), num_prompt=0, num_left=0, num_new=2, block=0, is_last=True)]
+    )
+    assert answers[4].samples == alone[0].astype("<f4").tobytes()
+
+
+def test_blocks_of_a_server_are_whole_frames_of_the_codec(tmp_path):
+    small = CodecConfig(
+        codebooks=2, codebook_size=NUM_SPEECH, code_size=4, channels=(4, 4, 4), dilations=((1,), (1,), (1,))
+    )
+    opened = OpenedDecoder(decoder=CodecDecoder(Codec(small)), format=small.format)
+    speech, path = speech_model(codebooks=2), str(tmp_path / "audio")
+    settings = {"speech_chunk_size": "5,7", "speech_buffer": 3}
+    ask = {"input": TEXTS[0], "seed": 4, "max_tokens": 40, "response_format": "pcm"}
+    with (
+        decoding(path, {}, opened),
+        serving(make_engine(), modules=(SpeechRoutes(speech, path),), encoder=text_tokenizer(), **settings) as one,
+    ):
+        reply = one.http.post("/v1/audio/speech", json=ask)
+        assert reply.status_code == 200 and len(reply.content) % (2 * small.hop) == 0 and reply.content

@@ -218,14 +218,14 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_queued(pipeline):
 def test_arguments_of_another_kind_are_refused_with_what_to_write(pipeline):
     (context,) = contexts_of([([5, 6], SamplingParams())], "kind")
     for call, message in (
-        (lambda: pipeline.execute([context]), r"it must be a TextGenerationInputs; TextGenerationInputs.of\(\[context"),
+        (lambda: pipeline.execute([context]), r"it must be TextGenerationInputs; TextGenerationInputs.of\(\[context"),
         (lambda: TextGenerationInputs.of(context), r"takes a list of contexts; write of\(\[context\]\)"),
-        (lambda: pipeline.release(context), "it must be a str; context.request_id is that of a context"),
+        (lambda: pipeline.release(context), "it must be str; context.request_id is that of a context"),
         (
             lambda: pipeline.generate("Hello"),
-            "'Hello' .str., it must be a TextGenerationRequest; TextGenerationRequest",
+            "'Hello' .str., it must be TextGenerationRequest; TextGenerationRequest",
         ),
-        (lambda: TextGenerationRequest(prompt="a", sampling_params={"n": 1}), "it must be a SamplingParams"),
+        (lambda: TextGenerationRequest(prompt="a", sampling_params={"n": 1}), "it must be SamplingParams"),
     ):
         with pytest.raises(RequestError, match=message):
             call()

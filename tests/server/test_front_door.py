@@ -546,10 +546,12 @@ def test_offer_of_another_protocol_is_ignored_and_the_body_read(case, framing, i
 @pytest.mark.security
 def test_body_that_is_no_http_has_an_answer_unless_a_reply_has_begun(case):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    offer = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
     for broken in (b"Transfer-Encoding: gzip\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFFF\r\nx"):
-        with closing(connect(case)) as connection:
-            connection.sendall(head + broken)
-            assert reply_on(connection).startswith(b"HTTP/1.1 400 ")
+        for sent in (head + broken, head + offer + broken):
+            with closing(connect(case)) as connection:
+                connection.sendall(sent)
+                assert reply_on(connection).startswith(b"HTTP/1.1 400 ")
 
 
 def test_compressed_bodies_and_wrong_keys_are_named(case):

@@ -86,6 +86,8 @@ LIMITS = chat_template.RenderLimits(max_chars=1000, cpu_s=0.1)
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.1 s"),
         ("{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ '' }}{% endfor %}{% endfor %}"
          "{% endfor %}", "takes more than 0.1 s"),
+        ("{% set text = 'x' * 900 %}" + "{% for i in text %}" * 3 + "{% endfor %}" * 3, "takes more than 0.1 s"),
+        ("{% set ns = namespace(t='x') %}{% for m in messages %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}", "1,024 "),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "makes 1,0.. characters, .* the limit is 1,000"),
         ("{% set ns = namespace(t='x') %}{% for m in messages %}{% set ns.t = ns.t + ns.t %}{% endfor %}", "1,024 "),
         ("{{ 'x' * n }}{{ n * 'x' }}", "1,000,000,000 characters"),
@@ -102,5 +104,5 @@ def test_a_template_is_bounded_in_time_and_size(template, said):
 
 
 def test_limits_that_hold_change_nothing():
-    template = "{% for m in messages %}{{ loop.index * 2 + 1 }}{{ m['role'] }}{{ 'ab' * 3 + m.content }}\n{% endfor %}"
+    template = "{% for m in messages %}{{ loop.index * 2 }}{{ m['role'] }}{{ 'ab' * 3 + m.content ~ 1 }}{% endfor %}"
     assert render(template, USER * 3, limits=LIMITS) == render(template, USER * 3)
