@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.cli.bench_workload import Workload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling:
-    """Measured limits of the machine."""
-
-    read_gb_s: float
-    gemm_gflop_s: float
+from megatron_infer.config.step_work import Ceiling, key_flops, kv_token_bytes, state_bytes, state_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +33,8 @@ class Work:
 
     def best_seconds(self, ceiling: Ceiling) -> float:
         """Prefill, then decode, each limited by the slower of arithmetic and memory."""
-        flops, read = ceiling.gemm_gflop_s * 1e9, ceiling.read_gb_s * 1e9
-        prefill = max(self.prefill_flops / flops, self.prefill_bytes / read)
-        return prefill + max(self.decode_flops / flops, self.decode_bytes / read)
+        prefill = ceiling.seconds(self.prefill_bytes, self.prefill_flops)
+        return prefill + ceiling.seconds(self.decode_bytes, self.decode_flops)
 
 
 def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int = 2048) -> Ceiling:
@@ -69,9 +60,7 @@ def least_work(shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = N
     width = torch.finfo(getattr(torch, shape.dtype)).bits // 8
     projection = shape.padded_vocab_size * shape.hidden_size
     weights = shape.num_parameters * width
-    kv_bytes = kv_dtype_bytes or shape.kv_dtype_bytes
-    kv_token = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * kv_bytes
-    per_key = 4 * shape.num_attention_layers * shape.num_query_heads * shape.head_dim
+    kv_token, per_key = kv_token_bytes(shape, kv_dtype_bytes), key_flops(shape)
     prompts, samples = [len(prompt) for prompt in workload.prompts], workload.num_samples
     keys_prefill = sum(n * (n + 1) // 2 for n in prompts)
     # The first output token is sampled at the prompt's last position; token i sees n + i - 1 keys.
@@ -79,9 +68,7 @@ def least_work(shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = N
         (out - 1) * n + (out - 1) * out // 2 for n, out in zip(prompts, workload.output_lens, strict=True)
     )
     decoded = workload.num_output_tokens - len(prompts) * samples
-    state = shape.state
-    per_state = 0 if state is None else 5 * state.num_layers * math.prod(state.ssm_shape)
-    state_bytes = 0 if state is None else state.slot_bytes
+    per_state, state = state_flops(shape), state_bytes(shape)
     steps = -(-decoded // (workload.concurrency * samples))
     prefill_tokens = sum(prompts)
     return Work(
@@ -89,8 +76,8 @@ def least_work(shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = N
         + per_key * keys_prefill
         + per_state * prefill_tokens,
         decode_flops=(2 * shape.num_parameters + per_state) * decoded + per_key * keys_decode,
-        prefill_bytes=weights + kv_token * prefill_tokens + state_bytes * len(prompts),
-        decode_bytes=weights * steps + kv_token * keys_decode + 2 * state_bytes * decoded,
+        prefill_bytes=weights + kv_token * prefill_tokens + state * len(prompts),
+        decode_bytes=weights * steps + kv_token * keys_decode + 2 * state * decoded,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_infer.cli.config_flags import add_config_options, config_from
 from megatron_infer.cli.loading import DTYPES
 from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
+from megatron_infer.cli.plan_roofline import add_roofline_options, show_roofline, wants_roofline
 from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.checks import check_draft_weights
@@ -42,7 +43,9 @@ def add_parser(subparsers: Any) -> None:
         "model", nargs="?", metavar="MODEL", help="alias (smollm2), directory, hub id, .gguf file or checkpoint"
     )
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto)")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default auto); h100, h200 or b200 with --roofline"
+    )
     parser.add_argument(
         "--tensor-parallel-size", "--tp", type=int, default=1, metavar="N", help="ranks that share a model (1)"
     )
@@ -54,6 +57,7 @@ def add_parser(subparsers: Any) -> None:
         help="free memory to plan for, instead of this machine's",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
+    add_roofline_options(parser)
     add_config_options(parser)
     add_pipeline_options(parser)
     parser.set_defaults(run=run)
@@ -64,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_infer.model_loader.description_shape import shape_of
     from megatron_infer.model_loader.sources import open_source
 
+    if wants_roofline(args):
+        show_roofline(args)
+        return 0
     if args.memory_gb is not None and not args.memory_gb > 0:
         raise ConfigError(f"--memory-gb is {args.memory_gb}, it must be above 0")
     if args.tensor_parallel_size < 1:

@@ -210,11 +210,17 @@ def without_effect(config: InferenceConfig) -> Iterator[str]:
             f"swap_buffer_size_gb={config.swap_buffer_size_gb} has no effect with "
             'preemption_mode="recompute": nothing is swapped'
         )
-    graphs = [name for name in _GRAPH_OPTIONS if getattr(config, name) != getattr(type(config), name)]
-    if config.num_cuda_graphs == 0 and graphs:
-        yield f"{', '.join(graphs)} act only with num_cuda_graphs, which is 0: no graphs are captured"
+    if config.num_cuda_graphs == 0:
+        yield from graph_options_without_effect(config, "is 0")
     if config.metrics_writer is not None and config.logging_step_interval == 0:
         yield "metrics_writer is set, but logging_step_interval is 0: no metrics are written; set an interval"
+
+
+def graph_options_without_effect(config: InferenceConfig, why: str) -> Iterator[str]:
+    """A message that names the options of graphs that are set. why: what num_cuda_graphs is."""
+    graphs = [name for name in _GRAPH_OPTIONS if getattr(config, name) != getattr(type(config), name)]
+    if graphs:
+        yield f"{', '.join(graphs)} act only with num_cuda_graphs, which {why}: no graphs are captured"
 
 
 def check_model(config: InferenceConfig, shape: ModelShape) -> None:

@@ -23,6 +23,7 @@ from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.comm.startup_checks import agree_on_config
 from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.capacity import GIB, host_places
+from megatron_infer.config.checks import graph_options_without_effect
 from megatron_infer.config.inference import (
     BatchingPolicy,
     ConfigWarning,
@@ -229,6 +230,9 @@ def set_up_model(
     rank_group = RankGroup(groups, timeout_s=config.collective_timeout_s)
     own_device = Device(device if device != "auto" else adopted.device)
     own_device.make_current()
+    if config.num_cuda_graphs is None and not own_device.is_cuda:
+        for message in graph_options_without_effect(config, "is left at None, 0 on a CPU"):
+            warnings.warn(message, ConfigWarning, stacklevel=4)
     config = config.on_device(is_cuda=own_device.is_cuda)
     if rank_group.size > 1:
         # A rank that has closed its engine has launched all of its last step: the others still read theirs.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_infer.config.model_shape import DTYPE_BYTES, ExpertShape, ModelShape, StateShape, heads_per_rank
+from megatron_infer.config.step_work import LayerParameters, StepCounter
 from megatron_infer.errors import ConfigError
 from megatron_infer.model_loader.head_padding import divisible
 from megatron_infer.model_loader.model_description import HybridDescription, ModelDescription
@@ -94,37 +95,59 @@ def num_parameters(description: ModelDescription, *, num_stages: int = 1, stage:
 
     Example: SmolLM2-135M -> 134,515,008. Two stages of a tied model hold the embedding once each.
     """
-    layers = description.transformer
-    hidden, kinds = layers["hidden_size"], _block_parameters(description)
-    norm = kinds["norm"]
+    hidden, num_layers = description.transformer["hidden_size"], description.transformer["num_layers"]
     is_first, is_last = stage == 0, stage == num_stages - 1
-    begin, end = stage_span(layers["num_layers"], num_stages, stage)
-    pattern = _pattern(description)[begin:end] if description.hybrid is not None else "*-" * (end - begin)
-    total = sum((kinds[symbol] + norm) * pattern.count(symbol) for symbol in "M*-E")
+    begin, end = stage_span(num_layers, num_stages, stage)
+    of = _layer_parameters(description, begin, end)
+    attends = _symbols(description, begin, end).count("*")
+    total = attends * (of.norm + of.qkv + of.proj) + of.num_mlps * (of.norm + of.mlp)
+    total += of.num_moes * (of.norm + of.router + of.num_experts * of.expert + of.shared_experts)
+    total += of.num_mixers * (of.norm + of.mixer)
     if is_first:
         positions = description.max_sequence_length if description.position_embedding == "learned_absolute" else 0
         total += (description.vocab_size + positions) * hidden
     if is_last:
-        total += norm + (0 if is_first and description.tied_embeddings else description.vocab_size * hidden)
+        total += of.norm + (0 if is_first and description.tied_embeddings else description.vocab_size * hidden)
     return total
 
 
-def _block_parameters(description: ModelDescription) -> dict[str, int]:
-    """Symbol -> parameters of one body; "norm" -> of one norm."""
+def step_counter(description: ModelDescription, *, dtype: str, kv_element_bytes: int | None = None) -> StepCounter:
+    """Counts the work of a model's steps on one device. kv_element_bytes: see `StepCounter`."""
+    return StepCounter(
+        shape=shape_of(description, dtype=dtype),
+        parameters=_layer_parameters(description, 0, description.transformer["num_layers"]),
+        kv_element_bytes=kv_element_bytes,
+    )
+
+
+def _symbols(description: ModelDescription, begin: int, end: int) -> str:
+    """megatron-core's symbols of these layers; a layer of a model that is no hybrid attends, then has an MLP."""
+    return _pattern(description)[begin:end] if description.hybrid is not None else "*-" * (end - begin)
+
+
+def _layer_parameters(description: ModelDescription, begin: int, end: int) -> LayerParameters:
     layers = description.transformer
     hidden, ffn, heads = layers["hidden_size"], layers["ffn_hidden_size"], layers["num_attention_heads"]
     head_dim, kv_heads = layers["kv_channels"], layers.get("num_query_groups") or heads
     gates = 2 if layers.get("gated_linear_unit") else 1
     qkv, biases = (heads + 2 * kv_heads) * head_dim, _biases(layers, description)
-    kinds = {"norm": hidden * (2 if layers.get("normalization", "LayerNorm") == "LayerNorm" else 1)}
-    kinds["*"] = qkv * hidden + heads * head_dim * hidden + 2 * head_dim * bool(layers.get("qk_layernorm"))
-    kinds["*"] += qkv * ("qkv" in biases) + hidden * ("proj" in biases)
-    kinds["-"] = (gates + 1) * ffn * hidden + gates * ffn * ("fc1" in biases) + hidden * ("fc2" in biases)
-    expert = (gates + 1) * hidden * (layers.get("moe_ffn_hidden_size") or 0)
-    kinds["E"] = (layers.get("num_moe_experts") or 0) * (hidden + expert)
-    kinds["E"] += (gates + 1) * hidden * (layers.get("moe_shared_expert_intermediate_size") or 0)
-    kinds["M"] = 0 if description.hybrid is None else _mixer_parameters(layers, description.hybrid)
-    return kinds
+    symbols = _symbols(description, begin, end)
+    num_experts, has_head_norms = layers.get("num_moe_experts") or 0, bool(layers.get("qk_layernorm"))
+    return LayerParameters(
+        norm=hidden * (2 if layers.get("normalization", "LayerNorm") == "LayerNorm" else 1),
+        qkv=qkv * hidden + 2 * head_dim * has_head_norms + qkv * ("qkv" in biases),
+        proj=heads * head_dim * hidden + hidden * ("proj" in biases),
+        mlp=(gates + 1) * ffn * hidden + gates * ffn * ("fc1" in biases) + hidden * ("fc2" in biases),
+        router=num_experts * hidden,
+        expert=(gates + 1) * hidden * (layers.get("moe_ffn_hidden_size") or 0),
+        shared_experts=(gates + 1) * hidden * (layers.get("moe_shared_expert_intermediate_size") or 0),
+        mixer=0 if description.hybrid is None else _mixer_parameters(layers, description.hybrid),
+        num_mlps=symbols.count("-"),
+        num_moes=symbols.count("E"),
+        num_mixers=symbols.count("M"),
+        num_experts=num_experts,
+        has_head_norms=has_head_norms,
+    )
 
 
 def _mixer_parameters(layers: Mapping[str, Any], hybrid: HybridDescription) -> int:

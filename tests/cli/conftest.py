@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -145,3 +146,24 @@ def command(llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         return module.run(args)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A Hugging Face directory with a config and no weights."""
+    path = tmp_path_factory.mktemp("llama")
+    description = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+    (path / "config.json").write_text(json.dumps(description), encoding="utf-8")
+    return str(path)

@@ -233,27 +233,6 @@ def _plan(capsys, *argv: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A Hugging Face directory with a config and no weights."""
-    path = tmp_path_factory.mktemp("llama")
-    description = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    }
-    (path / "config.json").write_text(json.dumps(description), encoding="utf-8")
-    return str(path)
-
-
 def test_plan_needs_no_weights_and_follows_the_options(capsys, llama):
     report = _plan(capsys, llama, "--dtype", "float32", "--buffer-size-gb", "0.5", "--block-size-tokens", "16")
     sizes = {name: row["value"] for name, row in report["sizes"].items()}

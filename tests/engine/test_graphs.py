@@ -479,6 +479,13 @@ def test_without_a_gpu_or_kernels_that_can_be_captured_the_reason_is_given(gpt, 
         make_engine(gpt, **GRAPHS)
 
 
+def test_graph_options_on_a_cpu_without_graphs_are_not_ignored_silently(gpt):
+    asked = {"cuda_graph_max_tokens": 24, "cuda_graph_all_prefills": True}
+    message = "cuda_graph_max_tokens, cuda_graph_all_prefills act only with num_cuda_graphs, which is left at None"
+    with pytest.warns(ConfigWarning, match=message):
+        make_engine(gpt, **asked)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -4,8 +4,9 @@
     python tools/bench/speed_of_light.py --shape tiny                 a CPU: every line of it, at small sizes
 
 Decode is held against the bytes that a copy moves a second: a step reads weights, keys, values and states. Prefill is
-held against a bf16 matrix product, offload against a copy to pinned host memory. Weights are random and made on the
-device. A step's time includes the host's work. --peer measures transformers on the same shape beside it.
+held against a bf16 matrix product; bytes and FLOPs are those of `megatron-infer plan --roofline`. Offload is held
+against a copy to pinned host memory. Weights are random and made on the device. A step's time includes the host's work.
+--peer measures transformers on the same shape beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from light import measures, peer, slices
 from light.engine import make_bench
 from light.machine import Ceilings, measure
 from light.scan import prompt_scan
-from light.shapes import PLANS, layout_of, random_model
+from light.shapes import PLANS, random_model
+
+from megatron_infer.config.step_work import kv_token_bytes, state_bytes
+from megatron_infer.model_loader.description_shape import step_counter
 
 TINY = ("tiny-llama", "tiny-hybrid")
 
@@ -61,20 +65,19 @@ def measure_shape(name: str, device: torch.device, ceilings: Ceilings, sizes: Si
     """All rows of one shape."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     plan = PLANS[name]
-    shape = layout_of(plan, dtype)
+    counter = step_counter(plan, dtype=str(dtype).removeprefix("torch."))
     model = random_model(plan, dtype, device)
     longest = sizes.context + sizes.steps + 128
-    state = 0 if shape.state is None else shape.state.slot_bytes
-    token = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes
+    request = longest * kv_token_bytes(counter.shape) + state_bytes(counter.shape)
     free = torch.cuda.mem_get_info()[0] if device.type == "cuda" else 2**34
-    batches = fitting(sizes, longest * token + state, free)
+    batches = fitting(sizes, request, free)
     if not batches:
         raise MemoryError(f"{name}: not even one request fits into {free / 2**30:.1f} GiB")
     most = max(batches)
     max_length = max(*sizes.prompts, longest) + 64
     # The pool holds the largest batch at the context's length; a long prompt has it to itself.
     room = max(most, -(-max_length // longest) + 1)
-    bench = make_bench(model, shape, device, max_requests=room, max_length=longest, max_sequence_length=max_length)
+    bench = make_bench(model, counter, device, max_requests=room, max_length=longest, max_sequence_length=max_length)
     rows: list[Any] = [*measures.decode(bench, ceilings, batches=batches, context=sizes.context, steps=sizes.steps)]
     rows.append(
         measures.idle(bench, batch=batches[len(batches) // 2], context=sizes.context, steps=sizes.steps // 2 + 1)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from light.machine import wait
-from light.shapes import Costs, costs_of
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.step_work import StepCounter, kv_token_bytes, state_bytes
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.testing.inspect import inspect
@@ -27,7 +27,7 @@ class Bench:
     """One model, its engine, and what its steps must move."""
 
     engine: DynamicInferenceEngine
-    costs: Costs
+    counter: StepCounter
     device: torch.device
 
     @property
@@ -78,19 +78,18 @@ class Bench:
 
 def pool_gib(shape: ModelShape, *, max_requests: int, max_tokens: int) -> float:
     """GiB that hold so many requests with so many tokens each, with a block to spare for each of them."""
-    token = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes
-    kv = (max_requests * (max_tokens // BLOCK + 2) + 2) * BLOCK * token
-    states = 0 if shape.state is None else (max_requests + 2) * shape.state.slot_bytes
+    kv = (max_requests * (max_tokens // BLOCK + 2) + 2) * BLOCK * kv_token_bytes(shape)
+    states = (max_requests + 2) * state_bytes(shape)
     # Both parts are cut to whole blocks and states.
     return 1.03 * (kv + states) / GIB + 1 / 1024
 
 
 def make_bench(
-    model: Any, shape: ModelShape, device: torch.device, *, max_requests: int, max_length: int, **options: Any
+    model: Any, counter: StepCounter, device: torch.device, *, max_requests: int, max_length: int, **options: Any
 ) -> Bench:
     """An engine on `model` with room for max_requests of max_length tokens; `options` are InferenceConfig's."""
     settings: dict[str, Any] = {
-        "buffer_size_gb": pool_gib(shape, max_requests=max_requests, max_tokens=max_length),
+        "buffer_size_gb": pool_gib(counter.shape, max_requests=max_requests, max_tokens=max_length),
         "block_size_tokens": BLOCK,
         "max_requests": max_requests,
         "max_tokens": 8192,
@@ -101,4 +100,4 @@ def make_bench(
     }
     config = InferenceConfig(**(settings | options))
     engine = DynamicInferenceEngine(model, config, eos_ids=(), device=str(device))
-    return Bench(engine, costs_of(model, shape), device)
+    return Bench(engine, counter, device)

@@ -21,7 +21,7 @@ def decode(bench: Bench, ceilings: Ceilings, *, batches: Sequence[int], context:
         bench.fill(batch, context, STEADY + steps + 16)
         bench.steps(STEADY)
         taken = bench.steps(steps)
-        moved = bench.costs.decode_bytes(batch, context + STEADY + steps // 2)
+        moved = bench.counter.decode(batch, context + STEADY + steps // 2).num_bytes
         bench.drain()
         rate = moved / taken / 1e9
         rows.append(
@@ -71,7 +71,7 @@ def prefill(bench: Bench, ceilings: Ceilings, *, lengths: Sequence[int]) -> list
             times.append(bench.steps(num_steps) * num_steps)
             bench.drain()
         taken = min(times[1:])
-        rate = bench.costs.prefill_flops(length) / taken / 1e12
+        rate = bench.counter.prefill(length).flops / taken / 1e12
         rows.append(
             {
                 "what": f"prefill {length}",
@@ -98,10 +98,9 @@ def mixed(bench: Bench, ceilings: Ceilings, *, batch: int, context: int, prompt:
     bench.drain()
     taken, fresh = min(times[1:]), prompts * prompt
     tokens = min(bench.engine.sizes.max_tokens, batch + fresh)
-    needed = max(
-        bench.costs.decode_bytes(batch, context) / ceilings.copy_gb_s / 1e9,
-        tokens * bench.costs.linear_flops / ceilings.matmul_tflop_s / 1e12,
-    )
+    decoded, whole = bench.counter.decode(batch, context), bench.counter.step(prompts, prompt, prompt)
+    flops = decoded.flops + whole.flops * (tokens - batch) / fresh
+    needed = max(decoded.num_bytes / ceilings.copy_gb_s / 1e9, flops / ceilings.matmul_tflop_s / 1e12)
     return {
         "what": f"mixed: {batch} decode, {prompts} prompts of {prompt}",
         "ms": taken * 1e3,

@@ -1,8 +1,8 @@
-"""Models of known shapes with random weights, made on the device without a file; and what a step of them moves."""
+"""Models of known shapes with random weights, made on the device without a file; whose steps' work is known."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,42 +108,3 @@ def random_model(plan: ModelDescription, dtype: torch.dtype, device: torch.devic
 def layout_of(plan: ModelDescription, dtype: torch.dtype) -> ModelShape:
     """Sizes that follow from the plan, without building it."""
     return shape_of(plan, dtype=str(dtype).removeprefix("torch."))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What a model's steps must move and compute."""
-
-    weight_bytes: int
-    """Read by every step: all weights but the rows of the embedding that no token asks for."""
-    kv_token_bytes: int
-    """Of one token, all layers."""
-    state_bytes: int
-    """Of one request: recurrent states, all layers."""
-    linear_flops: int
-    """Of one token, in the layers; the output layer is computed for drawn tokens alone."""
-    attention_flops: int
-    """Of one query and one key, all layers."""
-
-    def decode_bytes(self, batch: int, context: int) -> int:
-        """Read and written by one decode step: weights once, keys and values of all, states in and out."""
-        return self.weight_bytes + batch * (context * self.kv_token_bytes + 2 * self.state_bytes)
-
-    def prefill_flops(self, num_tokens: int) -> int:
-        return num_tokens * self.linear_flops + num_tokens * (num_tokens + 1) // 2 * self.attention_flops
-
-
-def costs_of(model: Any, shape: ModelShape) -> Costs:
-    """Counted from the built model."""
-    embedding, output = model.embedding.word_embeddings.weight, getattr(model.output_layer, "weight", None)
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    aside = 0 if output is None else embedding.numel() * embedding.element_size()
-    in_layers = sum(p.numel() for p in model.decoder.parameters() if p.ndim >= 2)
-    layers = shape.num_attention_layers
-    return Costs(
-        weight_bytes=total - aside,
-        kv_token_bytes=2 * layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes,
-        state_bytes=0 if shape.state is None else shape.state.slot_bytes,
-        linear_flops=2 * in_layers,
-        attention_flops=4 * layers * shape.num_query_heads * shape.head_dim,
-    )
