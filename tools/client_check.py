@@ -3,7 +3,8 @@
     python tools/client_check.py [--python INTERPRETER ...] [--only NAME ...] [--write]
 
 Each script of tools/clients runs in the first of the interpreters that has its package (this one is the last). The
-server has a small model with random weights and the control routes. Exits 1 if a client failed.
+server has a small model with random weights and the control routes. --write with --only keeps the rows of the others.
+Exits 1 if a client failed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SCRIPTS = {
     "trl_client": "trl",
     "areal_engines": "areal",
     "guidellm_load": "guidellm",
+    "vllm_bench": "vllm",
 }
 """Script -> the package that it needs."""
 TIMEOUT_S = 300
@@ -75,10 +77,14 @@ def replay(recorded: dict[str, Any]) -> dict[str, str]:
     return {"client": recorded["client"], "version": recorded["version"], "ran": ran, "result": result}
 
 
-def table(rows: list[dict[str, str]]) -> str:
-    lines = ["| client | version | what was run | result |", "|---|---|---|---|"]
-    lines += [f"| {row['client']} | {row['version']} | {row['ran']} | {row['result']} |" for row in rows]
-    return "\n".join(lines) + "\n"
+HEAD = ["| client | version | what was run | result |", "|---|---|---|---|"]
+
+
+def table(rows: list[dict[str, str]], before: str = "") -> str:
+    """In Markdown. before: the table whose rows stay where `rows` have none of their client."""
+    made = {row["client"]: f"| {row['client']} | {row['version']} | {row['ran']} | {row['result']} |" for row in rows}
+    lines = [made.pop(line.split(" | ")[0].removeprefix("| "), line) for line in before.splitlines()[len(HEAD) :]]
+    return "\n".join([*HEAD, *lines, *made.values()]) + "\n"
 
 
 def main() -> int:
@@ -96,7 +102,9 @@ def main() -> int:
     if args.write:
         text = DOCS.read_text(encoding="utf-8")
         pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-        DOCS.write_text(pattern.sub(lambda _: BEGIN + table(rows) + END, text), encoding="utf-8")
+        before = pattern.search(text)[0].removeprefix(BEGIN) if len(args.only) < len(SCRIPTS) else ""
+        before = before.removesuffix(END)
+        DOCS.write_text(pattern.sub(lambda _: BEGIN + table(rows, before) + END, text), encoding="utf-8")
     return any(row["result"].startswith("failed") for row in rows)
 
 

@@ -37,6 +37,8 @@ WEIGHT_STEP, WEIGHT_LIMIT = 2.0**-14, 8.0
 MAX_SUMMANDS = 1 << 11
 """Of a product: 2^11 summands of (32 / 2^-19) (8 / 2^-14) steps are below 2^53."""
 MAX_PARAMETERS = 1_000_000
+CACHED_FRAMES = 64
+"""Frames that are decoded in one call: what lies between two layers then stays in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,7 @@ class Codec(nn.Module):
 
     def exact(self) -> Codec:
         """A copy in float64 whose weights are whole steps. Raises ModelError for a weight beyond the limit."""
-        copy = Codec(self.config).to(torch.float64)
+        copy: Codec = Codec(self.config).to(torch.float64)
         for name, weight in self.state_dict().items():
             if not torch.isfinite(weight).all() or weight.abs().max() > WEIGHT_LIMIT:
                 raise ModelError(f"{name} of the codec has a weight beyond {WEIGHT_LIMIT:g}, or none that is finite")
@@ -196,7 +198,7 @@ class Codec(nn.Module):
         except SafetensorError as error:
             raise ModelError(f"{path} is no safetensors file: {error}") from None
         values = {name: _tuples(value) for name, value in json.loads(described).items()}
-        codec = cls(CodecConfig(**values))
+        codec: Codec = cls(CodecConfig(**values))
         codec.load_state_dict(state)
         return codec
 
@@ -244,7 +246,9 @@ class CodecDecoder:
         codes_BTQ = tokens_BT.reshape(rows, -1, books)
         frames_BTC = sum(self._codec.codes[q][codes_BTQ[:, :, q]] for q in range(books))
         assert isinstance(frames_BTC, Tensor)
-        sound_BS = self._codec.sound(frames_BTC).clamp(-1.0, 1.0).to(torch.float32)
+        together = max(1, CACHED_FRAMES // frames_BTC.shape[1])
+        parts = [self._codec.sound(part) for part in frames_BTC.split(together)]
+        sound_BS = torch.cat(parts).clamp(-1.0, 1.0).to(torch.float32)
         is_there_BS = torch.arange(sound_BS.shape[1]) < (lengths_B // books * self._config.hop)[:, None]
         return sound_BS * is_there_BS
 

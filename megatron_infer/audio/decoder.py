@@ -1,17 +1,11 @@
-"""Audio decoders: speech tokens in, sound out. Which there are, how one is opened, and windows decoded together.
-
-A decoder of one's own is an `Architecture` with `open_audio_decoder`, in a module of `custom_architectures`.
-"""
+"""Audio decoders: speech tokens in, sound out; and windows of several requests decoded together."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,7 +13,6 @@ from torch import Tensor
 
 from megatron_infer.audio.blocks import Window
 from megatron_infer.audio.layout import SpeechFormat
-from megatron_infer.errors import ConfigError, ModelError, unknown_name
 
 Sound = np.ndarray
 """float32 [samples], mono, between -1 and 1."""
@@ -69,69 +62,6 @@ class OpenedDecoder:
     decoder: AudioDecoder
     format: SpeechFormat
     encoder: AudioEncoder | None = None
-
-
-Opener = Callable[..., OpenedDecoder]
-"""(weights: Path, **audio_decoder_config) -> OpenedDecoder; without `weights` if it has none."""
-
-DECODERS: Mapping[str, tuple[str, str]] = {
-    "tones": ("tones", "open_tones"),
-    "codec": ("codec", "open_codec"),
-    "mimi": ("library_codecs", "open_mimi"),
-    "encodec": ("library_codecs", "open_encodec"),
-    "dac": ("library_codecs", "open_dac"),
-}
-"""Name -> module and function that opens it."""
-
-
-def find_opener(name: str, own: Mapping[str, Opener] | None = None) -> Opener:
-    """own: decoders of one's own, which go first. Raises ConfigError with the list for an unknown name."""
-    own = own or {}
-    if name in own:
-        return own[name]
-    known = [*own, *DECODERS]
-    if not name:
-        raise ConfigError(f"audio_decoder is empty; give one of {', '.join(known)}")
-    if name not in DECODERS:
-        raise ConfigError(f"{unknown_name('audio_decoder', name, known)}; one of {', '.join(known)}")
-    module, function = DECODERS[name]
-    opener: Opener = getattr(importlib.import_module(f"megatron_infer.audio.{module}"), function)
-    return opener
-
-
-def open_decoder(
-    name: str,
-    weights: str = "",
-    config: Mapping[str, Any] | None = None,
-    *,
-    own: Mapping[str, Opener] | None = None,
-) -> OpenedDecoder:
-    """weights: a file or directory. config: arguments of the decoder's opener. own: see `find_opener`.
-
-    Raises ConfigError for an unknown decoder or key, and for weights that are missing, or given where there are none.
-    """
-    opener, config = find_opener(name, own), dict(config or {})
-    parameters = inspect.signature(opener).parameters
-    has_weights = "weights" in parameters
-    known = [one for one in parameters if one != "weights"]
-    for key in config:
-        if key not in known:
-            raise ConfigError(f"audio_decoder_config: {unknown_name(f'option of {name}', key, known)}")
-    if not has_weights:
-        if weights:
-            raise ConfigError(f"audio_decoder_weights is {weights!r}, but {name} has no weights; leave it empty")
-        return opener(**config)
-    if not weights:
-        raise ConfigError(f"audio_decoder_weights is empty, but {name} has weights; give their file or directory")
-    path = Path(weights).expanduser()
-    if not path.exists():
-        raise ConfigError(f"audio_decoder_weights: there is no {weights}")
-    try:
-        return opener(weights=path, **config)
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ModelError(f"audio_decoder_weights {weights}: {error}") from error
 
 
 def decode_windows(decoder: AudioDecoder, windows: Sequence[Window]) -> list[Sound]:

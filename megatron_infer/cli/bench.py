@@ -19,7 +19,16 @@ from typing import Any
 from megatron_infer import __version__
 from megatron_infer.cli.bench_peers import PEERS, parse_pythons, peers_of, resident_mib
 from megatron_infer.cli.bench_plot import plot_engines, require_matplotlib
-from megatron_infer.cli.bench_report import OURS, SUSPENDING, render, render_table, summarize_column
+from megatron_infer.cli.bench_report import (
+    OFF,
+    OURS,
+    SUSPENDING,
+    render,
+    render_drafts,
+    render_table,
+    summarize_column,
+    summarize_drafts,
+)
 from megatron_infer.cli.bench_suspend import summarize_suspensions
 from megatron_infer.cli.bench_workload import (
     QUIET_CORES,
@@ -30,7 +39,9 @@ from megatron_infer.cli.bench_workload import (
     parse_range,
     run_engine,
 )
-from megatron_infer.cli.loading import add_model_options, describe, load_llm, note, positive_int
+from megatron_infer.cli.config_flags import SPECULATIVE_DESTS, given
+from megatron_infer.cli.loading import add_model_options, describe, has_chat_template, load_llm, note, positive_int
+from megatron_infer.cli.prompts import read_jobs, to_token_ids
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InferenceError
 
@@ -58,6 +69,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--num-requests", type=positive_int, metavar="N", help="default 32")
     parser.add_argument("--input-len", type=parse_range, metavar="LOW:HIGH", help="prompt tokens, default 64:256")
     parser.add_argument("--output-len", type=parse_range, metavar="LOW:HIGH", help="answer tokens, default 64:128")
+    parser.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="JSON lines of prompts, as of `generate`, instead of random tokens",
+    )
     parser.add_argument("--concurrency", type=positive_int, metavar="N", help="requests in flight at once, default 16")
     parser.add_argument(
         "--columns",
@@ -78,7 +94,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--rounds", type=positive_int, default=3, metavar="N")
     parser.add_argument(
-        "--vs", metavar="NAME,...", help=f"also run these engines on the same weights and workload: {', '.join(PEERS)}"
+        "--vs",
+        action="append",
+        metavar="NAME,...",
+        help=f"also run these engines on the same weights and workload: {', '.join(PEERS)}; off: this engine without "
+        "--speculative",
     )
     parser.add_argument(
         "--peer-python",
@@ -96,7 +116,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """-> 0. Raises InferenceError if an engine does not start or does not answer with the lengths asked for."""
+    """-> 0; 1 if a peer ended meanwhile. Raises InferenceError if an engine does not start or does not answer with the
+    lengths asked for."""
     report_path = _open_report(args.json)
     if args.plot is not None:
         require_matplotlib()
@@ -104,13 +125,18 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.background_load < 1:
         raise ConfigError(f"--background-load is {args.background_load:g}, it must be from 0 to below 1")
     names = _peer_names(args.vs)
-    pythons, sizes = parse_pythons(args.peer_python, names), _sizes(args)
-    started = time.perf_counter()
-    llm = load_llm(args)
-    start_s = time.perf_counter() - started
-    ids = _plain_ids(llm)
-    drawn = {"token_ids": ids, "seed": args.workload_seed, "shared_prefix": args.shared_prefix}
-    workloads = {name: make_workload(**size, **drawn) for name, size in sizes.items()}
+    beside_off = OFF in names
+    if beside_off and given(args).get("speculative") is None:
+        raise ConfigError("--vs off is this engine without --speculative, which is not given; add --speculative ngram")
+    pythons, sizes = parse_pythons(args.peer_python, [name for name in names if name != OFF]), _sizes(args)
+    engines, facts = _load_engines(args, beside_off=beside_off)
+    llm = engines[OURS]
+    if args.prompts_file is not None:
+        workloads = {name: _workload_of_file(args.prompts_file, llm, size) for name, size in sizes.items()}
+        sizes = {name: workload.sizes for name, workload in workloads.items()}
+    else:
+        drawn = {"token_ids": _plain_ids(llm), "seed": args.workload_seed, "shared_prefix": args.shared_prefix}
+        workloads = {name: make_workload(**size, **drawn) for name, size in sizes.items()}
     from megatron_infer.cli.bench_roofline import measure_ceiling  # imports torch
 
     shape, device = llm.engine.shape, _device(llm)
@@ -124,9 +150,9 @@ def run(args: argparse.Namespace) -> int:
         "columns": {},
     }
     with contextlib.ExitStack() as stack:
-        given = list(workloads.values())
+        planned = list(workloads.values())
         starting = peers_of(
-            args.model, pythons, shape=shape, device=device, threads=settings["threads"], workloads=given
+            args.model, pythons, shape=shape, device=device, threads=settings["threads"], workloads=planned
         )
         peers = stack.enter_context(starting) if pythons else []
         report["ceiling"] = asdict(ceiling := measure_ceiling(shape.dtype, device))
@@ -136,28 +162,34 @@ def run(args: argparse.Namespace) -> int:
                 f"{name}: {len(workload.prompts)} requests, {workload.num_input_tokens:,} prompt + "
                 f"{workload.num_output_tokens:,} answer tokens, {workload.concurrency} at once, {args.rounds} rounds"
             )
-            runners = _our_runners(llm, args.suspend_every, company)
+            runners = _our_runners(engines, args.suspend_every, company)
             runners |= {peer.name: functools.partial(peer.run, company=company) for peer in peers}
             note("warming up ...")
-            run_engine(llm.engine, SamplingParams, workload.head())
+            for ours in engines.values():
+                run_engine(ours.engine, SamplingParams, workload.head())
             for peer in peers:
                 peer.warm_up(workload.head())
+            before = llm.engine.spec_decode_metrics()
             results = interleave(runners, workload, args.rounds)
             found = summarize_column(results, workload, llm.engine, ceiling)
+            if before is not None:
+                found["speculation"] = summarize_drafts(before, llm.engine.spec_decode_metrics())
             if args.suspend_every > 0:
                 found["suspend"] = summarize_suspensions(results[SUSPENDING], results[OURS], every=args.suspend_every)
             report["columns"][name] = found
             _write(report, report_path)  # what is measured is kept, whatever comes
             if args.columns is None:
                 print(render(found, report["ceiling"], workload))
-        ours = {"version": __version__, "start_s": start_s, "rss_mib": resident_mib(os.getpid())}
-        report["engines"] = {OURS: ours} | {peer.name: peer.facts() for peer in peers}
-    if pythons or args.columns is not None:
+            if before is not None:
+                print(render_drafts(found["speculation"]))
+        own = {name: {**one, "rss_mib": resident_mib(os.getpid())} for name, one in facts.items()}
+        report["engines"] = own | {peer.name: peer.facts() for peer in peers}
+    if names or args.columns is not None:
         print(render_table(report))
     _write(report, report_path)
     if args.plot is not None:
         plot_engines(report, args.plot)
-    return 0
+    return int(any(peer.failure is not None for peer in peers))
 
 
 def interleave(runners: Mapping[str, Runner], workload: Workload, num_rounds: int) -> dict[str, list[RunResult]]:
@@ -182,7 +214,8 @@ def interleave(runners: Mapping[str, Runner], workload: Workload, num_rounds: in
                 repeats[name] -= 1
                 note(f"round {index + 1}: {name} repeated, others used {result.other_load:.2f} cores")
                 again = runners[name](workload)
-                assert again is not None
+                if again is None:
+                    break
                 result = min(result, again, key=lambda one: one.other_load or 0.0)
             results[name].append(result)
             busy = "" if result.other_load is None else f", others used {result.other_load:.2f} cores"
@@ -203,26 +236,60 @@ def _background(cores: float) -> Iterator[list[int]]:
             process.kill()
 
 
-def _our_runners(llm: Any, suspend_every: int, company: list[int]) -> dict[str, Runner]:
-    def runner(every: int) -> Runner:
+def _our_runners(engines: Mapping[str, Any], suspend_every: int, company: list[int]) -> dict[str, Runner]:
+    def runner(llm: Any, every: int) -> Runner:
         def run_ours(workload: Workload) -> RunResult:
             llm.engine.reset_prefix_cache()  # hits come from the same round only
             return run_engine(llm.engine, SamplingParams, workload, suspend_every=every, company=company)
 
         return run_ours
 
-    return {OURS: runner(0)} | ({SUSPENDING: runner(suspend_every)} if suspend_every > 0 else {})
+    runners = {name: runner(llm, 0) for name, llm in engines.items()}
+    return runners | ({SUSPENDING: runner(engines[OURS], suspend_every)} if suspend_every > 0 else {})
 
 
-def _peer_names(text: str | None) -> list[str]:
-    names = [] if text is None else list(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in names if name not in PEERS]:
-        raise ConfigError(f"--vs: unknown engine {unknown[0]!r}; there are {', '.join(PEERS)}")
+def _load_engines(args: argparse.Namespace, *, beside_off: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Our engines, with and, if asked for, without drafts, and what is known of each, by name."""
+    engines, facts = {}, {}
+    for name in [OURS, OFF][: 1 + beside_off]:
+        started = time.perf_counter()
+        changed = {} if name == OURS else {SPECULATIVE_DESTS["method"]: "none"}
+        engines[name] = load_llm(argparse.Namespace(**vars(args) | changed))
+        facts[name] = {"version": __version__, "start_s": time.perf_counter() - started}
+    return engines, facts
+
+
+def _peer_names(texts: list[str] | None) -> list[str]:
+    names = [name for text in texts or () for name in text.split(",")]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--vs {','.join(names)}: an engine is named twice; name each once")
+    if unknown := [name for name in names if name not in (*PEERS, OFF)]:
+        raise ConfigError(f"--vs: unknown engine {unknown[0]!r}; there are {', '.join(PEERS)} and off")
     return names
+
+
+def _workload_of_file(path: str, llm: Any, size: dict[str, Any]) -> Workload:
+    """The prompts of a file, each with an answer of the longest length asked for. Raises ConfigError."""
+    prompts, length = [], size["output_len"][1]
+    for job in read_jobs(path):
+        if job.error is not None or job.sampling:
+            reason = job.error or f"answers are greedy and of one length; leave {', '.join(job.sampling or ())} out"
+            raise ConfigError(f"--prompts-file: {job.where}: {reason}")
+        prompt = to_token_ids(job, llm.tokenizer, chat=has_chat_template(llm))
+        prompts.append(llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    if not prompts:
+        raise ConfigError(f"--prompts-file: {path} has no prompts")
+    concurrency = min(size["concurrency"], len(prompts))
+    return Workload(prompts=prompts, output_lens=[length] * len(prompts), concurrency=concurrency)
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The sizes of each workload by its name, from --columns or from the options of one."""
+    if args.prompts_file is not None:
+        others = ("columns", "num_requests", "input_len", "shared_prefix")
+        if given_too := next((name for name in others if getattr(args, name)), None):
+            option = "--" + given_too.replace("_", "-")
+            raise ConfigError(f"{option} is of random prompts, and --prompts-file gives them; leave one of both out")
     typed = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     if args.columns is None:
         sizes = SIZES | typed

@@ -291,7 +291,25 @@ class Transformers:
         return outputs
 
 
-ENGINES: dict[str, Any] = {"vllm": VLLM, "openvino": OpenVINO, "llama.cpp": LlamaCpp, "transformers": Transformers}
+class TransformersLookup(Transformers):
+    """The same with `prompt_lookup_num_tokens`: it drafts what followed the last tokens where they stood before."""
+
+    def run(self, work: dict[str, Any]) -> list[list[int]]:
+        if work["concurrency"] > 1:
+            raise Unsupported("generate drafts for one prompt at a time")
+        self.model.generation_config.prompt_lookup_num_tokens = NUM_LOOKED_UP
+        return super().run(work)
+
+
+NUM_LOOKED_UP = 10
+"""The number in transformers' documentation."""
+ENGINES: dict[str, Any] = {
+    "vllm": VLLM,
+    "openvino": OpenVINO,
+    "llama.cpp": LlamaCpp,
+    "transformers": Transformers,
+    "transformers-lookup": TransformersLookup,
+}
 
 
 def main() -> None:

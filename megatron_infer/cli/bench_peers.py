@@ -22,7 +22,7 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.utils.openmp import SPIN_COUNT
 
-PEERS = ("vllm", "openvino", "llama.cpp", "transformers")
+PEERS = ("vllm", "openvino", "llama.cpp", "transformers", "transformers-lookup")
 ADAPTER = Path(__file__).with_name("bench_adapter.py")
 TIMEOUT_S = 900.0
 """For loading (vLLM compiles, OpenVINO converts), and for one run of a workload."""
@@ -49,6 +49,8 @@ class Peer:
     def __init__(self, name: str, python: str, settings: Mapping[str, Any], log: Path) -> None:
         """Starts the process; `wait_until_loaded` returns when it is ready."""
         self.name, self.version, self.start_s = name, "", 0.0
+        self.failure: str | None = None
+        """Why it is left out; None while it answers."""
         self._log, self._python = log, python
         # Our own spinning limit is not the peer's default.
         env = {k: v for k, v in os.environ.items() if (k, v) != ("GOMP_SPINCOUNT", str(SPIN_COUNT))}
@@ -73,13 +75,16 @@ class Peer:
         self._call(workload, is_warm_up=True)
 
     def run(self, workload: Workload, *, company: Sequence[int] = ()) -> RunResult | None:
-        """None: this engine cannot run the workload. Raises InferenceError unless every answer has its length.
+        """None: this engine cannot run the workload, or its process has ended. Raises InferenceError unless every
+        answer has its length.
 
         company: processes whose use of the cores is meant to be there.
         """
         clock = CpuClock.now([self._process.pid, *company])
         answer = self._call(workload, is_warm_up=False)
         end = CpuClock.now([self._process.pid, *company])
+        if answer is None:
+            return None
         if "unsupported" in answer:
             note(f"{self.name}: not measured: {answer['unsupported']}")
             return None
@@ -92,9 +97,10 @@ class Peer:
         return RunResult(seconds=answer["seconds"], outputs=outputs, other_load=end.other_load(clock))
 
     def facts(self) -> dict[str, Any]:
-        """Its version, seconds to load, and the resident memory of its processes now."""
+        """Its version, seconds to load, the resident memory of its processes now, and why it was left out."""
         rss_mib = sum(resident_mib(pid) for pid in processes_below(self._process.pid))
-        return {"version": self.version, "start_s": self.start_s, "rss_mib": rss_mib}
+        facts: dict[str, Any] = {"version": self.version, "start_s": self.start_s, "rss_mib": rss_mib}
+        return facts if self.failure is None else facts | {"failure": self.failure}
 
     def close(self) -> None:
         """End the process and what it started."""
@@ -108,13 +114,21 @@ class Peer:
         self._process.wait()
         self._process.stdout.close()
 
-    def _call(self, workload: Workload, *, is_warm_up: bool) -> dict[str, Any]:
+    def _call(self, workload: Workload, *, is_warm_up: bool) -> dict[str, Any] | None:
+        """None: its process has ended, now or before; the others go on."""
         assert self._process.stdin is not None
+        if self.failure is not None:
+            return None
         line = json.dumps({**dataclasses.asdict(workload), "is_warm_up": is_warm_up})
         with contextlib.suppress(BrokenPipeError):  # its end is reported by what is read
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-        return self._receive("run a workload")
+        try:
+            return self._receive("run a workload")
+        except InferenceError as error:
+            self.failure = str(error)
+            note(f"{self.name} is left out from here on: {error}")
+            return None
 
     def _receive(self, what: str) -> dict[str, Any]:
         assert self._process.stdout is not None

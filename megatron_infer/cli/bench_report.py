@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 OURS = "megatron_infer"
 SUSPENDING = "megatron_infer, suspending"
+OFF = "off"
+"""This engine without speculation."""
 
 
 def summarize_column(
@@ -74,6 +76,35 @@ def ratio(engines: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
         "tok_s": ours["median"] / peers[best]["median"],
         "worst_case": ours["min"] / peers[best]["max"],
     }
+
+
+def summarize_drafts(before: Any, after: Any) -> dict[str, Any]:
+    """What was drafted and kept between two `SpecDecodeMetrics`, by place too."""
+    drafted, kept = (
+        [new - old for new, old in zip(getattr(after, name), getattr(before, name), strict=True)]
+        for name in ("drafted_per_position", "accepted_per_position")
+    )
+    steps = after.num_verifications - before.num_verifications
+    return {
+        "num_drafted": sum(drafted),
+        "num_accepted": sum(kept),
+        "drafted_per_position": drafted,
+        "accepted_per_position": kept,
+        "tokens_per_verification": 1 + sum(kept) / max(1, steps),
+        "seconds_drafting": after.seconds_drafting - before.seconds_drafting,
+    }
+
+
+def render_drafts(found: Mapping[str, Any]) -> str:
+    """One line."""
+    if not found["num_drafted"]:
+        return "nothing was drafted"
+    pairs = zip(found["accepted_per_position"], found["drafted_per_position"], strict=True)
+    places = " ".join(f"{kept / drafted:.0%}" for kept, drafted in pairs if drafted)
+    return (
+        f"drafts: {found['num_accepted']:,} of {found['num_drafted']:,} kept, by position {places}; "
+        f"{found['tokens_per_verification']:.1f} tokens a verification; {found['seconds_drafting']:.2f} s of drafting"
+    )
 
 
 def render_table(report: Mapping[str, Any]) -> str:

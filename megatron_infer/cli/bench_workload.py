@@ -32,6 +32,13 @@ class Workload:
     """Answers to each prompt: one is drawn greedily, several at temperature 1 with log probabilities."""
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """In the form of `column`."""
+        inputs, outputs = list(map(len, self.prompts)), self.output_lens
+        lengths = {"input_len": (min(inputs), max(inputs)), "output_len": (min(outputs), max(outputs))}
+        return {"num_requests": len(inputs), "concurrency": self.concurrency, **lengths}
+
+    @property
     def num_input_tokens(self) -> int:
         return sum(map(len, self.prompts))
 

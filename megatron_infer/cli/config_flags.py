@@ -107,7 +107,12 @@ def _add_speculative_options(group: Any) -> None:
     """`--speculative METHOD`, and a flag for each other field of SpeculativeConfig."""
     docs = docs_of(SpeculativeConfig)
     for item in dataclasses.fields(SpeculativeConfig):
-        parsing = _parsing_of(item.name, str(item.type)) if item.type != "str" else {"metavar": item.name.upper()}
+        is_text = item.type in ("str", "Any")
+        parsing: dict[str, Any] = {"metavar": item.name.upper()} if is_text else {}
+        if item.name == "method":
+            parsing = {"type": _methods, "metavar": "METHOD[,METHOD]"}
+        elif not is_text:
+            parsing = _parsing_of(item.name, str(item.type))
         what = field_docs()["speculative"] if item.name == "method" else docs[item.name]
         default = "none" if item.name == "method" else _shown(item.default)
         group.add_argument(
@@ -119,11 +124,17 @@ def _add_speculative_options(group: Any) -> None:
         )
 
 
+def _methods(text: str) -> str | tuple[str, ...]:
+    """One method, or several in the order in which they are asked."""
+    names = tuple(text.split(","))
+    return names if len(names) > 1 else text
+
+
 def speculative_flag(name: str) -> str:
     """The flag of a field of SpeculativeConfig: --speculative-adaptive."""
     if name == "method":
         return "--speculative"
-    prefix = "" if "speculative" in name or "ngram" in name else "speculative-"
+    prefix = "" if name == "draft_model" or "speculative" in name or "ngram" in name else "speculative-"
     return f"--{prefix}{name.replace('_', '-')}"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import add_config_options, given
 from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
+from megatron_infer.utils.process_memory import loading_for_good
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
@@ -34,14 +35,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def load_llm(args: argparse.Namespace) -> LLM:
     """The LLM of a command line; reports progress on stderr."""
-    from megatron_infer.entrypoints.llm import LLM  # imports torch and megatron-core
-
     note(f"loading {args.model} ...")
     config = given(args)
     if config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
-    started = time.perf_counter()
-    llm = LLM(args.model, config=config, dtype=args.dtype, device=args.device, threads=args.threads)
+    with loading_for_good():
+        from megatron_infer.entrypoints.llm import LLM  # imports torch and megatron-core
+
+        started = time.perf_counter()
+        llm = LLM(args.model, config=config, dtype=args.dtype, device=args.device, threads=args.threads)
     note(f"{describe(llm)}, loaded in {time.perf_counter() - started:.1f} s")
     return llm
 

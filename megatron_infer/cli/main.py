@@ -23,6 +23,7 @@ PROGRAM = "megatron-infer"
 COMMANDS = {
     "generate": "answer prompts, many at once",
     "chat": "talk to a model in the terminal",
+    "speak": "speak a text with a model of speech tokens",
     "bench": "throughput and latency, beside the machine's limits",
     "serve": "OpenAI-compatible HTTP server",
     "bench-serve": "load test of a server: latencies, throughput, errors",

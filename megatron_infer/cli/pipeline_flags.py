@@ -71,7 +71,9 @@ def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) ->
         else value
         for name, value in flags.items()
     }
-    values |= given(args)
+    own = given(args)
+    nested = {name: own.pop(name) for name in NAMES.own_fields if name in own}
+    values |= own | ({"options": nested} if nested else {})
     for item in dataclasses.fields(ServerConfig):
         if hasattr(args, f"server_{item.name}"):
             values[item.name] = getattr(args, f"server_{item.name}")

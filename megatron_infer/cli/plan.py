@@ -13,6 +13,7 @@ from megatron_infer.cli.loading import DTYPES
 from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
 from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.capacity import GIB
+from megatron_infer.config.checks import check_draft_weights
 from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape
@@ -83,11 +84,18 @@ def run(args: argparse.Namespace) -> int:
     config = config_from(args, shape, is_cuda=device.is_cuda, available_bytes=available, tensor_parallel_size=size)
     if device.is_cuda:
         config = config.on_device(is_cuda=True)
-    sizes = config.resolve(shape, tensor_parallel_size=size, available_bytes=available)
+    draft = None
+    if config.speculative is not None and (drafting := config.speculative.draft_model) is not None:
+        draft = shape_of(open_source(drafting).config(), dtype=dtype, tensor_parallel_size=size)
+        check_draft_weights(drafting, draft, available)
+    sizes = config.resolve(shape, tensor_parallel_size=size, available_bytes=available, draft=draft)
     if args.json:
         print(json.dumps(as_dict(config, shape, sizes, size), indent=2))
     else:
         _print_table(args.model, config, shape, sizes)
+        if draft is not None:
+            count, weights = draft.num_parameters / 1e6, draft.num_parameters * draft.kv_dtype_bytes / GIB
+            print(f"draft model {drafting}: {count:,.1f} M parameters, {weights:.2f} GiB of weights")
         if sizes.graph_shapes:
             _print_graphs(shape, sizes, size)
     return 0

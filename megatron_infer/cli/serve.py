@@ -64,7 +64,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         if kind == "bool":
             parsing = {"action": argparse.BooleanOptionalAction}
         elif kind.startswith("tuple"):
-            parsing["nargs"] = "+"
+            parsing |= {"nargs": "+", "action": "extend"}
         shown = "" if item.default is None or item.default == () else f" (default {item.default})"
         text = (docs[item.name] + shown).replace("%", "%%")
         group.add_argument(flag, dest=f"server_{item.name}", default=argparse.SUPPRESS, help=text, **parsing)
@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     options = dataclasses.replace(options, dp=layout["dp"])
     if args.coordinator is not None:
+        _check_starts_no_engine(args, options)
         attach(options, settings, args.coordinator, key_from(args), note)
     else:
         serve(options, settings, note=note)
@@ -172,6 +173,21 @@ def _layout_size(name: str, args: argparse.Namespace, file: dict[str, Any]) -> i
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} is {value!r}, it must be an integer of at least 1")
     return value
+
+
+def _check_starts_no_engine(args: argparse.Namespace, options: EngineOptions) -> None:
+    """Raises ConfigError for flags that would have no effect beside --coordinator."""
+    typed = [*given(args), *(name for name in LAYOUT if getattr(args, name) is not None)]
+    defaults = {"dtype": "auto", "device": "auto", "threads": None}
+    typed += [name for name, unset in defaults.items() if getattr(args, name) != unset]
+    if options.endpoint_base is not None:
+        typed.append("zmq_endpoint_base")
+    if typed:
+        flags = ", ".join("--" + name.replace("_", "-") for name in typed)
+        raise ConfigError(
+            f"{flags} with --coordinator, which starts neither engines nor a coordinator; leave it out, and give "
+            "options of engines to megatron-infer replica"
+        )
 
 
 def _warn(options: EngineOptions, settings: ServerConfig) -> None:

@@ -211,7 +211,7 @@ class Lockstep:
         one: it names itself after ALONE_S, and at once if the error is fatal as well.
         """
         what = f"{type(error).__name__}: {error}"
-        here = RankFailure(self.rank, self.phase, what) if own else None
+        here = RankFailure(self.rank, self.phase, cause or what) if own else None
         if here is not None and fatal:
             self._check_broken()
             self._fail(here)

@@ -11,7 +11,7 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.request_metadata import check_types
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import CapacityError, ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig
@@ -105,6 +105,11 @@ def check_values(config: InferenceConfig) -> None:
         raise ConfigError(
             f"speculative: num_speculative_tokens is {config.speculative.num_speculative_tokens}, it must be below "
             f"block_size_tokens = {config.block_size_tokens}, so that drafts take one more block at most; lower it"
+        )
+    if config.batch_invariant and config.speculative is not None and config.speculative.verification == "residual":
+        raise ConfigError(
+            "speculative: verification 'residual' with batch_invariant=True: its tokens depend on how many were "
+            "drafted in a step, so nothing is gained by equal bits; use 'same_tokens'"
         )
     if config.seed >= 2**64:
         raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
@@ -216,6 +221,41 @@ def check_model(config: InferenceConfig, shape: ModelShape) -> None:
     """Raise ConfigError for an option that this model excludes."""
     if config.mamba_inference_state_config is not None and shape.state is None and not shape.is_stage:
         raise ConfigError("mamba_inference_state_config is set, but the model keeps no recurrent state; leave it None")
+
+
+def check_draft(config: InferenceConfig, shape: ModelShape, draft: ModelShape) -> None:
+    """Raise ConfigError for a model that cannot draft for one of `shape`; of neither any tensor is needed."""
+    if shape.is_stage:
+        raise ConfigError(
+            "speculative: method 'draft' on several pipeline stages is not built: the first stage would need the "
+            "drafts of the last; use tensor parallelism, or method 'ngram'"
+        )
+    if draft.state is not None or not draft.num_attention_layers:
+        raise ConfigError(
+            "speculative: the draft model has recurrent states, which are not kept for drafts; take a draft model of "
+            "attention layers alone"
+        )
+    if draft.vocab_size != shape.vocab_size:
+        raise ConfigError(
+            f"speculative: the draft model has {draft.vocab_size:,} tokens, the model {shape.vocab_size:,}; take a "
+            "draft model of the same vocabulary"
+        )
+    length = min(config.max_sequence_length, shape.max_position or config.max_sequence_length)
+    if draft.max_position is not None and draft.max_position < length:
+        raise ConfigError(
+            f"speculative: the draft model has {draft.max_position:,} positions, max_sequence_length is {length:,}; "
+            f"set max_sequence_length={draft.max_position}, or take another draft model"
+        )
+
+
+def check_draft_weights(name: str, draft: ModelShape, available_bytes: int) -> None:
+    """Raise CapacityError for a draft model whose weights are larger than the free memory."""
+    needed = draft.num_parameters * draft.kv_dtype_bytes
+    if needed > available_bytes:
+        raise CapacityError(
+            f"speculative: the draft model {name} has {draft.num_parameters:,} parameters of {draft.dtype}, "
+            f"{needed / GIB:.3f} GiB; {available_bytes / GIB:.3f} GiB are free; take a smaller draft model"
+        )
 
 
 def without_effect_on(config: InferenceConfig, shape: ModelShape) -> Iterator[str]:

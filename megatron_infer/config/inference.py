@@ -420,11 +420,16 @@ class InferenceConfig:
         return decided
 
     def resolve(
-        self, shape: ModelShape, *, tensor_parallel_size: int = 1, available_bytes: int | None = None
+        self,
+        shape: ModelShape,
+        *,
+        tensor_parallel_size: int = 1,
+        available_bytes: int | None = None,
+        draft: ModelShape | None = None,
     ) -> ResolvedSizes:
         """Derive every size for one rank's share of a model; `.table()` of the result explains them.
 
-        available_bytes: free memory of the device, None if unknown.
+        available_bytes: free memory of the device, None if unknown. draft: one rank's share of the model that drafts.
         Raises CapacityError when the buffer holds no usable block or no recurrent state, ConfigError when sizes
         contradict each other or the model.
         """
@@ -434,7 +439,9 @@ class InferenceConfig:
         budget = budget_of(self, shape, available_bytes)
         for message in (*checks.without_effect_on(self, shape), *filter(None, [budget.note])):
             warnings.warn(message, ConfigWarning, stacklevel=2)
-        sizes = resolve_sizes(self, shape, budget, tensor_parallel_size=tensor_parallel_size)
+        if draft is not None:
+            checks.check_draft(self, shape, draft)
+        sizes = resolve_sizes(self, shape, budget, tensor_parallel_size=tensor_parallel_size, draft=draft)
         if sizes.max_sequence_length < self.max_sequence_length != InferenceConfig.max_sequence_length:
             warnings.warn(
                 f"max_sequence_length is {self.max_sequence_length:,}, the model has {sizes.max_sequence_length:,} "

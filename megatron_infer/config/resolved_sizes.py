@@ -32,6 +32,8 @@ class ResolvedSizes:
 
     block_size: int = _in("tokens", "block_size_tokens")
     block_bytes: int = _in("bytes")
+    draft_block_bytes: int = _in("bytes", "no model drafts")
+    """The part of block_bytes that the draft model's keys and values take."""
     num_blocks: int = _in("blocks")
     num_usable_blocks: int = _in("blocks")
     paused_block_limit: int = _in("blocks")
@@ -76,7 +78,7 @@ class ResolvedSizes:
 
 
 CONSTANT_HOW = {item.name: item.metadata["how"] for item in fields(ResolvedSizes) if item.metadata.get("how")}
-"""Entries of `ResolvedSizes.how` that are always the same (those of graphs: without any)."""
+"""Entries of `ResolvedSizes.how` that are always the same (those of graphs and of a draft model: without any)."""
 
 
 def dependent_sizes(

@@ -78,15 +78,22 @@ def budget_of(config: InferenceConfig, shape: ModelShape, available_bytes: int |
 
 
 def resolve_sizes(
-    config: InferenceConfig, shape: ModelShape, budget: MemoryBudget, *, tensor_parallel_size: int
+    config: InferenceConfig,
+    shape: ModelShape,
+    budget: MemoryBudget,
+    *,
+    tensor_parallel_size: int,
+    draft: ModelShape | None = None,
 ) -> ResolvedSizes:
     """Derive every size but those of CUDA graphs (see `add_graphs`).
 
+    draft: the model that drafts tokens, whose keys and values lie under the same block ids; None: there is none.
     Raises CapacityError or ConfigError with the figures when the pieces do not fit together.
     """
     if shape.num_attention_layers == 0 and shape.state is None and not shape.is_stage:
         raise ConfigError("the model has neither attention nor Mamba layers: there is nothing to keep of a sequence")
-    block_bytes = _block_bytes(config, shape)
+    draft_bytes = 0 if draft is None else _block_bytes(config, draft)
+    block_bytes = _block_bytes(config, shape) + draft_bytes
     slot_bytes = 0 if shape.state is None else shape.state.slot_bytes
     length = min(config.max_sequence_length, shape.max_position or config.max_sequence_length)
     max_tokens = DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
@@ -111,11 +118,15 @@ def resolve_sizes(
         max_prompt_tokens=None if config.enable_chunked_prefill else max_tokens,
     )
     how = CONSTANT_HOW | _how_tokens(config, length)
-    how |= _how_blocks(config, shape, budget, figures["num_blocks"], paused)
-    how |= _how_states(config, shape, budget, num_states, tensor_parallel_size)
+    how |= _how_blocks(config, shape, budget, figures["num_blocks"], paused, block_bytes)
+    if draft is not None:
+        how["draft_block_bytes"] = _how_block_bytes(config, draft)
+        how["block_bytes"] += " + draft_block_bytes"
+    how |= _how_states(config, shape, budget, num_states, tensor_parallel_size, block_bytes)
     return ResolvedSizes(
         block_size=config.block_size_tokens,
         block_bytes=block_bytes,
+        draft_block_bytes=draft_bytes,
         paused_block_limit=paused,
         state_slot_bytes=slot_bytes,
         max_tokens=max_tokens,
@@ -292,11 +303,19 @@ def _how_tokens(config: InferenceConfig, max_sequence_length: int) -> dict[str, 
     }
 
 
+def _how_block_bytes(config: InferenceConfig, shape: ModelShape) -> str:
+    return (
+        f"{_element_bytes(config, shape)} B ({config.kv_dtype_of(shape)}) x 2 (K, V) "
+        f"x {shape.num_attention_layers} attention layers x {config.block_size_tokens} tokens "
+        f"x {shape.num_kv_heads} kv heads x {shape.head_dim}"
+    )
+
+
 def _how_blocks(
-    config: InferenceConfig, shape: ModelShape, budget: MemoryBudget, num_blocks: int, paused: int
+    config: InferenceConfig, shape: ModelShape, budget: MemoryBudget, num_blocks: int, paused: int, block_bytes: int
 ) -> dict[str, str]:
     usable = f"num_blocks - 1: {(num_blocks - 1) * config.block_size_tokens:,} tokens"
-    if not shape.num_attention_layers:
+    if not block_bytes:
         none = "no attention layers"
         return {
             "block_bytes": f"{none}: blocks name positions and take no memory",
@@ -312,9 +331,7 @@ def _how_blocks(
     unit = "(block_bytes + state_slot_bytes)" if shape.state is not None and not less else "block_bytes"
     unified = config.unified_memory_level > 0
     return {
-        "block_bytes": f"{_element_bytes(config, shape)} B ({config.kv_dtype_of(shape)}) x 2 (K, V) "
-        f"x {shape.num_attention_layers} attention layers x {config.block_size_tokens} tokens "
-        f"x {shape.num_kv_heads} kv heads x {shape.head_dim}",
+        "block_bytes": _how_block_bytes(config, shape),
         "num_blocks": f"{budget.buffer_bytes:,} bytes{less} // {unit}"
         + (f" + {paused:,} of the paused buffer (unified memory)" if unified else "")
         + ", the last is the dummy block"
@@ -328,13 +345,18 @@ def _how_blocks(
 
 
 def _how_states(
-    config: InferenceConfig, shape: ModelShape, budget: MemoryBudget, num_states: int | None, tensor_parallel_size: int
+    config: InferenceConfig,
+    shape: ModelShape,
+    budget: MemoryBudget,
+    num_states: int | None,
+    tensor_parallel_size: int,
+    block_bytes: int,
 ) -> dict[str, str]:
     """num_states: requests whose states fit; None: blocks decide, or nothing is kept."""
     state, ratio = shape.state, budget.state_ratio
-    if not shape.num_attention_layers and num_states is None:
+    if not block_bytes and num_states is None:
         limit = "max_tokens: this pipeline stage keeps nothing of a sequence"
-    elif not shape.num_attention_layers:
+    elif not block_bytes:
         share, note = (
             "" if ratio is None else f" x mamba_memory_ratio {ratio}",
             f"; {budget.note}" if budget.note else "",

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "grammar", "draft")
 NOT_BUILT = {
-    "grammar": "tokens that structured output forces are drawn one by one",
-    "draft": "a draft model has no cache here",
-    "standalone": "a draft model has no cache here",
+    "standalone": "this method is named 'draft' here",
     "mtp": "heads that predict several tokens are not adopted",
     "eagle": "megatron-core has no EAGLE heads",
 }
 """Method that is known elsewhere -> why it is refused."""
-VERIFICATIONS = ("same_tokens",)
+VERIFICATIONS = ("same_tokens", "residual")
 OTHER_VERIFICATIONS = {
     "greedy": "same_tokens at temperature 0 is greedy; set the temperature of the request",
-    "residual": "it draws other tokens than one by one; same_tokens draws the same",
     "typical-acceptance": "it changes the distribution that tokens are drawn from",
     "logit-comparison": "it changes the distribution that tokens are drawn from",
 }
 OTHER_FIELDS = {
-    "draft_model": "method is 'ngram', which drafts without a model",
     "synthetic_acceptance_rate": "drafts are kept only where they equal what is drawn",
 }
 LARGEST_NGRAM = 16
@@ -36,22 +32,27 @@ class SpeculativeConfig:
     """How tokens are drafted and verified. Raises ConfigError for a wrong value or an unknown name.
 
     A step computes a request's last token and its drafts and draws behind each of them what it would have drawn one
-    by one; drafts are kept as far as they equal the draws. So no option here changes a token.
+    by one; drafts are kept as far as they equal the draws. So no option but `verification` changes a token.
     """
 
-    method: str = "ngram"
-    """ngram: what followed the last tokens where they stood before, in prompt or answer."""
+    method: str | tuple[str, ...] = "ngram"
+    """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that
+    structured output forces. draft: what `draft_model` draws. Several: the first that proposes anything."""
     num_speculative_tokens: int = 4
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     ngram_max: int = 4
     """The longest run of last tokens that is looked up; at most 16."""
     ngram_min: int = 2
     """The shortest run; at least 1."""
+    draft_model: Any = None
+    """The model that drafts: an alias, directory, hub id, .gguf file or checkpoint, or a live megatron-core model; of
+    the same vocabulary and tokenizer. For method draft only."""
     adaptive: bool = True
     """Measured seconds of steps and the share of drafts kept decide how many tokens are drafted, none included. False:
     always as many as are found."""
     verification: str = "same_tokens"
-    """same_tokens: a draft is kept where it equals the token that is drawn at its position."""
+    """same_tokens: a draft is kept where it equals the token that is drawn at its position. residual: classic rejection
+    of a draft model's drafts: other tokens, of the same distribution. For drafts without one both are the same."""
 
     def __new__(cls, *args: object, **kwargs: object) -> SpeculativeConfig:
         """Refuse an unknown keyword, with the reason or the nearest known one."""
@@ -64,17 +65,43 @@ class SpeculativeConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _choice("method", self.method, METHODS, NOT_BUILT)
+        object.__setattr__(self, "method", _methods(self.method))
         _choice("verification", self.verification, VERIFICATIONS, OTHER_VERIFICATIONS)
+        if ("draft" in self.methods) != (self.draft_model is not None):
+            remedy = "leave it None, or set method='draft'"
+            if "draft" in self.methods:
+                remedy = "give the model that drafts, draft_model='small/'"
+            raise ConfigError(
+                f"speculative: draft_model is {self._shown_model()!r} with method {self.method!r}; {remedy}"
+            )
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative: adaptive is {self.adaptive!r}, it must be True or False")
         _int("num_speculative_tokens", self.num_speculative_tokens, 1, None, "for none leave speculative None")
         _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "2 is usual")
         _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """In the order in which they are asked."""
+        return (self.method,) if isinstance(self.method, str) else self.method
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, which `speculative_of` takes back."""
-        return asdict(self)
+        """Plain values, which `speculative_of` takes back; a live draft model is only named."""
+        return {item.name: getattr(self, item.name) for item in fields(self)} | {"draft_model": self._shown_model()}
+
+    def _shown_model(self) -> str | None:
+        model = self.draft_model
+        return model if model is None or isinstance(model, str) else f"a live {type(model).__name__}"
+
+
+def _methods(value: object) -> str | tuple[str, ...]:
+    """The value of `method`, checked: one name, or a tuple of several."""
+    names = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for name in names:
+        _choice("method", name, METHODS, NOT_BUILT)
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"speculative: method is {value!r}, it must name at least one method, and none twice")
+    return names if len(names) > 1 else names[0]
 
 
 def speculative_of(value: object) -> SpeculativeConfig | None:

@@ -20,7 +20,7 @@ def stage_limits(shape: ModelShape, sizes: ResolvedSizes, host: tuple[int, int])
 
     host: the stage's `host_places`.
     """
-    attends, recurrent = shape.num_attention_layers > 0, shape.state is not None
+    attends, recurrent = sizes.block_bytes > 0, shape.state is not None
     return [
         sizes.max_sequence_length,
         sizes.max_requests,

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
+from functools import cached_property
 from typing import Any
 
 from megatron_infer.errors import RequestError, unknown_name
@@ -23,7 +24,13 @@ MAX_DEPTH = 64
 MAX_CHOICES = 4096
 MAX_MULTIPLE = 1 << 17
 """The largest common multiple of the multipleOf of a schema."""
+MAX_JOINED = 8
+"""The most patterns that one text has to match at once. llguidance 1.9.1 compares all of their states: of 12 within a
+second, with each more three times as long."""
 _REFUSED = (-(2.0**64), -(2.0**62))
+_UNQUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
+"""Texts and regular expressions of a grammar."""
+_DEFINITIONS = ("$defs", "definitions")
 _KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 
@@ -112,6 +119,64 @@ def check_schema(schema: Any, *, max_depth: int = MAX_DEPTH) -> None:
         nested = (list(one.values()) if isinstance(one, dict) else one for one in layer if isinstance(one, dict | list))
         layer, depth = [item for items in nested for item in items], depth + 1
     _check_multiples(multiples)
+    try:
+        joined = _Joined(schema).of(schema)
+    except RecursionError:
+        raise RequestError("json_schema: its references lead from one to another too often; name fewer") from None
+    if joined > MAX_JOINED:
+        raise _joined_too_often("json_schema", "patterns (pattern, format) by allOf and $ref", joined)
+
+
+class _Joined:
+    """How many patterns the texts of a schema have to match at once, at most; references are looked up in `root`."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[int, int] = {}
+
+    def of(self, node: Any) -> int:
+        if isinstance(node, list):
+            return max(map(self.of, node), default=0)
+        if not isinstance(node, dict):
+            return 0
+        if id(node) not in self._known:
+            self._known[id(node)] = 0  # while it is counted: a reference in a circle
+            parts = node.get("allOf")
+            joined = _num_patterns(node) + (sum(map(self.of, parts)) if isinstance(parts, list) else 0)
+            joined += self._of_reference(node["$ref"]) if "$ref" in node else 0
+            inside = [self.of(node[name]) for name in node if name not in ("allOf", *_DEFINITIONS)]
+            beside = [self.of(value) for name in _DEFINITIONS for value in _values(node.get(name)).values()]
+            self._known[id(node)] = max([joined + max(inside, default=0), *beside])
+        return self._known[id(node)]
+
+    def _of_reference(self, reference: Any) -> int:
+        node = self._root
+        for name in str(reference).removeprefix("#").split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            node = _values(node).get(name)
+        if isinstance(reference, str) and reference.startswith("#/") and isinstance(node, dict):
+            return self.of(node)
+        return 0 if reference == "#" else self._all  # by a name: it may be any of them
+
+    @cached_property
+    def _all(self) -> int:
+        count, layer = 0, [self._root]
+        while layer:
+            count += sum(_num_patterns(node) for node in layer if isinstance(node, dict))
+            layer = [one for node in layer for one in (node if isinstance(node, list) else _values(node).values())]
+        return count
+
+
+def _num_patterns(node: dict[str, Any]) -> int:
+    return isinstance(node.get("pattern"), str) + isinstance(node.get("format"), str)
+
+
+def _values(node: Any) -> dict[str, Any]:
+    return node if isinstance(node, dict) else {}
+
+
+def _joined_too_often(name: str, what: str, count: int) -> RequestError:
+    return RequestError(f"{name} joins {count:,} {what}, the limit is {MAX_JOINED}; leave some out")
 
 
 def check_size(name: str, text: str, *, max_bytes: int = MAX_BYTES) -> None:
@@ -173,6 +238,8 @@ def _text(name: str, value: object) -> None:
     if not value:
         raise RequestError(f"{name} is empty; leave it out to draw freely")
     check_size(name, value)
+    if name == "grammar" and (count := _UNQUOTED.sub("", value).count("&")) >= MAX_JOINED:
+        raise _joined_too_often(name, "terms by &", count + 1)
     for found in re.finditer(r"%json\s*", value) if name == "grammar" else ():
         try:
             schema, _ = _DECODER.raw_decode(value, found.end())

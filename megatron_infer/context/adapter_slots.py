@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from megatron_infer.context.prefix_hash import adapted
 
+MAX_FORGOTTEN = 1024
 Used = Callable[[], Collection[str]]
 """-> the adapters that running requests compute with: their slots stay."""
 
@@ -22,6 +23,9 @@ class AdapterSlots:
         self.versions: dict[str, tuple[int, str]] = {}
         """Loaded adapter -> (its version, hash of its content)."""
         self._last_version: dict[str, int] = {}
+        """Of names that are not loaded, up to MAX_FORGOTTEN of them."""
+        self._oldest_version = 0
+        """No name that is neither loaded nor in `_last_version` had a higher one."""
         self.num_loads = 0
         """Times that an adapter was written into a slot."""
         self._slot_of: dict[str, int] = {}
@@ -40,19 +44,23 @@ class AdapterSlots:
     def put(self, name: str, digest: str) -> None:
         """An adapter is loaded, or has another content: a version of it. Its slot is written again; nothing may be in
         flight. Versions of a name rise, also over an unload."""
-        self._last_version[name] = number = self._last_version.get(name, 0) + 1
-        self.versions[name] = number, digest
+        loaded = self.versions.get(name)
+        number = self._last_version.pop(name, self._oldest_version) if loaded is None else loaded[0]
+        self.versions[name] = number + 1, digest
         if (slot := self._slot_of.get(name)) is not None:
             self._loads[slot] = name
 
     def raise_version(self, name: str, number: int) -> None:
         """Count on from `number` if it is higher: loaded tokens carry it."""
         if number > self.versions[name][0]:
-            self.versions[name], self._last_version[name] = (number, self.versions[name][1]), number
+            self.versions[name] = number, self.versions[name][1]
 
     def remove(self, name: str) -> int | None:
         """No request computes with the adapter any more -> the slot that is free now, if it had one."""
-        del self.versions[name]
+        self._last_version[name] = self.versions.pop(name)[0]
+        if len(self._last_version) > MAX_FORGOTTEN:
+            forgotten = self._last_version.pop(next(iter(self._last_version)))
+            self._oldest_version = max(self._oldest_version, forgotten)
         slot = self._slot_of.pop(name, None)
         if slot is not None:
             self._loads.pop(slot, None)

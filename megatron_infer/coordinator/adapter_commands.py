@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_infer.coordinator.weight_paths import adapter_path
+from megatron_infer.engine.adapters import AdapterReading
 
 
 class AdapterCommands:
@@ -16,19 +17,43 @@ class AdapterCommands:
         self._engine, self._root = engine, root
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        return {"load_adapter": self.load, "unload_adapter": self.unload}
+        """`read_adapter` is no command: what it begins for a command to load, `load_adapter` takes as `source`."""
+        return {
+            "read_adapter": self.read,
+            "load_adapter": self.load,
+            "unload_adapter": self.unload,
+            "undo_adapter": self.undo,
+        }
+
+    def read(self, *, name: str, path: str, **_: Any) -> AdapterReading:
+        """Begin to read an adapter while the engine steps. path: absolute, or from the root.
+
+        Raises WeightsPathRefused, and what `EngineAdapters.read` raises.
+        """
+        reading: AdapterReading = self._engine.controls.adapters.read(name, adapter_path(path, self._root))
+        return reading
 
     def load(
-        self, *, name: str, path: str, replace: bool = False, running: str = "keep", timeout_s: float
+        self,
+        *,
+        name: str,
+        path: str,
+        source: AdapterReading,
+        replace: bool = False,
+        running: str = "keep",
+        digest: str | None = None,
+        change: str | None = None,
+        timeout_s: float,
     ) -> dict[str, Any]:
-        """path: absolute, or from the root -> the adapter's name, version, digest and rank.
-
-        Raises WeightsPathRefused, and what `DynamicInferenceEngine.load_adapter` raises.
-        """
-        source = adapter_path(path, self._root)
-        info = self._engine.load_adapter(name, source, replace=replace, running=running)
+        """-> the adapter's name, version, digest and rank. Raises what `EngineAdapters.load` raises."""
+        how = {"replace": replace, "running": running, "digest": digest, "change": change}
+        info = self._engine.controls.adapters.load(name, source, **how)
         return {"name": info.name, "version": info.version, "digest": info.digest, "rank": info.rank}
 
-    def unload(self, *, name: str, abort: bool = False, timeout_s: float) -> dict[str, Any]:
-        self._engine.unload_adapter(name, abort=abort)
+    def unload(self, *, name: str, abort: bool = False, change: str | None = None, timeout_s: float) -> dict[str, Any]:
+        self._engine.controls.adapters.unload(name, abort=abort, change=change)
         return {"name": name}
+
+    def undo(self, *, name: str, change: str, timeout_s: float) -> dict[str, Any]:
+        """Undo a load or unload of the adapter, if it was made here."""
+        return {"name": name, "undone": self._engine.controls.adapters.undo(change)}

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.coordinator.peers import ReplicaState
-from megatron_infer.coordinator.protocol import COMMANDS, Answer, Command, Control, ControlResult, Message
+from megatron_infer.coordinator.protocol import (
+    ADAPTER_COMMANDS,
+    COMMANDS,
+    Answer,
+    Command,
+    Control,
+    ControlResult,
+    Message,
+)
 
 INVERSE = {"pause": "unpause", "suspend": "resume"}
 """Commands that hold until their inverse: replicas that join meanwhile get them too."""
+HELD = (*INVERSE, *INVERSE.values())
+"""Commands that replicas which joined meanwhile get as they are."""
+CATCH_UP = 0
+"""Number of the commands that a replica gets when it joins."""
+MAX_CHANGES = 8
+"""Changes of adapters that can be undone, as in an engine."""
+log = logging.getLogger("megatron_infer.coordinator")
 CATCH_UP_S = 300.0
 """Seconds that a replica that joins has for each of them."""
 
@@ -26,6 +42,8 @@ class CommandsInForce:
         self.is_version_set = False
         self.adapters: dict[str, dict[str, Any] | None] = {}
         """Adapter -> the arguments that loaded it, None: it was unloaded."""
+        self._before: dict[str, tuple[str, tuple[dict[str, Any] | None, ...]]] = {}
+        """Change of an adapter -> its name, and what `adapters` had of it, if anything; the latest MAX_CHANGES."""
         self.decided: set[str] = set()
         """Those of INVERSE that were carried out or ended."""
 
@@ -35,12 +53,10 @@ class CommandsInForce:
         if not self.is_version_set:
             self.weight_version = max(self.weight_version, version)
 
-    def record(self, command: str, args: dict[str, Any]) -> None:
-        """A command was carried out."""
-        if command == "load_adapter":
-            self.adapters[str(args.get("name"))] = args | {"replace": True}
-        elif command == "unload_adapter":
-            self.adapters[str(args.get("name"))] = None
+    def record(self, command: str, args: dict[str, Any], value: Any = None) -> None:
+        """A command was carried out. value: of a replica that did."""
+        if command in ADAPTER_COMMANDS:
+            self._record_adapter(command, args, value)
         if command in INVERSE:
             self.commands[command] = args
             self.decided.add(command)
@@ -56,6 +72,23 @@ class CommandsInForce:
         elif command in ("finish_weights", "cancel_weights"):  # a cancel restores the old version
             self.weight_version, self.is_version_set = version, True
 
+    def _record_adapter(self, command: str, args: dict[str, Any], value: Any) -> None:
+        name, change = str(args.get("name")), str(args.get("change"))
+        if command == "undo_adapter":
+            if change in self._before:
+                name, before = self._before.pop(change)
+                self.adapters.pop(name, None)
+                self.adapters.update((name, loaded) for loaded in before)
+            return
+        self._before[change] = name, (self.adapters[name],) if name in self.adapters else ()
+        if len(self._before) > MAX_CHANGES:
+            del self._before[next(iter(self._before))]
+        self.adapters[name] = None
+        if command == "load_adapter":
+            # A replica that joins has to find the same content in the directory.
+            digest = value.get("digest") if isinstance(value, dict) else None
+            self.adapters[name] = args | {"replace": True, "digest": digest, "change": None}
+
 
 @dataclass(slots=True, eq=False)
 class _Broadcast:
@@ -65,6 +98,8 @@ class _Broadcast:
     waiting: dict[bytes, str]
     """Replicas that have not answered, by peer, with their names."""
     answers: dict[str, Answer]
+    joined: list[ReplicaState] = field(default_factory=list)
+    """Replicas that have joined meanwhile; they get the command when it is in force."""
 
 
 class Broadcasts:
@@ -103,16 +138,28 @@ class Broadcasts:
         if replica.state != "running":
             ended = [one for one in carried if one in INVERSE and one not in in_force.commands]
             missed += [(INVERSE[one], {}) for one in reversed(ended)]
-        for name, loaded in in_force.adapters.items():
+        self._send_missed(replica, missed + self._missed_adapters(replica.register.adapters))
+        for broadcast in self._running.values():
+            broadcast.joined.append(replica)
+
+    def _missed_adapters(self, names: Container[str]) -> list[tuple[str, dict[str, Any]]]:
+        """Loads of what is in force, and the ends of what a replica has, or may have, of `names`."""
+        missed: list[tuple[str, dict[str, Any]]] = []
+        for name, loaded in self.in_force.adapters.items():
             if loaded is not None:
                 missed.append(("load_adapter", loaded))
-            elif name in replica.register.adapters:
+            elif name in names:
                 missed.append(("unload_adapter", {"name": name, "abort": True}))
+        return missed
+
+    def _send_missed(self, replica: ReplicaState, missed: Iterable[tuple[str, dict[str, Any]]]) -> None:
         for command, args in missed:
-            self._send_command(replica, 0, Control(0, command, args, CATCH_UP_S))
+            self._send_command(replica, CATCH_UP, Control(CATCH_UP, command, args, CATCH_UP_S))
 
     def answer(self, peer: bytes, number: int, answer: Answer) -> None:
         broadcast = self._running.get(number)
+        if number == CATCH_UP and not answer.ok:
+            log.warning("a replica that has joined does not do what the others have done: %s", answer.message)
         if broadcast is None or peer not in broadcast.waiting:
             return  # past the deadline: the client has its result
         broadcast.answers[_free_name(broadcast.waiting.pop(peer), broadcast.answers)] = answer
@@ -120,7 +167,8 @@ class Broadcasts:
 
     def lost(self, peer: bytes, why: str) -> None:
         """Answer for a replica that is gone."""
-        for number in list(self._running):
+        for number, broadcast in list(self._running.items()):
+            broadcast.joined = [replica for replica in broadcast.joined if replica.peer != peer]
             self.answer(peer, number, Answer(ok=False, kind="ReplicaLost", message=why))
 
     def tick(self, now: float) -> None:
@@ -145,11 +193,18 @@ class Broadcasts:
         self._send(broadcast.client, ControlResult(broadcast.control.id, broadcast.answers))
 
     def _record(self, broadcast: _Broadcast) -> None:
-        """Update what is in force, if a replica carried the command out, or there was none."""
+        """Update what is in force, and replicas that joined meanwhile, if a replica carried the command out, or there
+        was none."""
         control = broadcast.control
-        if broadcast.answers and not any(answer.ok for answer in broadcast.answers.values()):
+        done = [answer.value for answer in broadcast.answers.values() if answer.ok]
+        if broadcast.answers and not done:
             return
-        self.in_force.record(control.command, control.args)
+        self.in_force.record(control.command, control.args, done[0] if done else None)
+        for replica in broadcast.joined:
+            if control.command in HELD:
+                self._send_missed(replica, [(control.command, control.args)])
+            elif control.command in ADAPTER_COMMANDS:
+                self._send_missed(replica, self._missed_adapters(self.in_force.adapters))
 
 
 def _free_name(name: str, taken: dict[str, Answer]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.coordinator import protocol
@@ -25,23 +27,78 @@ class ReplicaCommands:
         """further: commands besides the engine's methods, by name. None: every command is refused but
         adapter_commands, which are taken in any case."""
         self._further, self._adapter_commands = further, adapter_commands or {}
+        self._queues: dict[tuple[int, str], deque[_Queued]] = {}
+        """Commands for an adapter, in order; the first one waits for its directory to be read. By incarnation, name."""
         self.in_force = CommandsInForce()
 
-    def execute(self, engine: EngineAdapter, command: protocol.Command, came: float) -> protocol.Answer:
-        """Run a command between two steps -> its answer, also if it fails. came: on time.monotonic's clock."""
-        commands, own = self._further, self._adapter_commands
-        if command.command in own:
-            commands = {**(commands or {}), **own}
-        elif command.command in protocol.ADAPTER_COMMANDS:
-            commands = None
-        answer = _execute(engine, commands, command, came)
+    def execute(
+        self, engine: EngineAdapter, command: protocol.Command, came: float, again: Callable[[], None]
+    ) -> protocol.Answer | None:
+        """Run a command between two steps -> its answer, also if it fails. came: on time.monotonic's clock.
+
+        None: it waits for an adapter that a thread reads, or for such a command; `again` is called, from any thread,
+        when the same command is to be executed again.
+        """
+        if command.command not in protocol.ADAPTER_COMMANDS:
+            answer = _execute(engine, self._further, command, came)
+        elif not self._adapter_commands:
+            answer = _execute(engine, None, command, came)
+        else:
+            queued = self._adapter_command(engine, command, came, again)
+            if queued is None:
+                return None
+            answer = queued
         if answer.ok:
             self.in_force.record(command.command, command.args)
         return answer
 
+    def _adapter_command(
+        self, engine: EngineAdapter, command: protocol.Command, came: float, again: Callable[[], None]
+    ) -> protocol.Answer | None:
+        own = {**(self._further or {}), **self._adapter_commands}
+        key = command.incarnation, str(command.args.get("name"))
+        if key not in self._queues:
+            self._queues = {one: queue for one, queue in self._queues.items() if one[0] == command.incarnation}
+        queue = self._queues.setdefault(key, deque())
+        mine = next((one for one in queue if one.command is command), None)
+        if mine is None:
+            mine = _Queued(command, came, again)
+            queue.append(mine)
+        if queue[0] is not mine:
+            return None
+        answer = None
+        if (read := own.get("read_adapter")) is not None and command.command == "load_adapter" and mine.reading is None:
+            try:
+                mine.reading = read(**command.args)
+                mine.reading.on_done(again)
+                return None
+            except Exception as error:
+                answer = _failed(error)
+        if answer is None:
+            answer = _execute(engine, own, command, mine.came, {} if mine.reading is None else {"source": mine.reading})
+        queue.popleft()
+        if queue:
+            queue[0].again()
+        else:
+            del self._queues[key]
+        return answer
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    command: protocol.Command
+    came: float
+    again: Callable[[], None]
+    reading: Any = None
+    """What `read_adapter` has begun."""
+
 
 def _execute(
-    engine: EngineAdapter, commands: Mapping[str, Callable[..., Any]] | None, command: protocol.Command, came: float
+    engine: EngineAdapter,
+    commands: Mapping[str, Callable[..., Any]] | None,
+    command: protocol.Command,
+    came: float,
+    more: Mapping[str, Any] | None = None,
 ) -> protocol.Answer:
     left = command.timeout_s - (time.monotonic() - came)
     try:
@@ -58,15 +115,20 @@ def _execute(
         method = commands.get(command.command) or getattr(engine, command.command, None)
         if method is None:
             raise NotImplementedError(f"{type(engine).__name__} has no {command.command}()")
-        args = command.args if command.command == "reset_prefix_cache" else {**command.args, "timeout_s": left}
+        args = (
+            command.args
+            if command.command == "reset_prefix_cache"
+            else {**command.args, **(more or {}), "timeout_s": left}
+        )
         value = method(**args)
     except Exception as error:  # the error is the answer, and the replica goes on
-        return protocol.Answer(ok=False, kind=type(error).__name__, message=_text_of(error))
+        return _failed(error)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     return protocol.Answer(ok=True, value=value if isinstance(value, (dict, int, str)) else None)
 
 
-def _text_of(error: Exception) -> str:
-    """An error may quote a file whose names are no UTF-8, which a message to the coordinator cannot hold."""
-    return str(error).encode("utf-8", "backslashreplace").decode()
+def _failed(error: Exception) -> protocol.Answer:
+    # An error may quote a file whose names are no UTF-8, which a message to the coordinator cannot hold.
+    text = str(error).encode("utf-8", "backslashreplace").decode()
+    return protocol.Answer(ok=False, kind=type(error).__name__, message=text)

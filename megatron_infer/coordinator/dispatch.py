@@ -29,6 +29,10 @@ from megatron_infer.coordinator.peers import (
 )
 from megatron_infer.coordinator.router import Availability, Route, Router
 
+HANDED_IN_AGAIN = 8
+"""Times max_queue that may wait when clients hand their requests in again after a coordinator was lost: what waited
+there, and what ran at its replicas."""
+
 
 class Dispatcher:
     """Distributes requests over `replicas`, which its owner changes."""
@@ -69,7 +73,7 @@ class Dispatcher:
             refusal = protocol.Failure("RequestError", text)
         elif not isinstance(priority, int):
             refusal = protocol.Failure("RequestError", f"priority is {priority!r}, it must be an integer")
-        elif submit.kept is None and (full := self._full_for(client.caller(submit.caller))) is not None:
+        elif (full := self._full_for(client.caller(submit.caller), is_new=submit.kept is None)) is not None:
             self.counts.refused += 1
             refusal = protocol.Failure("Overloaded", f"{full}; wait and submit it again")
         if refusal is not None:
@@ -82,11 +86,15 @@ class Dispatcher:
         self.counts.submitted += 1
         self._assign(request)
 
-    def _full_for(self, caller: tuple[bytes | str, str]) -> str | None:
-        """Why a caller's next request cannot wait here; None: it can."""
+    def _full_for(self, caller: tuple[bytes | str, str], *, is_new: bool) -> str | None:
+        """Why a caller's next request cannot wait here; None: it can. is_new: it is not handed in again."""
         limit = self._options.max_queue
-        if self.num_waiting >= limit:
-            return f"{self.num_waiting:,} requests wait here, the limit is {limit:,} (max_queue)"
+        most = limit if is_new else limit * HANDED_IN_AGAIN
+        if self.num_waiting >= most:
+            times = "" if is_new else f", {HANDED_IN_AGAIN} times that for requests handed in again"
+            return f"{self.num_waiting:,} requests wait here, the limit is {limit:,} (max_queue){times}"
+        if not is_new:
+            return None
         own, share = self._waiting_of[caller], caller_share(limit)
         if own >= share:
             return f"{own:,} requests of this caller wait here, the limit is {share:,} of max_queue, {limit:,}"

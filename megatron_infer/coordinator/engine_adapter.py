@@ -37,7 +37,8 @@ class EngineInfo:
     num_requests: int
     """Unfinished requests, also of others than the coordinator."""
     limits: dict[str, int] = field(default_factory=dict)
-    """max_sequence_length (prompt and output), vocab_size, num_blocks, num_ranks (processes of the engine)."""
+    """max_sequence_length (prompt and output), vocab_size, num_blocks, num_ranks (processes of the
+    engine), and where it takes LoRA adapters max_loras and max_lora_rank."""
     dtype: str = "float32"
     """Dtype of the weights."""
     adapters: dict[str, str] = field(default_factory=dict)
@@ -86,7 +87,8 @@ def info_of(engine: Any) -> EngineInfo:
         policy=config.prefix_caching_coordinator_policy.value,
         alpha=float(config.prefix_caching_routing_alpha),
         num_requests=len(engine.output_processor),
-        limits=_limits_of(engine.input_processor.limits, engine.rank_group.size, engine.shape.hidden_size),
+        limits=_limits_of(engine.input_processor.limits, engine.rank_group.size, engine.shape.hidden_size)
+        | ({} if config.lora is None else {"max_loras": config.lora.max_loras, "max_lora_rank": config.lora.max_rank}),
         dtype=engine.shape.dtype,
         adapters={name: digest for name, (_, digest) in (engine.input_processor.limits.adapters or {}).items()},
     )

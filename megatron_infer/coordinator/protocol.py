@@ -52,7 +52,7 @@ WEIGHT_COMMANDS = (
     "check_weights",
 )
 STATE_COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache")
-ADAPTER_COMMANDS = ("load_adapter", "unload_adapter")
+ADAPTER_COMMANDS = ("load_adapter", "unload_adapter", "undo_adapter")
 COMMANDS = (*STATE_COMMANDS, "profile", *WEIGHT_COMMANDS, *ADAPTER_COMMANDS)
 """Commands of a `Control`. WEIGHT_COMMANDS and ADAPTER_COMMANDS need replicas that were given them
 (`Replica(commands=)`, `Replica(adapter_commands=)`)."""

@@ -199,9 +199,10 @@ class Replica:
         elif isinstance(message, protocol.Cancel):
             self._cancel(message)
         elif isinstance(message, protocol.Command) and message.incarnation == self._incarnation:
-            answer = self._commands.execute(self.engine, message, came)
-            self._report_changes()  # before the answer, so that the coordinator has the new state with it
-            self.connection.send(protocol.Done(message.number, message.incarnation, answer))
+            answer = self._commands.execute(self.engine, message, came, again=lambda: self._post(message))
+            if answer is not None:
+                self._report_changes()  # before the answer, so that the coordinator has the new state with it
+                self.connection.send(protocol.Done(message.number, message.incarnation, answer))
         elif isinstance(message, protocol.Refused):
             log.error("the coordinator refuses a message of this replica: %s", message.message)
 

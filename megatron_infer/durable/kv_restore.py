@@ -1,7 +1,8 @@
 """Keys, values and states in files of saved requests, and how they come back into a cache of other blocks and rows.
 
-    blocks  [blocks, layers, 2, B, K, H]    where the model has attention layers
-    states  uint8 [sequences, slot_bytes]   where it keeps recurrent states: each as its slot had it
+    blocks        [blocks, layers, 2, B, K, H]    where the model has attention layers
+    draft blocks  the same of the draft model      where one drafts tokens
+    states        uint8 [sequences, slot_bytes]   where it keeps recurrent states: each as its slot had it
 
 A file holds every block once, in the block size of the engine that wrote it; a sequence names its blocks, so shared
 prompts are stored once. Tokens 0 .. num_tokens-1 of a sequence are those blocks laid end to end. A state is behind
@@ -28,6 +29,7 @@ from megatron_infer.durable.codec import SavedKV
 from megatron_infer.durable.file_format import add_tensor
 from megatron_infer.durable.rank_files import layout_differs, layout_of, read_part
 from megatron_infer.memory.store import CacheStore
+from megatron_infer.memory.store_layout import BLOCKS, DRAFT_BLOCKS, STATES
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.attached_lora import attached_tensors
 from megatron_infer.scheduler.policy import blocks_needed
@@ -40,10 +42,10 @@ _SHAPE = ("num_layers", "num_attention_layers", "num_query_heads", "num_kv_heads
 _ROTARY_POSITIONS = 64
 
 
-def describe(shape: ModelShape, *, kv_dtype: str | None = None) -> dict[str, Any]:
+def describe(shape: ModelShape, *, kv_dtype: str | None = None, draft: ModelShape | None = None) -> dict[str, Any]:
     """What the saved memory of one rank depends on, as JSON values, with the recurrent state's where there is one.
 
-    kv_dtype: the cache's; included where it is not the model's.
+    kv_dtype: the cache's; included where it is not the model's. draft: the draft model's shape.
     """
     fields = asdict(shape)
     named = {name: fields[name] for name in _SHAPE}
@@ -53,12 +55,16 @@ def describe(shape: ModelShape, *, kv_dtype: str | None = None) -> dict[str, Any
     if state is not None:
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
         named |= {f"state.{name}": value for name, value in plain.items()}
+    if draft is not None:
+        named |= {f"draft.{name}": value for name, value in describe(draft).items()}
     return named
 
 
-def difference(shape: ModelShape, saved: Mapping[str, Any], *, kv_dtype: str | None = None) -> str | None:
+def difference(
+    shape: ModelShape, saved: Mapping[str, Any], *, kv_dtype: str | None = None, draft: ModelShape | None = None
+) -> str | None:
     """How a model of `shape` differs from the one described in a file; None when it does not."""
-    here = describe(shape, kv_dtype=kv_dtype)
+    here = describe(shape, kv_dtype=kv_dtype, draft=draft)
     kept = here.get("kv_dtype", shape.dtype), saved.get("kv_dtype", saved.get("dtype"))
     if kept[0] != kept[1] and shape.dtype == saved.get("dtype"):
         return f"keys and values are kept in {kept[0]}, they were in {kept[1]}"
@@ -74,9 +80,10 @@ def num_places(kv: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> d
     Raises ValueError when a tensor holds another count.
     """
     counts = {}
-    for name, layers in (("blocks", "num_attention_layers"), ("states", "state.num_layers")):
+    kinds = {BLOCKS: (BLOCKS, "num_attention_layers"), STATES: (STATES, "state.num_layers")}
+    for name, (numbers, layers) in (kinds | {DRAFT_BLOCKS: (BLOCKS, "draft.num_attention_layers")}).items():
         held = len(tensors[name]) if name in tensors else 0
-        counts[name] = held if kv is None else int(kv.get(f"num_{name}", held))
+        counts[name] = held if kv is None else int(kv.get(f"num_{numbers}", held))
         kept_here = kv is not None and kv["shape"].get(layers)
         if held != counts[name] and (held or kept_here):
             raise ValueError(f"{held} {name}, {counts[name]} are named")
@@ -114,7 +121,7 @@ class Memory:
     saved: dict[str, SavedKV]
     """By request, the same on every rank."""
     tensors: dict[str, Tensor]
-    """`blocks` and `states`, as far as this rank has layers that keep them."""
+    """`blocks`, `draft blocks` and `states`, as far as this rank has layers that keep them."""
     num_blocks: int = 0
     num_states: int = 0
 
@@ -139,9 +146,9 @@ def collect(requests: Iterable[Request], store: CacheStore, *, attends: bool, re
             state = len(rows)
             rows.append(lease.row)
         saved[request.id] = SavedKV(num_tokens=request.scheduled, blocks=blocks, state=state)
-    tensors = {"blocks": store.read_blocks(list(place))} if place and store.layout.block_bytes else {}
+    tensors = store.read_blocks(list(place)) if place else {}
     if rows and store.layout.state is not None:
-        tensors["states"] = store.read_states(rows)
+        tensors[STATES] = store.read_states(rows)
     return Memory(saved=saved, tensors=tensors, num_blocks=len(place), num_states=len(rows))
 
 
@@ -155,7 +162,8 @@ class KVReturn:
         self, tensors: Mapping[str, Tensor], scheduler: Scheduler, store: CacheStore, *, block_size: int | None
     ) -> None:
         """tensors: as `collect` gave them, in blocks of `block_size`; None: the file holds no blocks on any rank."""
-        self._content, self._states = tensors.get("blocks"), tensors.get("states")
+        self._contents = {name: tensors[name] for name in (BLOCKS, DRAFT_BLOCKS) if name in tensors}
+        self._states = tensors.get(STATES)
         self._file_block_size = block_size
         self._scheduler, self._store = scheduler, store
         self._owner: dict[int, tuple[Request, SavedKV]] = {}
@@ -193,18 +201,22 @@ class KVReturn:
         """Cut tokens start .. num_tokens-1 into this engine's blocks and store them."""
         size, lease = self._store.layout.block_size, request.lease
         assert lease is not None and start % size == 0
-        if start >= kv.num_tokens or self._content is None:
+        if start >= kv.num_tokens or not self._contents:
             return
-        chosen = self._content[kv.blocks]
-        num_blocks, layers, _, file_size, heads, dim = chosen.shape
-        tokens_L2TKH = chosen.permute(1, 2, 0, 3, 4, 5).reshape(layers, 2, num_blocks * file_size, heads, dim)
-        wanted = tokens_L2TKH[:, :, start : kv.num_tokens]
-        count = blocks_needed(wanted.shape[2], size)
-        padded = torch.zeros((layers, 2, count * size, heads, dim), dtype=wanted.dtype)
-        padded[:, :, : wanted.shape[2]] = wanted
-        cut = padded.reshape(layers, 2, count, size, heads, dim).permute(2, 0, 1, 3, 4, 5).contiguous()
-        first = start // size
+        first, count = start // size, blocks_needed(kv.num_tokens - start, size)
+        cut = {name: _cut(content[kv.blocks], start, kv.num_tokens, size) for name, content in self._contents.items()}
         self._store.write_blocks(lease.blocks[first : first + count], cut)
+
+
+def _cut(chosen: Tensor, start: int, end: int, size: int) -> Tensor:
+    """Tokens start .. end-1 of blocks laid end to end, [blocks, layers, 2, B, K, H], in blocks of `size` tokens."""
+    num_blocks, layers, _, file_size, heads, dim = chosen.shape
+    tokens_L2TKH = chosen.permute(1, 2, 0, 3, 4, 5).reshape(layers, 2, num_blocks * file_size, heads, dim)
+    wanted = tokens_L2TKH[:, :, start:end]
+    count = blocks_needed(end - start, size)
+    padded = torch.zeros((layers, 2, count * size, heads, dim), dtype=wanted.dtype)
+    padded[:, :, : end - start] = wanted
+    return padded.reshape(layers, 2, count, size, heads, dim).permute(2, 0, 1, 3, 4, 5).contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,10 +242,12 @@ class KVArchive:
         rank_group: RankGroup,
         *,
         kv_dtype: str,
+        draft: AdoptedModel | None = None,
     ) -> None:
-        self._adopted, self._store, self._scheduler = adopted, store, scheduler
+        """draft: the model that drafts; None: none does."""
+        self._adopted, self._store, self._scheduler, self._draft = adopted, store, scheduler, draft
         self._weights, self._groups, self._kv_dtype = weights, rank_group.groups, kv_dtype
-        self._attends = rank_group.any_rank(store.layout.block_bytes > 0)
+        self._attends = rank_group.any_rank(store.layout.block_bytes + store.layout.draft_block_bytes > 0)
         self._digest: tuple[int, str] | None = None
 
     def collect(self, requests: Iterable[Request]) -> Memory:
@@ -244,7 +258,7 @@ class KVArchive:
     def describe(self, memory: Memory) -> dict[str, Any]:
         """What saved memory of this rank depends on, and how much of it there is."""
         return {
-            "shape": describe(self._adopted.shape, kv_dtype=self._kv_dtype),
+            "shape": describe(self._adopted.shape, kv_dtype=self._kv_dtype, draft=self._draft_shape),
             "content": self._content(),
             "block_size": self._store.layout.block_size if memory.num_blocks else None,
             "num_blocks": memory.num_blocks,
@@ -264,14 +278,15 @@ class KVArchive:
             except FileNotFoundError as error:
                 missing = f"the part of rank {groups.engine_rank} is missing: {error.filename or error}"
                 return FileMemory(kv=None, tensors={}, unusable=missing)
-        own = {name: tensors[name] for name in ("blocks", "states") if name in tensors}
+        own = {name: tensors[name] for name in (BLOCKS, DRAFT_BLOCKS, STATES) if name in tensors}
         return FileMemory(kv=kv, tensors=own, unusable=None)
 
     def why_unusable(self, memory: FileMemory) -> str | None:
         """Why a file's memory cannot be used with the weights as they are; None when it can."""
         if memory.kv is None:
             return memory.unusable
-        differs = difference(self._adopted.shape, memory.kv["shape"], kv_dtype=self._kv_dtype)
+        saved = memory.kv["shape"]
+        differs = difference(self._adopted.shape, saved, kv_dtype=self._kv_dtype, draft=self._draft_shape)
         if differs is not None:
             return differs
         if memory.kv["content"] != self._content():
@@ -281,13 +296,19 @@ class KVArchive:
     def returning(self, memory: FileMemory) -> KVReturn:
         """Puts a file's memory back."""
         assert memory.kv is not None
-        in_blocks = int(memory.tensors["blocks"].shape[3]) if "blocks" in memory.tensors else None
+        held = next((memory.tensors[name] for name in (BLOCKS, DRAFT_BLOCKS) if name in memory.tensors), None)
+        in_blocks = None if held is None else int(held.shape[3])
         block_size = memory.kv.get("block_size") or in_blocks
         return KVReturn(memory.tensors, self._scheduler, self._store, block_size=block_size)
+
+    @property
+    def _draft_shape(self) -> ModelShape | None:
+        return None if self._draft is None else self._draft.shape
 
     def _content(self) -> str:
         """The digest of all weights, computed once per update of them (versions may repeat)."""
         update = self._weights.num_updates
         if self._digest is None or self._digest[0] != update:
-            self._digest = (update, content_digest(self._adopted))
+            draft = "" if self._draft is None else content_digest(self._draft)
+            self._digest = (update, content_digest(self._adopted) + draft)
         return self._digest[1]

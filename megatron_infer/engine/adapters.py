@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.lora import check_adapter_name
@@ -17,18 +14,17 @@ from megatron_infer.engine.command_relay import CommandRelay
 from megatron_infer.engine.states import Lifecycle
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, RequestError, UnknownAdapter, unknown_name
-from megatron_infer.lora.adapter import Adapter
-from megatron_infer.lora.bank import AdapterBank
-from megatron_infer.lora.peft import read_adapter
+from megatron_infer.lora.bank import AdapterBank, PackedAdapter
+from megatron_infer.lora.reader import AdapterReader, PeftFields, Unread
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 
-AdapterSource = str | os.PathLike[str] | Mapping[str, Tensor] | Adapter
-"""A PEFT directory, tensors by name, or an adapter that was read before."""
-
-
 RUNNING_CHOICES = ("keep", "recompute")
+MAX_READINGS = 64
+"""Adapters that are being read or wait to be loaded; beyond it the oldest one is given up."""
+MAX_CHANGES = 8
+"""Loads and unloads that can be undone."""
 
 
 def check_running(running: str) -> None:
@@ -36,6 +32,32 @@ def check_running(running: str) -> None:
     if running not in RUNNING_CHOICES:
         known = ", ".join(RUNNING_CHOICES)
         raise ConfigError(f"running: {unknown_name('value', str(running), RUNNING_CHOICES)}; one of {known}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReading:
+    """An adapter that a thread reads while the engine steps; `load_adapter` takes it as its source."""
+
+    number: int
+    """The same on every rank."""
+    path: str | None
+    future: Future[PackedAdapter]
+
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Call `call` when it is read, or cannot be, on this rank; from another thread, or at once."""
+        self.future.add_done_callback(lambda _: call())
+
+
+AdapterSource = Unread | AdapterReading
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What an adapter was before a load or unload."""
+
+    name: str
+    before: PackedAdapter | None
+    path: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +72,7 @@ class AdapterInfo:
     rank: int
     """The largest rank of its pairs."""
     num_bytes: int
+    """What this rank keeps of it on the host."""
     path: str | None
     """Where it was loaded from; None: from memory."""
     is_resident: bool
@@ -72,64 +95,80 @@ class EngineAdapters:
         rank_group: RankGroup,
     ) -> None:
         """bank: None for an engine without adapters."""
-        self._adopted, self._bank, self._slots = adopted, bank, scheduler.context.adapters
+        self._reader = None if bank is None else AdapterReader(adopted.live, bank)
+        self._bank, self._slots = bank, scheduler.context.adapters
         self._scheduler, self._loop, self._lifecycle = scheduler, loop, lifecycle
         self._relay, self._rank_group = relay, rank_group
         self._paths: dict[str, str | None] = {}
         """Where each loaded adapter was loaded from."""
+        self._readings: dict[int, AdapterReading] = {}
+        self._num_readings = 0
+        self._changes: dict[str, _Change] = {}
+
+    def read(self, name: str, source: Unread | None, *, config: PeftFields | None = None) -> AdapterReading:
+        """Begin to read, check and pack an adapter on a thread of each rank, while steps go on. Give the result to
+        `load`, which raises what reading it has raised."""
+        path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+        self._relay.meet("read_adapter()", {"name": check_adapter_name(name), "source": path, "config": config})
+        self._require()
+        assert self._reader is not None
+        self._num_readings += 1
+        future = self._reader.begin(name, source, config)
+        self._readings[self._num_readings] = reading = AdapterReading(
+            number=self._num_readings, path=path, future=future
+        )
+        if len(self._readings) > MAX_READINGS:
+            self._readings.pop(min(self._readings)).future.cancel()
+        return reading
 
     def load(
         self,
         name: str,
         source: AdapterSource | None,
         *,
-        config: Mapping[str, Any] | None = None,
+        config: PeftFields | None = None,
         replace: bool = False,
         running: str = "keep",
+        reading: int | None = None,
+        digest: str | None = None,
+        change: str | None = None,
     ) -> AdapterInfo:
-        """Load a LoRA adapter, which requests then name (`SamplingParams.adapter`), in any state of the engine.
+        """`DynamicInferenceEngine.load_adapter`, in any state of the engine.
 
-        source: a PEFT directory, or tensors by name with the fields of its adapter_config.json as `config`. An adapter
-        of that name with another content is refused, unless `replace`: then it is a new version of it alone, under
-        which cached KV of the one before is not matched. running: "keep" lets its requests go on with the KV they have,
-        "recompute" recomputes it. A load that fails changes nothing.
+        reading: number of a reading, in the place of a source. digest: the content that is expected; another one is
+        refused. change: a name under which it can be undone.
         """
         check_adapter_name(name)
         check_running(running)
+        if not isinstance(replace, bool):
+            raise ConfigError(f"replace is {replace!r}, it must be True or False")
         path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+        if isinstance(source, AdapterReading):
+            reading = source.number
         given = {"name": name, "source": path, "config": config, "replace": replace, "running": running}
-        self._relay.meet("load_adapter()", given)
-        bank, slots = self._require()
+        self._relay.meet("load_adapter()", given | {"reading": reading, "digest": digest, "change": change})
+        _, slots = self._require()
         with self._rank_group.together(f"loading adapter {name!r}"):
-            adapter = self._read(name, source, config)
-        missing = bank.check_on_ranks(adapter, self._rank_group)
-        if missing:
-            raise ModelError(f"adapter {name!r}: {missing[0]} is no linear of this model that takes adapters")
-        digests = self._rank_group.lockstep.gather("comparison of adapters", adapter.digest)
-        if len(set(digests)) > 1:
-            raise ConfigError(f"adapter {name!r} has another content on another rank; give the same on all")
+            if reading is None:
+                assert self._reader is not None and not isinstance(source, AdapterReading)
+                adapter = self._reader.begin(name, source, config).result()
+            else:
+                path, adapter = self._taken(name, reading)
+        self._check_on_ranks(name, adapter, digest)
         known = slots.versions[name][1] if name in slots.versions else None
-        if known is not None and known != adapter.digest:
-            if not replace:
-                raise AdapterInUse(
-                    f"adapter {name!r} is loaded with another content; unload it first, choose another name, or give "
-                    "replace=True"
-                )
-            with self._lifecycle.transition("update", timeout_s=None) as transition:
-                self._loop.quiesce(transition.tick)
+        if known is not None and known != adapter.digest and not replace:
+            raise AdapterInUse(
+                f"adapter {name!r} is loaded with another content; unload it first, choose another name, or give "
+                "replace=True"
+            )
+        self._note(change, name)
         if known != adapter.digest:
-            same = [one for one, (_, digest) in slots.versions.items() if digest == adapter.digest]
-            if same:  # one content is held once, whatever its names
-                adapter = Adapter(name, bank.adapters[same[0]].pairs)
-            bank.adapters[name], self._paths[name] = adapter, path
-            slots.put(name, digests[0])
-            if known is not None:
-                self._renew(name, running)
+            self._put(name, adapter, path, running)
         return self.info(name)
 
-    def unload(self, name: str, *, abort: bool = False) -> None:
+    def unload(self, name: str, *, abort: bool = False, change: str | None = None) -> None:
         """Forget an adapter; refused while unfinished requests use it, unless `abort`: these end with an error."""
-        self._relay.meet("unload_adapter()", {"name": name, "abort": abort})
+        self._relay.meet("unload_adapter()", {"name": name, "abort": abort, "change": change})
         bank, slots = self._require()
         if name not in slots.versions:
             raise UnknownAdapter(f"{unknown_name('adapter', str(name), slots.versions)}; adapters() lists them")
@@ -140,6 +179,7 @@ class EngineAdapters:
             )
         with self._lifecycle.transition("update", timeout_s=None) as transition:
             self._loop.quiesce(transition.tick)
+        self._note(change, name)
         if requests := self._requests_of(name):  # those that the steps in flight have not ended
             self._loop.backlog += self._loop.end_requests(requests, RequestError(f"adapter {name!r} was unloaded"))
         slot = slots.remove(name)
@@ -147,31 +187,90 @@ class EngineAdapters:
             bank.clear(slot)
         del bank.adapters[name], self._paths[name]
 
+    def undo(self, change: str) -> bool:
+        """Give the adapter of a load or unload the content back that it had before, or unload it, with its requests.
+
+        False: no such change was made here, or MAX_CHANGES more since. Requests that an unload has ended stay ended.
+        """
+        self._relay.meet("undo_adapter()", {"change": change})
+        bank, _ = self._require()
+        found = self._changes.pop(change, None)
+        if found is None:
+            return False
+        if found.before is None:
+            if found.name in bank.adapters:
+                self.unload(found.name, abort=True)
+        elif found.name not in bank.adapters or bank.adapters[found.name].digest != found.before.digest:
+            self._put(found.name, found.before, found.path, "keep")
+        return True
+
     def loaded(self) -> list[AdapterInfo]:
         return [self.info(name) for name in self._paths]
 
+    def _taken(self, name: str, number: int) -> tuple[str | None, PackedAdapter]:
+        """The path and content of a reading, which is waited for."""
+        found = self._readings.pop(number, None)
+        if found is None:
+            raise ConfigError(f"adapter {name!r}: its reading was loaded already, or is too long ago; read it again")
+        return found.path, found.future.result()
+
+    def _check_on_ranks(self, name: str, adapter: PackedAdapter, expected: str | None) -> None:
+        """That each path is a linear of some rank, and that all ranks have the content that is expected."""
+        texts = self._rank_group.lockstep.gather("linears of an adapter", "\n".join(sorted(adapter.missing)))
+        missing = sorted(set.intersection(*(set(text.split("\n")) - {""} for text in texts)))
+        if missing:
+            raise ModelError(f"adapter {name!r}: {missing[0]} is no linear of this model that takes adapters")
+        digests = self._rank_group.lockstep.gather("comparison of adapters", adapter.digest)
+        if len(set(digests)) > 1:
+            raise ConfigError(f"adapter {name!r} has another content on another rank; give the same on all")
+        if expected not in (None, adapter.digest):
+            raise ConfigError(f"adapter {name!r} has another content than other engines have loaded; load it again")
+
+    def _put(self, name: str, adapter: PackedAdapter, path: str | None, running: str) -> None:
+        bank, slots = self._require()
+        is_new = name not in slots.versions
+        if not is_new:
+            with self._lifecycle.transition("update", timeout_s=None) as transition:
+                self._loop.quiesce(transition.tick)
+        same = [one for one, (_, digest) in slots.versions.items() if digest == adapter.digest]
+        # one content is held once, whatever its names
+        bank.adapters[name], self._paths[name] = bank.adapters[same[0]] if same else adapter, path
+        slots.put(name, adapter.digest)
+        if not is_new:
+            self._renew(name, running)
+
+    def _note(self, change: str | None, name: str) -> None:
+        """Remember what the adapter is before a change."""
+        bank, _ = self._require()
+        if change is not None:
+            self._changes[change] = _Change(name, bank.adapters.get(name), self._paths.get(name))
+            if len(self._changes) > MAX_CHANGES:
+                del self._changes[next(iter(self._changes))]
+
     def _renew(self, name: str, running: str) -> None:
         """The adapter has another content; nothing is in flight. Its requests keep what they have computed and publish
-        no more; running "recompute": they start over."""
+        no more; running "recompute": they start over. So do those that have drawn nothing since they were admitted:
+        their spans would name the new content alone."""
         scheduler = self._scheduler
         running_set, swapped = scheduler.running_set, scheduler.preemption.swapped
         live = [request for request in running_set.live() if request.params.adapter == name]
         away = [request for request in swapped if request.params.adapter == name]
-        if running == "recompute":
-            for request in away:
-                scheduler.preemption.drop(request)
-            for request in live:
-                running_set.start_over(request)
-            scheduler.queue.insert_sorted(live)
-            return
+        restarts = {one for one in (*live, *away) if running == "recompute" or _has_drawn_nothing(one)}
         for request in away:
-            swapped[request].publishes, swapped[request].contents = False, []
+            if request in restarts:
+                scheduler.preemption.drop(request)
+            else:
+                swapped[request].publishes, swapped[request].contents = False, []
         for request in live:
+            if request in restarts:
+                running_set.start_over(request)
+                continue
             assert request.lease is not None and self._slots is not None
             request.lease.publishes = False
             request.history.adapter = self._slots.versions[name]
             computed = request.scheduled
             request.history.continue_with(running_set.version, first_token=request.num_output, computed=computed)
+        scheduler.queue.insert_sorted([request for request in live if request in restarts])
 
     def load_all(self, adapters: Iterable[tuple[str, str]]) -> None:
         """(name, path) of each adapter to load at the start."""
@@ -186,21 +285,11 @@ class EngineAdapters:
             version=version,
             digest=digest,
             rank=adapter.rank,
-            num_bytes=sum(pair.a.nbytes + pair.b.nbytes for pair in adapter.pairs.values()),
+            num_bytes=adapter.num_bytes,
             path=self._paths[name],
             is_resident=name in slots.resident,
             num_requests=len(self._requests_of(name)),
         )
-
-    def _read(self, name: str, source: AdapterSource | None, config: Mapping[str, Any] | None) -> Adapter:
-        if isinstance(source, Adapter):
-            return Adapter(name, source.pairs)
-        if source is None:
-            raise ConfigError(f"adapter {name!r}: the leader has its tensors; load it on every rank, or give a path")
-        assert self._bank is not None
-        live, most = self._adopted.live, self._bank.max_rank
-        given = source if isinstance(source, Mapping) else Path(source)
-        return read_adapter(name, given, live, config=config, max_rank=most)
 
     def _require(self) -> tuple[AdapterBank, AdapterSlots]:
         if self._bank is None or self._slots is None:
@@ -215,3 +304,8 @@ class EngineAdapters:
         its = [state for state in states if state.params.adapter == name]
         sequences = [sequence.request for state in its for sequence in state.sequences]
         return [request for request in sequences if request.finish_reason is None]
+
+
+def _has_drawn_nothing(request: Request) -> bool:
+    """Since it was admitted."""
+    return request.history.spans[-1].first_token == request.num_output

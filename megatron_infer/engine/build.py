@@ -45,10 +45,12 @@ from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
+from megatron_infer.engine.build_drafts import make_drafts
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, measured_costs
+from megatron_infer.engine.draft_model import DraftModel, make_draft
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.logits_hooks import LogitsHooks
 from megatron_infer.engine.profile import MethodRanges, StepProfiler, mark_always
@@ -78,13 +80,11 @@ from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
 from megatron_infer.sampling.token_masks import forbid
-from megatron_infer.scheduler.draft_depth import DraftDepth
 from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.phases import Phased, Phases, PrefillFirst
 from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.running_set import EventHook
 from megatron_infer.scheduler.scheduler import Scheduler
-from megatron_infer.speculative.ngram import NgramProposer
 from megatron_infer.speculative.verify import Verifier
 from megatron_infer.weights.derived import DerivedCache, DerivedCaches
 from megatron_infer.weights.manager import WeightManager
@@ -117,6 +117,8 @@ class ModelSetup:
     logits_hooks: LogitsHooks
     bank: AdapterBank | None
     """Adapters; None: the engine has none."""
+    draft: DraftModel | None
+    """None: no model drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +150,7 @@ def build_engine(
     owns: bool,
 ) -> BuiltEngine:
     """Every rank of the engine calls it. owns: see owns_weights of `DynamicInferenceEngine`."""
-    setup = set_up_model(model, config, device=device, name=name)
+    setup = set_up_model(model, config, device=device, name=name, tokenizer=tokenizer)
     config = setup.config
     adopted, runner, rank_group = setup.adopted, setup.runner, setup.rank_group
     events = {"token": config.track_generated_token_events, "pause": config.track_paused_request_events}
@@ -156,15 +158,14 @@ def build_engine(
     context = make_context(config, setup.agreed)
     swaps = context.swap is not None
     costs = agreed_costs(setup) if swaps else None
-    drafts = make_drafts(config, setup, context)
+    loaded = None if context.adapters is None else context.adapters.versions
+    input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
+    grammars = input_processor.grammars
+    drafts = make_drafts(config, adopted.shape, context, grammars, has_tokenizer=tokenizer is not None)
     scheduler = make_scheduler(config, setup, context, costs=costs, drafts=drafts, on_event=output_processor.on_event)
     weights = make_weights(config, setup, scheduler, owns_weights=owns)
     warm_up(setup)
-    if setup.graphs is not None and captures_at_start(config):
-        with torch.inference_mode():
-            setup.graphs.pool.capture_all(decode_only=True)
-    loaded = None if context.adapters is None else context.adapters.versions
-    input_processor = make_input_processor(config, setup, tokenizer, eos_ids, loaded)
+    capture_at_start(setup)
     executor = Executor(adopted.live, runner, scheduler, rank_group, checks_plans=config.check_invariants)
     outbox = Outbox(rank_group.lockstep)
     stat_logger = StatLogger(scheduler, output_processor, weights, setup.graphs, config, setup.agreed.sizes, drafts)
@@ -179,10 +180,11 @@ def build_engine(
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
     if drafts is not None and drafts.depth is not None and rank_group.groups.is_leader:
         observers.append(StepCostMeter(drafts.set_costs if rank_group.size == 1 else outbox.set_draft_costs))
-    verifier, grammars = None if drafts is None else Verifier(drafts), input_processor.grammars
+    verifier = None if drafts is None else Verifier(drafts)
     loop = StepLoop(scheduler, executor, weights, output_processor, grammars, config, observers, verifier)
     kv_dtype = config.kv_dtype_of(adopted.shape)
-    kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype)
+    draft = None if setup.draft is None else setup.draft.adopted
+    kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype, draft=draft)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox)
@@ -218,7 +220,9 @@ def build_engine(
     )
 
 
-def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str, name: str) -> ModelSetup:
+def set_up_model(
+    model: torch.nn.Module, config: InferenceConfig, *, device: str, name: str, tokenizer: TextCodec | None
+) -> ModelSetup:
     """Adopt the model, link the ranks, size the cache and choose the kernels."""
     adopted = adopt(model, name=name, vocab_size=config.vocab_size, state_config=config.mamba_inference_state_config)
     groups = ParallelGroups.of(config.pg_collection, adopted.live)
@@ -231,12 +235,17 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
         own_device.on_wait = partial(rank_group.check_alive, goodbyes=False)
     # before the cache takes what is left of the device's memory
     bank = None if config.lora is None else AdapterBank(adopted, config.lora)
-    agreed = agreed_sizes(config, adopted.shape, own_device, rank_group)
+    draft = make_draft(config, adopted, own_device, tokenizer, kernels_for)
+    agreed = agreed_sizes(config, adopted.shape, own_device, rank_group, None if draft is None else draft.shape)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
+    if config.lora is not None:
+        kernels = add_lora(kernels, own_device.torch, getattr(torch, adopted.shape.dtype))
     hooks = LogitsHooks(config.request_metadata_types, own_device, adopted.tp_group)
-    runner, model_runner, graphs = make_runner(adopted, config, agreed, kernels, own_device, rank_group, hooks, bank)
+    runner, model_runner, graphs = make_runner(
+        adopted, config, agreed, kernels, own_device, rank_group, hooks, bank, draft
+    )
     return ModelSetup(
         config=config,
         adopted=adopted,
@@ -249,11 +258,12 @@ def set_up_model(model: torch.nn.Module, config: InferenceConfig, *, device: str
         graphs=graphs,
         logits_hooks=hooks,
         bank=bank,
+        draft=draft,
     )
 
 
 def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) -> ChosenKernels:
-    """The backends that run the model. Raises ConfigError for an option that is not possible."""
+    """The backends that run a model, without adapters. Raises ConfigError for an option that is not possible."""
     shape = adopted.shape
     asked = {
         "attention": config.attention_backend.value,
@@ -275,7 +285,7 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) 
         chosen.rows.append(BackendChoice("products in FP8", f"transformer_engine ({fp8.num_products} linears)", {}))
     if device.is_cuda:
         chosen.rows.append(BackendChoice("host work", "beside the device's" if config.overlap else "between steps", {}))
-    return chosen if config.lora is None else add_lora(chosen, device.torch, getattr(torch, shape.dtype))
+    return chosen
 
 
 def num_micro_batches_of(groups: ParallelGroups, config: InferenceConfig) -> int:
@@ -343,20 +353,6 @@ def make_scheduler(
 def max_drafts_of(config: InferenceConfig) -> int:
     """The most tokens drafted for a request in a step."""
     return 0 if config.speculative is None else config.speculative.num_speculative_tokens
-
-
-def make_drafts(config: InferenceConfig, setup: ModelSetup, context: DynamicInferenceContext) -> DraftPlanner | None:
-    """What drafts tokens; None without `speculative`."""
-    asked = config.speculative
-    if asked is None:
-        return None
-    return DraftPlanner(
-        context,
-        NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
-        max_drafts=asked.num_speculative_tokens,
-        vocab_size=setup.adopted.shape.vocab_size,
-        depth=DraftDepth() if asked.adaptive else None,
-    )
 
 
 def _make_profiler(setup: ModelSetup, config: InferenceConfig, loop: StepLoop, scheduler: Scheduler) -> StepProfiler:
@@ -462,6 +458,8 @@ def register_derived(derived: DerivedCaches, setup: ModelSetup) -> None:
             differs=lambda: builder.rotations.differs(adopted.rotary_table(positions)),
         )
     )
+    if setup.draft is not None:
+        setup.draft.register_derived(derived)
     if adopted.ssm_specs:
         derived.register(
             DerivedCache(name="scan weights", refresh=adopted.refresh_scan_weights, differs=adopted.scan_weights_differ)
@@ -491,6 +489,13 @@ def warm_up(setup: ModelSetup) -> None:
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)
 
 
+def capture_at_start(setup: ModelSetup) -> None:
+    """Capture the graphs that are not left to their first use."""
+    if setup.graphs is not None and captures_at_start(setup.config):
+        with torch.inference_mode():
+            setup.graphs.pool.capture_all(decode_only=True)
+
+
 def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, int]:
     """(blocks, recurrent states) of swapped requests that the host holds."""
     if config.preemption_mode is PreemptionMode.RECOMPUTE:
@@ -504,13 +509,16 @@ def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, 
     )
 
 
-def agreed_sizes(config: InferenceConfig, shape: ModelShape, device: Device, rank_group: RankGroup) -> StageSizes:
+def agreed_sizes(
+    config: InferenceConfig, shape: ModelShape, device: Device, rank_group: RankGroup, draft: ModelShape | None
+) -> StageSizes:
     """Sizes that every rank of the engine can hold, equal on all of them."""
     lockstep = rank_group.lockstep
     agree_on_config(config, lockstep)
     available = min(lockstep.least("comparison of free memory", [device.available_bytes()]))
     with rank_group.together("sizing the cache"):
-        sizes = config.resolve(shape, tensor_parallel_size=rank_group.groups.tp_size, available_bytes=available)
+        size = rank_group.groups.tp_size
+        sizes = config.resolve(shape, tensor_parallel_size=size, available_bytes=available, draft=draft)
     limits = stage_limits(shape, sizes, host_places_of(config, sizes))
     agreed = agree(sizes, lockstep.least("comparison of sizes", limits))
     sizes = add_graphs(config, agreed.sizes, shape, tensor_parallel_size=rank_group.groups.tp_size)
@@ -526,11 +534,13 @@ def make_runner(
     rank_group: RankGroup,
     hooks: LogitsHooks,
     bank: AdapterBank | None,
+    draft: DraftModel | None,
 ) -> tuple[Runner, ModelRunner, StepGraphs | None]:
     """Cache, batch builder, sampler and graphs -> (runner, what computes in it, graphs)."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
     kv_dtype = getattr(torch, config.kv_dtype_of(shape))
-    layout = StoreLayout.of(shape, sizes, dtype=kv_dtype, layer_order=adopted.cache_order)
+    drafting = {} if draft is None else draft.layout(config)
+    layout = StoreLayout.of(shape, sizes, dtype=kv_dtype, layer_order=adopted.cache_order, **drafting)
     region = make_region(
         (layout.num_bytes,),
         torch.uint8,
@@ -544,8 +554,10 @@ def make_runner(
     max_drafts = max_drafts_of(config)
     builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype, max_drafts=max_drafts)
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
-    sampler = Sampler(
-        RowParams(sizes.max_requests + 1, shape.vocab_size),
+    params = RowParams(sizes.max_requests + 1, shape.vocab_size)
+    drafter = None if draft is None else draft.drafter(device, sizes, store, builder.rows, params)
+    sampler = (Sampler if drafter is None else drafter.verifying_sampler)(
+        params,
         padded_vocab_size=shape.padded_vocab_size,
         logprobs_mode=config.logprobs_mode,
         argmax=chosen.argmax,
@@ -565,6 +577,7 @@ def make_runner(
         graphs=graphs,
         edit_logits=hooks.apply,
         load_adapter=None if bank is None else bank.write,
+        draft=None if drafter is None else drafter.run,
     )
     if link is None:
         return runner, runner, graphs

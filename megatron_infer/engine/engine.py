@@ -22,6 +22,7 @@ from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.stats import EngineStats
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import WrongState
+from megatron_infer.lora.reader import PeftFields
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
 from megatron_infer.requests.drawn_sequence import DrawnSequence
@@ -58,8 +59,7 @@ class DynamicInferenceEngine:
         """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash.
 
         owns_weights: only the engine uses the model, so that a suspend may move its parameters off a device. A model
-        that is being trained belongs to its trainer: its parameters stay, and only copies derived from them go.
-        """
+        that is being trained belongs to its trainer: its parameters stay, and only copies derived from them go."""
         eos_ids = getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids
         asked, named = config or InferenceConfig(), {"device": device, "name": model_name}
         built = build_engine(model, asked, tokenizer=tokenizer, eos_ids=eos_ids, owns=owns_weights, **named)
@@ -77,7 +77,7 @@ class DynamicInferenceEngine:
         self.lifecycle, self.relay, self.suspension = built.lifecycle, built.relay, built.controls.suspension
         """`suspension.tags`: what is suspended. `suspension.arrived_s`: how long the latest resume's copies took."""
         self._scheduler, self._stat_logger = built.scheduler, built.stat_logger
-        self._intake, self._controls = built.intake, built.controls
+        self._intake, self.controls = built.intake, built.controls
 
     @property
     def state(self) -> EngineState:
@@ -122,8 +122,7 @@ class DynamicInferenceEngine:
 
         stream: what step() reports while it runs: "cumulative" (all text and tokens so far), "delta" (what is new) or
         "final" (only once it has finished; costs nothing per token). metadata: SamplingParams.metadata, instead of that
-        of `params`. On the leader.
-        """
+        of `params`. On the leader."""
         self.relay.require_leader("add_request()")
         return self._intake.add(prompt, params, request_id=request_id, stream=stream, metadata=metadata)
 
@@ -132,9 +131,8 @@ class DynamicInferenceEngine:
 
         logits: one row of the padded vocabulary for each token to draw; it may change them, or return others. Tokens
         and log probabilities are those of what it leaves. metadata: see request_metadata_types. Called on every rank,
-        with a hook that does the same on each; on the ranks that draw it sees the same rows.
-        """
-        return self._controls.on_logits(hook)
+        with a hook that does the same on each; on the ranks that draw it sees the same rows."""
+        return self.controls.on_logits(hook)
 
     def prepare(self, params: SamplingParams) -> Future[Any] | None:
         """Begin what `add_request` would wait for, a grammar; from any thread. None: nothing."""
@@ -146,8 +144,7 @@ class DynamicInferenceEngine:
         """Go on with a request that another engine began -> False if this one cannot, having several ranks.
 
         Its delta outputs begin behind what was `drawn`: penalties, stop strings that span the move, min_tokens, text
-        and draws are as if it had not moved. Raises RequestError, with nothing queued, when it does not fit here.
-        """
+        and draws are as if it had not moved. Raises RequestError, with nothing queued, when it does not fit here."""
         if self.rank_group.size > 1:  # other ranks receive whole requests only
             return False
         self._intake.continue_from(request_id, ids, params, drawn, salt=salt)
@@ -173,14 +170,13 @@ class DynamicInferenceEngine:
         """One step -> outputs of the requests that have news, finished ones marked.
 
         among: ids of the requests that may run (None: all), the leader's; others keep their memory unless these lack
-        it. While paused or suspended it hands out outputs that wait, and raises WrongState when there are none.
-        """
+        it. While paused or suspended it hands out outputs that wait, and raises WrongState when there are none."""
         self.lifecycle.require_whole_weights("step()")
         changed, among = self.relay.begin_step(among, running=self.state is EngineState.RUNNING)
         if not self.loop.backlog:
             self.lifecycle.require("step()", EngineState.RUNNING)
         is_running = self.state is EngineState.RUNNING
-        return self._controls.hand_out(self.loop.step(changed, among) if is_running else self.loop.take_backlog())
+        return self.controls.hand_out(self.loop.step(changed, among) if is_running else self.loop.take_backlog())
 
     def generate(
         self,
@@ -194,8 +190,7 @@ class DynamicInferenceEngine:
 
         Requests added before go on meanwhile; their outputs come with the next step(). `on_output` is called as each
         of these finishes. If any fail, GenerationError has all outputs; on_error "return": theirs have `error`. Every
-        rank calls it and has the outputs; the leader's prompts count.
-        """
+        rank calls it and has the outputs; the leader's prompts count."""
         check_on_error(on_error)
         self.lifecycle.require_able("generate()")
         ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
@@ -203,7 +198,7 @@ class DynamicInferenceEngine:
 
     def profile(self, path: StrPath | None, *, steps: int = 16) -> None:
         """Trace this rank's next `steps` steps with torch.profiler, and write `path`. None: now, with those so far."""
-        self._controls.profile(path, steps)
+        self.controls.profile(path, steps)
 
     def drain(self) -> None:
         """Commit the step in flight, if there is one; its outputs come with the next step(). Called on every rank."""
@@ -218,13 +213,12 @@ class DynamicInferenceEngine:
         """Stop between two steps and leave memory where it is; requests are accepted and wait.
 
         keep: each request goes on at unpause() exactly where it was. retract: all go back to the queue, in order, and
-        are recomputed. abort: all end with the tokens they have; the outputs come with the next step().
-        """
-        self._controls.pause(mode, timeout_s=timeout_s)
+        are recomputed. abort: all end with the tokens they have; the outputs come with the next step()."""
+        self.controls.pause(mode, timeout_s=timeout_s)
 
     def unpause(self, *, timeout_s: float | None = None) -> None:
         """Go on after pause(). Weights that changed meanwhile are noticed, however they were written."""
-        self._controls.unpause(timeout_s=timeout_s)
+        self.controls.unpause(timeout_s=timeout_s)
 
     def suspend(
         self,
@@ -239,30 +233,27 @@ class DynamicInferenceEngine:
         moves the blocks that requests hold to host memory, "recompute" drops it and requests are recomputed.
         tags: any of "kv_cache", "weights" (copies derived from the weights; the parameters too if the engine owns them
         and they are on a device), "graphs"; None: all. More tags can follow while suspended.
-        Raises TransitionFailed or TransitionTimeout with everything as it was before.
-        """
-        return self._controls.suspend(mode, tags, timeout_s=timeout_s)
+        Raises TransitionFailed or TransitionTimeout with everything as it was before."""
+        return self.controls.suspend(mode, tags, timeout_s=timeout_s)
 
     def resume(self, tags: Iterable[str] | None = None, *, timeout_s: float | None = None) -> MemoryReport:
         """Take back what was suspended (all, or `tags` now and the rest later) and go on once nothing is left.
 
         Trainers do resume({"weights"}), push weights, resume(). Weights that changed are noticed by their content.
-        Raises TransitionFailed (out of memory, say) with the engine SUSPENDED as before: a retry may succeed.
-        """
-        return self._controls.resume(tags, timeout_s=timeout_s)
+        Raises TransitionFailed (out of memory, say) with the engine SUSPENDED as before: a retry may succeed."""
+        return self.controls.resume(tags, timeout_s=timeout_s)
 
     def suspended(
         self, mode: str | KVCacheManagementMode | None = None, tags: Iterable[str] | None = None
     ) -> AbstractContextManager[MemoryReport]:
         """`with engine.suspended(): train()`: resumes whatever the body raises; a failed resume is raised with it."""
-        return self._controls.suspended(mode, tags)
+        return self.controls.suspended(mode, tags)
 
     def set_weight_version(self, version: int, running: str = "keep", *, timeout_s: float | None = None) -> None:
         """The weights that the model has now are `version`: call it after writing them, in any state. Cached KV of
         earlier weights is never matched again. running: "keep" lets unfinished requests go on with the KV they have
-        (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one.
-        """
-        self._controls.set_weight_version(version, running, timeout_s=timeout_s)
+        (their spans say so), "recompute" recomputes it. Warns about a version below an earlier one."""
+        self.controls.set_weight_version(version, running, timeout_s=timeout_s)
 
     def refresh_weights(self) -> None:
         """set_weight_version(the next number): call it when weights were written through `.data` while requests run.
@@ -276,17 +267,27 @@ class DynamicInferenceEngine:
         self.relay.meet("verify_weights()")
         self.weights.verify()
 
-    def load_adapter(self, name: str, source: AdapterSource, **how: Any) -> AdapterInfo:
-        """Load a LoRA adapter from a PEFT directory or tensors: `EngineAdapters.load`. Called on every rank."""
-        return self._controls.adapters.load(name, source, **how)
+    def load_adapter(
+        self,
+        name: str,
+        source: AdapterSource,
+        *,
+        config: PeftFields | None = None,
+        replace: bool = False,
+        running: str = "keep",
+    ) -> AdapterInfo:
+        """Load a LoRA adapter from a PEFT directory, tensors with adapter_config.json's fields as `config`, or what
+        `controls.adapters` reads. replace: a loaded name may get another content; then running "keep" lets its requests
+        go on with the KV they have, "recompute" recomputes it. In any state; called on every rank."""
+        return self.controls.adapters.load(name, source, config=config, replace=replace, running=running)
 
     def unload_adapter(self, name: str, *, abort: bool = False) -> None:
         """Forget an adapter: `EngineAdapters.unload`. Called on every rank."""
-        self._controls.adapters.unload(name, abort=abort)
+        self.controls.adapters.unload(name, abort=abort)
 
     def adapters(self) -> list[AdapterInfo]:
         """The loaded adapters, in the order in which they were loaded."""
-        return self._controls.adapters.loaded()
+        return self.controls.adapters.loaded()
 
     def reset_prefix_cache(self) -> int:
         """No later prompt matches what was computed before; running requests keep theirs -> cached blocks freed."""
@@ -315,23 +316,23 @@ class DynamicInferenceEngine:
     def save_requests(self, path: StrPath, *, kv: bool = False) -> None:
         """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on. Several
         ranks: on the leader, or with kv on every rank, each of which writes its part beside `path`."""
-        self._controls.save_requests(path, kv=kv)
+        self.controls.save_requests(path, kv=kv)
 
     def load_requests(self, path: StrPath, *, changed_adapters: str = "refuse") -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
 
         Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them,
         see `LoadReport.recomputed`. changed_adapters: "refuse", or "recompute" requests whose adapter has changed."""
-        return self._controls.load_requests(path, changed_adapters)
+        return self.controls.load_requests(path, changed_adapters)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:
         """On the leader: keep requests in `path` and a journal: `SnapshotManager.keep`. None ends it."""
         self.relay.require_leader("keep_snapshots()")
-        self._controls.keep_snapshots(path, every_steps=every_steps, fsync=fsync)
+        self.controls.keep_snapshots(path, every_steps=every_steps, fsync=fsync)
 
     def acknowledge(self, request_ids: Sequence[str] | None = None) -> int:
         """Finished outputs (None: all) are stored by the caller, so that kept files drop them -> how many."""
-        return self._controls.acknowledge(request_ids)
+        return self.controls.acknowledge(request_ids)
 
 
 def _run_to_end(
@@ -371,8 +372,10 @@ def _calls_of(engine: DynamicInferenceEngine) -> dict[str, Callable[[Any], Any]]
         "resume()": lambda given: engine.resume(**given),
         "update()": lambda given: engine.set_weight_version(**given),
         "verify_weights()": lambda given: engine.verify_weights(),
-        "load_adapter()": lambda given: engine.load_adapter(**given),
-        "unload_adapter()": lambda given: engine.unload_adapter(**given),
+        "read_adapter()": lambda given: engine.controls.adapters.read(**given),
+        "load_adapter()": lambda given: engine.controls.adapters.load(**given),
+        "unload_adapter()": lambda given: engine.controls.adapters.unload(**given),
+        "undo_adapter()": lambda given: engine.controls.adapters.undo(**given),
         "reset_prefix_cache()": lambda given: engine.reset_prefix_cache(),
         "save_requests()": lambda given: engine.save_requests(**given),
         "load_requests()": lambda given: engine.load_requests(**given),

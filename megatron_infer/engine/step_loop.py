@@ -255,7 +255,7 @@ class StepLoop:
         """
         if needs_host_tokens(plan):
             self._finish_steps(outputs)
-        return self._grammars.masks(plan.sampled) if self._executor.runner.draws else None
+        return self._grammars.masks(plan.sampled, plan.prefill) if self._executor.runner.draws else None
 
     def _finish_steps(self, outputs: list[RequestOutput], *, leave: int = 0) -> None:
         """Read the steps in flight except the last `leave`, commit what they drew, and append to `outputs`.

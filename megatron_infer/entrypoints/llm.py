@@ -25,6 +25,7 @@ from megatron_infer.outputs.embeddings import Embedding, embeddings_of, params_f
 from megatron_infer.outputs.request_output import OnError, RequestOutput
 from megatron_infer.requests.input_processor import Prompt, is_single_prompt
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.process_memory import return_freed
 
 log = logging.getLogger("megatron_infer")
 
@@ -36,7 +37,8 @@ class LLM:
 
     `config` is an InferenceConfig, or a mapping of some of its options: the others (all, for None) are chosen for the
     machine and the model, see `config.machine_config`. dtype "auto" is bfloat16 where the device computes in it, else
-    float32. chat_template goes before the model's own. The engine is `llm.engine`.
+    float32. chat_template goes before the model's own. use_legacy_module: see `build_model`. The engine is
+    `llm.engine`.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class LLM:
         seed: int | None = None,
         tokenizer: Tokenizer | None = None,
         chat_template: str | None = None,
+        use_legacy_module: bool = False,
     ) -> None:
         where = Device(device)
         if not where.is_cuda:
@@ -64,7 +67,7 @@ class LLM:
             config = machine_config(asked, shape, is_cuda=where.is_cuda, available_bytes=where.available_bytes())
         if seed is not None and seed != config.seed:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
-        live = build_model(source, dtype=param_dtype, device=str(where.torch))
+        live = build_model(source, dtype=param_dtype, device=str(where.torch), use_legacy_module=use_legacy_module)
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
         if chat_template is not None:
             if self.tokenizer is None:
@@ -79,6 +82,7 @@ class LLM:
             model_name=source.name,
             owns_weights=True,
         )
+        return_freed()  # by the weights' reading and packing
 
     def generate(
         self,

@@ -42,12 +42,12 @@ class LoRAWeights:
             scale_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
         )
 
-    def put(self, slot: int, a_RX: Tensor, b_WR: Tensor, scale: float) -> None:
-        """Write a pair into a slot, in the weights' dtype."""
+    def put(self, slot: int, a_RX: Tensor, b_RW: Tensor, scale: float) -> None:
+        """Write a pair, whose B is transposed, into a slot, in the weights' dtype."""
         self.clear(slot)
         rank = len(a_RX)
         self.a_SRX[slot, :rank].copy_(a_RX)
-        self.b_SRW[slot, :rank].copy_(b_WR.T)
+        self.b_SRW[slot, :rank].copy_(b_RW)
         self.scale_S[slot] = scale
         self.rank_S[slot] = rank
         self.num_pairs += 1

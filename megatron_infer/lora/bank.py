@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.lora import LoRAWeights
-from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.lora.adapter import Adapter, LoRAPair, is_finite
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.fused_layers import FusedLinear
@@ -45,6 +44,24 @@ class _Part:
         return a, b
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedAdapter:
+    """What one rank computes an adapter with, in the host's memory."""
+
+    digest: str
+    """Hash of the whole adapter's content."""
+    rank: int
+    """The largest rank of its pairs."""
+    pairs: dict[str, tuple[Tensor, Tensor, float]]
+    """This rank's linears by path: A [rank, in], B transposed [rank, out], both in the slots' dtype, and the scale."""
+    missing: frozenset[str]
+    """Paths of linears that other ranks have, if any."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.nbytes + b.nbytes for a, b, _ in self.pairs.values())
+
+
 class AdapterBank:
     """Holds loaded adapters by name, and writes them into the slots that steps compute with."""
 
@@ -58,7 +75,7 @@ class AdapterBank:
         if any(linear.attached is not None for linear in linears.values()):
             raise ConfigError(f"lora={config}, and the model {ATTACHED}; leave lora None")
         self.max_rank = config.max_rank
-        self.adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, PackedAdapter] = {}
         self._parts = {path: _part_of(linear, adopted.live) for path, linear in linears.items()}
         self._weights: dict[str, LoRAWeights] = {}
         for path, linear in linears.items():
@@ -72,9 +89,12 @@ class AdapterBank:
                 )
         adopted.set_lora(self._weights)
 
-    def check(self, adapter: Adapter) -> set[str]:
-        """Raise ModelError for an adapter that this model cannot compute with -> paths that this rank does not have."""
+    @torch.no_grad()
+    def pack(self, adapter: Adapter) -> PackedAdapter:
+        """This rank's part of an adapter; from any thread. Raises ModelError for one that this model cannot compute
+        with."""
         name, missing = adapter.name, set()
+        pairs: dict[str, tuple[Tensor, Tensor, float]] = {}
         if not adapter.pairs:
             raise ModelError(f"adapter {name!r} changes no linear")
         for path, pair in adapter.pairs.items():
@@ -93,16 +113,12 @@ class AdapterBank:
                     f"{part.shape[1]} and {part.shape[0]}; is it an adapter of another model?"
                 )
             dtype = self._weights[path].a_SRX.dtype
-            if not (_is_finite(pair.a, dtype) and _is_finite(pair.b, dtype) and abs(pair.scale) <= _MAX_SCALE):
+            a_RX, b_WR = part.of(pair)
+            a_RX, b_RW = _copied(a_RX, dtype), _copied(b_WR.T, dtype)
+            if not (is_finite(a_RX) and is_finite(b_RW) and abs(pair.scale) <= _MAX_SCALE):
                 raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite in {dtype}")
-        return missing
-
-    def check_on_ranks(self, adapter: Adapter, rank_group: RankGroup) -> list[str]:
-        """`check` on every rank -> paths that no rank has."""
-        with rank_group.together(f"checking adapter {adapter.name!r}"):
-            missing = self.check(adapter)
-        texts = rank_group.lockstep.gather("linears of an adapter", "\n".join(sorted(missing)))
-        return sorted(set.intersection(*(set(text.split("\n")) - {""} for text in texts)))
+            pairs[path] = a_RX, b_RW, pair.scale
+        return PackedAdapter(digest=adapter.digest, rank=adapter.rank, pairs=pairs, missing=frozenset(missing))
 
     def write(self, slot: int, name: str) -> None:
         """Write an adapter into a slot, over whatever was there: steps launched before have read it by then."""
@@ -113,7 +129,7 @@ class AdapterBank:
                 if pair is None:
                     weights.clear(slot)
                 else:
-                    weights.put(slot, *self._parts[path].of(pair), pair.scale)
+                    weights.put(slot, *pair)
 
     def clear(self, slot: int) -> None:
         """Make a slot add nothing."""
@@ -144,6 +160,6 @@ def parts_of(name: str, live: Any, length: int) -> Sequence[int]:
     return (length,)
 
 
-def _is_finite(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the numbers stay finite in the dtype that they are computed with."""
-    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all())
+def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous, and not the caller's memory."""
+    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

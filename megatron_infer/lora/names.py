@@ -7,9 +7,11 @@ what they make says where each row of a linear comes from. So an adapter goes th
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,7 +53,7 @@ class AdaptedLinear:
     sources: Mapping[str, tuple[int, int]]
     """Name of each Hugging Face linear -> its (out, in), in order."""
     row: Tensor
-    """int64 [out]: the row in all sources, one behind the other, from 1 on; 0: padding."""
+    """int32 [out]: the row in all sources, one behind the other, from 1 on; 0: padding."""
     factor: float
     """What loading multiplies into its weight (`WeightScales`)."""
 
@@ -59,14 +61,14 @@ class AdaptedLinear:
         """[out_s, n] of each source -> [out, n] in megatron-core's order."""
         first = next(iter(parts.values()))
         stacked = torch.cat([first.new_zeros(1, first.shape[1]), *(parts[source] for source in self.sources)])
-        found = stacked[self.row]
+        found = stacked.index_select(0, self.row)
         return found if self.factor == 1.0 else found.float() * self.factor
 
     def parted(self, rows: Tensor) -> dict[str, Tensor]:
         """[out, n] in megatron-core's order -> [out_s, n] of each source."""
         sizes = [out for out, _ in self.sources.values()]
         stacked = rows.new_empty(1 + sum(sizes), rows.shape[1])
-        stacked[self.row] = rows if self.factor == 1.0 else (rows.float() / self.factor).to(rows.dtype)
+        stacked[self.row.long()] = rows if self.factor == 1.0 else (rows.float() / self.factor).to(rows.dtype)
         return {name: part.contiguous() for name, part in zip(self.sources, stacked[1:].split(sizes), strict=True)}
 
 
@@ -75,10 +77,8 @@ class AdaptedLinears:
 
     def __init__(self, description: ModelDescription, *, num_groups: int | None = None) -> None:
         """num_groups: kv groups of the model, where `build_model` has added some to the description's."""
-        groups = description.transformer["num_query_groups"]
-        padded = description if num_groups in (None, groups) else pad_groups(description, num_groups)
         self.description = description
-        self.by_path = {one.path: one for one in _linears(description, padded)}
+        self.by_path = _linears(json.dumps(description.to_json(), sort_keys=True), num_groups)
         self.by_source = {source: one for one in self.by_path.values() for source in one.sources}
 
     @classmethod
@@ -134,7 +134,16 @@ def _is_unknown(description: ModelDescription) -> bool:
     return description.architecture.startswith("Megatron")
 
 
-def _linears(description: ModelDescription, padded: ModelDescription) -> Iterator[AdaptedLinear]:
+@lru_cache(maxsize=2)
+def _linears(text: str, num_groups: int | None) -> dict[str, AdaptedLinear]:
+    """By path. text: the description as JSON. Kept, as each adapter of a model asks for the same."""
+    description = ModelDescription.from_json(json.loads(text))
+    groups = description.transformer["num_query_groups"]
+    padded = description if num_groups in (None, groups) else pad_groups(description, num_groups)
+    return {one.path: one for one in _linears_of(description, padded)}
+
+
+def _linears_of(description: ModelDescription, padded: ModelDescription) -> Iterator[AdaptedLinear]:
     own, names = _names(description), _names(padded)
     for number in range(description.transformer["num_layers"]):
         for part in PARTS:
@@ -162,7 +171,7 @@ def _linear(path: str, own: Recipe, target: Recipe, *, transposed: bool) -> Adap
     numbers = target.make(_Rows(sizes, transposed=transposed, numbered=True), WHOLE).flatten().double()
     factors = target.make(_Rows(sizes, transposed=transposed, numbered=False), WHOLE).flatten().double()
     factor = float(factors.max())
-    row = (numbers / factor).round().long()
+    row = (numbers / factor).round().int()
     inputs = {as_linear(shape)[1] for shape in target.sources.values()}
     assert len(inputs) == 1 and bool((factors[row > 0] == factor).all()), f"{path}: its sources differ"
     return AdaptedLinear(path=path, shape=(len(row), inputs.pop()), sources=sources, row=row, factor=factor)

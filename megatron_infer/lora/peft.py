@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ModelError
-from megatron_infer.lora.adapter import Adapter, LoRAPair
+from megatron_infer.lora.adapter import Adapter, LoRAPair, is_finite
 from megatron_infer.lora.names import AdaptedLinear, AdaptedLinears
 from megatron_infer.lora.peft_config import PeftConfig
 from megatron_infer.model_loader.hf_family import spelled
@@ -71,10 +71,10 @@ def read_adapter(
         settings = PeftConfig(given | dict(config or {}))
         _check_rank(settings, max_rank)
         if isinstance(source, Mapping):
-            tensors, linears = source, AdaptedLinears.of(model, tuple(map(_module_name, source)), description)
-        else:
-            tensors, linears = _read_tensors(Path(source) / WEIGHTS, model, description, settings, max_rank)
-        return Adapter(name, _Pairs(settings, linears, max_rank).of(tensors))
+            linears = AdaptedLinears.of(model, tuple(map(_module_name, source)), description)
+            pairs = _Pairs(settings, linears, max_rank)
+            return Adapter(name, pairs.joined(pairs.checked(source)))
+        return Adapter(name, _read_pairs(Path(source) / WEIGHTS, model, description, settings, max_rank))
     except ModelError as error:
         text = f"adapter {name!r}: {error}"
         raise ModelError(text.encode("utf-8", "backslashreplace").decode()) from error  # names may be no UTF-8
@@ -97,9 +97,8 @@ class _Pairs:
         self._config, self._linears, self._max_rank = config, linears, max_rank
         self._problems: list[str] = []
 
-    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, LoRAPair]:
-        """Pairs by megatron-core's path. Raises ModelError."""
-        scaled = self.checked(tensors)
+    def joined(self, scaled: Mapping[str, LoRAPair]) -> dict[str, LoRAPair]:
+        """Pairs by megatron-core's path, of those by the source's linears."""
         pairs: dict[str, LoRAPair] = {}
         for path, linear in self._linears.by_path.items():
             parts = {source: scaled[source] for source in linear.sources if source in scaled}
@@ -110,8 +109,8 @@ class _Pairs:
         return pairs
 
     def checked(self, tensors: Mapping[str, Tensor]) -> dict[str, LoRAPair]:
-        """Pairs by the source's linears; of tensors without content (meta) if they are that. Raises ModelError."""
-        self._problems = []
+        """Pairs by the source's linears; of tensors without content (meta), these tensors, if they are that. Raises
+        ModelError."""
         found = self._collected(tensors)
         self._check_complete(found)
         pairs = {source: self._checked(source, one) for source, one in found.items()}
@@ -197,10 +196,11 @@ class _Pairs:
             self._problems.append(f"{shown} has rank {rank}, {_limit(self._max_rank)}")
         elif a.dtype not in DTYPES or b.dtype not in DTYPES:
             self._problems.append(f"{shown}: {a.dtype} and {b.dtype}; known are float32, bfloat16 and float16")
-        elif not all(one.is_meta or bool(torch.isfinite(one).all()) for one in (a, b)):
+        elif not all(one.is_meta or is_finite(one) for one in (a, b)):
             self._problems.append(f"{shown} has NaN or infinity")
         else:
-            return LoRAPair(a=a.detach(), b=b.detach(), scale=self._config.scale_of(shown, rank))
+            a, b = (one if one.is_meta else one.detach() for one in (a, b))
+            return LoRAPair(a=a, b=b, scale=self._config.scale_of(shown, rank))
         return None
 
 
@@ -299,9 +299,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return _json_object(text, CONFIG)
 
 
-def _read_tensors(
+def _read_pairs(
     path: Path, model: Any, description: ModelDescription | None, config: PeftConfig, max_rank: int | None
-) -> tuple[dict[str, Tensor], AdaptedLinears]:
+) -> dict[str, LoRAPair]:
     """Names and shapes are checked before a tensor is read. Read, not mapped: a mapped file that is cut short meanwhile
     kills the process."""
     from safetensors import SafetensorError
@@ -314,12 +314,25 @@ def _read_tensors(
         header = file.read(length)
         shapes = _empty_tensors(_json_object(header, path.name), path.name)
         linears = AdaptedLinears.of(model, tuple(map(_module_name, shapes)), description)
-        _Pairs(config, linears, max_rank).checked(shapes)
-        content = file.read(sum(tensor.nbytes for tensor in shapes.values()) + 1)
+        pairs = _Pairs(config, linears, max_rank)
+        checked = pairs.checked(shapes)
+        file.seek(0)
+        content = file.read(len(start) + length + sum(tensor.nbytes for tensor in shapes.values()) + 1)
     try:
-        return load(start + header + content), linears
+        tensors = load(content)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"{path.name} is damaged or cut short: {error}") from None
+    if _kinds(tensors) != _kinds(shapes):  # it was written anew in between
+        raise ModelError(f"{path.name} has changed while it was read; load it again")
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise ModelError(f"{_module_name(name)} has NaN or infinity")
+    read = {id(empty): tensors[name] for name, empty in shapes.items()}
+    return pairs.joined({one: LoRAPair(read[id(p.a)], read[id(p.b)], p.scale) for one, p in checked.items()})
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _empty_tensors(header: Mapping[str, Any], name: str) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The large tensors: KV cache and recurrent states. Knows bytes and devices, not who owns a block or a state.
 
                     one region of bytes                   offload(blocks, states)
-    [ KV: layers, 2, num_blocks, B, K, H | states ]  ------------------------------>  host copy (SuspendCopy)
+    [ KV | KV of the draft model | states ]          ------------------------------>  host copy (SuspendCopy)
          ^                                           <------------------------------  restore(keep): the rest undefined
          |                                            release(): nothing is left
          +-- run_copies --> host slots of each pool: blocks and states of evicted requests, while the pools are in use
@@ -16,22 +16,22 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_infer.context.copies import Copy, CopyKind
 from megatron_infer.errors import StateReleased
-from megatron_infer.kernels.kv_rounding import movable
+from megatron_infer.memory.block_pools import BlockPools
 from megatron_infer.memory.copy_pipeline import make_pipeline
-from megatron_infer.memory.host_arena import Progress, device_index
+from megatron_infer.memory.host_arena import Progress
 from megatron_infer.memory.layerwise_restore import LayerwiseRestore
 from megatron_infer.memory.pool import PoolMemory
 from megatron_infer.memory.regions.choose import Region, wait
-from megatron_infer.memory.store_layout import StateTensors, StoreLayout
+from megatron_infer.memory.store_layout import BLOCKS, DRAFT_BLOCKS, STATES, StateTensors, StoreLayout
 from megatron_infer.memory.suspend_copy import Places, SuspendCopy
 
 
@@ -74,20 +74,18 @@ class CacheStore:
         self.layout, self._region = layout, region
         self._device = region.tensor.device
         self._pipeline = make_pipeline(self._device)
-        self._blocks: PoolMemory | None = None
+        make: dict[str, Any] = {"device": self._device, "pipeline": self._pipeline}
+        self._blocks = BlockPools(layout, num_host_slots=host_slots[0], **make)
         self._states: PoolMemory | None = None
-        make = partial(PoolMemory, device=self._device, pipeline=self._pipeline)
-        if layout.block_bytes:
-            dtype, dummy = movable(torch.empty(0, dtype=layout.dtype)).dtype, layout.dummy_block
-            self._blocks = make("blocks", layout.block_shape, dtype, dummy=dummy, num_host_slots=host_slots[0])
         if layout.dummy_state_slot is not None:
             # As words: torch copies elements of eight bytes several times faster than eight elements of one.
             words, dummy = (layout.state_bytes // 8,), layout.dummy_state_slot
-            self._states = make("states", words, torch.int64, dummy=dummy, num_host_slots=host_slots[1])
-        self._pools = [pool for pool in (self._blocks, self._states) if pool is not None]
+            self._states = PoolMemory(STATES, words, torch.int64, dummy=dummy, num_host_slots=host_slots[1], **make)
+        self._pools = [pool for pool in (*self._blocks.pools, self._states) if pool is not None]
         self._host_copy = SuspendCopy(self._pools, layout.layers, self._pipeline)
         self._kv_cache: Tensor | None = None
         """None while the pools have no memory."""
+        self._draft_kv_cache: Tensor | None = None
         self._state_tensors: StateTensors | None = None
         if self._pipeline is not None:  # a dropped store gives back memory that its streams may still write to
             weakref.finalize(self, wait, self._device).atexit = False
@@ -101,6 +99,13 @@ class CacheStore:
         self._check_held()
         assert self._kv_cache is not None
         return self._kv_cache
+
+    @property
+    def draft_kv_cache(self) -> Tensor:
+        """The draft model's, under the same block ids; raises StateReleased as `kv_cache` does."""
+        self._check_held()
+        assert self._draft_kv_cache is not None, "no model drafts"
+        return self._draft_kv_cache
 
     @property
     def states(self) -> StateTensors | None:
@@ -248,27 +253,29 @@ class CacheStore:
             return
         self._check_held()
         for kind, group in _groups(copies):
-            pool = self._blocks if kind in _OF_BLOCKS else self._states
-            if pool is None:
-                continue
             if kind is CopyKind.BLOCK:
-                self._copy_blocks(group)
-            else:
-                _run(pool, kind, group)
+                self._blocks.copy(group)
+                continue
+            for pool in self._blocks.pools if kind in _OF_BLOCKS else [self._states]:
+                if pool is not None:
+                    _run(pool, kind, group)
 
     def free_host_slots(self, blocks: Iterable[int] = (), states: Iterable[int] = ()) -> None:
         """Drop what these host slots of blocks and of states hold; slots that were never written are fine."""
-        for pool, slots in ((self._blocks, blocks), (self._states, states)):
-            if pool is not None:
-                pool.free_host_slots(slots)
+        self._blocks.free_host_slots(blocks)
+        if self._states is not None:
+            self._states.free_host_slots(states)
 
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """A copy of blocks on the host, [len(blocks), layers, 2, B, K, H]."""
-        return self._held(self._blocks).read(blocks).view(self.layout.dtype)
+    def read_blocks(self, blocks: Sequence[int]) -> dict[str, Tensor]:
+        """Copies of blocks on the host, [len(blocks), layers, 2, B, K, H], by noun: BLOCKS, and DRAFT_BLOCKS where a
+        model drafts."""
+        self._check_held()
+        return self._blocks.read(blocks)
 
-    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+    def write_blocks(self, blocks: Sequence[int], content: Mapping[str, Tensor]) -> None:
         """Put what `read_blocks` gave (same layout) into `blocks`."""
-        self._held(self._blocks).write(blocks, movable(content))
+        self._check_held()
+        self._blocks.write(blocks, content)
 
     def read_states(self, slots: Sequence[int]) -> Tensor:
         """A copy of state slots on the host, bytes [len(slots), slot_bytes]."""
@@ -289,7 +296,7 @@ class CacheStore:
     @property
     def copy_s_per_block(self) -> float:
         """Seconds to copy one block to the host or back, as last measured or seen; 0.0 before, and without memory."""
-        return 0.0 if self._blocks is None else self._blocks.copy_s
+        return self._blocks.copy_s
 
     @property
     def copy_s_per_state(self) -> float:
@@ -297,12 +304,6 @@ class CacheStore:
         return 0.0 if self._states is None else self._states.copy_s
 
     # ------------------------------------------------------------------ parts
-
-    def _copy_blocks(self, copies: Sequence[Copy]) -> None:
-        """Copy whole blocks in every layer; no destination comes twice or is a source, so order does not matter."""
-        cache = movable(self.kv_cache)
-        index = device_index(self._pipeline, [place for copy in copies for place in copy[1:]])
-        cache.index_copy_(2, index[1::2], cache.index_select(2, index[::2]))
 
     def _held(self, pool: PoolMemory | None) -> PoolMemory:
         """A pool that can be read and written now."""
@@ -312,8 +313,9 @@ class CacheStore:
 
     def _places(self, blocks: Iterable[int], state_slots: Iterable[int]) -> Places:
         """Places by the noun of their pool, where there are any; those without memory are left out."""
-        both = ((self._blocks, list(blocks)), (self._states, list(state_slots)))
-        return {pool.noun: places for pool, places in both if pool is not None and places}
+        held, slots = list(blocks), list(state_slots)
+        found = {pool.noun: held for pool in self._blocks.pools if held}
+        return found | ({STATES: slots} if self._states is not None and slots else {})
 
     def _bind(self) -> tuple[Tensor, StateTensors | None]:
         """Make the views of a region that has just got its memory -> (kv_cache, states)."""
@@ -323,15 +325,14 @@ class CacheStore:
                 slots_SX = layout.slots(region_X)
                 self._states.bind(slots_SX.view(torch.int64), layout.state_layers(slots_SX))
                 self._state_tensors = StateTensors(slots_SX, layout.state)
+            self._blocks.bind(region_X)
             cache = layout.cache(region_X)
-            if self._blocks is not None:
-                content = movable(cache)
-                self._blocks.bind(content.permute(2, 0, 1, 3, 4, 5), layout.block_layers(content))
+            self._draft_kv_cache = None if layout.draft_kv_shape is None else layout.cache(region_X, of=DRAFT_BLOCKS)
             self._kv_cache = cache
         return cache, self._state_tensors
 
     def _unbind(self) -> None:
-        self._kv_cache = self._state_tensors = None
+        self._kv_cache = self._draft_kv_cache = self._state_tensors = None
         for pool in self._pools:
             pool.unbind()
 
@@ -342,8 +343,8 @@ class CacheStore:
 
     def _report(self, start: float, before: int, places: Places, copy_s: float = 0.0) -> StoreReport:
         """start, before: time and memory when the command began. places: what was copied."""
-        num_blocks, num_states = len(places.get("blocks", ())), len(places.get("states", ()))
-        num_bytes = num_blocks * self.layout.block_bytes + num_states * self.layout.state_bytes
+        num_blocks, num_states = len(places.get(BLOCKS, places.get(DRAFT_BLOCKS, ()))), len(places.get(STATES, ()))
+        num_bytes = sum(pool.place_bytes * len(places.get(pool.noun, ())) for pool in self._pools)
         return StoreReport(
             seconds=time.perf_counter() - start,
             bytes_copied=num_bytes,
@@ -354,6 +355,41 @@ class CacheStore:
             copy_s=copy_s,
             bytes_under_way=0 if self._host_copy.pending is None else num_bytes,
         )
+
+
+class StepCache(Protocol):
+    """The memory that a model's steps use: a `CacheStore`, or its `DraftCache`."""
+
+    @property
+    def layout(self) -> StoreLayout: ...
+
+    @property
+    def kv_cache(self) -> Tensor: ...
+
+    @property
+    def states(self) -> StateTensors | None: ...
+
+    def pending_restore(self) -> LayerwiseRestore | None: ...
+
+
+class DraftCache:
+    """The part of a store that a draft model's steps use: keys and values under the store's block ids, no states."""
+
+    states = None
+
+    def __init__(self, store: CacheStore) -> None:
+        self._store = store
+
+    @property
+    def layout(self) -> StoreLayout:
+        return self._store.layout
+
+    @property
+    def kv_cache(self) -> Tensor:
+        return self._store.draft_kv_cache
+
+    def pending_restore(self) -> None:
+        """`kv_cache` waits, on the device, for a restore as a whole."""
 
 
 def _released(host_copy: SuspendCopy) -> StateReleased:

@@ -1,6 +1,6 @@
 """Where the KV cache and the recurrent states lie in one region of bytes.
 
-    [ KV: layers, 2, num_blocks, B, K, H | up to a page | states: slots, bytes of a slot ]
+    [ KV: layers, 2, num_blocks, B, K, H | KV of the draft model, the same num_blocks | up to a page | states: slots ]
 
 Shape legend: S state slots, L Mamba layers, C channels, W taps, H heads, P head dim, N state dim, X bytes.
 """
@@ -21,18 +21,24 @@ from megatron_infer.kernels.ssm import LayerStates
 
 PAGE_BYTES = 4096
 """States begin on a page of their own, so that neither pool's pages hold the other's content."""
+BLOCKS, DRAFT_BLOCKS, STATES = "blocks", "draft blocks", "states"
 Layer = tuple[str, int]
-"""("blocks" or "states", number of the layer among those that have them)."""
+"""(BLOCKS, DRAFT_BLOCKS or STATES, number of the layer among those that have them)."""
+KVShape = tuple[int, int, int, int, int, int]
+"""[layers, 2, num_blocks, B, K, H]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLayout:
     """Sizes of the two pools, their places in the region, and views of them."""
 
-    kv_shape: tuple[int, int, int, int, int, int]
-    """[layers, 2, num_blocks, B, K, H]; layers: attention layers, 0 or more."""
+    kv_shape: KVShape
+    """layers: attention layers, 0 or more."""
     dtype: torch.dtype
     """The dtype of keys and values."""
+    draft_kv_shape: KVShape | None = None
+    """The draft model's keys and values, under the same block ids; None: no model drafts."""
+    draft_dtype: torch.dtype | None = None
     state: StateShape | None = None
     num_state_slots: int = 0
     dummy_state_slot: int | None = None
@@ -43,19 +49,21 @@ class StoreLayout:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, sizes: ResolvedSizes, *, dtype: torch.dtype, layer_order: Sequence[str]
+        cls,
+        shape: ModelShape,
+        sizes: ResolvedSizes,
+        *,
+        dtype: torch.dtype,
+        layer_order: Sequence[str],
+        draft: ModelShape | None = None,
+        draft_dtype: torch.dtype | None = None,
     ) -> StoreLayout:
-        """dtype: of keys and values."""
+        """dtype, draft_dtype: of keys and values."""
         return cls(
-            kv_shape=(
-                shape.num_attention_layers,
-                2,
-                sizes.num_blocks,
-                sizes.block_size,
-                shape.num_kv_heads,
-                shape.head_dim,
-            ),
+            kv_shape=_kv_shape(shape, sizes),
             dtype=dtype,
+            draft_kv_shape=None if draft is None else _kv_shape(draft, sizes),
+            draft_dtype=draft_dtype,
             state=shape.state,
             num_state_slots=sizes.num_state_slots,
             dummy_state_slot=None if shape.state is None else sizes.max_requests,
@@ -73,7 +81,9 @@ class StoreLayout:
         counts = Counter(blocks=self.kv_shape[0], states=0 if self.state is None else self.state.num_layers)
         kinds = list(counts.elements() if self.layer_order is None else self.layer_order)
         assert Counter(kinds) == counts, kinds
-        return [(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
+        num_draft = 0 if self.draft_kv_shape is None else self.draft_kv_shape[0]  # a draft model runs first
+        of_model = [(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
+        return [*((DRAFT_BLOCKS, layer) for layer in range(num_draft)), *of_model]
 
     @property
     def num_blocks(self) -> int:
@@ -92,13 +102,31 @@ class StoreLayout:
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         """[layers, 2, B, K, H]"""
-        layers, two, _, size, heads, dim = self.kv_shape
-        return layers, two, size, heads, dim
+        return _without_places(self.kv_shape)
+
+    @property
+    def draft_block_shape(self) -> tuple[int, int, int, int, int]:
+        """The same of the draft model."""
+        assert self.draft_kv_shape is not None, "no model drafts"
+        return _without_places(self.draft_kv_shape)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers."""
+        """Bytes of one block in all layers, without the draft model's."""
         return math.prod(self.block_shape) * self.dtype.itemsize
+
+    @property
+    def draft_block_bytes(self) -> int:
+        """Bytes of one block in all layers of the draft model; 0 without one."""
+        if self.draft_kv_shape is None or self.draft_dtype is None:
+            return 0
+        return math.prod(self.draft_block_shape) * self.draft_dtype.itemsize
+
+    @property
+    def draft_start(self) -> int:
+        """The byte of the region at which the draft model's keys and values begin."""
+        kv_bytes = self.num_blocks * self.block_bytes
+        return kv_bytes if self.draft_kv_shape is None else -(-kv_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def state_bytes(self) -> int:
@@ -108,7 +136,7 @@ class StoreLayout:
     @property
     def state_start(self) -> int:
         """The byte of the region at which the states begin."""
-        kv_bytes = self.num_blocks * self.block_bytes
+        kv_bytes = self.draft_start + self.num_blocks * self.draft_block_bytes
         return kv_bytes if self.state is None else -(-kv_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
@@ -116,9 +144,13 @@ class StoreLayout:
         """Bytes of the region; at least 1, since no region is empty."""
         return max(1, self.state_start + self.num_state_slots * self.state_bytes)
 
-    def cache(self, region_X: Tensor) -> Tensor:
-        """The KV cache in the region."""
-        return region_X[: self.num_blocks * self.block_bytes].view(self.dtype).view(self.kv_shape)
+    def cache(self, region_X: Tensor, *, of: str = BLOCKS) -> Tensor:
+        """The KV cache in the region; of: BLOCKS, or DRAFT_BLOCKS for the draft model's."""
+        if of == BLOCKS:
+            return region_X[: self.num_blocks * self.block_bytes].view(self.dtype).view(self.kv_shape)
+        assert self.draft_kv_shape is not None and self.draft_dtype is not None, "no model drafts"
+        end = self.draft_start + self.num_blocks * self.draft_block_bytes
+        return region_X[self.draft_start : end].view(self.draft_dtype).view(self.draft_kv_shape)
 
     def slots(self, region_X: Tensor) -> Tensor:
         """The state slots in the region, bytes [slots, slot_bytes]."""
@@ -139,9 +171,14 @@ class StoreLayout:
 
     def ranges(self, blocks: Iterable[int], state_slots: Iterable[int]) -> Iterator[tuple[int, int]]:
         """(begin, end) of these blocks' and states' bytes; neighbours as one."""
+        blocks = list(blocks)
         num_arrays = self.kv_shape[0] * 2
         if self.block_bytes:
             yield from _ranges(0, num_arrays, self.num_blocks, self.block_bytes // num_arrays, blocks)
+        if self.draft_kv_shape is not None:
+            num_arrays = self.draft_kv_shape[0] * 2
+            place_bytes = self.draft_block_bytes // num_arrays
+            yield from _ranges(self.draft_start, num_arrays, self.num_blocks, place_bytes, blocks)
         if self.state is not None:
             yield from _ranges(self.state_start, 1, self.num_state_slots, self.state_bytes, state_slots)
 
@@ -162,6 +199,15 @@ class StateTensors:
     def layer(self, number: int) -> LayerStates:
         """The states of Mamba layer `number`, counted among the Mamba layers of this rank."""
         return self._layers[number]
+
+
+def _kv_shape(shape: ModelShape, sizes: ResolvedSizes) -> KVShape:
+    return shape.num_attention_layers, 2, sizes.num_blocks, sizes.block_size, shape.num_kv_heads, shape.head_dim
+
+
+def _without_places(kv_shape: KVShape) -> tuple[int, int, int, int, int]:
+    layers, two, _, size, heads, dim = kv_shape
+    return layers, two, size, heads, dim
 
 
 def _edges(num_layers: int, start: int, stop: int, shape: Sequence[int], dtype: str) -> list[tuple[int, int]]:

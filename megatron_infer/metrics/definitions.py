@@ -104,6 +104,20 @@ MISMATCH = _specs(
     ("mismatch_weight_version", "gauge", "version", "Weight version that both sides have"),
 )
 """The latest window of a mismatch meter that writes to the engine's `EngineMeter.registry`."""
+SPEECH = _specs(
+    ("speech_seconds_total", "counter", "seconds", "Seconds of sound made"),
+    ("speech_windows_total", "counter", "windows", "Windows of speech tokens decoded"),
+    ("speech_first_chunks_total", "counter", "requests", "Requests whose first sound was made"),
+    ("speech_first_chunk_seconds_total", "counter", "seconds", "Seconds until their first sound, added up"),
+    (
+        "speech_processing_seconds_total",
+        "counter",
+        "seconds",
+        "Seconds that requests took from beginning to end, added up; over those of sound: the real-time factor",
+    ),
+    ("speech_decoder_queue", "gauge", "windows", "Windows that wait for the audio decoder"),
+)
+"""Metrics of a pipeline or server that speaks."""
 SERVER = _specs(
     (
         "http_requests_total",
@@ -152,7 +166,7 @@ COORDINATOR = _specs(
     ("worker_up", "gauge", "1", "1 while the process serves: an engine's, or one of --http-workers", ("worker",)),
     ("worker_restarts_total", "counter", "restarts", "Restarts of its process", ("worker",)),
 )
-SPECS = ENGINE | MISMATCH | SERVER | COORDINATOR
+SPECS = ENGINE | MISMATCH | SPEECH | SERVER | COORDINATOR
 
 
 class MetricSet:
@@ -160,6 +174,10 @@ class MetricSet:
 
     def __init__(self) -> None:
         self._registry = Registry()
+
+    @property
+    def registry(self) -> Registry:
+        return self._registry
 
     def counter(self, name: str, **labels: str) -> Counter:
         spec = self._spec(name, "counter")

@@ -12,7 +12,7 @@ from megatron_infer.metrics.definitions import MetricSet, coordinator_families, 
 from megatron_infer.metrics.engine_meter import E2E_BOUNDS, ITL_BOUNDS, TTFT_BOUNDS, outcome_of
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
 from megatron_infer.metrics.monotonic import MonotonicCounts, copied, merged
-from megatron_infer.metrics.registry import Family
+from megatron_infer.metrics.registry import Family, Registry
 
 log = logging.getLogger("megatron_infer.server")
 
@@ -44,6 +44,11 @@ class ServerMeter:
         self._workers: list[Family] = []
         self._unread: set[str] = set()
         """Replicas whose figures could not be read, for one line in the log each."""
+
+    @property
+    def registry(self) -> Registry:
+        """For metrics of further modules; they are used on the event loop only."""
+        return self._own.registry
 
     # ------------------------------------------------------------------ calls
 

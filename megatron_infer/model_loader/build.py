@@ -54,6 +54,7 @@ def build_model(
     expert_parallel: int = 1,
     vocab_multiple: int = 1,
     pg_collection: Any = None,
+    use_legacy_module: bool = False,
     **config_overrides: Any,
 ) -> GPTModel | MambaModel:
     """The source's model in `dtype` on `device`, in eval mode, with its weights (uninitialised for a description).
@@ -63,10 +64,14 @@ def build_model(
     come from pg_collection where it is given. Stages are as even as megatron-core allows, unless its own options
     (num_layers_in_first_pipeline_stage, ...) divide the layers. The vocabulary is padded to a multiple of
     vocab_multiple * tensor_parallel, and kv groups with zeros where they do not divide (see `head_padding`).
-    `config_overrides` go to TransformerConfig. Raises ModelError, ConfigError.
+    use_legacy_module: of megatron-core's stock classes, which adoption makes paged in place, not of our paged spec; a
+    forward of the model itself then needs CUDA. `config_overrides` go to TransformerConfig. Raises ModelError or
+    ConfigError.
     """
     description = source if isinstance(source, ModelDescription) else source.config()
     dtype = _dtype(dtype)
+    if use_legacy_module and description.needs_paged_spec is not None:
+        raise ConfigError(f"use_legacy_module=True: {description.needs_paged_spec}; leave it False")
     groups = _groups(pg_collection, tensor_parallel, pipeline_parallel, expert_parallel)
     tensor_parallel, pipeline_parallel = group_size(groups.tp), group_size(groups.pp)
     given = description
@@ -82,7 +87,7 @@ def build_model(
     )
     multiple = vocab_multiple * tensor_parallel
     padded_vocab = -(-description.vocab_size // multiple) * multiple
-    model = _construct(description, config, padded_vocab, groups)
+    model = _construct(description, config, padded_vocab, groups, stock=use_legacy_module)
     if description.transformer.get("num_query_groups") != true_groups:
         model.true_kv_groups = true_groups  # checkpoint: the others are zeros
     model.source_description = given  # names of adapters' linears: what a live model does not tell
@@ -220,7 +225,7 @@ def _llama3_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _construct(
-    description: ModelDescription, config: TransformerConfig, padded_vocab: int, groups: Any
+    description: ModelDescription, config: TransformerConfig, padded_vocab: int, groups: Any, *, stock: bool
 ) -> GPTModel | MambaModel:
     from megatron_infer.models.rotary import cpu_rotary
 
@@ -228,7 +233,10 @@ def _construct(
     # (which needs CUDA in megatron-core). Training finds the group that keeps both copies equal set afterwards.
     without_embedding = copy.copy(groups)
     without_embedding.embd = None
-    make, stage = (_gpt if description.hybrid is None else _hybrid), group_rank(groups.pp)
+    make, stage = (
+        (functools.partial(_gpt, stock=stock) if description.hybrid is None else _hybrid),
+        group_rank(groups.pp),
+    )
     model = make(
         description,
         config,
@@ -246,11 +254,11 @@ def _construct(
     return cpu_rotary(model)
 
 
-def _gpt(description: ModelDescription, config: TransformerConfig, **arguments: Any) -> GPTModel:
+def _gpt(description: ModelDescription, config: TransformerConfig, *, stock: bool, **arguments: Any) -> GPTModel:
     from megatron_infer.models.mcore_compat import GPTModel
     from megatron_infer.models.specs import gpt_spec
 
-    spec = gpt_spec(config, pp_rank=group_rank(arguments["pg_collection"].pp))
+    spec = gpt_spec(config, pp_rank=group_rank(arguments["pg_collection"].pp), stock=stock)
     model = GPTModel(config=config, transformer_layer_spec=spec, **arguments, **_rope_arguments(description))
     if description.position_embedding == "rope" and not _native_rope(description.rope_scaling):
         _set_frequencies(model, description)

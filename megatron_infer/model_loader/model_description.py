@@ -84,6 +84,15 @@ class ModelDescription:
     """The dtype in which the source stores the weights."""
     name: str = field(default="", compare=False)
 
+    @property
+    def needs_paged_spec(self) -> str | None:
+        """Why megatron-core's stock classes cannot build it; None: they can."""
+        if self.hybrid is not None:
+            return "a hybrid's stock classes need Transformer Engine and mamba-ssm; it is built of the paged spec"
+        if self.transformer.get("layernorm_zero_centered_gamma"):
+            return "stock norms have no zero-centred weights without Transformer Engine; it is built of the paged spec"
+        return None
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"transformer": dict(self.transformer)}
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from megatron_infer.models.late_compile import compiling_late
 from megatron_infer.utils.gc_pause import no_collection
 
 os.environ.setdefault("NO_VCS_VERSION", "1")  # else 0.19 runs `git rev-parse` in the current directory
 
-with warnings.catch_warnings(), no_collection():
+with warnings.catch_warnings(), no_collection(), compiling_late():
     warnings.filterwarnings(
         "ignore",
         message=r"(Transformer Engine and Apex are not installed|Apex is not installed|absl\.logging is not installed)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
@@ -98,12 +99,14 @@ def gpt_spec(
     qk_layernorm: bool | None = None,
     normalization: str | None = None,
     pp_rank: int | None = None,
+    stock: bool = False,
 ) -> TransformerBlockSubmodules:
     """A decoder spec with paged layers that also trains where there is no CUDA: torch's SDPA and norms.
 
     Pass it as GPTModel's `transformer_layer_spec`. Arguments that are None come from the config. State-dict and
     checkpoint keys are those of megatron-core's local spec. `config.moe_layer_freq` decides which layers have experts.
-    pp_rank: the pipeline stage of these layers; None takes it from megatron-core's global state.
+    pp_rank: the pipeline stage of these layers; None takes it from megatron-core's global state. stock: with the
+    classes of megatron-core's local spec, which train on CUDA only, and which adoption makes paged in place.
     """
     num_experts = config.num_moe_experts if num_experts is None else num_experts
     qk_layernorm = config.qk_layernorm if qk_layernorm is None else qk_layernorm
@@ -114,10 +117,11 @@ def gpt_spec(
         )
     if num_experts is not None and num_experts != config.num_moe_experts:
         raise ConfigError(f"num_experts={num_experts}, but config.num_moe_experts={config.num_moe_experts}")
-    dense = layer_spec(config, num_experts=None, qk_layernorm=qk_layernorm)
+    one_layer = partial(layer_spec, config, qk_layernorm=qk_layernorm, stock=stock)
+    dense = one_layer(num_experts=None)
     layers = [dense] * config.num_layers
     if num_experts is not None:
-        experts = layer_spec(config, num_experts=num_experts, qk_layernorm=qk_layernorm)
+        experts = one_layer(num_experts=num_experts)
         layers = [experts if has_experts else dense for has_experts in _expert_pattern(config)]
     count = get_num_layers_to_build(config, pp_rank=pp_rank)
     if count != config.num_layers:
@@ -125,7 +129,7 @@ def gpt_spec(
 
         first = layer_offset(config, pp_rank)
         layers = layers[first : first + count]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=submodules_of(dense).input_layernorm)
 
 
 def _expert_pattern(config: TransformerConfig) -> list[bool]:
@@ -136,17 +140,24 @@ def _expert_pattern(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
-def layer_spec(config: TransformerConfig, *, num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
-    """One paged decoder layer with torch's SDPA and norms, and an MLP or experts."""
+def layer_spec(
+    config: TransformerConfig, *, num_experts: int | None, qk_layernorm: bool, stock: bool = False
+) -> ModuleSpec:
+    """One paged decoder layer with torch's SDPA and norms, and an MLP or experts. stock: see `gpt_spec`."""
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=qk_layernorm, normalization="RMSNorm", qk_l2_norm=config.qk_l2_norm
+        num_experts=num_experts,
+        qk_layernorm=qk_layernorm,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
     )
     layer = submodules_of(spec)
+    if num_experts is not None:
+        submodules_of(layer.mlp).router = DeviceAgnosticRouter  # stock where CUDA is available
+    if stock:
+        return spec
     layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
     attention = submodules_of(layer.self_attention)
     attention.core_attention = TorchCoreAttention
     if qk_layernorm and not config.qk_l2_norm:
         attention.q_layernorm = attention.k_layernorm = TorchNorm
-    if num_experts is not None:
-        submodules_of(layer.mlp).router = DeviceAgnosticRouter
     return with_inference(spec)

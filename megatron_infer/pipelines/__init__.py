@@ -9,7 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_infer.audio.blocks import PrependPromptSpeechTokens as PrependPromptSpeechTokens
     from megatron_infer.pipelines.architectures import Architecture as Architecture
+    from megatron_infer.pipelines.audio_config import AudioGenerationConfig as AudioGenerationConfig
+    from megatron_infer.pipelines.audio_generation import AudioGenerationOutput as AudioGenerationOutput
+    from megatron_infer.pipelines.audio_generation import AudioGenerationRequest as AudioGenerationRequest
+    from megatron_infer.pipelines.audio_pipeline import AudioGeneratorPipeline as AudioGeneratorPipeline
     from megatron_infer.pipelines.config import PipelineConfig as PipelineConfig
     from megatron_infer.pipelines.interfaces import AlwaysSignalBuffersMixin as AlwaysSignalBuffersMixin
     from megatron_infer.pipelines.interfaces import GenerateMixin as GenerateMixin
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.interfaces import ReturnLogits as ReturnLogits
     from megatron_infer.pipelines.interfaces import get_paged_manager as get_paged_manager
     from megatron_infer.pipelines.interfaces import upper_bounded_default as upper_bounded_default
+    from megatron_infer.pipelines.lora_manager import LoRAManager as LoRAManager
     from megatron_infer.pipelines.mcore_model import McorePipelineModel as McorePipelineModel
     from megatron_infer.pipelines.model_config import CacheStrategy as CacheStrategy
     from megatron_infer.pipelines.model_config import GPUProfilingMode as GPUProfilingMode
@@ -49,6 +55,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "AlwaysSignalBuffersMixin": "interfaces",
     "Architecture": "architectures",
+    "AudioGenerationConfig": "audio_config",
+    "AudioGenerationOutput": "audio_generation",
+    "AudioGenerationRequest": "audio_generation",
+    "AudioGeneratorPipeline": "audio_pipeline",
     "CacheStrategy": "model_config",
     "GPUProfilingMode": "model_config",
     "GenerateMixin": "interfaces",
@@ -60,6 +70,7 @@ _HOMES = {
     "KVCacheMixin": "interfaces",
     "KVCacheParams": "interfaces",
     "LoRAConfig": "model_config",
+    "LoRAManager": "lora_manager",
     "LogProbabilities": "text_generation",
     "MAXModelConfig": "model_config",
     "McorePipelineModel": "mcore_model",
@@ -70,6 +81,7 @@ _HOMES = {
     "PipelineConfig": "config",
     "PipelineModel": "interfaces",
     "PipelineRole": "model_config",
+    "PrependPromptSpeechTokens": "audio_config",
     "ProfilingConfig": "model_config",
     "QuantizationEncoding": "model_config",
     "ReturnLogits": "interfaces",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError
 
+from megatron_infer.config import lora, speculative
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
@@ -32,7 +33,9 @@ from megatron_infer.pipelines.model_config import (
     SamplingConfig,
     Section,
     SpeculativeConfig,
+    Text,
     by_name,
+    told,
 )
 from megatron_infer.pipelines.settings import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
@@ -85,11 +88,11 @@ class PipelineConfig(Section):
     """Embeddings are one vector a prompt, not one a token."""
     chat_template: Annotated[Path | None, Field(strict=False)] = None
     """File with a chat template, or JSON with the key chat_template, that goes before the model's own."""
-    use_experimental_kernels: str = "false"
+    use_experimental_kernels: Text = "false"
     """"true", or names out of fused_rope."""
-    use_vendor_blas: str = "false"
+    use_vendor_blas: Text = "false"
     """"true": linear layers run in the vendor's library."""
-    pdl_level: str = "0"
+    pdl_level: Text = "0"
     """How early a dependent kernel is launched: "0", "1" or "2"."""
     custom_architectures: list[str] = Field(default_factory=list)
     """Modules with architectures of one's own: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""
@@ -108,7 +111,8 @@ class PipelineConfig(Section):
     """Commit a step while the next one runs. False leaves it to the device: on a GPU it is on, unless `options` has
     overlap=False."""
     use_legacy_module: bool = True
-    """Build the model from megatron-core's stock classes."""
+    """Build the model of megatron-core's stock classes, and adopt these in place. False, and for hybrids: of the paged
+    spec of this package. The logits are the same."""
     defer_resolve: bool = False
     """Check types only, until resolve() is called."""
     model: MAXModelConfig = Field(default_factory=MAXModelConfig)
@@ -130,14 +134,17 @@ class PipelineConfig(Section):
     """Path -> (source, value) of what was given."""
     _resolved: Resolved | None = PrivateAttr(default=None)
 
-    def __init__(self, **values: Any) -> None:
-        given = NAMES.route(values, "")
-        environment = NAMES.from_environment(os.environ)
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        if unnamed:
+            raise ConfigError(f"PipelineConfig takes values by name; write model_path={unnamed[0]!r:.80}")
+        names = self._names()
+        given = names.route(values, "")
+        environment = names.from_environment(os.environ)
         at = {path: given.get(path, environment.get(path)) for path in (("config_file",), ("section_name",))}
         file_path, section = at["config_file",], at["section_name",]
         file: dict[FieldPath, Any] = {}
         if file_path is not None:
-            file = NAMES.route(layers.read_config_file(str(file_path), section), f"config_file {file_path}: ")
+            file = names.route(layers.read_config_file(str(file_path), section), f"config_file {file_path}: ")
         elif section is not None:
             raise ConfigError(f"section_name is {section!r}, but there is no config_file; give both")
         found = {
@@ -151,10 +158,15 @@ class PipelineConfig(Section):
         try:
             super().__init__(**_sections(layers.nested({path: value for path, (_, value) in found.items()})))
         except ValidationError as error:
-            raise ConfigError(_told(error)) from None
+            raise ConfigError(told(error)) from None
         self._layers = {path: (source, self._value(path)) for path, (source, _) in found.items()}
         if not self.defer_resolve:
             self.resolve()
+
+    @classmethod
+    def _names(cls) -> Names:
+        """Every name that it takes."""
+        return NAMES
 
     def resolve(self, *, free_bytes: int | None = None) -> None:
         """Check everything and derive what is in effect; from then on the config is frozen. A second call does nothing.
@@ -166,7 +178,7 @@ class PipelineConfig(Section):
             return
         from megatron_infer.pipelines.resolve import resolve
 
-        self._resolved = resolve(self, self._sources(), free_bytes=free_bytes)
+        self._resolved = resolve(self, sources_of(self), free_bytes=free_bytes)
         for section in (self, self.model, self.model.kv_cache, self.sampling, self.profiling):
             section.freeze()
 
@@ -215,12 +227,12 @@ class PipelineConfig(Section):
 
     def log_basic_config(self) -> None:
         """Log the model, its limits and the memory of its cache."""
-        for line in self._basic_lines():
+        for line in _basic_lines(self):
             log.info(line)
 
     def log_pipeline_info(self) -> None:
         """Log every field: what was asked for, what is in effect, from where, and why."""
-        lines = self._basic_lines()
+        lines = _basic_lines(self)
         for name, one in self.effective.items():
             asked = "" if one.value == one.requested else f" (asked: {_plain(one.requested)})"
             note = f": {one.note}" if one.note else ""
@@ -228,38 +240,12 @@ class PipelineConfig(Section):
         for line in lines:
             log.info(line)
 
-    def _basic_lines(self) -> list[str]:
-        resolved = self.resolved
-        sizes, estimate = resolved.sizes, resolved.estimate
-        lines = [
-            f"model {resolved.llm['model']}: {resolved.architecture.name}",
-            f"at most {resolved.engine.max_requests or 'as many as fit':,} requests of "
-            f"{resolved.engine.max_sequence_length:,} tokens",
-        ]
-        if sizes is not None and estimate is not None:
-            lines.append(
-                f"cache {sizes.kv_bytes / GIB:.2f} GiB in {sizes.num_blocks:,} blocks of {sizes.block_size} tokens; "
-                f"weights {estimate.weights / GIB:.2f} GiB, activations {estimate.activations / GIB:.2f} GiB"
-            )
-        return lines
-
     def _value(self, path: FieldPath) -> Any:
         """The present value of a field, or of an option; None where its section is left out."""
         owner: Any = self
         for name in path:
             owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
         return owner
-
-    def _sources(self) -> dict[FieldPath, str]:
-        """Where the present value of each field that was given or assigned comes from."""
-        sources = {}
-        for path in (*NAMES.paths, *(path for path in self._layers if path[0] == layers.OPTIONS)):
-            section = self._value(path[:-1])
-            if section is None or (path[0] != layers.OPTIONS and path[-1] not in section.model_fields_set):
-                continue
-            source, value = self._layers.get(path, ("argument", None))
-            sources[path] = source if path in self._layers and self._value(path) == value else "argument"
-        return sources
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PipelineConfig):
@@ -297,6 +283,10 @@ NAMES = Names.of(
     SECTIONS,
     options=frozenset([*_DECLARED, "dtype", "device", "threads", "dp", "tp", "pp", "ep"]),
     kinds={"dtype": Kind.TEXT, "device": Kind.TEXT, **{name: _kind(kind) for name, kind in _DECLARED.items()}},
+    own_fields={
+        name: frozenset(item.name for item in dataclasses.fields(kind))
+        for name, kind in (("lora", lora.LoRAConfig), ("speculative", speculative.SpeculativeConfig))
+    },
 )
 
 
@@ -311,18 +301,37 @@ def _sections(tree: dict[str, Any], prefix: FieldPath = ()) -> dict[str, Any]:
         try:
             built[name] = kind(**_sections(value, (*prefix, name)))
         except ValidationError as error:
-            raise ConfigError(_told(error)) from None
+            raise ConfigError(told(error)) from None
     return built
 
 
-def _told(error: ValidationError) -> str:
-    """Every wrong field: its name, what was given, and what it must be."""
-    parts = []
-    for one in error.errors():
-        name = ".".join(str(part) for part in one["loc"])
-        expected = one["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
-        parts.append(f"{name} is {one['input']!r} ({type(one['input']).__name__}), {expected}")
-    return "; ".join(parts)
+def sources_of(config: PipelineConfig) -> dict[FieldPath, str]:
+    """Where the present value of each field that was given or assigned comes from."""
+    sources = {}
+    given = config._layers
+    for path in (*config._names().paths, *(path for path in given if path[0] == layers.OPTIONS)):
+        section = config._value(path[:-1])
+        if section is None or (path[0] != layers.OPTIONS and path[-1] not in section.model_fields_set):
+            continue
+        source, value = given.get(path, ("argument", None))
+        sources[path] = source if path in given and config._value(path) == value else "argument"
+    return sources
+
+
+def _basic_lines(config: PipelineConfig) -> list[str]:
+    resolved = config.resolved
+    sizes, estimate = resolved.sizes, resolved.estimate
+    lines = [
+        f"model {resolved.llm['model']}: {resolved.architecture.name}",
+        f"at most {resolved.engine.max_requests or 'as many as fit':,} requests of "
+        f"{resolved.engine.max_sequence_length:,} tokens",
+    ]
+    if sizes is not None and estimate is not None:
+        lines.append(
+            f"cache {sizes.kv_bytes / GIB:.2f} GiB in {sizes.num_blocks:,} blocks of {sizes.block_size} tokens; "
+            f"weights {estimate.weights / GIB:.2f} GiB, activations {estimate.activations / GIB:.2f} GiB"
+        )
+    return lines
 
 
 def _plain(value: Any) -> str:

@@ -26,6 +26,7 @@ from megatron_infer.sampling.logprobs import score
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
+    from megatron_infer.pipelines.lora_manager import LoRAManager
     from megatron_infer.pipelines.model_config import KVCacheConfig
     from megatron_infer.pipelines.paged_manager import PagedKVCacheManager
     from megatron_infer.pipelines.session import InferenceSession
@@ -75,9 +76,9 @@ class ModelInputs:
 
     kv_cache_inputs: KVCacheInputs | None = None
     lora_ids: Tensor | None = None
-    """LoRA ids of the step's sequences."""
+    """int32 [R]: the number of each sequence's adapter (`LoRAManager.id_of`), -1: none. None: the model takes none."""
     lora_ranks: Tensor | None = None
-    """Ranks of these."""
+    """int32 [R]: ranks of these, 0: none."""
 
     def __iter__(self) -> Iterator[Tensor]:
         own = [name for kind in reversed(type(self).__mro__) for name in inspect.get_annotations(kind)]
@@ -173,6 +174,8 @@ class PipelineModel(ABC, Generic[ContextT]):
 
     kv_manager: PagedKVCacheManager | None = None
     """Of the engine that runs it; None: the model keeps no keys and values, or no engine runs it."""
+    lora_manager: LoRAManager | None = None
+    """Of the engine's adapters; None: it has none."""
 
     def __init__(
         self,
@@ -198,11 +201,6 @@ class PipelineModel(ABC, Generic[ContextT]):
         """Of the weights, as the configuration's encoding says."""
         named = "float32" if self.encoding is None else str(getattr(self.encoding, "value", self.encoding))
         return torch.bfloat16 if named == "bfloat16" else torch.float32
-
-    @property
-    def lora_manager(self) -> None:
-        """None: there are no LoRA adapters."""
-        return None
 
     @property
     def signal_buffers(self) -> list[Tensor]:

@@ -7,7 +7,7 @@ flat or nested mapping ── route ──> {path: value}, path = ("model", "kv_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ class Names:
     """Options by their own names: of InferenceConfig, ServerConfig and LLM."""
     kinds: Mapping[str, Kind]
     """How their values are written as text; VALUE where an option is left out."""
+    own_fields: Mapping[str, frozenset[str]]
+    """Option that has the name of a section -> its fields by their own names."""
 
     @classmethod
     def of(
@@ -52,13 +54,14 @@ class Names:
         *,
         options: frozenset[str],
         kinds: Mapping[str, Kind],
+        own_fields: Mapping[str, frozenset[str]],
     ) -> Names:
         paths: dict[FieldPath, type[BaseModel]] = {}
         for prefix, section in {(): root, **sections}.items():
             for name in section.model_fields:
                 if (*prefix, name) not in sections:
                     paths[*prefix, name] = section
-        return cls(paths=paths, sections=frozenset(sections), options=options, kinds=kinds)
+        return cls(paths=paths, sections=frozenset(sections), options=options, kinds=kinds, own_fields=own_fields)
 
     def flat(self) -> dict[str, FieldPath]:
         """Name of a field as it is given flat -> its path."""
@@ -70,13 +73,17 @@ class Names:
         for name, value in values.items():
             for path, one in self._places(str(name), value, where, prefix):
                 if path in routed:
-                    raise ConfigError(f"{where}{flat_name(path)} is given twice: by itself and in {path[0]}")
+                    raise ConfigError(
+                        f"{where}{flat_name(path)} is given twice, by itself and in {path[0]}; give it once"
+                    )
                 routed[path] = one
         return routed
 
     def _places(self, name: str, value: Any, where: str, prefix: FieldPath) -> Iterator[tuple[FieldPath, Any]]:
         path = (*prefix, name)
-        if path in self.sections:
+        if path in self.sections and not prefix and self._is_option(name, value):
+            yield (OPTIONS, name), value
+        elif path in self.sections:
             yield from self._section(path, value, where)
         elif path in self.paths:
             if path == (OPTIONS,):
@@ -85,14 +92,24 @@ class Names:
                 yield path, value
         elif prefix:
             known = [one[-1] for one in (*self.paths, *self.sections) if one[:-1] == prefix]
-            raise ConfigError(where + unknown_name(f"field of {'.'.join(prefix)}", name, known))
+            known += sorted(self.own_fields.get(prefix[0], ()))
+            message = unknown_name(f"field of {'.'.join(prefix)}", name, known)
+            raise ConfigError(f"{where}{message}; one of {', '.join(known)}")
         elif name in (flat := self.flat()):
             yield flat[name], value
         elif name in self.options:
             yield (OPTIONS, name), value
         else:
             known = [*flat, *(one[0] for one in self.sections if len(one) == 1), *self.options]
-            raise ConfigError(where + unknown_name("field", name, known))
+            begun = [one for one in known if one.startswith(name)]  # max_len is nearer to max_n than to max_length
+            raise ConfigError(where + unknown_name("field", name, begun or known))
+
+    def _is_option(self, name: str, value: Any) -> bool:
+        """Whether the value of a section is that of the option of its name: it has the option's own fields."""
+        own = self.own_fields.get(name, frozenset())
+        if isinstance(value, Mapping):
+            return any(key in own and (name, key) not in self.paths for key in value)
+        return bool(own) and is_dataclass(value)
 
     def _section(self, path: FieldPath, value: Any, where: str) -> Iterator[tuple[FieldPath, Any]]:
         if isinstance(value, BaseModel):

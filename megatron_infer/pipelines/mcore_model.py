@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, RequestError
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.pipelines.interfaces import (
@@ -24,6 +24,7 @@ from megatron_infer.pipelines.interfaces import (
     ReturnLogits,
     upper_bounded_default,
 )
+from megatron_infer.pipelines.lora_manager import LoRAManager
 from megatron_infer.pipelines.paged_manager import PagedCacheInputs, PagedKVCacheManager
 from megatron_infer.pipelines.session import InferenceSession
 from megatron_infer.pipelines.text_generation import TextContext
@@ -41,9 +42,16 @@ class McoreInputs(ModelInputs):
     """int64 [R + 1]: where each sequence begins among the tokens."""
 
     def __init__(
-        self, tokens: Tensor, input_row_offsets: Tensor, kv_cache_inputs: PagedCacheInputs, return_n_logits: int = 1
+        self,
+        tokens: Tensor,
+        input_row_offsets: Tensor,
+        kv_cache_inputs: PagedCacheInputs,
+        return_n_logits: int = 1,
+        lora: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> None:
+        """lora: lora_ids and lora_ranks; None: of an engine without adapters."""
         self.tokens, self.input_row_offsets = tokens, input_row_offsets
+        self.lora_ids, self.lora_ranks = lora or (None, None)
         self.cache, self.return_n_logits = kv_cache_inputs, return_n_logits
         self.kv_cache_inputs = kv_cache_inputs
 
@@ -82,9 +90,10 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
                 assert pipeline_config is not None, "neither an engine nor a configuration"
                 config = pipeline_config.resolved.engine
             device, description = devices[0], weights.config()
+            legacy = pipeline_config is not None and pipeline_config.resolved.llm["use_legacy_module"]
             dtype = torch.bfloat16 if str(getattr(encoding, "value", encoding)) == "bfloat16" else torch.float32
             engine = DynamicInferenceEngine(
-                build_model(weights, dtype=dtype, device=str(device)),
+                build_model(weights, dtype=dtype, device=str(device), use_legacy_module=legacy),
                 config,
                 tokenizer=tokenizer,
                 eos_ids=tuple(dict.fromkeys((*description.eos_ids, *eos_ids))),
@@ -93,19 +102,12 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
                 owns_weights=True,
             )
         self.engine = engine
-        super().__init__(
-            pipeline_config,  # type: ignore[arg-type]
-            session,
-            huggingface_config,
-            encoding,
-            devices,
-            kv_cache_config,
-            weights,
-            adapter,
-            return_logits,
-        )
+        common: Any = (pipeline_config, session, huggingface_config, encoding, devices, kv_cache_config, weights)
+        super().__init__(*common, adapter, return_logits)
         self.max_seq_len = engine.sizes.max_sequence_length
         self.kv_manager = PagedKVCacheManager(engine)
+        if engine.config.lora is not None:
+            self.lora_manager = LoRAManager(engine)
 
     @classmethod
     def wrap(
@@ -176,14 +178,21 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         tokens = torch.cat([context.next_tokens for context in context_batch]).to(device)
         lengths = [0, *(context.active_length for context in context_batch)]
         offsets = torch.tensor(lengths, dtype=torch.int64, device=device).cumsum(0)
-        return McoreInputs(tokens, offsets, kv_cache_inputs, return_n_logits)
+        lora = None if self.lora_manager is None else self.lora_manager.inputs_of(context_batch)
+        return McoreInputs(tokens, offsets, kv_cache_inputs, return_n_logits, lora)
 
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> McoreInputs:
         """See `PipelineModel`. Pages are taken where the next token begins one."""
         assert isinstance(prev_model_inputs, McoreInputs)
-        tokens = next_tokens.to(self.devices[0], torch.int64)
+        tokens = torch.as_tensor(next_tokens, dtype=torch.int64, device=self.devices[0])
+        num_sequences = len(prev_model_inputs.input_row_offsets) - 1
+        if tokens.shape != (num_sequences,):
+            raise RequestError(
+                f"next_tokens has the shape {tuple(tokens.shape)}, it must be ({num_sequences},): one for each sequence"
+            )
         offsets = torch.arange(len(tokens) + 1, device=tokens.device)
-        return McoreInputs(tokens, offsets, prev_model_inputs.cache.advanced(), prev_model_inputs.return_n_logits)
+        before, lora = prev_model_inputs, (prev_model_inputs.lora_ids, prev_model_inputs.lora_ranks)
+        return McoreInputs(tokens, offsets, before.cache.advanced(), before.return_n_logits, lora)
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
         """See `PipelineModel`. Logits are those of the vocabulary without its padding, of the weights as they are."""
@@ -195,6 +204,7 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
         self.kv_manager.require_idle()
         if engine.rank_group.any_rank(engine.weights.differ(read_all=False)):  # their content was read for the prompt
             engine.weights.accept(engine.weights.version + 1)
+        _choose_adapters(self.lora_manager, model_inputs)
         with engine.replay.inference(engine.loop), torch.inference_mode():
             batch: Any = model_inputs.cache.batch
             batch.token_ids_T = model_inputs.tokens
@@ -214,6 +224,16 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
             return ModelOutputs(
                 logits=logits, next_token_logits=logits.index_select(0, row_offsets[1:] - 1), logit_offsets=row_offsets
             )
+
+
+def _choose_adapters(lora: LoRAManager | None, inputs: McoreInputs) -> None:
+    """Compute the step with the adapters that `lora_ids` stand for."""
+    if inputs.lora_ids is None:
+        return
+    if lora is None:
+        raise ConfigError("lora_ids are given, and this engine has no adapters; set enable_lora, or leave them None")
+    names = lora.names_of(inputs.lora_ids)
+    inputs.cache.compute_with(names, lora.slots_of(names))
 
 
 def _returned(mode: ReturnLogits, offsets: Tensor, return_n_logits: int) -> tuple[Tensor | None, Tensor | None]:

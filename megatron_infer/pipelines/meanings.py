@@ -25,6 +25,11 @@ KERNELS: dict[str, dict[str, Any]] = {
     "fused_rope": {"use_flashinfer_fused_rope": True},
 }
 """Experimental kernel -> the engine options that choose it."""
+NO_KERNELS = {
+    "compiled_layers": "a CPU runs its layers in one native call, a GPU captures them; nothing else is compiled",
+    "flashinfer_sampling": "a draw is a function of seed and position, which FlashInfer's sampling is not",
+}
+"""Kernel that is known elsewhere -> why it is refused."""
 GGUF_ENCODINGS = (
     QuantizationEncoding.Q4_0,
     QuantizationEncoding.Q4_1,
@@ -50,6 +55,24 @@ def lora(value: Any) -> dict[str, Any] | None:
         return None
     paths = [path if "=" in path else f"{Path(path).name}={path}" for path in value.lora_paths]
     return {"max_loras": value.max_num_loras, "max_rank": value.max_lora_rank, "adapters": paths}
+
+
+def speculative(value: Any) -> dict[str, Any] | None:
+    """The option `speculative` of an engine. Raises ConfigError for settings of drafts without a method."""
+    if value.speculative_method is None:
+        if given := sorted(value.model_fields_set - {"speculative_method"}):
+            raise ConfigError(
+                f"{given[0]} needs speculative_method; set it (ngram drafts from prompt and answer), or leave "
+                f"{given[0]} out"
+            )
+        return None
+    method = "draft" if value.speculative_method == "standalone" else value.speculative_method
+    named = {
+        "verification": value.rejection_sampling_strategy,
+        "synthetic_acceptance_rate": value.synthetic_acceptance_rate,
+    }
+    given = {name: one for name, one in named.items() if one is not None}
+    return {"method": method, "num_speculative_tokens": value.num_speculative_tokens, **given}
 
 
 def architectures(value: list[str], asked: Asked) -> Effect:
@@ -89,10 +112,15 @@ def chat_template(value: Path | None, asked: Asked) -> Effect:
 
 
 def legacy_module(value: bool, asked: Asked) -> Effect:
-    return (
-        False,
-        "a model of files is built from the paged spec; a live model's stock classes are adopted in place",
-    )
+    asked.llm["use_legacy_module"] = False
+    if not value:
+        return False, "built of the paged spec"
+    if asked.description is None:
+        return False, "the model runs by a class of its own"
+    if (why := asked.description.needs_paged_spec) is not None:
+        return False, why
+    asked.llm["use_legacy_module"] = True
+    return True, "megatron-core's stock classes, adopted in place"
 
 
 def steps_in_flight(num_steps: int) -> int:
@@ -127,6 +155,8 @@ def experimental_kernels(value: str, asked: Asked) -> Effect:
         return "false", ""
     names = list(KERNELS) if text in ON else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
+        if name in NO_KERNELS:
+            raise ConfigError(f"use_experimental_kernels: {name} is not built: {NO_KERNELS[name]}; leave it out")
         if name not in KERNELS:
             message = unknown_name("experimental kernel", name, KERNELS)
             raise ConfigError(f'use_experimental_kernels: {message}; "true", or names out of {", ".join(KERNELS)}')

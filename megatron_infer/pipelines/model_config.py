@@ -8,9 +8,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import ConfigError, unknown_name
 
 
 class Section(BaseModel):
@@ -30,21 +30,52 @@ class Section(BaseModel):
             raise ConfigError(
                 f"{name} cannot be set: the config is resolved, which froze it; make another {type(self).__name__}"
             )
-        super().__setattr__(name, value)
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            if error.errors()[0]["type"] == "no_such_attribute":
+                message = unknown_name(f"field of {type(self).__name__}", name, type(self).model_fields)
+                hint = "" if "did you mean" in message else "; flat names are for the constructor"
+                raise ConfigError(message + hint) from None
+            raise ConfigError(told(error)) from None
+
+
+def told(error: ValidationError) -> str:
+    """Every wrong field: its name, what was given, and what it must be."""
+    parts = []
+    for one in error.errors():
+        name = ".".join(str(part) for part in one["loc"])
+        expected = one["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
+        if one["type"] == "list_type" and isinstance(one["input"], str):
+            expected = f"it must be a list: [{one['input']!r}]"
+        parts.append(f"{name} is {one['input']!r} ({type(one['input']).__name__}), {expected}")
+    return "; ".join(parts)
 
 
 def by_name(kind: type[Enum]) -> BeforeValidator:
-    """Takes a member by its name or value, in any case."""
+    """Takes a member by its name or value, in any case; True and False, which YAML reads on and off as, are these."""
 
     def find(value: object) -> object:
-        if not isinstance(value, str):
+        if isinstance(value, bool):
+            value = "on" if value else "off"
+        if value is None or isinstance(value, kind):
             return value
-        for member in kind:
+        for member in kind if isinstance(value, str) else ():
             if value.lower() in (member.name.lower(), str(member.value).lower()):
                 return member
         raise ValueError(f"it must be one of {', '.join(member.value for member in kind)}")
 
     return BeforeValidator(find)
+
+
+def _as_text(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int) else value
+
+
+Text = Annotated[str, BeforeValidator(_as_text)]
+"""A text that YAML may read as a number or a truth value: pdl_level: 0, use_vendor_blas: true."""
 
 
 class PipelineRole(str, Enum):
@@ -212,6 +243,10 @@ class SpeculativeConfig(Section):
     """Tokens that are drafted and then verified."""
 
     speculative_method: str | None = None
-    """standalone, eagle or mtp."""
+    """ngram, or another method of SpeculativeConfig; standalone is its draft. None: nothing is drafted."""
     num_speculative_tokens: int = 5
-    """Tokens drafted a step."""
+    """The most tokens drafted for a request in a step."""
+    rejection_sampling_strategy: str | None = None
+    """How drafts are verified. None: a draft is kept where it equals the token that is drawn (same_tokens)."""
+    synthetic_acceptance_rate: float | None = None
+    """Refused: drafts are kept only where they equal what is drawn."""

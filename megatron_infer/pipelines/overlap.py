@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -30,12 +31,15 @@ from megatron_infer.pipelines.text_generation import (
     TextGenerationInputs,
     TextGenerationOutput,
     TextTokenizer,
+    check_kind,
 )
 from megatron_infer.sampling.grammar_matchers import Grammars
+from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 from megatron_infer.scheduler.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
+    from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 
 _STATUS = {
     None: GenerationStatus.ACTIVE,
@@ -69,6 +73,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         Raises ConfigError for a config that is not resolved, without an encoding, or with structured output and no
         tokenizer.
         """
+        _check_arguments(pipeline_config, pipeline_model, tokenizer)
         resolved = pipeline_config.resolved
         delegate = None if tokenizer is None else tokenizer.delegate
         if resolved.server.enable_structured_output and delegate is None:
@@ -134,13 +139,15 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         return not self._disable_overlap and (config.overlap or config.max_steps_in_flight > 1 or num_stages > 1)
 
     @property
-    def draft_kv_blocks(self) -> None:
-        """None: there is no draft model."""
-        return None
+    def draft_kv_blocks(self) -> list[Tensor] | None:
+        """The draft model's keys and values, one tensor a replica: [layers, 2, pages + 1, page, heads, head dim], under
+        the page numbers of the model's. None without a draft model."""
+        store = self.engine.replay.runner.store
+        return None if store.layout.draft_kv_shape is None else [store.draft_kv_cache]
 
-    def spec_decode_metrics(self) -> None:
-        """None: nothing is drafted."""
-        return
+    def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
+        """What was drafted and kept; None where nothing is drafted."""
+        return self.engine.spec_decode_metrics()
 
     # ------------------------------------------------------------------ execute
 
@@ -152,6 +159,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         of this batch; with several steps in flight (stages, max_steps_in_flight) they come as many calls later.
         A context's tokens and status are those of the outputs returned.
         """
+        check_kind(inputs, TextGenerationInputs, "inputs", "TextGenerationInputs.of([context]) makes them of contexts")
         self._run(inputs.flat_batch)
         return self._take(one for one in self._unread if one not in self._owned)
 
@@ -170,6 +178,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
 
     def release(self, request_id: RequestID) -> None:
         """End a request, whatever it is doing, and take its memory back; nothing of it is returned afterwards."""
+        check_kind(request_id, str, "request_id", "context.request_id is that of a context")
         context = self._contexts.pop(request_id, None)
         self._unread.pop(request_id, None)
         self._owned.discard(request_id)
@@ -330,6 +339,21 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         with engine.replay.inference(engine.loop), torch.inference_mode():
             refused = graphs.pool.capture_all()
         return "; ".join(refused)
+
+
+def _check_arguments(config: Any, model: Any, tokenizer: Any) -> None:
+    """Raise ConfigError for arguments of the constructor that are something else."""
+    told = None
+    if not hasattr(type(config), "resolved"):
+        told = f"pipeline_config is {config!r:.80}, it must be a PipelineConfig"
+    elif not isinstance(model, type):
+        told = f"pipeline_model is {model!r:.80}, it must be a class: McorePipelineModel, or one of your own"
+    elif tokenizer is not None and not isinstance(tokenizer, TextTokenizer):
+        told = (
+            f"tokenizer is {tokenizer!r:.80}, it must be a TextTokenizer or None; TextTokenizer(model) opens a model's"
+        )
+    if told is not None:
+        raise ConfigError(told)
 
 
 def _told(output: RequestOutput) -> TextGenerationOutput:

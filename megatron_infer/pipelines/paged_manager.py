@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_infer.context.prefix_hash import salted
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import CapacityError, DuplicateRequest, RequestError, UnknownRequest, WrongState
+from megatron_infer.errors import CapacityError, ConfigError, DuplicateRequest, RequestError, UnknownRequest, WrongState
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.runner.batch import Batch
 from megatron_infer.scheduler.request import CacheUse, Request
@@ -40,14 +40,29 @@ class PagedCacheInputs:
     plan: StepPlan
     specs: Sequence[AttendSpec]
     """One for each attention layer."""
+    _adapter_slots: Sequence[int] = ()
+    """Of each sequence's adapter, in order; empty: of none."""
     _batch: Batch | None = None
 
     @property
     def batch(self) -> Batch:
         """The step on the device; valid until the next one is built."""
         if self._batch is None:
-            self._batch = self.manager.build(self.plan)
+            self._batch = self.manager.build(self.plan, self._adapter_slots)
         return self._batch
+
+    def compute_with(self, adapters: Sequence[str | None], slots: Sequence[int]) -> None:
+        """Compute the step with these adapters, one for each sequence, which are in these slots; None and -1: none."""
+        requests = self.plan.sampled
+        if len(adapters) != len(requests):
+            raise ConfigError(
+                f"lora_ids has {len(adapters)} ids, the step {len(requests)} sequences; give one for each"
+            )
+        for request, name in zip(requests, adapters, strict=True):
+            if name != request.params.adapter:  # a prompt that names its own adapter must not find these keys
+                assert request.lease is not None
+                request.lease.publishes = False
+        self._adapter_slots, self._batch = slots, None
 
     @property
     def positions(self) -> Tensor:
@@ -162,6 +177,10 @@ class PagedKVCacheManager:
         work = []
         for context in contexts:
             request = self._held.get(context.request_id)
+            if request is None and context.request_id in self.engine.output_processor:
+                raise DuplicateRequest(
+                    f"request id {context.request_id!r} is that of a request of the engine; give the context its own id"
+                )
             if request is None:
                 raise UnknownRequest(f"sequence {context.request_id!r} has no pages: claim and alloc it first")
             request.tokens[:] = context.tokens
@@ -179,7 +198,11 @@ class PagedKVCacheManager:
         """The contexts' tokens but the last are computed: full pages can be found by later prompts."""
         for context in contexts:
             request = self._held.get(context.request_id)
-            if request is not None and request.lease is not None and request.lease.publishes:
+            if request is None or request.lease is None:
+                continue
+            if request.history.adapter != self._adapter_of(request):  # other content: these keys are not of it alone
+                request.lease.publishes = False
+            if request.lease.publishes:
                 self._context.publish_computed(request.lease, context.tokens, context.start)
 
     def release(self, request_id: RequestID) -> None:
@@ -206,11 +229,20 @@ class PagedKVCacheManager:
                 "cache more memory"
             )
 
-    def build(self, plan: StepPlan) -> Batch:
-        """The step on the device. Nothing of the engine may be in flight."""
+    def build(self, plan: StepPlan, adapter_slots: Sequence[int] = ()) -> Batch:
+        """The step on the device. Nothing of the engine may be in flight. adapter_slots: see `PagedCacheInputs`."""
         self.require_idle()
+        runner, adapters = self.engine.replay.runner, self._context.adapters
         with torch.inference_mode():
-            return self.engine.replay.runner.builder.build(plan, self._context.take_table_writes())
+            if adapters is not None:
+                for at, name in adapters.take_loads():
+                    assert runner.load_adapter is not None, f"adapter {name!r} in an engine without any"
+                    runner.load_adapter(at, name)
+                for request, slot in zip(plan.sampled, adapter_slots or [-1] * len(plan.sampled), strict=True):
+                    assert request.lease is not None
+                    request.lease.adapter_slot = slot
+                runner.builder.rows.put_adapter_slots(plan.sampled)
+            return runner.builder.build(plan, self._context.take_table_writes())
 
     def require_idle(self) -> None:
         """Raise WrongState while a step of the engine is in flight."""
@@ -232,7 +264,12 @@ class PagedKVCacheManager:
             seed=0,
             cache=CacheUse(allowed=shares),
         )
-        request.lease = cache.admit(request.tokens, root=salted(self.engine.weights.root, ""), use_cache=shares)
+        root, adapter = self.engine.weights.root, context.params.adapter
+        if adapter is not None:
+            self.engine.input_processor.check_adapter(adapter)
+            assert cache.adapters is not None
+            root, request.history.adapter = cache.adapters.root(root, adapter), self._adapter_of(request)
+        request.lease = cache.admit(request.tokens, root=salted(root, ""), use_cache=shares)
         if request.lease is None:
             raise InsufficientBlocksError(
                 f"no row is free for sequence {context.request_id!r}: {cache.num_rows} are held (max_requests); "
@@ -240,6 +277,11 @@ class PagedKVCacheManager:
             )
         request.lease.publishes = shares
         return request
+
+    def _adapter_of(self, request: Request) -> tuple[int, str] | None:
+        """(version, digest) of the adapter that a sequence names; None: it names none, or it was unloaded."""
+        adapters, name = self._context.adapters, request.params.adapter
+        return None if adapters is None or name is None else adapters.versions.get(name)
 
     def _give_back(self, request: Request) -> None:
         if request.lease is not None:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
@@ -103,6 +105,8 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
             settings[path] = _applied(path, value, default, row, asked, sources)
     del settings[OPTIONS,]
     _add_options(config, asked, settings, sources)
+    if asked.server.get("lora_root") is not None and asked.engine.get("lora") is None:
+        asked.engine["lora"] = {}  # as `serve --lora-root` without the tree
     if not asked.llm.get("model"):
         raise ConfigError("model_path is empty: give an alias (smollm2), a directory, a hub id or a .gguf file")
     _check_world(Layout(**asked.layout))
@@ -182,7 +186,7 @@ def _rows(config: PipelineConfig) -> Iterable[tuple[FieldPath, Any, Any, mapping
 def _applied(
     path: FieldPath, value: Any, default: Any, row: mapping.Row, asked: Asked, sources: Mapping[FieldPath, str]
 ) -> Setting:
-    source = sources.get(path, "default")
+    source = _source(path, sources)
     effective, note = value, ""
     match row:
         case mapping.Refused(reason, taken):
@@ -206,7 +210,14 @@ def _applied(
     return Setting(requested=value, value=effective, source=source, note=note)
 
 
+def _source(path: FieldPath, sources: Mapping[FieldPath, str]) -> str:
+    """Where a field, or one of a section's, was given."""
+    return next((source for at, source in sources.items() if at[: len(path)] == path), "default")
+
+
 def _shown(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
     return repr(getattr(value, "value", value))
 
 
@@ -218,6 +229,8 @@ def _add_options(
     fields = {path[-1]: (path, value) for path, value, _, _ in _rows(config)}
     for name, value in config.options.items():
         other = mapping.OWN_NAMES.get(name)
+        if other == name and _source(fields[name][0], sources) != "default":
+            raise ConfigError(f"{name} is given by fields of its section and by its own; give one of them")
         if other is not None and other != name:
             path, requested = fields[other]
             if sources.get(path, "default") != "default":
@@ -232,7 +245,8 @@ def _add_options(
         into[name] = value
         shown = "(given)" if name in SECRETS else value
         source = sources.get((OPTIONS, name), "argument")
-        settings[OPTIONS, name] = Setting(requested=shown, value=shown, source=source)
+        at = fields[name][0] if other == name else (OPTIONS, name)
+        settings[at] = Setting(requested=shown, value=shown, source=source)
 
 
 def _find_model(asked: Asked) -> Architecture:
@@ -369,7 +383,10 @@ def _in_effect(path: FieldPath, one: Setting, engine: InferenceConfig, server: S
         case mapping.Engine(option, convert, _):
             value = getattr(engine, option)
             note = one.note or f"{option} of InferenceConfig"
-            if type(value) is not type(one.requested) and convert(one.requested) == value:
+            is_other = one.requested is not None and type(value) is not type(one.requested)
+            if is_other and isinstance(one.requested, Mapping):  # by the option's own names
+                return dataclasses.replace(one, value=value, note=note)
+            if is_other and convert(one.requested) == value:
                 value = one.requested  # the same in the field's own words
         case mapping.Layout(axis):
             value, note = getattr(layout, axis), one.note

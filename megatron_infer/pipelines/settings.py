@@ -56,7 +56,8 @@ class Resolved:
     engine: InferenceConfig
     server: ServerConfig
     llm: Mapping[str, Any]
-    """Arguments of `LLM`, but for `config` and the tokenizer: model, dtype, device, threads."""
+    """Arguments of `LLM`, but for `config` and the tokenizer: model, dtype, device, threads,
+    use_legacy_module."""
     layout: Layout
     settings: Mapping[str, Setting]
     """Field -> setting. A field of a nested config has its own name; of the draft model, with draft_ in front."""

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 RequestID = str
 
 
+def check_kind(value: object, kind: type, name: str, remedy: str) -> None:
+    """Raise RequestError for an argument of another class."""
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} is {value!r:.80} ({type(value).__name__}), it must be a {kind.__name__}; {remedy}")
+
+
 class GenerationStatus(str, Enum):
     """How far a request is."""
 
@@ -63,6 +69,8 @@ class TextGenerationRequest:
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidPrompt("a TextGenerationRequest has exactly one of prompt and messages")
+        remedy = "SamplingParams(max_tokens=16) is one"
+        check_kind(self.sampling_params, SamplingParams, "sampling_params", remedy)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -126,6 +134,8 @@ class TextGenerationInputs:
     @classmethod
     def of(cls, contexts: Sequence[TextContext]) -> TextGenerationInputs:
         """One batch."""
+        if isinstance(contexts, TextContext):
+            raise RequestError("TextGenerationInputs.of takes a list of contexts; write of([context])")
         return cls([list(contexts)])
 
     @classmethod
@@ -236,7 +246,10 @@ class GenerationLoop:
     def __init__(
         self, pipeline: GenerateMixin, prompts: TextGenerationRequest | Sequence[TextGenerationRequest]
     ) -> None:
-        requests = [prompts] if isinstance(prompts, TextGenerationRequest) else list(prompts)
+        requests = [prompts] if isinstance(prompts, TextGenerationRequest | str) else list(prompts)
+        for request in requests:
+            remedy = 'TextGenerationRequest(prompt="Hello") is one'
+            check_kind(request, TextGenerationRequest, "one of the prompts", remedy)
         if len({request.request_id for request in requests}) < len(requests):
             raise RequestError("two of the requests have the same request_id; each needs its own")
         for request in requests:

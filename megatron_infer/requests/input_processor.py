@@ -143,12 +143,12 @@ class InputProcessor:
                 )
         self._check_choice(params)
         if params.adapter is not None:
-            self._check_adapter(params.adapter)
+            self.check_adapter(params.adapter)
         check_metadata(self.limits.metadata_types, params.metadata)
         if params.structured is not None:
             self.grammars.cache.check(params.structured)
 
-    def _check_adapter(self, name: str) -> None:
+    def check_adapter(self, name: str) -> None:
         known = self.limits.adapters
         if known is None:
             raise UnknownAdapter(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_infer.kernels.lora import LoRABackend
     from megatron_infer.kernels.select import ChosenKernels
     from megatron_infer.memory.layerwise_restore import LayerwiseRestore
-    from megatron_infer.memory.store import CacheStore
+    from megatron_infer.memory.store import StepCache
     from megatron_infer.memory.store_layout import StateTensors
 
 EMPTY_PLAN = StepPlan(step=-1)
@@ -192,14 +192,16 @@ class BatchBuilder:
         self,
         device: Device,
         sizes: ResolvedSizes,
-        store: CacheStore,
+        store: StepCache,
         kernels: ChosenKernels,
         *,
         rotary: RotaryTable | None,
         dtype: torch.dtype,
         max_drafts: int = 0,
+        rows: RowTensors | None = None,
     ) -> None:
-        """dtype: of activations. max_drafts: of a row in a step. Steps may be padded to `sizes.graph_shapes`."""
+        """dtype: of activations. max_drafts: of a row in a step. rows: shared with another builder; None: its own.
+        Steps may be padded to `sizes.graph_shapes`."""
         max_requests, max_tokens, shapes = sizes.max_requests, sizes.max_tokens, sizes.graph_shapes
         self._buffer = StepBuffer(
             device,
@@ -207,7 +209,7 @@ class BatchBuilder:
             max_tokens=max(max_tokens, *(shape.num_tokens for shape in shapes), 1),
             max_writes=max(256, 2 * max_requests + max_tokens // sizes.block_size + sizes.max_blocks_per_row),
         )
-        self.rows = RowTensors(device, sizes, dummy_block=store.layout.dummy_block)
+        self.rows = RowTensors(device, sizes, dummy_block=store.layout.dummy_block) if rows is None else rows
         self._writer = PlanWriter(self._buffer, dummy_row=self.rows.dummy_row)
         self.device, self.store, self._kernels = device, store, kernels
         self._block_size, self._first_dummy_pos = sizes.block_size, store.layout.dummy_block * sizes.block_size
@@ -221,11 +223,17 @@ class BatchBuilder:
         return self.rows.token_pool
 
     def build(
-        self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]], *, shape: GraphShape | None = None
+        self,
+        plan: StepPlan,
+        table_writes: Sequence[tuple[int, int, int]],
+        *,
+        shape: GraphShape | None = None,
+        rows_are_written: bool = False,
     ) -> Batch:
         """Upload a step; the batch is valid until the next build.
 
-        With a shape the step is padded to it, and the caller calls `derive`.
+        With a shape the step is padded to it, and the caller calls `derive`. rows_are_written: a builder that shares
+        the rows has put the plan's tokens there.
         """
         try:
             written = self._writer.write(plan, shape)
@@ -235,7 +243,8 @@ class BatchBuilder:
             else:
                 self._buffer.upload(written.views.size, writes=num_writes > 0)
             self.rows.apply_writes(num_writes, self._buffer)
-            self.rows.admit(plan)
+            if not rows_are_written:
+                self.rows.admit(plan)
         except BaseException:
             self._writer.forget()
             raise

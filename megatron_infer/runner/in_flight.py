@@ -60,6 +60,10 @@ class RunnerOutput:
     pooled: list[Pooled] = field(default_factory=list)
     also_read: tuple[Tensor, ...] = ()
     """See LocalStep."""
+    drafts: list[int] = field(default_factory=list)
+    """What the draft model drew, chunk by chunk, for the plan's chunks that have drafts `ON_DEVICE`."""
+    seconds_drafting: float = 0.0
+    """Host time of the draft model's steps."""
 
 
 class InFlightStep(Protocol):
@@ -95,6 +99,9 @@ class LocalStep:
     """The experts of its tokens, of this pipeline stage's layers and those before; see `routing_buffer`."""
     also_read: tuple[Tensor, ...] = ()
     """Other device tensors to be read with the step's outputs."""
+    drafts_N: Tensor | None = None
+    """int64: see `RunnerOutput.drafts`; None: the step has no drafts on the device."""
+    seconds_drafting: float = 0.0
     _sampled: SamplerOutput | None = None
     _read: HostRead | None = None
 
@@ -102,8 +109,7 @@ class LocalStep:
         """Everything is enqueued, and these tokens are drawn: start copying the step's outputs to the host."""
         self.logits_SV, self.padded, self._sampled = None, None, sampled
         tensors = [] if sampled is None else [sampled.tokens_S, sampled.bad_S]
-        if self.routed_TLK is not None:
-            tensors.append(self.routed_TLK)
+        tensors += [one for one in (self.routed_TLK, self.drafts_N) if one is not None]
         parts = [tensor for part in self._parts() for tensor in _tensors_of(part)]
         self._read = device.begin_read(*tensors, *self.also_read, *parts)
 
@@ -115,6 +121,7 @@ class LocalStep:
         host = list(self._read.wait())[::-1]
         tokens, bad = (host.pop().numpy(), host.pop().numpy()) if self._sampled is not None else _NOTHING
         routing = None if self.routed_TLK is None else expert_ids(host.pop())
+        drafts = [] if self.drafts_N is None else host.pop().tolist()
         also_read = tuple(host.pop() for _ in self.also_read)
         logprobs, token_details, scores, pooled = None, None, self.prompt_scores, self.pooled
         if host:
@@ -129,6 +136,8 @@ class LocalStep:
             routing,
             pooled=pooled,
             also_read=also_read,
+            drafts=drafts,
+            seconds_drafting=self.seconds_drafting,
         )
 
     def _parts(self) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 EditLogits = Callable[[Tensor, Sequence[Request]], Tensor | None]
 """Logits and the requests that draw from them -> logits to draw from instead; None: from those."""
+Draft = Callable[[StepPlan, Sequence[tuple[int, int, int]]], Tensor | None]
+"""A plan and its block-table writes -> the drafts that a model drew, see `speculative.model_drafter`."""
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
 
@@ -86,9 +89,11 @@ class ModelRunner:
         graphs: PaddedSteps | None = None,
         edit_logits: EditLogits = lambda logits_SV, sampled: None,
         load_adapter: Callable[[int, str], None] | None = None,
+        draft: Draft | None = None,
     ) -> None:
-        """load_adapter(slot, name): writes an adapter into its slot on the device; None: the engine has none."""
-        self._edit_logits, self._load_adapter = edit_logits, load_adapter
+        """load_adapter(slot, name): writes an adapter into its slot on the device; None: the engine has none.
+        draft: None: no model drafts."""
+        self._edit_logits, self.load_adapter, self._draft = edit_logits, load_adapter, draft
         self.store, self.builder, self.sampler, self.graphs = builder.store, builder, sampler, graphs
         self.routing = model.routing if model.routing is not None and model.routing.num_layers else None
         self.model, self.device = model, builder.device
@@ -111,11 +116,16 @@ class ModelRunner:
         self._set_rows(step.plan)
         self.store.run_copies(step.plan.copies_before)
         for slot, name in step.plan.adapter_loads:
-            assert self._load_adapter is not None, f"adapter {name!r} in an engine without any"
-            self._load_adapter(slot, name)
+            assert self.load_adapter is not None, f"adapter {name!r} in an engine without any"
+            self.load_adapter(slot, name)
         if self.graphs is not None:
             step.shape = self.graphs.ready(step.plan)
-        step.batch = self.builder.build(step.plan, table_writes, shape=step.shape)
+        if self._draft is not None:
+            started = time.perf_counter()
+            step.drafts_N = self._draft(step.plan, table_writes)
+            step.seconds_drafting, table_writes = time.perf_counter() - started, ()
+        drafts = self._draft is not None
+        step.batch = self.builder.build(step.plan, table_writes, shape=step.shape, rows_are_written=drafts)
 
     def run_layers(self, step: LocalStep, received_TD: Tensor | None = None) -> Tensor | None:
         """Run the layers, then the plan's copies of blocks and states -> final hidden states [T, D].

@@ -62,7 +62,8 @@ class RowTensors:
         """Whether the sequence of one of these rows has an adapter."""
         return bool((self._adapter_slots[rows] >= 0).any())
 
-    def _put_adapter_slots(self, requests: Iterable[Request]) -> None:
+    def put_adapter_slots(self, requests: Iterable[Request]) -> None:
+        """Write where the device has the adapters of these requests' leases."""
         changed: dict[int, int] = {}
         for request in requests:
             lease = request.lease
@@ -84,7 +85,7 @@ class RowTensors:
         if runs:
             self._put_tokens(runs)
         forked = [fork for chunk in plan.prefill for fork in chunk.forks]
-        self._put_adapter_slots([*admitted, *forked])
+        self.put_adapter_slots([*admitted, *forked])
         for chunk in plan.prefill:
             if chunk.forks:
                 end = chunk.start + chunk.n

@@ -3,6 +3,7 @@
     GrammarCache --template, copied--> matcher of a request --its tokens--> mask, or complete
 
 A matcher's state follows from the request's tokens alone: a request that was away is matched again from its first.
+Where drafts are verified, the matcher walks them, a mask for each position, and is rolled back.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.step_plan import PrefillChunk
 from megatron_infer.text.grammar import GrammarCache, one_line
 
 NUM_TIMED, PARALLEL_S = 4, 0.005
@@ -41,25 +43,34 @@ class Grammars:
         self._executor: Any = None
         self._matches: dict[str, _Match] = {}
 
-    def masks(self, sampled: Sequence[Request]) -> TokenMasks | None:
+    def masks(self, sampled: Sequence[Request], chunks: Sequence[PrefillChunk] = ()) -> TokenMasks | None:
         """Masks of a step's sampled positions; all tokens of their requests must be on the host.
 
-        A mask is all zeros where nothing can be drawn.
+        chunks: of the step; a request is sampled once more behind each of its drafts. A mask is all zeros where nothing
+        can be drawn, and allows everything behind drafts that end the text or do not follow the grammar.
         """
         self._drop_ended()
         index = [place for place, request in enumerate(sampled) if request.params.structured is not None]
         if not index:
             return None
+        drafts = {chunk.request: chunk.drafts for chunk in chunks if chunk.drafts}
         matched: list[tuple[_Match, int]] = []
         failed: list[int] = []
+        walks: dict[Request, tuple[_Match, list[int]]] = {}
         for row, place in enumerate(index):
             request = sampled[place]
             if request.finish_reason is not None:
                 continue  # its token is dropped
+            if request in walks:
+                walks[request][1].append(row)
+                continue
             try:
                 match = self._match(request)
                 self._consume(match)
-                matched.append((match, row))
+                if request in drafts:
+                    walks[request] = match, [row]
+                else:
+                    matched.append((match, row))
             except InferenceError:  # its grammar was dropped from the cache and no longer compiles
                 failed.append(row)
         num_words = -(-int(self.cache.vocabulary.vocab_size) // 32)
@@ -67,6 +78,8 @@ class Grammars:
         self._fill([(match.matcher, row) for match, row in matched], bits_GW)
         for match, row in matched:
             self._allow_ends(match, bits_GW[row])
+        for match, rows in walks.values():
+            self._walk(match, drafts[match.request], rows, bits_GW)
         bits_GW[failed] = 0
         return TokenMasks(np.array(index, dtype=np.int64), bits_GW)
 
@@ -83,6 +96,17 @@ class Grammars:
         if match.matcher.is_error():
             raise _failed(match)
         return bool(match.matcher.is_stopped())
+
+    def num_allowed(self, request: Request, tokens: Sequence[int]) -> int:
+        """How many of `tokens` may follow the request's and do not end its text; all of its tokens are on the host."""
+        matcher = self._matcher_of(request)
+        ends = next((place for place, token in enumerate(tokens) if token in request.stop_ids), len(tokens))
+        return 0 if matcher is None else int(matcher.validate_tokens(list(tokens[:ends])))
+
+    def forced(self, request: Request) -> list[int]:
+        """Tokens that must follow the request's, as the tokenizer would split their text; none where several may."""
+        matcher = self._matcher_of(request)
+        return [] if matcher is None else list(matcher.compute_ff_tokens())
 
     def refusal(self, request: Request) -> RequestError | None:
         """Why a request's own parameters leave no token to draw next; None: they leave one."""
@@ -106,6 +130,15 @@ class Grammars:
         text = "bad_token_ids, allowed_token_ids, stop_token_ids or min_tokens leave none of what it allows next"
         return RequestError(f"structured output has no token to draw: {text}")
 
+    def _matcher_of(self, request: Request) -> Any:
+        """The request's matcher behind its tokens; None: it can match no more."""
+        try:
+            match = self._match(request)
+        except InferenceError:  # its grammar was dropped from the cache and no longer compiles
+            return None
+        self._consume(match)
+        return None if match.matcher.is_error() or match.matcher.is_stopped() else match.matcher
+
     def _match(self, request: Request) -> _Match:
         found = self._matches.get(request.id)
         if found is None or found.request is not request:
@@ -119,6 +152,20 @@ class Grammars:
         if new:
             match.num_seen += len(new)
             match.matcher.consume_tokens(new)
+
+    def _walk(self, match: _Match, drafts: Sequence[int], rows: Sequence[int], bits_GW: np.ndarray) -> None:
+        """Fill the masks `rows`: the first of the position behind the last token, the others behind a draft each."""
+        matcher, num_walked = match.matcher, 0
+        for place, row in enumerate(rows):
+            if place:
+                num_walked += matcher.try_consume_tokens([drafts[place - 1]])
+                if num_walked < place or matcher.is_stopped():
+                    break
+            mask = bits_GW[row]
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._allow_ends(match, mask)
+        if num_walked:
+            matcher.rollback(num_walked)
 
     def _fill(self, jobs: list[tuple[Any, int]], bits_GW: np.ndarray) -> None:
         begun = time.perf_counter()

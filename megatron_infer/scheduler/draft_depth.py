@@ -1,84 +1,230 @@
-"""How many tokens are worth drafting for each request: by what steps cost and by how many of its drafts were kept."""
+"""How many tokens are worth drafting for each request: by what steps cost and by how often such drafts were kept."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import log2
+from typing import NamedTuple
 
 from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.step_plan import ON_DEVICE
 
-FORGETTING = 0.95
-"""Weight of a request's earlier verifications at each step: after 14 steps half is forgotten."""
-HOPE = 0.8
-"""Share of kept drafts that is assumed, with the weight of one draft: each request is tried, and again in time."""
+LONGEST_RUN = 16
+"""Longer runs count as this long."""
+TABLE_PRIOR, TABLE_FORGETTING = 8.0, 0.995
+"""Drafts that what is assumed of a run's length counts as, and the weight of earlier drafts at each new one."""
+REQUEST_PRIOR, REQUEST_FORGETTING = 2.0, 0.97
+"""The same of what sets a request apart from the others."""
+LEAST_CHANCE = 0.05
+"""Drafts that are kept more seldom are not considered."""
+MARK_UP = 1.1
+"""What drafts add to a step counts this many times: it is known with an error, and what is underestimated is chosen
+most."""
+PROBE_SHARE = 0.01
+"""Share of the time that is spent on drafts that are not expected to pay, so that costs are not stale."""
+PLAIN_EVERY = 50
+"""Steps with drafts after which one of as many rows goes without, to measure it."""
 NUM_FORGOTTEN = 64
 """Requests recorded beyond those that run before the ended ones are dropped."""
 
 
+class Proposal(NamedTuple):
+    """Tokens that may follow those of a request."""
+
+    tokens: Sequence[int] = ()
+    source: str = ""
+    """What proposed them; how often drafts are kept is learned for each source."""
+    run: int = 0
+    """Length of the run of last tokens that they followed where it stood before; 0: not found by a run."""
+
+
+NO_PROPOSAL = Proposal()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Seconds of a step: a part that every step takes, and one for each of its tokens."""
+    """Seconds of steps without prompts, by their tokens: (tokens, seconds), ascending in tokens."""
 
-    step_s: float = 8.0
-    """The default's ratio stands until steps are measured: a step costs as much as eight of its tokens."""
-    token_s: float = 1.0
+    plain: Sequence[Sequence[float]] = ()
+    """Of steps without drafts."""
+    verifying: Sequence[Sequence[float]] = ()
+    """Of steps with drafts."""
 
-    def value_of(self, num_tokens: float, num_drawn: float) -> float:
-        """What a drawn token costs more than a drafted one, as a ratio, in a step of `num_tokens` that draws
-        `num_drawn`. Example: a step of 8 s and 1 s a token, one row: 9 s for a token, 1 s for a draft -> 9."""
-        return (self.step_s + self.token_s * num_tokens) / num_drawn / max(self.token_s, 1e-12)
+    def seconds(self, num_tokens: float, *, verifying: bool) -> float:
+        """Between two measured points on the line through them, beyond the last one as `assumed_s` grows."""
+        points = self.verifying if verifying and self.verifying else self.plain or self.verifying
+        if not points:
+            return assumed_s(num_tokens)
+        above = bisect_left(points, num_tokens, key=lambda point: point[0])
+        if above == len(points) or (above == 0 and points[0][0] > num_tokens):
+            tokens, seconds = points[min(above, len(points) - 1)]
+            return seconds * assumed_s(num_tokens) / assumed_s(tokens)
+        tokens, seconds = points[above]
+        if above == 0:
+            return seconds
+        fewer, faster = points[above - 1]
+        return faster + (seconds - faster) * (num_tokens - fewer) / (tokens - fewer)
+
+
+def assumed_s(num_tokens: float) -> float:
+    """Seconds of a step before any is measured, in an unknown unit: a step costs as much as eight of its tokens."""
+    return 8.0 + num_tokens
+
+
+def size_class(num_tokens: int) -> int:
+    """Steps of one class are taken as equal in size: two classes to each doubling of tokens."""
+    return round(2 * log2(num_tokens))
 
 
 @dataclass(slots=True)
-class _Record:
-    """Drafts of a request that were tried (up to the first one that was wrong) and kept; the old ones count less."""
+class _Share:
+    """Drafts of one kind that were compared with the token drawn at their place; the old ones count less."""
 
     tried: float = 0.0
     kept: float = 0.0
 
+
+@dataclass(slots=True)
+class _Record:
+    """A request's drafts beside what was expected of them, and its latest proposal."""
+
+    tried: float = 0.0
+    kept: float = 0.0
+    expected: float = 0.0
+    proposal: Proposal = NO_PROPOSAL
+    length: int = 0
+    """Tokens that the request had at its latest proposal."""
+    compared: bool = True
+    """Whether the latest proposal has been compared with what was drawn."""
+
     @property
-    def share(self) -> float:
-        return (self.kept + HOPE) / (self.tried + 1.0)
+    def odds(self) -> float:
+        """Ratio of the odds that a draft of this request is kept to those of a draft of any request."""
+        failed, expected_failed = self.tried - self.kept, self.tried - self.expected
+        prior = REQUEST_PRIOR
+        return (self.kept + prior) / (self.expected + prior) * (expected_failed + prior) / (failed + prior)
+
+
+@dataclass(slots=True)
+class _Probes:
+    seconds: float = 0.0
+    """Time that may be spent on drafts that are not expected to pay."""
+    since_plain: dict[int, int] = field(default_factory=dict)
+    """Steps with drafts since the latest one without, by the size class of their rows."""
 
 
 class DraftDepth:
-    """Drafts a token where the chance that it is kept pays for computing it.
+    """Drafts as many tokens as make tokens a second the most.
 
-    A draft at place i is kept if all before it were: with probability share ** i. It costs a token of a step and saves,
-    if it is kept, its part of another step. Deterministic in its calls, as the scheduler is.
+    A draft that extends a run of r tokens is kept as often as others that extended a run of r: the draft behind it
+    extends one of r + 1. A proposal that is not verified is compared with the token that is drawn, so that nothing
+    has to be tried to learn how often drafts are kept. Deterministic in its calls and in `costs`, as the scheduler is.
     """
 
     def __init__(self) -> None:
         self.costs = StepCosts()
+        self._table: dict[tuple[str, int], _Share] = {}
         self._records: dict[Request, _Record] = {}
+        self._probes = _Probes()
 
-    def of(self, requests: Sequence[Request], most: int) -> list[int]:
-        """Tokens to draft, 0 to `most`, for each of the requests that decode in a step; called once for each step."""
-        depths = self.expected(requests, most)
-        for request, depth in zip(requests, depths, strict=True):
-            if not depth:  # nothing is learned of it: hope comes back
-                self._forget(self._records[request])
+    def of(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
+        """Tokens of each proposal to verify in a step of all requests that decode; called once for each step."""
+        rows, probes = len(requests), self._probes
+        if not any(proposal.tokens for proposal in proposals):
+            return [0] * rows
+        chances, depths = self._expected(requests, proposals)
+        rows_class = size_class(rows)
+        if sum(depths):
+            if (since := probes.since_plain.get(rows_class, PLAIN_EVERY)) >= PLAIN_EVERY:
+                depths = [0] * rows
+                since = -1
+            probes.since_plain[rows_class] = since + 1
+            return depths
+        probes.since_plain[rows_class] = 0
+        plain_s = self.costs.seconds(rows, verifying=False)
+        best = max(range(rows), key=lambda row: sum(chances[row]))
+        price_s = max(0.0, self.costs.seconds(rows + len(chances[best]), verifying=True) - plain_s)
+        probes.seconds = min(probes.seconds + PROBE_SHARE * plain_s, price_s)
+        if chances[best] and probes.seconds >= price_s:
+            probes.seconds = 0.0
+            depths[best] = len(chances[best])
         return depths
 
-    def expected(self, requests: Sequence[Request], most: int) -> list[int]:
-        """What `of` would return, without counting a step."""
-        count = len(requests)
-        if not count:
-            return []
-        shares = [self._record(request).share for request in requests]
-        value = self.costs.value_of(count, count)
-        for _ in range(2):  # drafts make a token cheaper, and then fewer of them pay
-            depths = [_depth(share, value, most) for share in shares]
-            drawn = count + sum(_kept(share, depth) for share, depth in zip(shares, depths, strict=True))
-            value = self.costs.value_of(count + sum(depths), drawn)
-        return depths
+    def expected(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
+        """What `of` would return but for measurements, without counting a step."""
+        return self._expected(requests, proposals)[1]
+
+    def proposed(self, request: Request, proposal: Proposal) -> None:
+        """Note what may follow the request's tokens; what was noted last is compared with what followed."""
+        record, length = self._record(request), len(request.tokens)
+        if not record.compared and length > record.length:
+            self._learn(record, 0, request.tokens[record.length] == record.proposal.tokens[0])
+        cannot_compare = not proposal.tokens or ON_DEVICE in proposal.tokens
+        record.proposal, record.length, record.compared = proposal, length, cannot_compare
 
     def verified(self, request: Request, num_drafts: int, num_kept: int) -> None:
-        """A step has verified drafts of a request and kept the first `num_kept`."""
+        """A step has verified drafts of the latest proposal and kept the first `num_kept`."""
         record = self._record(request)
-        self._forget(record)
-        record.kept += num_kept
-        record.tried += min(num_drafts, num_kept + 1)
+        for place in range(min(num_drafts, num_kept + 1)):
+            self._learn(record, place, place < num_kept)
+        record.compared = True
+
+    def _expected(
+        self, requests: Sequence[Request], proposals: Sequence[Proposal]
+    ) -> tuple[list[list[float]], list[int]]:
+        """(the chance that each draft is kept, drafts to verify) of each request."""
+        chances = [self._chances(*both) for both in zip(requests, proposals, strict=True)]
+        rows = len(requests)
+        depths = [0] * rows
+        plain_s = self.costs.seconds(rows, verifying=False)
+        best_rate = rows / plain_s
+        ranked = sorted(((chance, row) for row, own in enumerate(chances) for chance in own), reverse=True)
+        drawn, num_best = float(rows), 0
+        for count, (chance, _) in enumerate(ranked, 1):
+            drawn += chance
+            added_s = self.costs.seconds(rows + count, verifying=True) - plain_s
+            rate = drawn / (plain_s + MARK_UP * max(0.0, added_s))
+            if rate > best_rate:
+                best_rate, num_best = rate, count
+        for _, row in ranked[:num_best]:
+            depths[row] += 1
+        return chances, depths
+
+    def _chances(self, request: Request, proposal: Proposal) -> list[float]:
+        """The chance that each draft is kept, which it is if all before it are."""
+        if not proposal.tokens:
+            return []
+        found: list[float] = []
+        chance, odds_ratio = 1.0, self._record(request).odds
+        for place in range(len(proposal.tokens)):
+            share = self._share_of(proposal, place)
+            odds = odds_ratio * share / (1.0 - share)
+            chance *= odds / (1.0 + odds)
+            if chance < LEAST_CHANCE:
+                break
+            found.append(chance)
+        return found
+
+    def _share_of(self, proposal: Proposal, place: int) -> float:
+        """Share of the drafts like this one that were kept, if all before them were; within 0 and 1, not at them."""
+        run = min(proposal.run + place, LONGEST_RUN)
+        assumed = 0.8 if not proposal.run else 1.0 - 0.9 / max(1.3, run)
+        known = self._table.get((proposal.source, run))
+        if known is None:
+            return assumed
+        return (known.kept + TABLE_PRIOR * assumed) / (known.tried + TABLE_PRIOR)
+
+    def _learn(self, record: _Record, place: int, kept: bool) -> None:
+        proposal = record.proposal
+        expected = self._share_of(proposal, place)
+        key = proposal.source, min(proposal.run + place, LONGEST_RUN)
+        share = self._table.setdefault(key, _Share())
+        share.tried, share.kept = TABLE_FORGETTING * share.tried + 1, TABLE_FORGETTING * share.kept + kept
+        record.tried = REQUEST_FORGETTING * record.tried + 1
+        record.kept = REQUEST_FORGETTING * record.kept + kept
+        record.expected = REQUEST_FORGETTING * record.expected + expected
 
     def _record(self, request: Request) -> _Record:
         record = self._records.get(request)
@@ -87,22 +233,3 @@ class DraftDepth:
                 self._records = {one: known for one, known in self._records.items() if one.finish_reason is None}
             record = self._records[request] = _Record()
         return record
-
-    @staticmethod
-    def _forget(record: _Record) -> None:
-        record.tried *= FORGETTING
-        record.kept *= FORGETTING
-
-
-def _depth(share: float, value: float, most: int) -> int:
-    """The last place whose draft is kept often enough."""
-    depth, chance = 0, share
-    while depth < most and chance * value >= 1.0:
-        depth += 1
-        chance *= share
-    return depth
-
-
-def _kept(share: float, depth: int) -> float:
-    """Drafts of `depth` that are kept on average."""
-    return sum(share**place for place in range(1, depth + 1))

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.scheduler.draft_depth import DraftDepth, StepCosts
+from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, DraftDepth, Proposal, StepCosts
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.running_set import RunningSet
-from megatron_infer.scheduler.step_plan import PrefillChunk
+from megatron_infer.scheduler.step_plan import ON_DEVICE, PrefillChunk
 
 
 class Proposer(Protocol):
     """Guesses tokens; deterministic in the requests' tokens, as the scheduler is."""
 
-    def propose(self, request: Request, most: int) -> Sequence[int]:
+    def propose(self, request: Request, most: int) -> Proposal:
         """Tokens that may follow those of `request`, all of which are known. More than `most`, and those behind one
         that does not exist, are cut off."""
         ...
+
+
+class DeviceProposer:
+    """Leaves the tokens to a draft model, which draws them on the device in the step that verifies them."""
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        return Proposal((ON_DEVICE,) * most, "draft")
 
 
 @dataclass(slots=True)
@@ -36,7 +43,7 @@ class SpecDecodeMetrics:
     num_verifications: int = 0
     """Requests that verified drafts, once for each step."""
     seconds_drafting: float = 0.0
-    """Host time: proposals, and how many of them pay."""
+    """Host time: proposals, and how many of them pay; the steps of a draft model, enqueued (on a CPU: run)."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -64,12 +71,16 @@ class DraftPlanner:
         max_drafts: int,
         vocab_size: int,
         depth: DraftDepth | None = None,
+        num_allowed: Callable[[Request, Sequence[int]], int] | None = None,
+        has_draft_model: bool = False,
     ) -> None:
-        """depth: decides how many drafts pay; None: all of them."""
+        """depth: decides how many drafts pay; None: all of them. num_allowed: see `Grammars`; None: nothing is drafted
+        for requests with structured output. has_draft_model: drafts may be `ON_DEVICE`."""
         assert 1 <= max_drafts < context.block_size, f"{max_drafts} drafts, blocks of {context.block_size} tokens"
         self.stats = SpecDecodeMetrics(drafted_per_position=[0] * max_drafts, accepted_per_position=[0] * max_drafts)
         self.proposer, self.depth, self._context = proposer, depth, context
-        self._max_drafts, self._vocab_size = max_drafts, vocab_size
+        self._max_drafts, self._vocab_size, self._num_allowed = max_drafts, vocab_size, num_allowed
+        self._has_draft_model = has_draft_model
         self._verifying: set[Request] = set()
 
     def ready(
@@ -84,10 +95,12 @@ class DraftPlanner:
             self._verifying.clear()  # a step that failed was undone, and is not committed
             return among
         decoding = running_set.decoding
+        proposals = [self._proposal(request) for request in decoding]
+        depths = self._depths_of(decoding, proposals, counts=False)
         waiting = {
             request
-            for request, most in zip(decoding, self._expected_depths(decoding), strict=True)
-            if request.in_flight and (request in self._verifying or self._drafts(request, min(most, 1)))
+            for request, depth in zip(decoding, depths, strict=True)
+            if request.in_flight and (depth or request in self._verifying)
         }
         if not waiting:
             return among
@@ -100,12 +113,16 @@ class DraftPlanner:
         begun, stats = time.perf_counter(), self.stats
         chunks: list[PrefillChunk] = []
         rows: list[tuple[Request, int]] = []
-        most_of = [self._max_drafts] * len(decode) if self.depth is None else self.depth.of(decode, self._max_drafts)
-        for request, start, depth in zip(decode, starts, most_of, strict=True):
+        proposals = [
+            self._proposal(request) if len(request.tokens) == start + 1 else NO_PROPOSAL
+            for request, start in zip(decode, starts, strict=True)
+        ]
+        depths = self._depths_of(decode, proposals, counts=True)
+        for request, start, proposal, depth in zip(decode, starts, proposals, depths, strict=True):
+            most = min(depth, room)
             drafts: tuple[int, ...] = ()
-            if room > 0 and len(request.tokens) == start + 1:
-                most = min(room, depth, request.max_total - 2 - start)
-                drafts = self._with_room(running_set, request, start, self._drafts(request, most))
+            if most > 0:
+                drafts = self._with_room(running_set, request, start, tuple(proposal.tokens[:most]))
             if not drafts:
                 rows.append((request, start))
                 continue
@@ -135,9 +152,12 @@ class DraftPlanner:
         if self.depth is not None:
             self.depth.costs = costs
 
-    def _expected_depths(self, requests: Sequence[Request]) -> list[int]:
-        most = self._max_drafts
-        return [most] * len(requests) if self.depth is None else self.depth.expected(requests, most)
+    def _depths_of(self, requests: Sequence[Request], proposals: Sequence[Proposal], *, counts: bool) -> list[int]:
+        """Tokens of each proposal to verify. counts: a step does so."""
+        depth = self.depth
+        if depth is None:
+            return [len(proposal.tokens) for proposal in proposals]
+        return depth.of(requests, proposals) if counts else depth.expected(requests, proposals)
 
     def settle(self, chunk: PrefillChunk, num_kept: int) -> None:
         """Keep the first `num_kept` tokens that a chunk drew, at least one, and undo the others."""
@@ -169,13 +189,25 @@ class DraftPlanner:
         assert lease is not None
         return tuple((start + 1 + place, slot) for place, slot in enumerate(states.draft_slots(lease)[:num_drafts]))
 
-    def _drafts(self, request: Request, most: int) -> tuple[int, ...]:
-        """What may follow the tokens of `request`, as far as it can be drawn."""
-        if most < 1 or not request.params.speculate or request.params.structured is not None:
-            return ()
-        drafts = self.proposer.propose(request, most)[:most]
-        wrong = next((place for place, one in enumerate(drafts) if not 0 <= one < self._vocab_size), len(drafts))
-        return tuple(drafts[:wrong])
+    def _proposal(self, request: Request) -> Proposal:
+        """What may follow the known tokens of `request`, as far as it can be drawn."""
+        most = min(self._max_drafts, request.max_total - 1 - len(request.tokens))
+        structured = request.params.structured is not None
+        if most < 1 or not request.params.speculate or (structured and self._num_allowed is None):
+            return NO_PROPOSAL
+        found = self.proposer.propose(request, most)
+        tokens = found.tokens[:most]
+        if not self._has_draft_model or ON_DEVICE not in tokens:
+            wrong = next((place for place, one in enumerate(tokens) if not 0 <= one < self._vocab_size), len(tokens))
+            if wrong and structured and self._num_allowed is not None:
+                wrong = self._num_allowed(request, tokens[:wrong])
+            tokens = tokens[:wrong]
+        elif structured:  # the host knows no token of them, so that it has no masks for what follows
+            return NO_PROPOSAL
+        found = found._replace(tokens=tokens)
+        if self.depth is not None:
+            self.depth.proposed(request, found)
+        return found
 
     def _with_room(
         self, running_set: RunningSet, request: Request, start: int, drafts: tuple[int, ...]

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from megatron_infer.scheduler.request import Request
 
 
+ON_DEVICE = -1
+"""In the place of a draft's id: a draft model draws it in the step itself, and only the device has it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
     """A run of a request's known tokens to compute, of a prompt or again: positions start .. start+n-1."""
@@ -26,10 +30,14 @@ class PrefillChunk:
     """True for the first chunk after an admission or swap-in: the row's tokens are not on the device yet."""
     drafts: tuple[int, ...] = ()
     """Guesses of the n - 1 tokens behind the one at `start`, which is the last known one: each of the n positions draws
-    a token. They are kept as far as they equal what was drawn before them."""
+    a token. They are kept as far as they equal what was drawn before them. All of them are ids, or all `ON_DEVICE`."""
     captures: tuple[tuple[int, int], ...] = ()
     """(position, state slot): the recurrent state behind that many tokens of the request is kept there, while the step
     computes them; start < position < start + n, ascending."""
+
+    @property
+    def drafts_on_device(self) -> bool:
+        return bool(self.drafts) and self.drafts[0] == ON_DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from megatron_infer.coordinator.peers import caller_share
 from megatron_infer.server.http_errors import ApiError, bad_request, context_overflow
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.text.chat_template import RenderLimits
 from megatron_infer.text.tokenizer import Tokenizer
 
 TOKEN_BYTES = 32
@@ -20,6 +21,8 @@ FLOAT_BYTES = 24
 """Bytes of a reply for one number of a vector, as text."""
 ID_BYTES = 16 / 3
 """Bytes of a reply for one token id as base64 of int32."""
+RENDER_CPU_S = 1.0
+"""Most seconds of a thread to render a chat template; a long conversation takes some milliseconds."""
 PIECE_CHARS, PIECE_LIMITS = 8, 2
 """A text is refused when its first PIECE_CHARS * limit characters give more than PIECE_LIMITS * limit tokens."""
 
@@ -37,6 +40,10 @@ class EngineLimits:
     """Requests that may wait at the coordinator."""
     hidden_size: int
     """Numbers in a vector of an embedding."""
+
+    def rendering(self, tokenizer: Tokenizer) -> RenderLimits:
+        """Of a chat template, whose text has to fit."""
+        return RenderLimits(max_chars=self.max_length * tokenizer.longest_token, cpu_s=RENDER_CPU_S)
 
 
 def check_num_chars(num_chars: int, limits: EngineLimits, tokenizer: Tokenizer, *, field: str) -> None:

@@ -65,7 +65,11 @@ def prompt_ids(
     if not tokenizer.knows_tools:
         plain, tools = tool_prompt.as_plain(plain, tools, call_format), None
     text = tokenizer.apply_chat_template(
-        plain, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        plain,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        variables=variables,
+        limits=None if limits is None else limits.rendering(tokenizer),
     )
     if end:
         text = _cut_behind(text, end, keep_marker=end in markers)

@@ -68,8 +68,10 @@ class RequestDetokenizer:
 
     def num_new(self, output: RequestOutput) -> int:
         """How many tokens `fill` has to detokenize."""
-        new = sum(len(one.token_ids) - self._sequences[one.index].num_tokens for one in output.outputs)
-        return new if self._has_filled_prompt else new + len(output.prompt_logprobs or ())
+        new = 0 if self._has_filled_prompt else len(output.prompt_logprobs or ())
+        for one in output.outputs:
+            new += len(one.token_ids) - self._sequences[one.index].num_tokens
+        return new
 
     def fill(self, output: RequestOutput) -> None:
         """Set the texts of a cumulative output. Outputs must come in their order; some may be left out."""
@@ -102,7 +104,7 @@ class OutputDetokenizer:
     async def fill(self, outputs: dict[int, RequestOutput], detokenizers: dict[int, RequestDetokenizer]) -> None:
         """Set the texts of a call's new outputs; both by the index of the request in its call."""
         pairs = [(detokenizers[index], output) for index, output in outputs.items() if index in detokenizers]
-        if sum(detokenizer.num_new(output) for detokenizer, output in pairs) <= INLINE_TOKENS:
+        if sum([detokenizer.num_new(output) for detokenizer, output in pairs]) <= INLINE_TOKENS:
             _fill_all(pairs)
         else:
             await self._run_in_thread(_fill_all, pairs)

@@ -132,8 +132,7 @@ class Endpoint:
             return data, []
         if not data and self._optional_body:
             return self._decoder.decode(b"{}"), []
-        request_body.check_content_type(headers.get(b"content-type"))
-        request_body.check_structure(data)
+        request_body.check_content_type(headers)
         try:
             if len(data) > request_body.INLINE_BYTES:
                 return await asyncio.to_thread(self._decoded, data)
@@ -144,6 +143,7 @@ class Endpoint:
     def _decoded(self, data: bytes) -> tuple[Any, list[str]]:
         """A body that fits its type is decoded once; any other, without the fields that ask for nothing, again."""
         assert self._decoder is not None
+        request_body.check_structure(data)
         try:
             return self._decoder.decode(data), []
         except msgspec.ValidationError as error:

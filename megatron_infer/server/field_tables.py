@@ -402,6 +402,16 @@ START_PROFILE = FieldTable(
     }
 )
 
+SPEECH = FieldTable(
+    _HINTS
+    | {
+        "stream": no_effect("sound is sent as it is made; see stream_format", True, False),
+        "top_p": refused("give top_k", 1.0),
+        "language": refused("the model's text decides", ""),
+    }
+)
+"""Of servers whose model speaks; docs/audio.md has it."""
+
 TABLES: dict[str, FieldTable] = {
     "/v1/chat/completions, /chat/completions": CHAT,
     "/v1/completions, /completions": COMPLETIONS,

@@ -108,7 +108,7 @@ def of_validation(error: Exception, body: Any) -> ApiError:
         return bad_request(f"the body is not valid JSON: {error}", None, "invalid_json")
     text, _, place = str(error).partition(" - at `")
     text = text.replace(" | null`", "`")
-    _, of_key, where = place.rstrip("`").rpartition("key in ")
+    _, of_key, where = place.rstrip("`").rpartition("key` in `")
     path = where.removeprefix("$").lstrip(".") or None
     if of_key:
         text = f"a key of it is wrong: {text}"

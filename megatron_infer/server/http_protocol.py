@@ -12,6 +12,7 @@ import resource
 import time
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -80,6 +81,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cycles: list[RequestResponseCycle] = []
         """Requests without a whole reply: the one that runs, and those behind it."""
         self._head_timer: asyncio.TimerHandle | None = None
+        self._awaits_body = self._is_head_known = False
+        """Of a request that offers another protocol: its body comes; its head is read again. See `_ignore_offer`."""
 
     # ------------------------------------------------------------------ the connection
 
@@ -100,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refusal is not None or self.transport.is_closing():
             return
         was_in_head = self._in_head
-        super().data_received(data)
+        self._feed(data)
         if not self._in_head:
             return
         self._expect_head()
@@ -113,25 +116,65 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refusal is None:
             self._end(ApiError(400, msg, code="invalid_http"))
 
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._ignore_offer(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _ignore_offer(self, rest: bytes) -> None:
+        """Read on as HTTP/1.1 behind the head of a request that offers another protocol (`Upgrade: h2c` of Java's
+        client, WebSocket). httptools ends there, as if the protocol were changed: `rest` may begin with the body."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        if self._awaits_body:
+            framing = [b"%b: %b\r\n" % one for one in self.headers if one[0] in _FRAMING]
+            self._is_head_known, self._awaits_body = True, False
+            try:
+                self.parser.feed_data(b"".join([b"POST / HTTP/1.1\r\n", *framing, b"\r\n"]))
+            finally:
+                self._is_head_known = False
+        if rest:
+            self._feed(rest)
+
     # ------------------------------------------------------------------ the parser's callbacks
 
     def on_message_begin(self) -> None:
-        self._in_head, self._head_bytes = True, 0
-        super().on_message_begin()
+        if not self._is_head_known:
+            self._in_head, self._head_bytes = True, 0
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_head_known:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_head_known:
+            return
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refuse(_too_large(f"more than {MAX_HEADERS} lines"))
 
     def on_headers_complete(self) -> None:
+        if self._is_head_known:
+            return
         self._head_arrived()
+        self._awaits_body = self.parser.should_upgrade() and any(
+            name in _FRAMING and value != b"0" for name, value in self.headers
+        )
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(ApiError(400, f"more than {MAX_PIPELINED} requests wait on this connection", code="pipeline"))
         super().on_headers_complete()
         self._cycles = [one for one in self._cycles if not one.response_complete]
         self._cycles.append(self.cycle)
         self.flow.resume_reading()  # uvicorn reads no further behind a request that waits, and misses the client's end
+
+    def on_message_complete(self) -> None:
+        if not self._awaits_body:
+            super().on_message_complete()
 
     # ------------------------------------------------------------------ refusals
 
@@ -164,7 +207,9 @@ class BoundedProtocol(HttpToolsProtocol):
         lines = [f"HTTP/1.1 {error.status} {_REASONS[error.status]}", "content-type: application/json"]
         lines += [f"content-length: {len(body)}", "connection: close"]
         lines += [f"{name.lower()}: {value}" for name, value in error.headers.items()]
-        if self.cycle is None or self.cycle.response_complete:  # else it would stand within another reply
+        unanswered = [cycle for cycle in self._cycles if not cycle.response_complete]
+        is_of_last = [cycle.more_body and not cycle.response_started for cycle in unanswered]
+        if is_of_last in ([], [True]):  # else it would stand within another reply, or in its place
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
         self._end_cycles()
@@ -177,6 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 cycle.message_event.set()
 
 
+_FRAMING = (b"content-length", b"transfer-encoding")
 _REASONS = {
     400: "Bad Request",
     408: "Request Timeout",

@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from math import inf
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -45,6 +45,10 @@ class LatestOutputs:
         self._items: dict[int, RequestOutput | BaseException] = {}
         self._waiter: asyncio.Future[None] | None = None
         """Of the `take` that waits."""
+        self._late_at = inf
+        """When it has waited for too long, on the loop's clock."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Goes on from one `take` to the next: a timer for every token of a stream costs more than its text."""
 
     def put(self, index: int, item: RequestOutput | BaseException) -> None:
         """From any thread; never waits."""
@@ -54,23 +58,35 @@ class LatestOutputs:
         if is_first and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
 
-    def _wake(self, *, is_late: bool = False) -> None:
-        """End the wait of `take`, if there is something or it is too late."""
-        if (self._items or is_late) and self._waiter is not None and not self._waiter.done():
+    def _wake(self) -> None:
+        """End the wait of `take`, if there is something."""
+        if self._items and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _tick(self) -> None:
+        """End the wait of `take`, if it is late; else look again when it would be."""
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() >= self._late_at:
+            self._waiter.set_result(None)
+        elif self._late_at < inf:
+            self._timer = self._loop.call_at(self._late_at, self._tick)
+
+    def close(self) -> None:
+        """No `take` follows."""
+        if self._timer is not None:
+            self._timer.cancel()
+
     async def take(self, timeout_s: float | None = None) -> dict[int, RequestOutput | BaseException]:
-        """Everything put since the last call, waiting until there is something; {} after timeout_s seconds."""
+        """Everything put since the last call, waiting until there is something; {} after timeout_s seconds, which are
+        no fewer than in the call before."""
         if not self._items:  # a `put` from now on wakes it, as the loop runs `_wake` later
             self._waiter = self._loop.create_future()
-            timer = None
-            if timeout_s is not None:
-                timer = self._loop.call_later(timeout_s, partial(self._wake, is_late=True))
-            try:
-                await self._waiter
-            finally:
-                if timer is not None:  # less than asyncio.timeout costs, for every token of a stream
-                    timer.cancel()
+            self._late_at = inf if timeout_s is None else self._loop.time() + timeout_s
+            if timeout_s is not None and self._timer is None:
+                self._timer = self._loop.call_at(self._late_at, self._tick)
+            await self._waiter
         with self._lock:
             items, self._items = self._items, {}
         return items
@@ -151,6 +167,7 @@ class InFlightCall:
 
     def _drop(self) -> None:
         """Abort the unfinished requests; their outputs are not read any more."""
+        self._latest.close()
         for meter in self._meters.values():
             meter.abandoned()
         self.abort()

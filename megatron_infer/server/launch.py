@@ -21,6 +21,7 @@ from megatron_infer.server.endpoint_base import EndpointBase
 from megatron_infer.server.http_server import HttpServer, listen
 from megatron_infer.server.http_workers import HttpFrontend
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.speech import speech_modules, speech_processes, with_voices
 from megatron_infer.server.supervisor import Process, ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.server.tokenizer_files import load_tokenizer
 
@@ -38,6 +39,8 @@ class EngineOptions:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    use_legacy_module: bool = False
+    """See `build_model`."""
     dp: int = 1
     """Engines, each a replica."""
     chat_template: str | None = None
@@ -65,6 +68,7 @@ class EngineOptions:
             "dtype": self.dtype,
             "device": self.device,
             "threads": threads,
+            "use_legacy_module": self.use_legacy_module,
             "control": settings.control,
             "weights_root": settings.weights_root,
             "lora_root": settings.lora_root,
@@ -76,13 +80,18 @@ class EngineOptions:
 
 def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C. note: shows a line to the user. Raises InferenceError when it cannot serve."""
+    settings = with_voices(options.model, settings)
     listening = listen(settings.host, settings.port)  # fails for a taken port before a model is loaded
     folder = tempfile.mkdtemp(prefix="megatron-infer-")  # readable by this user only
     base = None if options.endpoint_base is None else EndpointBase(options.endpoint_base)
     address = f"ipc://{folder}/coordinator" if base is None else base.coordinator
     coordinator = {"bind": address, "max_queue": settings.max_queue}
     supervisor = Supervisor(
-        [coordinator_process(coordinator), *(options.process(index, address, settings) for index in range(options.dp))]
+        [
+            coordinator_process(coordinator),
+            *(options.process(index, address, settings) for index in range(options.dp)),
+            *speech_processes(options.model, folder, settings),
+        ]
     )
     is_drained = False
     before = signal.signal(signal.SIGTERM, _interrupt)  # until the HTTP server handles it
@@ -130,7 +139,15 @@ def http_server(
             supervisor=supervisor,
         )
     loaded = load_tokenizer(folder, **tokenizer)
-    return HttpServer(settings, coordinator=coordinator, key=key, tokenizer=loaded, model=model, supervisor=supervisor)
+    return HttpServer(
+        settings,
+        coordinator=coordinator,
+        key=key,
+        tokenizer=loaded,
+        model=model,
+        supervisor=supervisor,
+        modules=speech_modules(folder),
+    )
 
 
 def _interrupt(*_: Any) -> None:
@@ -142,6 +159,8 @@ def attach(
     options: EngineOptions, settings: ServerConfig, coordinator: str, key: bytes | None, note: Callable[[str], None]
 ) -> None:
     """Serve HTTP for a coordinator whose replicas are started separately."""
+    if settings.voice:
+        raise ConfigError("voice is given with --coordinator, which serves no speech; leave it out")
     listening = listen(settings.host, settings.port)
     folder = tempfile.mkdtemp(prefix="megatron-infer-")
     try:

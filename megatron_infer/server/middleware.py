@@ -95,7 +95,7 @@ class _WrappedCall:
         given = (_header(scope, b"x-request-id") or b"").decode("latin-1")
         self._headers = headers
         self._id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = self._id
+        scope.setdefault("state", {}).update(request_id=self._id, send_body=send)
         self._span = None if client.tracing is None else client.tracing.begin_call(scope, self._id)
 
     async def run(self, inner: Any, receive: Any, refusal: ApiError | None) -> None:

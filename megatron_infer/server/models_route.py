@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_infer.audio.speech_model import voice_files
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.routes import Routes
@@ -14,7 +15,8 @@ from megatron_infer.server.server_config import ServerConfig
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     def card(name: str) -> dict[str, Any]:
         owner = {"object": "model", "created": client.started, "owned_by": "megatron-infer"}
-        return {"id": name, **owner, "root": client.model_names[0], "max_model_len": client.max_length}
+        voices = {"voices": list(voice_files(settings.voice))} if settings.voice else {}
+        return {"id": name, **owner, "root": client.model_names[0], "max_model_len": client.max_length, **voices}
 
     def card_of(name: str) -> dict[str, Any]:
         adapter = adapter_of(client, name)

@@ -31,7 +31,8 @@ class ServerConfig:
     """Port to listen at; 0: the system chooses one."""
     http_workers: int = 1
     """HTTP processes that share the port. Limits on connections, threads and bodies hold for each of them; callers,
-    queues and metrics are those of all. More than one cannot be had with control, whose state is one process's."""
+    queues and metrics are those of all. More than one cannot be had with control, whose state is one process's: let a
+    second server of the same coordinator have control."""
     api_key: str | None = field(default=None, repr=False)
     """Key that clients must send as "Authorization: Bearer KEY". None: no key is needed."""
     allowed_host: tuple[str, ...] = ()
@@ -67,6 +68,17 @@ class ServerConfig:
     """Take calls with a repetition, presence or frequency penalty. False: 400."""
     enable_min_tokens: bool = True
     """Take calls with min_tokens. False: 400."""
+    voice: tuple[str, ...] = ()
+    """Voices of a model that speaks: NAME=FILE, a WAV file of at most 30 seconds, besides those of the model."""
+    speech_chunk_size: str = "15,30,60"
+    """New speech tokens of each block of sound that is sent, where a call does not say; the last repeats. "none":
+    all at once."""
+    speech_buffer: int = -1
+    """Speech tokens decoded again as left context of a block. -1: as many as the audio decoder looks back, or 32 frames
+    where that has no bound."""
+    speech_prompt_tokens: str = "never"
+    """Whether the audio decoder sees the voice's tokens: never, once (before the first block) or rolling (also before
+    later ones, to fill speech_buffer)."""
     max_queue: int = 1024
     """Most requests that wait for an engine; further ones are answered 429."""
     isolate_prefix_cache: bool = False
@@ -149,6 +161,7 @@ class ServerConfig:
         for name, value, known in (
             ("tool_call_parser", self.tool_call_parser, ["auto", *FORMATS]),
             ("reasoning_parser", self.reasoning_parser, [*REASONING]),
+            ("speech_prompt_tokens", self.speech_prompt_tokens, ["never", "once", "rolling"]),
         ):
             if value is not None and value not in known:
                 raise ConfigError(f"{unknown_name(name, value, known)}; one of {', '.join(known)}")
@@ -164,7 +177,9 @@ class ServerConfig:
                 raise ConfigError(f"{text}; set api_key")
         if self.control and self.http_workers > 1:
             text = f"control with {self.http_workers} HTTP processes: the state of the engines is kept by one"
-            raise ConfigError(f"{text}; leave http_workers at 1")
+            raise ConfigError(
+                f"{text}; leave http_workers at 1, or serve control at another port: a second server with --coordinator"
+            )
         if self.max_bodies_bytes < self.max_body_bytes:
             text = f"max_bodies_bytes is {self.max_bodies_bytes:,}, less than one body may have"
             raise ConfigError(f"{text} (max_body_bytes, {self.max_body_bytes:,})")

@@ -30,9 +30,11 @@ class EventSender:
     def __init__(
         self, send: Any, state: dict[str, Any], headers: Mapping[str, str] | None = None, *, named: bool = False
     ) -> None:
-        """state: the call's; gets `error` and `failed_status` of a stream that ends by an error. headers: further ones.
-        named: each event has its type as its name, and there is no [DONE]."""
+        """state: the call's; gets `error` and `failed_status` of a stream that ends by an error. Events go to its
+        `send_body`, past layers that read the start of a reply alone. headers: further ones. named: each event has its
+        type as its name, and there is no [DONE]."""
         self._send, self._state, self._named = send, state, named
+        self._send_body = state.get("send_body", send)
         self._headers = [*_HEADERS, *((name.encode(), value.encode()) for name, value in (headers or {}).items())]
 
     async def send_all(self, items: AsyncGenerator[Any], *, deadline: float, call_id: str) -> None:
@@ -64,4 +66,4 @@ class EventSender:
         return b"event: %b\ndata: %b\n\n" % (item["type"].encode(), data) if self._named else b"data: %b\n\n" % data
 
     async def _body(self, data: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": more})

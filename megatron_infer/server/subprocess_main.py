@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
+from megatron_infer.utils.process_memory import loading_for_good
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 PR_SET_PDEATHSIG = 1
@@ -113,6 +114,7 @@ def engine(
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
+    use_legacy_module: bool = False,
     control: bool = False,
     weights_root: str | None = None,
     lora_root: str | None = None,
@@ -125,17 +127,24 @@ def engine(
     `EngineOptions`.
     """
     beat = Beat()
-    from megatron_infer.coordinator.adapter_commands import AdapterCommands
-    from megatron_infer.coordinator.peers import MAX_STEP_S
-    from megatron_infer.coordinator.replica import Replica
-    from megatron_infer.entrypoints.llm import LLM  # imports torch
-    from megatron_infer.rl.remote_weights import RemoteWeights
+    with loading_for_good():
+        from megatron_infer.coordinator.adapter_commands import AdapterCommands
+        from megatron_infer.coordinator.peers import MAX_STEP_S
+        from megatron_infer.coordinator.replica import Replica
+        from megatron_infer.entrypoints.llm import LLM  # imports torch
+        from megatron_infer.rl.remote_weights import RemoteWeights
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     if config.get("logging_step_interval"):
         log_to_stderr(METRICS_LOGGER)
     if loader is None:
-        own = LLM(model, config=config, dtype=dtype, device=device, threads=threads).engine
+        how: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "threads": threads,
+            "use_legacy_module": use_legacy_module,
+        }
+        own = LLM(model, config=config, **how).engine
     else:
         module, _, function = loader.partition(":")
         own = getattr(importlib.import_module(module), function)(**loader_options or {})
@@ -187,6 +196,7 @@ def http_worker(
     from megatron_infer.server.http_server import HttpServer
     from megatron_infer.server.http_workers import MAX_PASS_S, FrontendLink
     from megatron_infer.server.server_config import ServerConfig
+    from megatron_infer.server.speech import speech_modules
     from megatron_infer.server.tokenizer_files import load_tokenizer
 
     log_to_stderr("megatron_infer.server", times=True)
@@ -201,15 +211,31 @@ def http_worker(
         model=model,
         frontend=FrontendLink(folder, name=name),
         started=started,
+        modules=speech_modules(folder),
     )
     beat.is_alive = lambda: server.pass_s < MAX_PASS_S
     server.run(shared, on_ready=lambda url: report(ready={"url": url}))
+
+
+def audio_decoder(*, model: str, path: str, voices: dict[str, str]) -> None:
+    """Decode speech tokens of a model that speaks, for HTTP processes that connect to `path`, until SIGTERM."""
+    Beat()
+    from megatron_infer.utils.openmp import limit_spinning
+
+    limit_spinning()
+    from megatron_infer.server.audio_decoder import run_decoder
+
+    log_to_stderr("megatron_infer", times=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
+    signal.signal(signal.SIGTERM, lambda *_: _leave())
+    run_decoder(model, path, voices, lambda: report(ready={"path": path}))
 
 
 ROLES: dict[str, Callable[..., None]] = {
     "coordinator": coordinator,
     "tokenizer": tokenizer,
     "engine": engine,
+    "audio_decoder": audio_decoder,
     "http": http,
     "http_worker": http_worker,
 }

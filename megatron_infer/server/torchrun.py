@@ -52,6 +52,7 @@ from megatron_infer.server.launch import (
     save_tokenizer_in_subprocess,
 )
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.speech import speech_processes, with_voices
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.utils.stderr_log import log_to_stderr
 
@@ -116,7 +117,14 @@ def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine
     source = open_source(options.model)
     plan, dtype = source.config(), choose_dtype(options.dtype, device)
     experts = groups.ep.size() if groups.ep is not None else 1
-    model = build_model(source, dtype=dtype, device=str(device.torch), pg_collection=groups, expert_parallel=experts)
+    model = build_model(
+        source,
+        dtype=dtype,
+        device=str(device.torch),
+        pg_collection=groups,
+        expert_parallel=experts,
+        use_legacy_module=options.use_legacy_module,
+    )
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
     available = device.available_bytes() // (1 if device.is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     given = options.config | {"pg_collection": groups}
@@ -193,7 +201,7 @@ class FrontendProcesses:
     """Rank 0's subprocesses: the coordinator and HTTP."""
 
     def __init__(self, options: EngineOptions, settings: ServerConfig) -> None:
-        self._options, self._settings = options, settings
+        self._options, self._settings = options, with_voices(options.model, settings)
         self._folder = tempfile.mkdtemp(prefix="megatron-infer-")
         self._coordinator: Supervisor | None = None
         self._http: Supervisor | None = None
@@ -218,7 +226,8 @@ class FrontendProcesses:
             "folder": self._folder,
             "model": model,
         }
-        self._http = Supervisor([ProcessSpec(name="http", role="http", options=options)])
+        http = ProcessSpec(name="http", role="http", options=options)
+        self._http = Supervisor([*speech_processes(model, self._folder, self._settings), http])
         self._http.start()
         return {"address": address, "key": key}
 

@@ -38,6 +38,7 @@ class TrafficLog:
             await self._inner(scope, receive, send)
             return
         call = _RecordedCall(receive, send, self._max_body_bytes)
+        scope["state"]["send_body"] = call.send  # events take this way, see `EventSender`
         try:
             await self._inner(scope, call.receive, call.send)
         finally:

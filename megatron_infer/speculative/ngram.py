@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_infer.scheduler.draft_depth import LONGEST_RUN, NO_PROPOSAL, Proposal
 from megatron_infer.scheduler.request import Request
+
+SOURCE = "ngram"
 
 NUM_CANDIDATES = 8
 """Latest places of the shortest run that are compared for the longest."""
@@ -30,7 +32,7 @@ class NgramProposer:
         self._shortest, self._longest = ngram_min, ngram_max
         self._indices: dict[Request, _Index] = {}
 
-    def propose(self, request: Request, most: int) -> Sequence[int]:
+    def propose(self, request: Request, most: int) -> Proposal:
         """At most `most` tokens that may follow those of `request`; none where its last tokens are new.
 
         Of the places where the longest run stood before, the latest counts. A run that reaches its own repetition goes
@@ -39,7 +41,7 @@ class NgramProposer:
         tokens, index = request.tokens, self._index_of(request)
         length = len(tokens)
         if length <= self._shortest:
-            return ()
+            return NO_PROPOSAL
         best, best_run = 0, 0
         for end in reversed(index.ends.get(tuple(tokens[-self._shortest :]), ())[-NUM_CANDIDATES:]):
             run = self._shortest
@@ -50,9 +52,13 @@ class NgramProposer:
                 if run == self._longest:
                     break
         if not best:
-            return ()
+            return NO_PROPOSAL
+        while (
+            best_run < LONGEST_RUN and best_run < best and tokens[best - 1 - best_run] == tokens[length - 1 - best_run]
+        ):
+            best_run += 1
         period = length - best
-        return [tokens[best + i % period] for i in range(most)]
+        return Proposal([tokens[best + i % period] for i in range(most)], SOURCE, best_run)
 
     def _index_of(self, request: Request) -> _Index:
         """The request's index, up to the run before its last token."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -33,17 +34,19 @@ class Verifier:
 
     def parts(self, plan: StepPlan, output: RunnerOutput) -> Iterator[tuple[StepPlan, RunnerOutput, bool]]:
         """(plan, its output, whether it is the last) of each part, to be committed before the next one is asked for."""
+        self.drafts.stats.seconds_drafting += output.seconds_drafting
         chunks = [chunk for chunk in plan.prefill if chunk.drafts]
         if not chunks:
             yield plan, output, True
             return
         tokens, bad = output.result.tokens, set(output.bad)
         kept: list[tuple[PrefillChunk, int, int]] = []
-        place = len(plan.decode)
+        place, on_device = len(plan.decode), iter(output.drafts)
         for chunk in chunks:
             drawn = tokens[place : place + chunk.n]
+            drafts = list(islice(on_device, chunk.n - 1)) if chunk.drafts_on_device else chunk.drafts
             num_kept = 1
-            while num_kept < chunk.n and drawn[num_kept - 1] == chunk.drafts[num_kept - 1]:
+            while num_kept < chunk.n and drawn[num_kept - 1] == drafts[num_kept - 1]:
                 if place + num_kept - 1 in bad:
                     break
                 num_kept += 1

@@ -45,7 +45,7 @@ def inspect(engine: DynamicInferenceEngine) -> EngineInternals:
         executor=executor,
         runner=executor.runner,
         store=executor.runner.store,
-        snapshots=engine._controls.snapshots,
+        snapshots=engine.controls.snapshots,
         drafts=None if loop._verifier is None else loop._verifier.drafts,
         cost_meter=meters[0] if meters else None,
     )

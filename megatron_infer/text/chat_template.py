@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NoReturn
 
@@ -17,6 +20,87 @@ import jinja2.parser
 import jinja2.sandbox
 
 from megatron_infer.errors import InvalidPrompt, ModelError
+
+CHECK_EVERY = 64
+"""Operations of a template between two readings of the clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderLimits:
+    """Bounds on one rendering: its output and what it adds or multiplies, and its time."""
+
+    max_chars: int
+    """Most characters of the output, of a text, and items of a list; a number has as many bits."""
+    cpu_s: float
+    """Most seconds of the thread's processor time, whatever else the machine does."""
+
+
+class _Budget:
+    """What one rendering has left."""
+
+    def __init__(self, limits: RenderLimits) -> None:
+        self._limits, self._ends_at, self._count = limits, time.thread_time() + limits.cpu_s, 0
+
+    def spend(self) -> None:
+        """Before an operation. Raises TemplateError when the time is over."""
+        self._count += 1
+        if self._count % CHECK_EVERY == 0 and time.thread_time() > self._ends_at:
+            text = f"it takes more than {self._limits.cpu_s:g} s (limit) for this conversation; shorten it"
+            raise jinja2.TemplateError(text)
+
+    def check_size(self, size: int) -> None:
+        """Raises TemplateError beyond the limit."""
+        if size > self._limits.max_chars:
+            text = f"it makes {size:,} characters, items or bits of this conversation, the limit is "
+            raise jinja2.TemplateError(f"{text}{self._limits.max_chars:,}; shorten it")
+
+
+class _Rendering(threading.local):
+    budget: _Budget | None = None
+
+
+_rendering = _Rendering()
+"""Of the thread."""
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, int):
+        return value.bit_length()
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with RenderLimits: whatever a template repeats, it reads, calls, adds or multiplies something."""
+
+    intercepted_binops = frozenset(["+", "*", "**"])
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if _rendering.budget is not None:
+            _rendering.budget.spend()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if _rendering.budget is not None:
+            _rendering.budget.spend()
+        return super().getitem(obj, argument)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if _rendering.budget is not None:
+            _rendering.budget.spend()
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = _rendering.budget
+        if budget is not None:
+            budget.spend()
+            sizes = _size(left), _size(right)
+            if operator == "+":
+                budget.check_size(sum(sizes))
+            else:
+                times = [max(0, one) if isinstance(one, int) else 0 for one in (left, right)]
+                are_numbers = isinstance(left, int) and isinstance(right, int) and operator == "*"
+                budget.check_size(sum(sizes) if are_numbers else max(sizes[0] * times[1], sizes[1] * times[0]))
+        return super().call_binop(context, operator, left, right)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -49,7 +133,7 @@ def _tojson(
 
 
 def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _BoundedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
@@ -96,11 +180,14 @@ def render(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    limits: RenderLimits | None = None,
 ) -> str:
     """The conversation as text.
 
-    `variables` are further names the template may use (bos_token, eos_token, enable_thinking, ...).
-    Raises ModelError for a template that does not parse, InvalidPrompt for messages that it refuses.
+    `variables` are further names the template may use (bos_token, eos_token, enable_thinking, ...). limits: None: the
+    template may take what it takes.
+    Raises ModelError for a template that does not parse, InvalidPrompt for messages that it refuses or that take it
+    beyond the limits.
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     if not is_list or not all(isinstance(message, Mapping) for message in messages):
@@ -112,11 +199,16 @@ def render(
             raise InvalidPrompt(f"messages[{index}]: no 'role'")
     compiled = _compile(template)
     try:
-        return compiled.render(
-            **{"documents": None, **dict(variables or {})},
-            messages=messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
+        return _rendered(
+            compiled,
+            {
+                "documents": None,
+                **(variables or {}),
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            },
+            limits,
         )
     except RecursionError:
         raise InvalidPrompt("the chat template refused the messages: they are nested too deep") from None
@@ -130,3 +222,18 @@ def render(
         MemoryError,
     ) as error:
         raise InvalidPrompt(f"the chat template refused the messages: {error}") from error
+
+
+def _rendered(template: jinja2.Template, variables: dict[str, Any], limits: RenderLimits | None) -> str:
+    if limits is None:
+        return template.render(variables)
+    _rendering.budget = budget = _Budget(limits)
+    try:
+        pieces, size = [], 0
+        for piece in template.generate(variables):
+            budget.spend()
+            budget.check_size(size := size + len(piece))
+            pieces.append(piece)
+        return "".join(pieces)
+    finally:
+        _rendering.budget = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
+from encodings.utf_8 import IncrementalDecoder as UTF8Decoder
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,12 +68,13 @@ class _ByteLevel:
     def __init__(self, bytes_of: _VocabularyBytes, skipped: frozenset[int], prompt_tail: Sequence[int]) -> None:
         self._bytes_of = bytes_of
         self._skipped = skipped
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = UTF8Decoder("replace")
         self.push(prompt_tail)  # keeps the bytes of a character that the prompt ends within
 
     def push(self, ids: Iterable[int]) -> str:
         bytes_of, skipped = self._bytes_of, self._skipped
-        return self._decoder.decode(b"".join([bytes_of[id] for id in ids if id not in skipped]))
+        data, decoder = b"".join([bytes_of[id] for id in ids if id not in skipped]), self._decoder
+        return data.decode("ascii") if data.isascii() and not decoder.buffer else decoder.decode(data)
 
     def flush(self) -> str:
         text = self._decoder.decode(b"", final=True)

@@ -118,8 +118,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        limits: chat_template.RenderLimits | None = None,
     ) -> str:
-        """The conversation as text; encode it with add_special=False, as the template writes the special tokens."""
+        """The conversation as text; encode it with add_special=False, as the template writes the special tokens.
+
+        limits: see `chat_template.render`.
+        """
         if not self._templates:
             raise ModelError(
                 f"{self.name or 'this model'} has no chat template; give plain prompts, or use an instruct model"
@@ -140,6 +144,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             variables={**known, **dict(variables or {})},
+            limits=limits,
         )
 
     def save(self, directory: str | Path) -> None:

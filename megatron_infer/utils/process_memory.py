@@ -8,6 +8,8 @@ import gc
 import sys
 from collections.abc import Iterator
 
+from megatron_infer.utils.gc_pause import no_collection
+
 _YOUNG, _MIDDLE = 10_000, 10
 """Thresholds of the collector's first two generations: pauses of a few milliseconds."""
 _NEVER = 1 << 30
@@ -35,6 +37,23 @@ def full_collections_by_hand() -> Iterator[None]:
 def give_back() -> None:
     """Collect all garbage and return freed memory to the system; takes milliseconds when little is held."""
     gc.collect()
+    return_freed()
+
+
+def return_freed() -> None:
+    """Return memory that was freed to the system: the allocator keeps what lies between objects that are in use."""
     if sys.platform.startswith("linux"):
         with contextlib.suppress(AttributeError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def loading_for_good() -> Iterator[None]:
+    """For programs: what is created within it stays until the process ends, and is never searched for garbage.
+
+    Imports and models are a million objects without garbage; the first full collections of them take a second.
+    """
+    with no_collection():
+        yield
+        gc.freeze()
+    return_freed()

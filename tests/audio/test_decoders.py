@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_infer.audio.blocks import BlockSchedule, PrependPromptSpeechTokens, SpeechBlocks, Window
 from megatron_infer.audio.codec import Codec, CodecConfig
-from megatron_infer.audio.decoder import OpenedDecoder, decode_windows, open_decoder
+from megatron_infer.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.audio.layout import SpeechFormat
+from megatron_infer.audio.registry import open_decoder
 from megatron_infer.errors import ConfigError, ModelError
 
 NEVER, ONCE, ROLLING = PrependPromptSpeechTokens

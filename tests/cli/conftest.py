@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError, InvalidPrompt, PromptTooLong
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 
 LIMIT = 200
 
@@ -41,6 +43,17 @@ class FakeEngine:
         self.num_steps = 0
         self.interrupt_at: int | None = None
         self.fail: set[bytes] = set()
+        self.drafts: SpecDecodeMetrics | None = None
+
+    def spec_decode_metrics(self) -> SpecDecodeMetrics | None:
+        """Three more drafts whenever it is called, of which two were kept; None without drafts."""
+        if self.drafts is not None:
+            counts = {"drafted_per_position": [2, 1], "accepted_per_position": [2, 0]}
+            for name, new in counts.items():
+                had = getattr(self.drafts, name) or [0, 0]
+                setattr(self.drafts, name, [a + b for a, b in zip(had, new, strict=True)])
+            self.drafts.num_verifications += 2
+        return None if self.drafts is None else replace(self.drafts)
 
     def add_request(
         self, prompt: Any, params: SamplingParams, *, request_id: str | None = None, stream: str = "cumulative"

@@ -25,7 +25,8 @@ from megatron_infer.cli.bench_workload import (
 )
 from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import InferenceError
+from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -273,6 +274,43 @@ def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, 
     text = capsys.readouterr().out
     for part in ("tok/s (min..max)", "TTFT ms", "p99", "steps 9", "single-stream decode", "GB/s"):
         assert part in text
+
+
+def test_speculation_is_measured_beside_the_same_engine_without(command, bench_llm, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "megatron_infer.cli.bench_roofline.measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100)
+    )
+    bench_llm.engine.drafts = SpecDecodeMetrics()
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt": "copy this"}\n{"token_ids": [5, 6, 7]}\n')
+    argv = ["--prompts-file", str(prompts), "--output-len", "3", "--rounds", "1", "--json", str(out)]
+    assert command("bench", "m", "--speculative", "ngram", "--vs", "off", *argv) == 0
+    report = json.loads(out.read_text())
+    column = report["columns"]["workload"]
+    assert set(column["engines"]) == set(report["engines"]) == {bench.OURS, "off"}
+    assert column["ratio"]["peer"] == "off" and report["settings"]["sizes"]["workload"]["num_requests"] == 2
+    assert column["speculation"]["accepted_per_position"] == [2, 0]
+    assert column["speculation"]["tokens_per_verification"] == 2.0
+    assert "drafts: 2 of 3 kept, by position 100% 0%; 2.0 tokens a verification" in capsys.readouterr().out
+    added = [one for one in bench_llm.engine.added if one.ids == [5, 6, 7]]
+    assert added[-1].params.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "argv", "message"),
+    [
+        ("", ["--vs", "off"], "--vs off is this engine without --speculative, which is not given"),
+        ("", ["--columns", "16"], "--columns is of random prompts"),
+        ('{"prompt": "a", "top_p": 0.5}', [], "prompts.jsonl:1: answers are greedy and of one length; leave top_p out"),
+        ('{"prompts": "a"}', [], "prompts.jsonl:1: unknown field"),
+        ("", [], "has no prompts"),
+    ],
+)
+def test_wrong_prompts_of_a_benchmark_are_refused(command, bench_llm, tmp_path, line, argv, message):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(line)
+    with pytest.raises(ConfigError, match=message):
+        command("bench", "m", "--prompts-file", str(prompts), *argv)
 
 
 class SuspendingEngine:

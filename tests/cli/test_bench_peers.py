@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -103,7 +104,6 @@ def test_a_workload_that_a_peer_cannot_run_has_a_dash(compare, capsys, monkeypat
             "no start",
             "vllm could not start.*\n(.*\n)*ModuleNotFoundError: .*'engine'\n.*as --peer-python vllm=PATH",
         ),
-        ("dies", "vllm could not run a workload.*\n(.*\n)*out of memory"),
         ("short", r"vllm gave answers of \[2, 2, 2\] tokens, \[3, 3, 3\]"),
     ],
 )
@@ -112,10 +112,20 @@ def test_a_peer_that_fails_ends_the_benchmark_with_its_words(compare, mood, said
         compare(mood, *SIZES)
 
 
+def test_a_peer_that_dies_is_left_out_and_what_was_measured_is_shown(compare, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert compare("dies", *SIZES, "--json", str(out)) == 1
+    shown, report = capsys.readouterr(), json.loads(out.read_text())
+    assert re.search("vllm is left out.*could not run a workload.*\n(.*\n)*out of memory", shown.err)
+    assert list(report["columns"]["workload"]["engines"]) == ["megatron_infer"]
+    assert "out of memory" in report["engines"]["vllm"]["failure"]
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--vs", "vlm"], "unknown engine 'vlm'; there are vllm, openvino"),
+        (["--vs", "vllm,vllm"], "an engine is named twice"),
         (
             ["--peer-python", "openvino=/bin/sh"],
             "--peer-python openvino=/bin/sh: expected NAME=PATH, with one of --vs vllm",

@@ -53,6 +53,8 @@ def test_flags_of_speculation_make_one_option_and_need_a_method():
     args = _parse("--speculative", "ngram", "--num-speculative-tokens", "6", "--no-speculative-adaptive")
     wanted = {"method": "ngram", "num_speculative_tokens": 6, "adaptive": False}
     assert config_flags.given(args) == {"speculative": wanted}
+    several = config_flags.given(_parse("--speculative", "grammar,ngram"))
+    assert several == {"speculative": {"method": ("grammar", "ngram")}}
     assert config_flags.given(_parse("--speculative", "none")) == {"speculative": None}
     with pytest.raises(ConfigError, match="--ngram-max: nothing is drafted without --speculative"):
         config_flags.given(_parse("--ngram-max", "3"))

@@ -29,6 +29,7 @@ def test_generate_answers_well_records_and_replays(tmp_path, capsys):
     assert "2 requests replayed: every token is the same" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_chat_answers_from_a_pipe_and_takes_the_history_from_the_cache(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("My name is Ada. Say hello.\nWhat is my name?\n/stats\n"))
     assert (
@@ -64,6 +65,7 @@ def test_bench_beside_transformers_in_a_process_of_its_own(tmp_path, capsys):
     assert "| 4 prompts, 2 at once, 8 to 16 -> 4 | " in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_generate_follows_a_schema(tmp_path, capsys):
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_infer.pipelines import mapping
 from megatron_infer.pipelines.config import NAMES, PipelineConfig
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,33 @@ def test_every_name_has_a_place_and_a_test():
             wrong.append(f"{name}: no {test}")
     assert not wrong, "\n".join(wrong)
     assert len({name for name, _, _ in ROWS}) == len(ROWS)
+
+
+def test_the_test_of_a_name_has_the_name_or_the_option_that_it_sets():
+    """A test that never names the field, nor what it is mapped to, cannot show it acting."""
+    wrong = []
+    for name, _, test in ROWS:
+        if test == "-" or name.rpartition(".")[2][0].isupper():  # a class, or a member of an enum
+            continue
+        last = name.rpartition(".")[2]
+        row = mapping.ROWS.get(last)
+        words = {last, getattr(row, "option", last), *SHOWN_AS.get(last, ())}
+        text = (ROOT / test.partition("::")[0]).read_text(encoding="utf-8")
+        wrong += [] if any(word.lower() in text.lower() for word in words) else [f"{name}: {test} has none of {words}"]
+    assert not wrong, "\n".join(wrong)
+
+
+SHOWN_AS = {
+    "model_config": ("defer_resolve",),
+    "model_post_init": ("defer_resolve",),
+    "profiling": ("step_ranges",),
+    "sampling": ("enable_penalties",),
+    "prefix_caching_coordinator_policy": ("replica_child",),
+    "prepend_prompt_speech_tokens": ("prepend=",),
+    "prepend_prompt_speech_tokens_causal": ("prompt_causal=",),
+}
+"""Name -> what a test of it may have in its place: sections by one of their fields, pydantic's own by what they do,
+an option by the helper that sets it."""
 
 
 def test_no_name_of_the_built_pages_lacks_its_row():

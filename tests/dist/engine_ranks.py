@@ -59,10 +59,13 @@ def part_of_model(kind: str, folder: str, rank: int, size: int, *, seed: int = 0
 
 def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
     settings = {**BASE, **settings}
+    drafts = settings.pop("drafts_for_itself", False)
+    if drafts:
+        settings["speculative"] = {"method": "draft", "draft_model": model, "adaptive": False}
     pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", None)
     if pool is not None:
         sized = {"blocks": pool, "block_size": 16, "max_requests": settings["max_requests"]}
-        settings |= buffers(model, paused_blocks=paused or 0, **sized)
+        settings |= buffers(model, paused_blocks=paused or 0, draft=model if drafts else None, **sized)
     return DynamicInferenceEngine(model, InferenceConfig(**settings))
 
 

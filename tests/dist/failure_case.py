@@ -39,13 +39,9 @@ CASES: list[Case] = [
     ("decode", "STUCK", 0, "pp"),
 ]
 """STUCK: a forward without end in a process that lives, and gives signs of it; it hears of that itself."""
-QUICK = ("prefill", "decode", "step")
-PARTS = (
-    [case for i, case in enumerate(CASES) if (i // 2 + i) % 2 == 0 and case[0] in QUICK],
-    [case for i, case in enumerate(CASES) if (i // 2 + i) % 2 == 0 and case[0] not in QUICK],
-    [case for i, case in enumerate(CASES) if (i // 2 + i) % 2],
-)
-"""Kills and stops in turn: the last part has every phase, and so have the others together."""
+QUICK: list[Case] = [("prefill", "SIGKILL", 1, "tp"), ("decode", "SIGSTOP", 1, "tp"), ("decode", "SIGKILL", 1, "pp")]
+REST = [case for case in CASES if case not in QUICK]
+PARTS = (QUICK, REST[::2], REST[1::2])
 
 AT_A_TIME = 4
 """Cases that go on together: most of a case is waiting for what will not come."""

@@ -22,6 +22,7 @@ from megatron_infer.testing.tiny import tiny_gpt
 
 CALL = 4
 """Of the forward: the one that fails."""
+TIMEOUT_S = 40.0
 
 
 def on_call(function: Callable[..., Any], first: Callable[[], None]) -> Callable[..., Any]:
@@ -40,7 +41,7 @@ def on_call(function: Callable[..., Any], first: Callable[[], None]) -> Callable
 
 def ends(rank: int, fail: Callable[[], None] | None, text: str, **layout: Any) -> None:
     """An engine whose forward does `fail` at first ends on this rank with RankFailure, for this call and the next."""
-    engine = ranks.make_engine(tiny_gpt(**ranks.GPT, **layout), collective_timeout_s=2)
+    engine = ranks.make_engine(tiny_gpt(**ranks.GPT, **layout), collective_timeout_s=TIMEOUT_S)
     if fail is not None:
         inspect(engine).adopted.hidden = on_call(inspect(engine).adopted.hidden, fail)
     if rank == 0:
@@ -53,7 +54,7 @@ def ends(rank: int, fail: Callable[[], None] | None, text: str, **layout: Any) -
                 assert not any(output.error for output in engine.step()), "a request was blamed"
         failures.append(caught.value)
     assert failures[0] is failures[1], "the engine went on"
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < TIMEOUT_S, "it waited for what had failed"
     engine.rank_group.lockstep.close()
 
 

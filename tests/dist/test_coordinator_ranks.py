@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 
+import pytest
 from coordinator_case import coordinator, wait_for
 from engine_ranks import make_engine, part_of_model, whole_model, workload
 from gloo_ranks import new_groups, run_on_ranks
@@ -13,16 +14,14 @@ from gloo_ranks import new_groups, run_on_ranks
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.replica import Replica
 
-IDLE_S, TIMEOUT_S = 4.0, 2.0
-
 
 def work():
     return [(prompt, dataclasses.replace(params, max_tokens=60)) for prompt, params in workload(6)]
 
 
-def serve(rank, size, folder):
+def serve(rank, size, folder, timeout_s, idle_s):
     new_groups(tensor_model_parallel_size=size)
-    engine = make_engine(part_of_model("attention", str(folder), rank, size), collective_timeout_s=TIMEOUT_S)
+    engine = make_engine(part_of_model("attention", str(folder), rank, size), collective_timeout_s=timeout_s)
     if rank:
         engine.follow()
         return
@@ -33,7 +32,7 @@ def serve(rank, size, folder):
         try:
             with InferenceClient(one.address) as client:
                 wait_for(lambda: client.stats()["replicas"])
-                time.sleep(IDLE_S)  # longer than a collective may take: no rank is missed while there is no work
+                time.sleep(idle_s)  # longer than a collective may take: no rank is missed while there is no work
                 futures = [client.submit(*pair) for pair in work()]
                 wait_for(lambda: client.stats()["replicas"][0]["running"])
                 time.sleep(0.4)
@@ -60,9 +59,10 @@ def serve(rank, size, folder):
         raise failures[0]
 
 
-def test_two_ranks_serve_as_one_replica_through_idling_moves_and_controls(tmp_path):
+@pytest.mark.parametrize(("timeout_s", "idle_s"), [(60.0, 0.5), pytest.param(5.0, 7.0, marks=pytest.mark.long)])
+def test_two_ranks_serve_as_one_replica_through_idling_moves_and_controls(tmp_path, timeout_s, idle_s):
     engine = make_engine(whole_model("attention"))
     expected = [engine.generate([prompt], [params])[0] for prompt, params in work()]
     lines = (" ".join(map(str, output.outputs[0].token_ids)) for output in expected)
     (tmp_path / "tokens").write_text("\n".join(lines))
-    run_on_ranks(serve, 2, tmp_path)
+    run_on_ranks(serve, 2, tmp_path, timeout_s, idle_s)

@@ -141,7 +141,7 @@ def out_of_memory_behind(function: Any) -> Any:
 
 def breaks_off(rank: int, model: Any) -> None:
     """In the warm-up, where the other is in a collective: both end with the rank and the cause, that one at once."""
-    engine = stage_case.make_engine(model, collective_timeout_s=4, **GRAPHS)
+    engine = stage_case.make_engine(model, collective_timeout_s=20, **GRAPHS)
     if rank == 1:
         run_one_by_one(engine, {1: Breaking()})
     if rank == 0:
@@ -149,7 +149,7 @@ def breaks_off(rank: int, model: Any) -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*together with other ranks.*no room"):
         engine.step()
-    assert time.monotonic() - started < (3.5 if rank == 1 else 15.0)
+    assert time.monotonic() - started < (15.0 if rank == 1 else 40.0)
     engine.rank_group.lockstep.close()
 
 

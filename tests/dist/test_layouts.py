@@ -65,7 +65,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "TP2 x PP2": {"gpt": BUSY, "moe": OVERLAPPED, "hybrid": BUSY | {"overlap": True}},
     "EP2 x PP2": {"moe": BUSY, "hybrid": DRAFTED},
     "TP2 x EP2": {"moe": DRAFTED, "hybrid": BUSY},
-    "DP2 x TP2": {"gpt": OVERLAPPED, "moe": BUSY, "hybrid": BUSY | {"overlap": True}},
+    "DP2 x TP2": {"gpt": OVERLAPPED | {"drafts_for_itself": True}, "moe": BUSY, "hybrid": BUSY | {"overlap": True}},
 }
 """Each with EVENTS on the way."""
 EVENTS: dict[int, Callable[[DynamicInferenceEngine], Any]] = {
@@ -183,6 +183,10 @@ def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
             assert got.keys() == want.keys()
             check_same(got, want, (layout, kind))
             check_counters(engine.stats().counters, settings["preemption_mode"], (layout, kind))
+            if "drafts_for_itself" in settings:
+                found = engine.spec_decode_metrics()
+                assert found.num_drafted - found.num_accepted in (0, 4), found  # "gone" may be aborted in a step
+                assert found.num_accepted > 50, found
             engine.rank_group.lockstep.close()
         if layout == SPLIT:
             check_split(rank, sizes, folder, [*MODELS][part::2])
@@ -192,7 +196,7 @@ def on_rank(rank: int, size: int, folder: Path, part: int) -> None:
 
 def check_one_sided_failure(rank: int) -> None:
     """A forward that raises on one rank of a stage: the others of the stage have waited for it in vain."""
-    engine = ranks.make_engine(build("gpt", LAYOUTS[SPLIT]), collective_timeout_s=2, check_invariants=False)
+    engine = ranks.make_engine(build("gpt", LAYOUTS[SPLIT]), collective_timeout_s=10, check_invariants=False)
     if rank == 1:
 
         def raising(*args: Any) -> Any:
@@ -202,7 +206,7 @@ def check_one_sided_failure(rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in .*: MemoryError: no room"):
         engine.generate([[5, 6, 7]], ranks.workload(1)[0][1])
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     engine.rank_group.lockstep.close()
 
 

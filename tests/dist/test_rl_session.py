@@ -157,7 +157,8 @@ def check_split_logprobs(rank: int) -> None:
     torch.testing.assert_close(part.grad, whole.grad.chunk(2, -1)[rank], atol=1e-6, rtol=1e-6)
 
 
-def on_faults(rank: int, size: int, folder: Path) -> None:
+def on_faults(rank: int, size: int, folder: Path, every: int) -> None:
+    """every: of how many faults one is tried, of either rank another."""
     one, other = torch.load(folder / "pair.pt")
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         new_groups(**{name: size})
@@ -168,7 +169,7 @@ def on_faults(rank: int, size: int, folder: Path) -> None:
         session = make_session(model, settings={"collective_timeout_s": 60}, suspend_mode="recompute")
         want = answers(session)
         for victim in range(size):
-            for what in list(FAULTS)[:: 2 if in_stages else 1]:
+            for what in list(FAULTS)[victim % every :: 2 * every if in_stages else every]:
                 fails_as_one(session, other, what, victim, rank)
                 assert answers(session) == want, (name, what, victim)
             stream, broken = broken_stream(other, victim, rank == victim)
@@ -211,8 +212,9 @@ def broken_stream(state: dict[str, torch.Tensor], victim: int, breaks: bool) -> 
 
 
 @pytest.mark.timeout(200)
-def test_a_fault_on_either_rank_in_any_phase_is_undone_on_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_a_fault_on_either_rank_in_any_phase_is_undone_on_both(tmp_path: Path, every: int) -> None:
     models = [tiny_gpt(**MODEL, seed=seed) for seed in (0, 7)]
     pair = [{name: parameter.detach().clone() for name, parameter in model.named_parameters()} for model in models]
     torch.save(pair, tmp_path / "pair.pt")
-    run_on_ranks(on_faults, 2, tmp_path)
+    run_on_ranks(on_faults, 2, tmp_path, every)

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import engine_ranks as ranks
 import pytest
 import torch
 
+from megatron_infer.comm import lockstep
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
@@ -370,7 +372,7 @@ def check_hooks(model: torch.nn.Module, rank: int) -> None:
 
 def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
     """A forward that raises on one rank only ends the engine on all, each naming the rank, the phase and the cause."""
-    engine = ranks.make_engine(model, collective_timeout_s=3, check_invariants=False)
+    engine = ranks.make_engine(model, collective_timeout_s=30, check_invariants=False)
     engine.generate([PROMPT], GREEDY)
     if rank == 1:
 
@@ -378,7 +380,10 @@ def check_one_sided_failure(model: torch.nn.Module, rank: int) -> None:
             raise MemoryError("rank 1 has no room")
 
         run_one_by_one(engine, {1: SimpleNamespace(run=raising)})
-    with pytest.raises(RankFailure, match=r"rank 1 of the engine failed in prefill of step .*no room") as caught:
+    with (
+        mock.patch.object(lockstep, "ALONE_S", 1.0),
+        pytest.raises(RankFailure, match=r"rank 1 of the engine failed in prefill of step .*no room") as caught,
+    ):
         engine.generate([PROMPT], GREEDY)
     assert caught.value.rank == 1
     with pytest.raises(RankFailure):

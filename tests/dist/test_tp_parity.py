@@ -68,7 +68,9 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Engine, int
     "processed": ({"logprobs_mode": "processed"}, {"temperature": 0.7, "repetition_penalty": 1.2}, nothing),
 }
 ATTENTION_ONLY = ("processed",)
-NUM_PARTS = 3
+EACH = 6
+PARTS = ((0,), (1, 3, 5), (2, 4))
+"""Which scenarios a part has: every EACH-th from these numbers on."""
 
 
 def settings_of(name: str, kind: str) -> dict[str, Any]:
@@ -106,9 +108,9 @@ def play(engine: Engine, name: str, act: Callable[[Engine, int], None] | None = 
 
 
 def scenarios_of(kind: str, part: int) -> list[str]:
-    """One in NUM_PARTS, others for the other kind of model; those of all parts together are all."""
+    """Others for the other kind of model; those of all parts together are all."""
     names = [name for name in SCENARIOS if kind == "attention" or name not in ATTENTION_ONLY]
-    return names[(part + (kind == "hybrid")) % NUM_PARTS :: NUM_PARTS]
+    return [name for first in PARTS[part] for name in names[(first + 3 * (kind == "hybrid")) % EACH :: EACH]]
 
 
 def check_parity(rank: int, size: int, folder: str) -> None:
@@ -130,7 +132,7 @@ def check_parity(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, NUM_PARTS))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, len(PARTS)))])
 def test_two_ranks_give_what_one_process_gives(tmp_path: Path, part: int):
     """Attention and hybrid: chunks, prefixes, pauses, evictions, swaps, overlap, suspends, updates; check_invariants
     compares the ranks' plans in every step."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from pages import PAGES, Block, all_blocks, blocks_of, missing_imports, undefined_names
-from reader import Reader, fill
+from reader import PORTS, Reader, fill
 
 NOT_RUN = {
     "make demo": "makes an environment",
@@ -34,13 +34,22 @@ NOT_RUN = {
     "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; tests/dist/test_ray.py runs it with Ray",
     "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; tests/dist/test_ray.py likewise",
     "curl localhost:8000/generate": "Ray Serve",
+    "megatron-infer serve voice/": "a speech model; tests/audio/test_speech_server.py runs it with one",
+    "curl localhost:8000/v1/audio/speech": "a speech model",
+    "speech = client.audio.speech": "a speech model; tests/audio/test_speech_server.py runs it with one",
+    "megatron-infer speak voice/": "a speech model; tests/audio/test_speak.py runs it with one",
+    "from megatron_infer.pipelines import AudioGenerationConfig": "a speech model; tests/audio has one",
 }
 """How a command or a line of a block begins -> what it needs that is not here."""
 
 LONG = re.compile(
-    r"torchrun|^python |megatron-infer (bench|bench-serve) |serve .*(--dp|--record|--otlp|DIR)|curl .*DIR"
+    r"torchrun|^python |megatron-infer (bench|bench-serve|coordinator|replica) "
+    r"|megatron-infer serve (?!smollm2 --port 8000$)"
 )
-"""Commands that take many seconds."""
+"""Commands that take many seconds: of servers all but the one that pages share."""
+STARTS = re.compile(r"megatron-infer (serve|coordinator|replica) ")
+ASKS = re.compile("|".join(PORTS))
+"""What asks a server; of pages whose own server is not started, nothing is asked."""
 SLOW = re.compile(
     r"python tools/bench/(?!speed)|--rounds 3|examples/grpo.py"
     r"|torchrun --nproc-per-node (2 examples/generate.py|[24] -m megatron_infer serve)"
@@ -76,10 +85,21 @@ def has(page: str, level: Level) -> bool:
 
 
 def read(page: str, reader: Reader, level: Level) -> None:
+    started = level > Level.QUICK
+
+    def takes(command: str, block: Block) -> bool:
+        nonlocal started
+        if reason(block, command) or Level.of(command) > level:
+            return False
+        started = started or bool(STARTS.search(command))
+        return started or not ASKS.search(command)
+
     for block in blocks_of(page):
-        if block.language == "python" and (reason(block) or (block.launcher and level < Level.LONG)):
+        if block.language == "python" and (
+            reason(block) or (block.launcher and level < Level.LONG) or (not started and ASKS.search(block.text))
+        ):
             continue
-        reader.run(block, takes=lambda one, of=block: not reason(of, one) and Level.of(one) <= level)
+        reader.run(block, takes=lambda one, of=block: takes(one, of))
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 """Processes that are killed: one that forks engines and reaps them, driven by messages (see test_durable_kill.py).
 
-    in   {"path": ..., "log": ..., "kind": ..., "kill_at": null | n, "after_s": null | seconds, "save_after": null | n}
+    in   {"path": ..., "log": ..., "kind": ..., "kill_at": null | n, "after_s": null | seconds, "save_after": null | n,
+          "drafts": true | false}
     out  {"code": exit code}
 
 A forked engine of a model of `kind` (see model_kinds.py) keeps its requests at `path` and notes in `log` what its
 caller was told, each note after the call returned. With kill_at it kills itself around its n-th system call on files:
 before it, or halfway through a write. With after_s it is killed so long after its first note. With save_after it takes
-so many steps instead, writes the requests with their keys, values and states to `path`, and ends.
+so many steps instead, writes the requests with their keys, values and states to `path`, and ends. With drafts it
+verifies tokens that n-grams propose.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import signal
 import sys
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from durable_case import PROMPT, make_engine
@@ -26,6 +29,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 
 NUM_REQUESTS = 8
 EVERY_STEPS = 4
+DRAFTS: dict[str, Any] = {"speculative": {"ngram_min": 1, "adaptive": False}}
 
 
 def params_of(index: int) -> SamplingParams:
@@ -87,7 +91,7 @@ def run_child(model, order: dict) -> None:
     def note(kind: str, request_id: str) -> None:
         os.write(log, json.dumps([kind, request_id]).encode() + b"\n")
 
-    engine = make_engine(model, seed=4, overlap=True)
+    engine = make_engine(model, seed=4, overlap=True, **(DRAFTS if order["drafts"] else {}))
     if order["save_after"] is not None:
         for index in range(NUM_REQUESTS):
             engine.add_request(prompt_of(index), params_of(index))
@@ -98,6 +102,8 @@ def run_child(model, order: dict) -> None:
     killer = Killer(order["kill_at"])
     serve(engine, order["path"], note)
     note("calls", str(killer.calls))
+    if (found := engine.spec_decode_metrics()) is not None:
+        note("accepted drafts", str(found.num_accepted))
 
 
 def main(orders: Connection) -> None:

@@ -57,13 +57,20 @@ def bytes_of(model: torch.nn.Module, block_size: int) -> tuple[int, int]:
 
 
 def buffers(
-    model: torch.nn.Module, *, blocks: int, block_size: int, max_requests: int, paused_blocks: int = 0
+    model: torch.nn.Module,
+    *,
+    blocks: int,
+    block_size: int,
+    max_requests: int,
+    paused_blocks: int = 0,
+    draft: torch.nn.Module | None = None,
 ) -> dict[str, Any]:
     """Settings of a pool of `blocks` usable blocks, so many of which the paused may keep, and all the states.
 
     The states are taken from both buffers in proportion (see `split_pool`), so both are larger by their share.
     """
     block, slot = bytes_of(model, block_size)
+    block += 0 if draft is None else bytes_of(draft, block_size)[0]
     states = max_requests * slot
     if not block:  # blocks take no memory
         return {"buffer_size_gb": (states + slot) / 2**30}  # one is for padding

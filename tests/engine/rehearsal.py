@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.scheduler.draft_depth import Proposal
 from megatron_infer.scheduler.request import Request
 from megatron_infer.testing.inspect import inspect
 
@@ -18,11 +19,11 @@ class Rehearsal:
         """sequences: prompts with their answers; no prompt with its first answer token begins another one."""
         self._sequences = [list(sequence) for sequence in sequences]
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def propose(self, request: Request, most: int) -> Proposal:
         tokens, length = request.tokens, len(request.tokens)
         heard = next((one for one in self._sequences if one[:length] == tokens), tokens)[length : length + most]
         num_right = length % (most + 2)
-        return heard[:num_right] + [(token + 1) % 7 for token in heard[num_right:]]
+        return Proposal(heard[:num_right] + [(token + 1) % 7 for token in heard[num_right:]])
 
 
 def rehearse(engine: DynamicInferenceEngine, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -39,14 +41,25 @@ TOLERANCE = 2e-5
 """Of log probabilities computed in other pieces by scans that round: see test_scan_tolerance."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(params=KINDS)
 def kind(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def model(kind) -> torch.nn.Module:
+@functools.cache  # beside tests that choose their kinds themselves, a fixture would be made anew for each
+def model_of(kind: str) -> torch.nn.Module:
     return make_model(kind)
+
+
+@functools.cache
+def answers_alone(kind: str) -> list[dict]:
+    engine = make_engine(model_of(kind))
+    return [told(engine.generate([p], [q])[0].outputs[0]) for p, q in workload(asked_of(kind))]
+
+
+@pytest.fixture
+def model(kind) -> torch.nn.Module:
+    return model_of(kind)
 
 
 def with_kinds(names, only) -> list:
@@ -58,11 +71,10 @@ def asked_of(kind: str) -> dict[str, bool]:
     return NO_ROUTING if kind == "dense" else ALL
 
 
-@pytest.fixture(scope="module")
-def alone(model, kind) -> list[dict]:
+@pytest.fixture
+def alone(kind) -> list[dict]:
     """One request at a time, nothing switched on."""
-    engine = make_engine(model)
-    return [told(engine.generate([p], [q])[0].outputs[0]) for p, q in workload(asked_of(kind))]
+    return copy.deepcopy(answers_alone(kind))
 
 
 def run(engine, work) -> list:

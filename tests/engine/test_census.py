@@ -59,6 +59,7 @@ def pair(kind: str) -> tuple[Any, Any]:
     return MODELS[kind](seed=1), MODELS[kind](seed=2)
 
 
+@pytest.mark.one_in(4)
 @every_kind
 @every_change
 def test_before_adoption(pair, change):
@@ -73,6 +74,7 @@ def test_before_adoption(pair, change):
     answer(engine_of(model))
 
 
+@pytest.mark.one_in(4)
 @every_kind
 @every_change
 def test_while_idle(pair, change):
@@ -98,6 +100,7 @@ def test_while_idle(pair, change):
     assert (found == before) == (change is CHANGES["layer.compile()"])
 
 
+@pytest.mark.one_in(4)
 @every_kind
 @every_change
 def test_between_rollouts(pair, change):
@@ -126,6 +129,7 @@ def test_between_rollouts(pair, change):
         check_equal((found.token_ids, found.raw_logprobs), wanted)
 
 
+@pytest.mark.one_in(4)
 @every_kind
 @every_change
 def test_in_flight(pair, kind, change):
@@ -156,6 +160,7 @@ def test_in_flight(pair, kind, change):
     check_equal(answer(engine), answer(engine_of(model)))
 
 
+@pytest.mark.one_in(4)
 @every_kind
 @every_change
 def test_while_suspended(pair, change):

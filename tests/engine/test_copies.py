@@ -180,7 +180,7 @@ def test_offloaded_blocks_come_back_while_steps_wait_for_one_layer_after_the_oth
 
 
 USES = {
-    "read": lambda store: store.read_blocks(BLOCKS).permute(1, 2, 0, 3, 4, 5),
+    "read": lambda store: store.read_blocks(BLOCKS)["blocks"].permute(1, 2, 0, 3, 4, 5),
     "swap": lambda store: store.run_copies([block_out(BLOCKS[0], 0), block_in(0, 23)]),
     "copy": lambda store: store.run_copies([copy_block(BLOCKS[0], 23)]),
     "suspend": lambda store: store.restore(set(BLOCKS), quiet) if store.offload(BLOCKS, quiet) else None,

@@ -58,10 +58,11 @@ class Victims:
         kill_at: int | None = None,
         after_s: float | None = None,
         save_after: int | None = None,
+        drafts: bool = False,
     ) -> int:
         """One engine from begin to end -> its exit code, negative for a signal. Its notes are in `path`.log."""
         order = {"path": str(path), "log": f"{path}.log", "kind": kind}
-        order |= {"kill_at": kill_at, "after_s": after_s, "save_after": save_after}
+        order |= {"kill_at": kill_at, "after_s": after_s, "save_after": save_after, "drafts": drafts}
         self.orders.send(order)
         return self.orders.recv()["code"]  # EOFError: the process that forks engines has died
 
@@ -109,30 +110,36 @@ def assert_nothing_is_lost(model, path: Path, want: Collector) -> None:
     assert {output.request_id for output in again.finished} == found and not again.loaded
 
 
-def test_a_kill_around_any_file_operation_loses_nothing(model, uninterrupted, victims, tmp_path):
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_a_kill_around_any_file_operation_loses_nothing(model, uninterrupted, victims, tmp_path, part):
     assert victims.run(tmp_path / "whole") == 0
     assert_nothing_is_lost(model, tmp_path / "whole", uninterrupted)
     num_calls = int(next(value for kind, value in notes(tmp_path / "whole") if kind == "calls"))
     assert num_calls > 40
     chosen = {*range(1, 9), *random.Random(0).sample(range(9, num_calls + 1), 24)}
-    for kill_at in sorted(chosen):
+    for kill_at in sorted(chosen)[part::3]:
         path = tmp_path / f"at{kill_at}"
         assert victims.run(path, kill_at=kill_at) == -signal.SIGKILL
         assert_nothing_is_lost(model, path, uninterrupted)
 
 
 @pytest.mark.long
-def test_a_kill_at_a_random_moment_loses_nothing(model, uninterrupted, victims, tmp_path):
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_a_kill_at_a_random_moment_loses_nothing(model, uninterrupted, victims, tmp_path, drafts):
     began = time.monotonic()
-    assert victims.run(tmp_path / "whole") == 0
+    assert victims.run(tmp_path / "whole", drafts=drafts) == 0
     took, chooser = time.monotonic() - began, random.Random()
-    for number in range(8):
+    assert_nothing_is_lost(model, tmp_path / "whole", uninterrupted)
+    kept = [int(value) for kind, value in notes(tmp_path / "whole") if kind == "accepted drafts"]
+    assert len(kept) == drafts and all(kept)
+    for number in range(6):
         path = tmp_path / str(number)
-        victims.run(path, after_s=chooser.random() * took)
+        victims.run(path, after_s=chooser.random() * took, drafts=drafts)
         assert_nothing_is_lost(model, path, uninterrupted)
 
 
-def test_a_torn_last_line_is_left_out_and_mentioned_and_other_damage_refused(model, tmp_path):
+@pytest.mark.parametrize("every", [89, pytest.param(29, marks=pytest.mark.long)])
+def test_a_torn_last_line_is_left_out_and_mentioned_and_other_damage_refused(model, tmp_path, every):
     path = tmp_path / "requests"
     engine = make_engine(model)
     engine.keep_snapshots(path)
@@ -149,7 +156,7 @@ def test_a_torn_last_line_is_left_out_and_mentioned_and_other_damage_refused(mod
         torn = length > len(good) - len(lines[-1])
         assert len(report.notes) == torn and (not torn or "line 4 is cut short" in report.notes[0])
     chooser = random.Random(0)
-    for at in range(0, len(good), 29):
+    for at in range(0, len(good), every):
         damaged = bytearray(good)
         damaged[at] ^= 1 << chooser.randrange(8)
         journal.write_bytes(damaged)

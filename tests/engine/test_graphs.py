@@ -119,7 +119,7 @@ def expected(model):
         return answers(make_engine(model), work())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_tokens_are_the_same_with_graphs(model, kind, expected, feature):
     engine = make_engine(model, **GRAPHS, **FEATURES[feature])
@@ -204,7 +204,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(max_tokens=rng.randint(5, 16), ignore_eos=True, **how, **chosen)
 
 
-@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize("mode", ["raw", pytest.param("processed", marks=pytest.mark.long)])
 def test_draws_and_their_details_are_the_same_within_graphs_and_outside(gpt, mode, monkeypatch):
     """Rows change hands, fork, are evicted and aborted; some steps have a row that lists too many ids for a graph."""
     rng = random.Random(8)
@@ -346,6 +346,7 @@ def test_what_a_graph_cannot_hold_is_refused_and_the_step_runs_uncaptured(gpt, m
 # ---------------------------------------------------------------------- suspends and weights
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("static", [False, True], ids=["addresses move", "static pointers"])
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
 def test_graphs_survive_a_suspend_exactly_when_addresses_do(gpt, mode, static):
@@ -479,7 +480,12 @@ def test_without_a_gpu_or_kernels_that_can_be_captured_the_reason_is_given(gpt, 
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"overlap": True, "cuda_graph_mixed_prefill_count": 1}, {"num_cuda_graphs": 3}]
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"overlap": True, "cuda_graph_mixed_prefill_count": 1},
+        pytest.param({"num_cuda_graphs": 3}, marks=pytest.mark.long),
+    ],
 )
 def test_with_all_prefills_every_step_hits_a_graph(gpt, settings):
     expected = answers(make_engine(gpt), work(9))

@@ -29,6 +29,7 @@ from megatron_infer.testing.tiny import tiny_hybrid
 
 VOCAB = 131
 FAMILIES = ("mamba2", "nemotron_h", "nemotron_h_experts", "bamba", "granite_factors_tied", "granite_experts")
+QUICK = ("mamba2", "nemotron_h_experts", "granite_experts")
 SIZES: dict[str, Any] = {
     "buffer_size_gb": 0.05,
     "block_size_tokens": 16,
@@ -65,7 +66,9 @@ def assert_answers(outputs: list[RequestOutput], logits_of: Any, *, within: floa
             assert abs(entry[token].logprob - float(expected[i, token])) < within
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(one, marks=[pytest.mark.long] * (one not in QUICK)) for one in FAMILIES]
+)
 def directory(request, tmp_path_factory) -> tuple[Path, Any]:
     """A saved model with its tokenizer, and the model itself."""
     path = tmp_path_factory.mktemp(request.param)
@@ -139,6 +142,7 @@ def test_the_command_line_answers_text_from_a_directory_and_from_its_checkpoint(
         assert capsys.readouterr().out == tokenizer.decode(expected[0]) + "\n"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pattern", ["MM", "M*M*", "*M-", "MEM*E", "M-M*-"])
 @pytest.mark.parametrize("settings", [CHUNKED, CACHED], ids=["chunks", "cache"])
 def test_decoding_step_by_step_equals_megatron_cores_full_forward(pattern, settings):

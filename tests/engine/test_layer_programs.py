@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from model_kinds import make_model
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.kernels import native_build
+from megatron_infer.kernels.cpu_native import PANELS
 from megatron_infer.kernels.native_layers import NativeLayers
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -42,6 +45,22 @@ def answers(engine: DynamicInferenceEngine) -> list[tuple[list[int], Any]]:
 
 def engine_of(model: torch.nn.Module) -> DynamicInferenceEngine:
     return DynamicInferenceEngine(model, InferenceConfig(**SIZES))
+
+
+def test_native_kernels_are_there_wherever_a_compiler_is():
+    """Tests of native kernels are skipped without them: where they can be built, none may be."""
+    try:
+        native_build.find_compiler()
+    except native_build.NativeUnavailable:
+        if "CI" in os.environ:
+            raise
+        pytest.skip("no C++ compiler")
+    native_build.load()
+    for dtype in (torch.float32, torch.bfloat16):
+        kernels = engine_of(model_of("plain", dtype)).kernels
+        linear = next(row for row in kernels.rows if row.operation == "linear")
+        assert kernels.layers is not None or linear.chosen != PANELS, f"{dtype}: a call for each operation"
+        assert linear.chosen == PANELS or f"this CPU has no {dtype} products" in linear.reasons.values(), linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -76,15 +76,22 @@ def model(kind) -> torch.nn.Module:
 
 
 def make_engine(model: torch.nn.Module, kind: str, **settings: Any) -> DynamicInferenceEngine:
-    """An engine on the tiny model; pool_blocks / paused_blocks size the pool in blocks."""
+    """An engine on the tiny model; pool_blocks / paused_blocks size the pool in blocks; draft: a model that drafts."""
     settings = {**BASE, **settings}
     settings.pop("order", None)
+    if (draft := settings.pop("draft", None)) is not None:
+        settings["speculative"] = {"method": "draft", "draft_model": draft, "adaptive": False}
     if "prefix" in settings:
         settings |= prefix_caching(kind, settings.pop("prefix"))
     pool, paused = settings.pop("pool_blocks", None), settings.pop("paused_blocks", 0)
     if pool is not None:
         settings |= buffers(
-            model, blocks=pool, paused_blocks=paused, block_size=BLOCK, max_requests=settings["max_requests"]
+            model,
+            blocks=pool,
+            paused_blocks=paused,
+            block_size=BLOCK,
+            max_requests=settings["max_requests"],
+            draft=draft,
         )
     return DynamicInferenceEngine(model, InferenceConfig(**settings))
 
@@ -141,6 +148,7 @@ def expected(model: torch.nn.Module, kind: str) -> dict[str, list[list[int]]]:
     return answers
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_tokens_are_the_same_with_the_feature(model, kind, expected, feature, drawing):
@@ -157,7 +165,7 @@ def test_tokens_are_the_same_with_the_feature(model, kind, expected, feature, dr
     assert (counters["states_loaded"] > 0) == (kind in RECURRENT and feature.startswith("prefix"))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, drawing):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError
 from megatron_infer.metrics.definitions import engine_families
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, Proposal
 from megatron_infer.scheduler.request import Request
 from megatron_infer.speculative.ngram import NgramProposer
 from megatron_infer.testing.inspect import inspect
@@ -160,6 +162,7 @@ def test_a_request_may_draw_one_by_one(model, plain):
     assert plain.spec_decode_metrics() is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["persist", "recompute", "offload"])
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
 def test_suspends_change_nothing(kind, mode):
@@ -190,8 +193,8 @@ def test_a_hybrid_continues_from_the_state_of_the_last_kept_token():
     assert drafts is not None
 
     class Alternating(Rehearsal):
-        def propose(self, request: Request, most: int) -> list[int]:
-            return super().propose(request, most) if request.num_output % 3 == 1 else []
+        def propose(self, request: Request, most: int) -> Proposal:
+            return super().propose(request, most) if request.num_output % 3 == 1 else NO_PROPOSAL
 
     drafts.proposer = Alternating(out.prompt_token_ids + out.outputs[0].token_ids for out in wanted)
     assert shown(ask(engine, {"temperature": 0.0, "logprobs": 2})) == shown(wanted)
@@ -218,6 +221,34 @@ def test_saved_requests_continue_with_drafts(model, plain, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_weights_that_change_between_steps_draw_what_they_would_one_by_one(kind):
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True, logprobs=0)
+    wanted = make_engine(make_model(kind, vocab_size=VOCAB)).generate([prompts()[0]], [params])
+    found, at = [], 0
+    for settings in (ON, {}):
+        model = make_model(kind, vocab_size=VOCAB)
+        engine = make_engine(model, **settings)
+        if settings:
+            rehearsed(engine, wanted)
+        engine.add_request(prompts()[0], params)
+        news: list[RequestOutput] = []
+        while not news or len(news[-1].outputs[0].token_ids) < max(at, 9):
+            news += engine.step()
+        at = len(news[-1].outputs[0].token_ids)  # of the one with drafts; the other draws as many
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+        engine.set_weight_version(3)
+        while engine.has_unfinished():
+            news += engine.step()
+        found.append(shown(news[-1:]))
+    assert found[0] == found[1]
+    spans = found[0][0][0][-1]
+    assert [span.first_token for span in spans] == [0, at] and at > 9
+    assert found[0] != shown(wanted)
+
+
 @pytest.mark.parametrize("off", [0, 1], ids=["right", "wrong"])
 def test_adaptive_depth_changes_no_answer(model, plain, off):
     wanted = ask(plain, {"temperature": 0.0}, max_tokens=100)
@@ -234,16 +265,16 @@ class Heard:
     def __init__(self, outputs: list[RequestOutput], off: int) -> None:
         self._known, self._off = [out.prompt_token_ids + out.outputs[0].token_ids for out in outputs], off
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def propose(self, request: Request, most: int) -> Proposal:
         length = len(request.tokens)
         heard = next(one for one in self._known if one[:length] == request.tokens)
-        return [(token + self._off) % VOCAB for token in heard[length : length + most]]
+        return Proposal([(token + self._off) % VOCAB for token in heard[length : length + most]])
 
 
 def test_ngrams_find_the_longest_run_and_go_on_with_a_repetition():
     def propose(tokens: list[int], most: int = 4) -> list[int]:
         request = Request(id="r", tokens=tokens, prompt_len=1, params=SamplingParams(), max_total=99, seed=0)
-        return list(NgramProposer(ngram_min=2, ngram_max=3).propose(request, most))
+        return list(NgramProposer(ngram_min=2, ngram_max=3).propose(request, most).tokens)
 
     assert propose([1, 2, 3]) == []
     assert propose([9, 1, 2, 5, 8, 1, 2, 6, 9, 1, 2]) == [5, 8, 1, 2]  # 9 1 2 is longer than the later 1 2
@@ -269,15 +300,19 @@ def test_metrics_are_exported(model, plain):
     ("values", "message"),
     [
         ({"method": "eagle"}, "megatron-core has no EAGLE heads"),
-        ({"method": "draft"}, "method='draft' is not built"),
+        ({"method": "draft"}, "draft_model is None with method 'draft'; give the model"),
+        ({"method": "standalone"}, "named 'draft' here"),
         ({"method": "mtp"}, "method='mtp' is not built"),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
+        ({"method": ("grammar", "eagle")}, "megatron-core has no EAGLE heads"),
+        ({"method": ("ngram", "ngram")}, "at least one method, and none twice"),
+        ({"method": []}, "at least one method"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0.*leave speculative None"),
         ({"num_speculative_tokens": 16}, "must be below block_size_tokens = 16"),
         ({"ngram_min": 5}, "ngram_max is 4.*5 to 16"),
         ({"verification": "typical-acceptance"}, "changes the distribution"),
-        ({"verification": "residual"}, "draws other tokens"),
-        ({"draft_model": "small"}, "draft_model is not possible"),
+        ({"verification": "relaxed"}, "one of same_tokens, residual"),
+        ({"draft_model": "small"}, "leave it None, or set method='draft'"),
         ({"num_tokens": 3}, "unknown SpeculativeConfig field"),
         ({"adaptive": 1}, "adaptive is 1"),
     ],
@@ -287,8 +322,15 @@ def test_wrong_options_are_refused_by_name(values, message):
         InferenceConfig(block_size_tokens=16, speculative=values)
 
 
+def test_grammar_proposals_need_a_tokenizer(model):
+    with pytest.raises(ConfigError, match="no tokenizer for it"):
+        DynamicInferenceEngine(model, InferenceConfig(**BASE, speculative={"method": "grammar"}))
+
+
 def test_a_config_survives_plain_values():
-    config = InferenceConfig(speculative=SpeculativeConfig(num_speculative_tokens=3, adaptive=False))
-    assert InferenceConfig.from_dict(config.to_dict()) == config
+    for method in ("grammar", ("grammar", "ngram")):
+        asked = SpeculativeConfig(method=method, num_speculative_tokens=3, adaptive=False)
+        config = InferenceConfig(speculative=asked)
+        assert InferenceConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     with pytest.raises(ConfigError, match="must be a SpeculativeConfig"):
         InferenceConfig(speculative="ngram")

@@ -199,10 +199,11 @@ def check_padding(batch: Batch, plan: StepPlan, shape: GraphShape, builder: Batc
         assert getattr(view, name).data_ptr() == getattr(batch, name).data_ptr(), f"{name} has moved"
 
 
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 25), marks=pytest.mark.long)], ids=["", "more"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_batch_is_the_plan_in_random_schedules(overlap):
+def test_a_batch_is_the_plan_in_random_schedules(overlap, seeds):
     totals, counts = Counter(), Counter()
-    for seed in range(25):
+    for seed in seeds:
         rng = random.Random(1000 + seed)
         drawn = random_world(rng, overlap=overlap, num_rows=rng.randint(2, 8))
         fields = [field.name for field in dataclasses.fields(World) if field.init and field.name[0] != "_"]

@@ -7,28 +7,37 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from structured_case import LANGUAGES, PERSON, check, make_engine, model, run, tokenizer, told, workload
+from structured_case import LANGUAGES, PERSON, VOCAB, check, make_engine, model, run, tokenizer, told, workload
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.executor import FailedStep
 from megatron_infer.entrypoints.async_llm import AsyncLLM, EngineThread
 from megatron_infer.errors import RequestError
+from megatron_infer.sampling.grammar_matchers import Grammars
+from megatron_infer.scheduler.draft_depth import Proposal
+from megatron_infer.scheduler.request import Request
+from megatron_infer.scheduler.step_plan import PrefillChunk
+from megatron_infer.testing.inspect import inspect
 
+DRAFTS = {"speculative": {"method": ["grammar", "ngram"], "ngram_min": 1, "adaptive": False}}
+UGLY = {
+    "pool_blocks": 12,
+    "paused_blocks": 2,
+    "overlap": True,
+    "enable_chunked_prefill": True,
+    "max_tokens": 24,
+    "max_requests": 12,
+    "enable_prefix_caching": True,
+}
 FEATURES = {
     "overlap": {"overlap": True},
     "few rows": {"max_requests": 3},
     "evicting": {"pool_blocks": 16},
     "swapping": {"pool_blocks": 16, "preemption_mode": "swap", "swap_buffer_size_gb": 0.02},
-    "ugly": {
-        "pool_blocks": 12,
-        "paused_blocks": 2,
-        "overlap": True,
-        "enable_chunked_prefill": True,
-        "max_tokens": 24,
-        "max_requests": 12,
-        "enable_prefix_caching": True,
-    },
+    "ugly": UGLY,
+    "drafts": DRAFTS,
+    "ugly with drafts": UGLY | DRAFTS,
 }
 
 
@@ -61,7 +70,58 @@ def test_no_feature_changes_an_answer(name, alone):
     assert run(engine, workload()) == alone
     assert not engine.output_processor.num_structured
     counters = engine.stats().counters
-    assert counters["evicted"] > 0 or name in ("overlap", "few rows")
+    assert counters["evicted"] > 0 or name in ("overlap", "few rows", "drafts")
+    found = engine.spec_decode_metrics()
+    assert found is None or 20 < found.num_accepted < found.num_drafted
+
+
+def test_forced_tokens_are_drafted_and_kept():
+    schema = {"type": "object", "properties": {"a_long_name": {"enum": ["x", "y"]}}, "required": ["a_long_name"]}
+    params = structured(json_schema=schema | {"additionalProperties": False}, compact=True)
+    plain, engine = make_engine(), make_engine(speculative={"method": "grammar", "num_speculative_tokens": 8})
+    inspect(engine).drafts.depth = None
+    assert run(engine, [([65], params)]) == run(plain, [([65], params)])
+    found = engine.spec_decode_metrics()
+    assert found.num_accepted >= 12 and found.acceptance_rate > 0.9 and engine.num_steps < plain.num_steps - 9
+
+
+def test_a_draft_that_the_grammar_forbids_is_cut_before_the_forward():
+    class Letters:
+        """Drafts what a text of letters goes on with, and then a digit."""
+
+        def propose(self, request, most):
+            return Proposal([*b"abc", ord("1"), *b"de"])
+
+    engine = make_engine(speculative={"num_speculative_tokens": 6, "adaptive": False})
+    inspect(engine).drafts.proposer = Letters()
+    engine.add_request([65], structured(regex="[a-z]{30}"), stream="final")
+    while engine.has_unfinished():
+        engine.step()
+    found = engine.spec_decode_metrics()
+    assert all(count > 20 for count in found.drafted_per_position[:3])
+    assert not any(found.drafted_per_position[3:])
+
+
+@pytest.mark.parametrize("drafts", [b'{"k":', b'{"k":"v"', b'{"k":"v"}', b'{"j', b"9"])
+def test_masks_behind_drafts_are_those_of_one_token_a_step(drafts):
+    """Up to a draft that ends the text or is forbidden; and the matcher is where it was."""
+    grammars = Grammars(tokenizer(), VOCAB)
+    params = structured(json_schema={"const": {"k": "v"}}, compact=True)
+    request, other = (
+        Request(id=name, tokens=[65], prompt_len=1, params=params, max_total=99, seed=0) for name in ("r", "other")
+    )
+    chunk = PrefillChunk(request=request, start=0, n=1 + len(drafts), samples=True, drafts=tuple(drafts))
+    walked = grammars.masks([request] * chunk.n, [chunk]).bits_GW
+    for place, mask in enumerate(walked):
+        stepped = grammars.masks([other]).bits_GW[0]
+        assert mask.tolist() == stepped.tolist(), place
+        if place == len(drafts) or not (stepped[drafts[place] // 32] >> (drafts[place] % 32)) & 1:
+            break
+        other.tokens.append(drafts[place])
+        if grammars.advance(other):
+            break
+    assert grammars.masks([request]).bits_GW[0].tolist() == walked[0].tolist()
+    assert grammars.num_allowed(request, list(drafts)) == min(len(drafts), len(other.tokens) - 1)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload", "persist", "keep", "retract"])

@@ -45,7 +45,7 @@ only_attention = pytest.mark.parametrize("kind", ["attention"], indirect=True)
 """For what does not know what a model keeps."""
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_suspended_equals_uninterrupted(model, kind, situation, overlap):
@@ -73,6 +73,7 @@ def test_suspended_equals_uninterrupted(model, kind, situation, overlap):
         assert (suspender.copied > 0) == (mode == "offload" and situation != "idle")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_requests_added_and_aborted_while_suspended(model, mode):
     work = workload("greedy")
@@ -151,6 +152,7 @@ def test_a_failure_at_every_step_of_suspend_and_resume_is_undone_and_a_retry_wor
     assert faults["suspend"] >= fewest and faults["resume"] >= fewest, faults
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("mode", ["offload", "recompute"])
 def test_ctrl_c_at_the_moment_memory_goes_loses_nothing(model, mode, static, monkeypatch):
@@ -407,6 +409,7 @@ def test_offload_moves_what_is_live_and_not_the_pool(model, kind):
         engine.step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("how", ["suspend", "retract", "version"])
 def test_recomputing_all_requests_after_every_step_ends_prompts_of_several_steps(model, how, overlap):

@@ -39,7 +39,7 @@ def cut(total: int, *sizes: int) -> list[Cut]:
     return cuts
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 150, 300])
 @pytest.mark.parametrize(("kv_heads", "group"), [(3, 3), (1, 20), (2, 1)])

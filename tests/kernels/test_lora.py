@@ -25,7 +25,7 @@ def case(width_in, width_out, max_rank, dtype, num_tokens=23, seed=0):
     weights = LoRAWeights.empty(4, max_rank, width_in, width_out, dtype=dtype, device=CPU)
     for slot, rank in enumerate((max_rank, 1, max(1, max_rank // 2))):
         a = torch.randn(rank, width_in, generator=generator) / width_in**0.5
-        weights.put(slot, a, torch.randn(width_out, rank, generator=generator) / rank**0.5, 2.0 / (slot + 1))
+        weights.put(slot, a, torch.randn(rank, width_out, generator=generator) / rank**0.5, 2.0 / (slot + 1))
     x = torch.randn(num_tokens, width_in, generator=generator).to(dtype)
     y = torch.randn(num_tokens, width_out, generator=generator).to(dtype)
     slots = torch.randint(-1, 4, (num_tokens,), dtype=torch.int32, generator=generator)
@@ -84,8 +84,8 @@ def test_a_slot_that_is_written_again_has_nothing_of_what_was_there():
     slots = torch.zeros(len(x), dtype=torch.int32)
     for name in ("torch", "native"):
         kernel = backend(name, torch.float32)
-        weights.put(0, torch.ones(16, 64), torch.ones(96, 16), 1.0)
-        weights.put(0, torch.zeros(2, 64), torch.zeros(96, 2), 1.0)
+        weights.put(0, torch.ones(16, 64), torch.ones(16, 96), 1.0)
+        weights.put(0, torch.zeros(2, 64), torch.zeros(2, 96), 1.0)
         kernel.plan(slots)
         assert torch.equal(kernel.run(y.clone(), x, weights), y)
     weights.clear(0)

@@ -7,6 +7,7 @@ import torch
 from lora_cases import merged, random_adapter
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
+from megatron_infer.context.adapter_slots import MAX_FORGOTTEN, AdapterSlots
 from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, SnapshotError, UnknownAdapter
 from megatron_infer.lora.adapter import Adapter, LoRAPair
 from megatron_infer.testing.inspect import inspect
@@ -212,6 +213,20 @@ def test_running_requests_keep_or_recompute_when_their_adapter_is_replaced(runni
     assert (again.outputs[0].token_ids == changed.token_ids[at:]) or running == "keep"
 
 
+def test_a_prompt_that_is_half_computed_starts_over_when_its_adapter_is_replaced(model, adapters, alone):
+    """Its spans name the version that has drawn its tokens alone."""
+    engine = engine_of(model, max_tokens=32, enable_chunked_prefill=True)
+    engine.load_adapter("a", adapters["a0"])
+    engine.add_request(PROMPT, greedy("a", logprobs=0))
+    engine.step()
+    engine.load_adapter("a", adapters["a1"], replace=True, running="keep")
+    outputs = []
+    while engine.has_unfinished():
+        outputs = engine.step()
+    assert account(outputs[0])[0] == alone["a1"][0]
+    assert [span.adapter_version for span in outputs[0].outputs[0].spans] == [2]
+
+
 def test_an_adapter_in_use_is_unloaded_only_with_its_requests(model, adapters):
     engine = engine_of(model)
     engine.load_adapter("a", adapters["a0"])
@@ -280,6 +295,13 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(model, adapters, t
     for match, source in wrong.items():
         with pytest.raises(ModelError, match=match):
             engine.load_adapter("x", source)
+    for source in (5, None, [adapters["a0"]], adapters["a0"].pairs.keys()):
+        with pytest.raises(ConfigError, match="adapter 'x'"):
+            engine.load_adapter("x", source)
+    with pytest.raises(ConfigError, match="config is of type str"):
+        engine.load_adapter("x", {}, config="r=4")
+    with pytest.raises(ConfigError, match="replace is 'yes'"):
+        engine.load_adapter("x", adapters["a0"], replace="yes")
     for name in ("", "a b", "../a", "a" * 200, 5):
         with pytest.raises(ConfigError, match="adapter name"):
             engine.load_adapter(name, adapters["a0"])
@@ -306,14 +328,59 @@ def test_what_cannot_be_loaded_is_refused_and_changes_nothing(model, adapters, t
             InferenceConfig(lora=values)
 
 
+def test_an_adapter_is_read_while_the_engine_steps(model, adapters, alone, tmp_path):
+    engine = engine_of(model)
+    engine.load_adapter("a0", adapters["a0"])
+    engine.add_request(PROMPT, greedy("a0", logprobs=0))
+    manager, readings = engine.controls.adapters, []
+    for name in NAMES[1:3]:
+        readings.append(manager.read(name, adapters[name]))
+        engine.step()
+    bad = manager.read("bad", tmp_path / "nothing")
+    engine.load_adapter("a1", readings[0])
+    with pytest.raises(ModelError, match="no such directory"):
+        engine.load_adapter("bad", bad)
+    with pytest.raises(ConfigError, match="loaded already"):
+        engine.load_adapter("a1", readings[0])
+    assert [info.name for info in engine.adapters()] == ["a0", "a1"]
+    engine.add_request(PROMPT, greedy("a1", logprobs=0))
+    outputs = {}
+    while engine.has_unfinished():
+        outputs |= {output.request_id: account(output) for output in engine.step()}
+    assert list(outputs.values()) == [alone["a0"], alone["a1"]]
+
+
+def test_a_change_can_be_undone(model, adapters):
+    engine = engine_of(model)
+    manager = engine.controls.adapters
+    digest = manager.load("a", adapters["a0"], change="1").digest
+    manager.load("a", adapters["a1"], replace=True, change="2")
+    assert manager.undo("2") and manager.info("a").digest == digest and manager.info("a").version == 3
+    manager.unload("a", change="3")
+    assert manager.undo("3") and manager.info("a").digest == digest and manager.info("a").version == 4
+    assert not manager.undo("3") and manager.undo("1") and engine.adapters() == []
+
+
+def test_versions_of_a_name_rise_over_thousands_of_others():
+    slots = AdapterSlots(1)
+    slots.put("a", "x")
+    slots.put("a", "y")
+    slots.remove("a")
+    for number in range(2 * MAX_FORGOTTEN):
+        slots.put(f"b{number}", "x")
+        slots.remove(f"b{number}")
+    slots.put("a", "x")
+    assert slots.versions["a"][0] > 2 and len(slots._last_version) <= MAX_FORGOTTEN
+
+
 def test_a_content_is_held_once_under_all_its_names(model, adapters):
     engine = engine_of(model)
     for name in ("a", "b"):
         engine.load_adapter(name, Adapter(name, dict(adapters["a0"].pairs)))
-    bank = engine._controls.adapters._bank
-    assert bank.adapters["a"].pairs is bank.adapters["b"].pairs
+    bank = engine.controls.adapters._bank
+    assert bank.adapters["a"] is bank.adapters["b"]
     engine.unload_adapter("a")
-    assert [info.name for info in engine.adapters()] == ["b"] and bank.adapters["b"].name == "b"
+    assert [info.name for info in engine.adapters()] == ["b"]
 
 
 def test_a_step_without_adapters_calls_no_kernel_of_theirs(model, adapters, alone, monkeypatch):
@@ -329,7 +396,7 @@ def test_a_failed_step_writes_its_adapters_again(model, adapters, alone):
     engine = engine_of(model)
     for name in NAMES[:2]:
         engine.load_adapter(name, adapters[name])
-    bank, calls = engine._controls.adapters._bank, []
+    bank, calls = engine.controls.adapters._bank, []
 
     def failing(slot, name, write=bank.write):
         calls.append(name)
@@ -337,6 +404,6 @@ def test_a_failed_step_writes_its_adapters_again(model, adapters, alone):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         write(slot, name)
 
-    inspect(engine).runner._load_adapter = failing
+    inspect(engine).runner.load_adapter = failing
     outputs = engine.generate([PROMPT] * 2, [greedy(name, logprobs=0) for name in NAMES[:2]])
     assert [account(output) for output in outputs] == [alone[name] for name in NAMES[:2]] and len(calls) > 2

@@ -81,6 +81,18 @@ def check_rank(rank: int, size: int, folder: str) -> None:
         assert [tokens for tokens, _ in answers(engine)] == [want for want, _ in saved["want"]]
         engine.unload_adapter("b")
         assert [info.name for info in engine.adapters()] == ["a", "c"]
+        # read on a thread of each rank while steps go on, and undone
+        manager, pairs = engine.controls.adapters, saved["pairs"]["b"]
+        readings = [
+            manager.read("b", Adapter("b", {path: LoRAPair(*pair) for path, pair in pairs.items()})),
+            manager.read("x", bad),
+        ]
+        engine.load_adapter("b", readings[0])
+        with pytest.raises((ConfigError, ModelError, OtherRankFailed)):
+            engine.load_adapter("x", readings[1])
+        manager.unload("b", change="1")
+        assert manager.undo("1") and not manager.undo("1")
+        assert [tokens for tokens, _ in answers(engine)] == [want for want, _ in saved["want"]]
 
 
 def check_stage(rank: int, size: int, folder: Path) -> None:

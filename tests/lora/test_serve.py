@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from control_case import call, get
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save, save_file
 from server_case import serving, wait_for
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
 from megatron_infer.coordinator.adapter_commands import AdapterCommands
+from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.errors import AdapterInUse
 from megatron_infer.testing.tiny import tiny_gpt
 
 PROMPT = [3 * i % 101 + 4 for i in range(40)]
 SHORT = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+NAN = "base_model.model.decoder.layers.0.self_attention.linear_proj.lora_A.weight"
 SETTINGS = {
     "buffer_size_gb": 0.005,
     "block_size_tokens": 16,
@@ -43,6 +50,46 @@ def write_adapter(folder, model, *, rank=4, seed=0, **changes):
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
 
 
+def write_more_bad_adapters(folder, model):
+    config, weights = "adapter_config.json", "adapter_model.safetensors"
+    changes = {
+        "rank_text": {"r": "four"},
+        "rank_zero": {"r": 0},
+        "negative_alpha_nan": {"lora_alpha": float("nan")},
+        "other_kind": {"peft_type": "IA3"},
+    }
+    for name, changed in changes.items():
+        write_adapter(folder / name, model, **changed)
+    files = {
+        "list_config": {config: b"[]"},
+        "deep_config": {config: b"[" * 100_000},
+        "no_tensors": {weights: save({})},
+        "nan": {weights: save(load_file(folder / "a0" / weights) | {NAN: torch.full((4, 64), float("nan"))})},
+        "huge_header": {weights: (1 << 62).to_bytes(8, "little") + b"{}"},
+        "huge_tensor": {weights: _safetensors(NAN, [1 << 30, 1 << 30])},
+    }
+    for name, contents in files.items():
+        write_adapter(folder / name, model)
+        for file, content in contents.items():
+            (folder / name / file).write_bytes(content)
+    for name, file in (
+        ("no_config", config),
+        ("no_weights", weights),
+        ("pickled", weights),
+        ("directory_config", config),
+    ):
+        write_adapter(folder / name, model)
+        (folder / name / file).unlink()
+    (folder / "pickled" / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    (folder / "directory_config" / config).mkdir()
+
+
+def _safetensors(name, shape):
+    """A header that speaks of more than the file has."""
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * shape[0] * shape[1]]}}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
 def make_engine():
     return DynamicInferenceEngine(tiny_gpt(), InferenceConfig(**SETTINGS))
 
@@ -60,6 +107,7 @@ def root(tmp_path_factory):
         (folder / "a0" / "adapter_model.safetensors").read_bytes()[:99]
     )
     (folder / "empty").mkdir()
+    write_more_bad_adapters(folder, model)
     (folder / "out").symlink_to("/etc")
     outside = tmp_path_factory.mktemp("outside")
     write_adapter(outside / "a", model)
@@ -166,13 +214,32 @@ BAD = {
     "cut": 400,
     "": 400,
     "a0\0": 400,
+    "a0/../../outside/a": 403,
+    "a0/adapter_config.json": 404,
+    "~": 404,
+    "file:///etc": 404,
+    "a" * 5000: 404,
+    "no_config": 400,
+    "no_weights": 400,
+    "pickled": 400,
+    "list_config": 400,
+    "deep_config": 400,
+    "rank_text": 400,
+    "rank_zero": 400,
+    "negative_alpha_nan": 400,
+    "other_kind": 400,
+    "nan": 400,
+    "no_tensors": 400,
+    "huge_header": 400,
+    "huge_tensor": 400,
+    "directory_config": 400,
 }
 
 
 @pytest.mark.parametrize("path", BAD)
 def test_what_is_no_adapter_below_the_root_is_refused_without_a_path_of_the_machine(path, case, root, offline):
     reply = load(case, "bad", path, BAD[path])
-    assert str(root) not in reply.text and "site-packages" not in reply.text
+    assert "Traceback" not in reply.text and str(root) not in reply.text and "site-packages" not in reply.text
     assert {card["id"] for card in get(case, "/v1/models")["data"]} == {"tiny"}
     assert all(engine.adapters() == [] for engine in case.engines) and tokens_of(case) == offline[None]
 
@@ -207,6 +274,131 @@ def refuse(**_):
     raise AdapterInUse("adapter 'busy' is used by 1 unfinished requests")
 
 
+def test_a_load_that_one_engine_refuses_gives_the_others_back_what_they_had(case, root, offline):
+    """Also an adapter of the start, of which HTTP knows no directory, and one whose directory has changed since."""
+    write_adapter(root / "was", tiny_gpt(), seed=0)
+    for engine in case.engines:
+        engine.load_adapter("first", root / "was")
+    (root / "was" / "adapter_model.safetensors").write_bytes(
+        (root / "large" / "adapter_model.safetensors").read_bytes()
+    )
+    adapters = case.replicas[0]._commands._adapter_commands
+    whole, adapters["load_adapter"] = adapters["load_adapter"], refuse
+    try:
+        load(case, "first", "a1", 409, load_inplace=True)
+        load(case, "other", "a1", 409)
+    finally:
+        adapters["load_adapter"] = whole
+    assert all([info.name for info in engine.adapters()] == ["first"] for engine in case.engines)
+    assert [tokens_of(case, "first") for _ in range(3)] == [offline["a0"]] * 3
+    unload(case, "first")
+
+
+def test_engines_that_read_different_contents_load_none(case, root, offline):
+    load(case, "same", "a0")
+    adapters = case.replicas[1]._commands._adapter_commands
+    read = adapters["read_adapter"]
+    adapters["read_adapter"] = lambda **given: read(**given | {"path": "a2"})
+    try:
+        error = load(case, "same", "a1", 409, load_inplace=True).json()["error"]
+        assert error["code"] == "adapters_differ" and str(root) not in error["message"]
+    finally:
+        adapters["read_adapter"] = read
+    assert [tokens_of(case, "same") for _ in range(3)] == [offline["a0"]] * 3
+    unload(case, "same")
+
+
+def test_commands_for_an_adapter_keep_their_order_while_it_is_read(case, offline):
+    """Two HTTP processes are two clients of the coordinator."""
+    reader = case.engines[0].controls.adapters._reader
+    may_read, read = threading.Event(), reader.read
+    reader.read = lambda *given: read(*given) if may_read.wait(20) else None
+    queues = case.replicas[0]._commands
+    try:
+        with ThreadPoolExecutor(3) as pool, InferenceClient(case.coordinator.address) as other:
+            control = partial(pool.submit, other.control, check=False, name="slow")
+            first = control("load_adapter", path="a0")
+            wait_for(lambda: queues._queues)
+            assert tokens_of(case) == offline[None], "steps go on"
+            second = control("unload_adapter")
+            wait_for(lambda: any(len(queue) == 2 for queue in queues._queues.values()))
+            may_read.set()
+            answers = [answer for calls in (first, second) for answer in calls.result(20).values()]
+            assert len(answers) == 4 and all(answer.ok for answer in answers), answers
+    finally:
+        may_read.set()
+        reader.read = read
+    assert all(engine.adapters() == [] for engine in case.engines) and not queues._queues
+
+
+def test_an_engine_that_is_lost_while_it_reads_does_not_keep_an_adapter_from_the_others(case, root, offline):
+    from coordinator_case import replica
+
+    engine, reads, may_read = make_engine(), threading.Event(), threading.Event()
+    commands = AdapterCommands(engine, root=str(root)).commands()
+    engine.controls.adapters._reader.read = lambda *given: reads.set() or may_read.wait(20)
+    with ThreadPoolExecutor(1) as pool:
+        with replica(case.coordinator.address, engine, name="r9", control=False, adapter_commands=commands):
+            wait_for(lambda: len(case.coordinator.core.stats()["replicas"]) == 3)
+            loading = pool.submit(load, case, "left", "a1")
+            assert reads.wait(20)
+        loading.result(30)
+    may_read.set()
+    assert [tokens_of(case, "left") for _ in range(3)] == [offline["a1"]] * 3
+    unload(case, "left")
+
+
+@pytest.mark.long
+def test_replies_are_those_of_the_version_that_they_name_while_adapters_change(case, root, offline):
+    """Six names over two slots of two engines, each changed by a client of its own; `tools/bench/lora_soak.py` is the
+    large case."""
+    contents, names, ended = ("a0", "a1", "a2"), [f"n{i}" for i in range(6)], threading.Event()
+    history = {name: [] for name in names}
+    """The contents of each name, in order: those of its versions, from 1 on."""
+    wrong, count = [], 0
+
+    def change(number):
+        name, draw = names[number], random.Random(number)
+        for turn in range(8):
+            content = draw.choice([one for one in contents if one != (history[name] or [None])[-1]])
+            history[name].append(content)
+            load(case, name, content, load_inplace=turn > 0, running="recompute")
+            time.sleep(0.02)
+
+    def ask(number):
+        nonlocal count
+        draw = random.Random(number)
+        while not ended.is_set():
+            name = draw.choice(names)
+            if not history[name]:
+                continue
+            reply = case.http.post("/v1/completions", json=SHORT | {"model": name})
+            if reply.status_code == 404:  # not loaded yet
+                continue
+            choice = reply.json()["choices"][0]
+            versions = [span["adapter_version"] for span in choice["version_spans"]]
+            right = [offline[history[name][version - first[name] - 1]] for version in versions]
+            count += 1
+            if len(versions) == 1 and choice["token_ids"] != right[0]:
+                wrong.append((name, versions, choice["token_ids"]))
+
+    load(case, "n0", "a0")
+    first = dict.fromkeys(names, 0)
+    unload(case, "n0")
+    first["n0"] = 1
+    with ThreadPoolExecutor(14) as pool:
+        asking = [pool.submit(ask, number) for number in range(8)]
+        for done in [pool.submit(change, number) for number in range(6)]:
+            done.result(60)
+        ended.set()
+        for done in asking:
+            done.result(60)
+    assert not wrong and count > 20, (wrong, count)
+    for name in names:
+        assert [tokens_of(case, name) for _ in range(2)] == [offline[history[name][-1]]] * 2
+        unload(case, name)
+
+
 def test_bad_names_and_bodies_are_refused(case):
     for name in ("tiny", "", "a b", "../x", "x" * 200):
         load(case, name, "a0", 400)
@@ -228,6 +420,25 @@ def test_without_a_root_nothing_is_loaded():
         wait_for(lambda: case.http.get("/health").status_code == 200)
         error = load(case, "x", "a0", 403).json()["error"]
         assert error["code"] == "no_lora_root" and "--lora-root" in error["message"]
+
+
+def test_the_calls_of_trls_adapter_only_path(root, offline):
+    """Those of `trl/experimental/async_grpo/vllm_client.py` and its trainer: each policy has a name of its own, and is
+    loaded while generation is paused, beside the one before."""
+    with serving(make_engine(), text=False, decodes=False, control=True, lora_root=str(root)) as case:
+        replica = case.replicas[0]
+        replica._commands._adapter_commands = AdapterCommands(replica.engine, root=str(root)).commands()
+        wait_for(lambda: case.http.get("/health").status_code == 200)
+        config = get(case, "/server_info?config_format=json")["vllm_config"]
+        assert config["lora_config"] == {"max_loras": 2, "max_lora_rank": 8}
+        assert config["parallel_config"]["data_parallel_size"] == 1
+        for number in range(3):
+            assert case.http.post("/pause", params={"mode": "keep"}).status_code == 200
+            load(case, f"trl-policy-v{number}", str(root / f"a{number}"), load_inplace=False)
+            assert case.http.post("/resume").status_code == 200
+            case.http.post("/v1/unload_lora_adapter", json={"lora_name": f"trl-policy-v{number - 2}"})
+            assert tokens_of(case, f"trl-policy-v{number}") == offline[f"a{number}"]
+        assert [info.name for info in case.engines[0].adapters()] == ["trl-policy-v1", "trl-policy-v2"]
 
 
 def test_an_engine_that_joins_gets_the_adapters_that_are_loaded(case, root, offline):

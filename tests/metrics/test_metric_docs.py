@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_infer.audio.meter import SpeechMeter
 from megatron_infer.metrics.definitions import MISMATCH, SPECS, engine_families
 from megatron_infer.metrics.engine_meter import EngineMeter
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
@@ -33,6 +34,7 @@ def figures(**changes):
     meter.adapter_ended("french", 3)
     for spec in MISMATCH.values():
         meter.registry.gauge(spec.full_name, spec.help).set(1.0)
+    SpeechMeter(meter.registry)
     values = dict.fromkeys(("num_waiting", "num_running", "num_paused", "capacity", "blocks_used"), 0)
     values |= dict.fromkeys(("blocks_cached", "blocks_paused", "blocks_free"), 0)
     values |= {
@@ -62,7 +64,7 @@ def test_exactly_the_defined_metrics_are_exported_with_their_labels():
         family = found[spec.full_name]
         assert (family.kind, family.help) == (spec.kind, spec.help)
         labels = {name for key in family.series for name, _ in key} - (
-            {"replica"} if spec.name.startswith(("engine_", "mismatch_")) else set()
+            {"replica"} if spec.name.startswith(("engine_", "mismatch_", "speech_")) else set()
         )
         assert labels == set(spec.labels), spec.name
         assert spec.name.endswith("_total") == (spec.kind == "counter")

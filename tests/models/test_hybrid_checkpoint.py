@@ -40,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("with_plan", [True, False])
 def test_save_then_load_is_exact(case, with_plan, tmp_path):

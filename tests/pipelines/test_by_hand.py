@@ -9,6 +9,7 @@ from pipeline_case import CLOSE, contexts_of, free_pages, make_engine, run_to_en
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import (
     CapacityError,
+    ConfigError,
     DuplicateRequest,
     RequestError,
     TransitionFailed,
@@ -34,7 +35,7 @@ def generate_by_hand(model: McorePipelineModel, contexts, *, claims: bool, steps
             manager.claim(context.request_id)
             manager.alloc(context, num_steps=steps)
         kv_inputs = manager.runtime_inputs(contexts)
-    inputs = model.prepare_initial_token_inputs(contexts, kv_inputs)
+    inputs = model.prepare_initial_token_inputs(contexts, kv_cache_inputs=kv_inputs)
     for number in range(steps):
         outputs = model.execute(inputs)
         tokens = outputs.next_token_logits.argmax(-1)
@@ -180,6 +181,21 @@ def test_a_step_by_hand_has_the_limit_of_the_engines_steps():
     (long,) = contexts_of([([5] * 65, GREEDY)])
     with pytest.raises(RequestError, match="65 tokens, the limit is 64"):
         model.prepare_initial_token_inputs([long])
+
+
+def test_tokens_by_hand_are_one_for_each_sequence_and_a_list_will_do():
+    model = McorePipelineModel.wrap(make_engine())
+    inputs = model.prepare_initial_token_inputs(contexts_of([([5, 6], GREEDY)]))
+    model.execute(inputs)
+    with pytest.raises(RequestError, match=r"shape \(2,\), it must be \(1,\): one for each sequence"):
+        model.prepare_next_token_inputs(torch.tensor([5, 6]), inputs)
+    by_list, by_tensor = (
+        model.execute(model.prepare_next_token_inputs(one, inputs)).logits.clone() for one in ([7], torch.tensor([7]))
+    )
+    assert torch.equal(by_list, by_tensor)
+    inputs.update(lora_ids=torch.tensor([0]))
+    with pytest.raises(ConfigError, match="lora_ids are given, and this engine has no adapters; set enable_lora"):
+        model.execute(inputs)
 
 
 def test_by_hand_is_refused_beside_a_step_in_flight():

@@ -69,6 +69,13 @@ def test_answers_are_those_of_the_llm_of_the_same_options(pipeline, file):
     assert pipeline.overlap_active and pipeline.pipeline_model.lora_manager is None
 
 
+def test_either_spec_gives_the_same_answers(pipeline, file):
+    other = make(file, use_legacy_module=False)
+    stock, paged = (type(one.engine.model.decoder.layers[0].input_layernorm) for one in (pipeline, other))
+    assert issubclass(stock, torch.nn.RMSNorm) and not issubclass(paged, torch.nn.RMSNorm)
+    assert [one.tokens for one in ask(other)] == [one.tokens for one in ask(pipeline)]
+
+
 def test_what_the_class_says_of_a_configuration_is_what_the_engine_has(pipeline):
     config, model, shape = pipeline.pipeline_config, pipeline.pipeline_model, pipeline.engine.shape
     description, estimate = model.huggingface_config, config.resolved.estimate

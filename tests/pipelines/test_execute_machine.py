@@ -1,4 +1,4 @@
-"""The contract of `execute` under any order of calls: hypothesis names batches, adds, releases and drains."""
+"""The contract of `execute` under any order of calls: hypothesis names batches, adds, releases, aborts and drains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ExecuteMachine(RuleBasedStateMachine):
         self.pipeline = OverlapTextGenerationPipeline.of_engine(self.engine, disable_overlap=disabled)
         self.before = free_pages(self.engine)
         self.contexts = contexts_of(WORK)
-        self.answers, self.released = {}, set()
+        self.answers, self.released, self.aborted = {}, set(), set()
         self.last: set[str] = set()
         """Ids of the batch before."""
 
@@ -46,7 +46,8 @@ class ExecuteMachine(RuleBasedStateMachine):
         outputs = self.pipeline.execute(TextGenerationInputs.of(chosen))
         collect(self.answers, outputs)
         asked = self.last if self.pipeline.overlap_active else given
-        assert outputs.keys() <= asked and not outputs.keys() & self.released
+        assert outputs.keys() <= asked and not outputs.keys() & (self.released | self.aborted)
+        assert all(context.status.value == "cancelled" for context in chosen if context.request_id in self.aborted)
         for context in self.contexts:
             new = outputs[context.request_id].tokens if context.request_id in outputs else []
             assert len(context.generated) == held[context.request_id] + len(new) and len(new) <= 1
@@ -59,7 +60,7 @@ class ExecuteMachine(RuleBasedStateMachine):
     def drain(self):
         outputs = self.pipeline.execute(TextGenerationInputs.empty())
         collect(self.answers, outputs)
-        assert outputs.keys() <= self.last and not self.pipeline.has_pending_outputs()
+        assert outputs.keys() <= self.last - self.aborted and not self.pipeline.has_pending_outputs()
         assert self.pipeline.execute(TextGenerationInputs.empty()) == {}
         self.last = set()
 
@@ -71,6 +72,15 @@ class ExecuteMachine(RuleBasedStateMachine):
         assert self.pipeline.kv_manager.num_pages_of(context.request_id) == 0 or known
         assert pages == 0 or context.is_done
         self.released.add(context.request_id)
+
+    @rule(name=st.integers(0, len(WORK) - 1))
+    def abort(self, name):
+        """Of the engine itself, between calls: nothing of it comes afterwards, and it ends when it is named next."""
+        context = self.contexts[name]
+        if context.request_id not in self.engine.output_processor or context.is_done:
+            return
+        self.engine.abort(context.request_id)
+        self.aborted.add(context.request_id)
 
     @invariant()
     def tokens_are_those_of_generate(self):
@@ -88,7 +98,9 @@ class ExecuteMachine(RuleBasedStateMachine):
                 break
             collect(self.answers, self.pipeline.execute(TextGenerationInputs.of(live)))
         for context, tokens in zip(self.contexts, self.expected, strict=True):
-            if context.request_id not in self.released:
+            if context.request_id in self.aborted:
+                assert context.is_done and context.status.value == "cancelled"
+            elif context.request_id not in self.released:
                 assert context.is_done and context.generated == tokens == self.answers[context.request_id].tokens
         assert not self.engine.has_unfinished() and free_pages(self.engine) == self.before
 

@@ -48,7 +48,8 @@ def folder(tmp_path_factory) -> Path:
     spec.loader.exec_module(module)
     config = configure(path)
     model, _ = load_model(config, config.resolved.architecture.pipeline_model, config.resolved.engine, None, {}, None)
-    weights = {name: torch.randn_like(tensor) * 0.2 for name, tensor in model.net.state_dict().items()}
+    drawn = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(one.shape, generator=drawn) * 0.2 for name, one in model.net.state_dict().items()}
     save_file(weights, path / "model.safetensors")
     return path
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pipeline_case import VOCAB, check_same, contexts_of, free_pages, make_engine, run_to_end, workload
+from rehearsal import DRAFTS, rehearse
 from server_case import tokenizer
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -39,16 +40,32 @@ def pipeline() -> OverlapTextGenerationPipeline:
     return OverlapTextGenerationPipeline.of_engine(make_engine(overlap=True))
 
 
+WAYS = {
+    "overlap": {"overlap": True},
+    "none": {},
+    "three": {"max_steps_in_flight": 3},
+    "prefill_first": {"batching": "prefill_first", "max_batch_total_tokens": 260, "admission_watermark": 0.7},
+    "phased": {
+        "batching": "phased",
+        "min_batch_size_tg": 2,
+        "max_queue_size_tg": 3,
+        "ce_delay_ms": 2,
+        "enable_prioritize_first_decode": True,
+    },
+}
+
+
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
-@pytest.mark.parametrize("ahead", [{"overlap": True}, {}, {"max_steps_in_flight": 3}], ids=["overlap", "none", "three"])
-def test_execute_gives_what_generate_gives_whoever_runs(kind, ahead):
+@pytest.mark.parametrize("way", WAYS)
+def test_execute_gives_what_generate_gives_whoever_runs(kind, way):
+    ahead = WAYS[way]
     work = workload()
     expected = make_engine(kind).generate([prompt for prompt, _ in work], [params for _, params in work])
     engine = make_engine(kind, **ahead)
     before = free_pages(engine)
     for number, disabled in enumerate((False, True)):
         one = OverlapTextGenerationPipeline.of_engine(engine, disable_overlap=disabled)
-        assert one.overlap_active == (bool(ahead) and not disabled)
+        assert one.overlap_active == (way in ("overlap", "three") and not disabled)
         prefix = f"{number}-"
         check_same(run_to_end(one, contexts_of(work, prefix), random.Random(number)), expected, prefix)
     check_same(run_to_end(one, contexts_of(work)), expected)
@@ -62,6 +79,22 @@ def test_execute_with_pauses_and_evictions_gives_what_generate_gives():
     one = OverlapTextGenerationPipeline.of_engine(engine)
     check_same(run_to_end(one, contexts_of(work), random.Random(3)), expected)
     assert engine.stats().counters["evicted"] > 0
+
+
+@pytest.mark.parametrize("ahead", [{"overlap": True}, {}], ids=["overlap", "none"])
+def test_drafts_change_no_token_of_execute_and_their_figures_are_the_engines(ahead):
+    work = workload()
+    prompts = [prompt for prompt, _ in work]
+    expected = make_engine().generate(prompts, [params for _, params in work])
+    engine = make_engine(**DRAFTS, **ahead)
+    rehearse(engine, prompts, [output.outputs[0].token_ids for output in expected])
+    one = OverlapTextGenerationPipeline.of_engine(engine)
+    before = free_pages(engine)
+    check_same(run_to_end(one, contexts_of(work), random.Random(2)), expected)
+    figures = one.spec_decode_metrics()
+    assert 0 < figures.num_accepted < figures.num_drafted and figures == engine.spec_decode_metrics()
+    assert sum(figures.accepted_per_position) == figures.num_accepted and figures.num_verifications > 0
+    assert one.draft_kv_blocks is None and free_pages(engine) == before
 
 
 def test_outputs_are_those_of_the_batch_before(pipeline):
@@ -180,6 +213,31 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_queued(pipeline):
     ):
         with pytest.raises(RequestError, match=message):
             pipeline.execute(batch(context))
+
+
+def test_arguments_of_another_kind_are_refused_with_what_to_write(pipeline):
+    (context,) = contexts_of([([5, 6], SamplingParams())], "kind")
+    for call, message in (
+        (lambda: pipeline.execute([context]), r"it must be a TextGenerationInputs; TextGenerationInputs.of\(\[context"),
+        (lambda: TextGenerationInputs.of(context), r"takes a list of contexts; write of\(\[context\]\)"),
+        (lambda: pipeline.release(context), "it must be a str; context.request_id is that of a context"),
+        (
+            lambda: pipeline.generate("Hello"),
+            "'Hello' .str., it must be a TextGenerationRequest; TextGenerationRequest",
+        ),
+        (lambda: TextGenerationRequest(prompt="a", sampling_params={"n": 1}), "it must be a SamplingParams"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            call()
+    assert not pipeline.engine.has_unfinished()
+    config = PipelineConfig(model_path="nowhere", defer_resolve=True)
+    for given, message in (
+        (({}, McorePipelineModel, 2, {}, None), "pipeline_config is {}, it must be a PipelineConfig"),
+        ((config, "McorePipelineModel", 2, {}, None), "it must be a class: McorePipelineModel, or one of your own"),
+        ((config, McorePipelineModel, 2, {}, "smollm2"), "tokenizer is 'smollm2', it must be a TextTokenizer or None"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            OverlapTextGenerationPipeline(*given)
 
 
 # ---------------------------------------------------------------------- generate

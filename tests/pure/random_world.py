@@ -10,6 +10,7 @@ from world import Swap, World
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, Proposal
 from megatron_infer.scheduler.request import CacheUse, Request
 
 
@@ -49,13 +50,13 @@ class AdversarialProposer:
         """version(): of the weights."""
         self._rng, self._version = rng, version
 
-    def propose(self, request: Request, most: int) -> list[int]:
+    def propose(self, request: Request, most: int) -> Proposal:
         rng = self._rng
         if rng.random() < 0.2:
-            return []
+            return NO_PROPOSAL
         right = continued(request.tokens, rng.choice([0, 1, most, most + 3]), self._version())[len(request.tokens) :]
         wrong = rng.choice([[], [EOS] * 4, [VOCAB, 5], [-1], [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]])
-        return right + wrong
+        return Proposal(right + wrong)
 
 
 def random_costs(rng: random.Random) -> policy.CostModel:

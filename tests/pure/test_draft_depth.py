@@ -1,77 +1,163 @@
-"""How many drafts pay: by the costs of a step and by what was kept of a request's drafts."""
+"""How many drafts pay: by the costs of steps and by how often drafts like these were kept."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
 from fake_device import make_request
 
 from megatron_infer.engine.step_cost_meter import REPORT_STEPS, StepCostMeter
-from megatron_infer.scheduler.draft_depth import DraftDepth, StepCosts
-from megatron_infer.scheduler.step_plan import StepPlan
+from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, PLAIN_EVERY, DraftDepth, Proposal, StepCosts
+from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
+
+CHEAP = StepCosts(plain=[(1, 0.012), (8, 0.016)], verifying=[(2, 0.0125), (9, 0.017)])
+"""One row of SmolLM2: a step costs as much as 18 of its drafts."""
+DEAR = StepCosts(plain=[(32, 0.036)], verifying=[(33, 0.037), (64, 0.066), (256, 0.25)])
+"""32 rows: a draft costs nearly as much as a token."""
 
 
-def depth_of(depth, request, *, rows=1, most=8):
-    return depth.of([request, *(make_request(f"o{row}", [1], 9) for row in range(rows - 1))], most)[0]
+def proposal(run: int, most: int = 8, first: int = 50) -> Proposal:
+    return Proposal(list(range(first, first + most)), "ngram", run)
 
 
-def test_a_new_request_is_tried_and_one_whose_drafts_are_wrong_is_not():
-    depth, good, bad = DraftDepth(), make_request("good", [1], 99), make_request("bad", [1], 99)
-    depth.costs = StepCosts(step_s=0.012, token_s=0.0006)
-    tried = depth.of([good, bad], 8)
-    assert tried[0] == tried[1] >= 5
-    for _ in range(20):
-        depth.verified(good, 8, 8)
-        depth.verified(bad, 8, 0)
-    assert depth.of([good, bad], 8)[0] == 8 and depth.of([good, bad], 8)[1] <= 1
+def rows_of(count: int) -> list:
+    return [make_request(f"r{row}", [1], 999) for row in range(count)]
+
+
+def run(depth: DraftDepth, requests: list, proposals: list, right: float = 1.0, steps: int = 60, rng=None) -> list[int]:
+    """Steps in which a draft is right with this probability -> drafts of the last step that had any for each."""
+    rng, last = rng or random.Random(0), [0] * len(requests)
+    for _ in range(steps):
+        for request, one in zip(requests, proposals, strict=True):
+            depth.proposed(request, one)
+        depths = depth.of(requests, proposals)
+        for row, (request, one) in enumerate(zip(requests, proposals, strict=True)):
+            kept = 0
+            while kept < depths[row] and rng.random() < right:
+                kept += 1
+            if depths[row]:
+                depth.verified(request, depths[row], kept)
+                last[row] = depths[row]
+            is_right = rng.random() < right
+            request.tokens += [one.tokens[0] if is_right and one.tokens else 7] * (1 if not depths[row] else kept + 1)
+    return last
+
+
+def test_long_runs_are_drafted_further_than_short_ones():
+    depth, requests = DraftDepth(), rows_of(2)
+    depth.costs = CHEAP
+    short, long = depth.expected(requests, [proposal(2), proposal(12)])
+    assert short < long == 8
 
 
 def test_drafts_are_fewer_where_a_token_is_dearer():
     found = []
     for token_s in (0.0001, 0.001, 0.01, 0.1):
-        depth, request = DraftDepth(), make_request("r", [1], 99)
-        depth.costs = StepCosts(step_s=0.01, token_s=token_s)
-        depth.verified(request, 8, 3)
-        found.append(depth_of(depth, request))
+        depth = DraftDepth()
+        line = [(tokens, 0.01 + token_s * tokens) for tokens in (1, 20)]
+        depth.costs = StepCosts(plain=line, verifying=line)
+        found += depth.expected(rows_of(1), [proposal(5)])
     assert found == sorted(found, reverse=True) and found[0] == 8 and found[-1] == 0
 
 
-def test_a_request_that_was_given_up_is_tried_again_in_time():
-    depth, request = DraftDepth(), make_request("r", [1], 99)
-    depth.costs = StepCosts(step_s=0.011, token_s=0.00085)  # SmolLM2, 32 rows
-    assert depth_of(depth, request, rows=32) > 0
-    depth.verified(request, 4, 0)
-    waited = 0
-    while not depth_of(depth, request, rows=32):
-        waited += 1
-        assert waited < 200
-    assert waited > 5
+def test_a_step_that_verifies_may_cost_more_than_its_tokens():
+    depth, requests = DraftDepth(), rows_of(1)
+    depth.costs = StepCosts(plain=CHEAP.plain, verifying=[(2, 0.09), (9, 0.1)])
+    assert depth.expected(requests, [proposal(16)]) == [0]
+
+
+def test_what_is_drawn_without_drafts_tells_how_often_they_would_be_kept():
+    found = {}
+    for right in (0.0, 1.0):
+        depth, requests = DraftDepth(), rows_of(4)
+        depth.costs = StepCosts(plain=[(4, 0.01)], verifying=[(5, 1e3)])  # nothing pays
+        assert run(depth, requests, [proposal(4)] * 4, right) == [0] * 4
+        depth.costs = CHEAP
+        found[right] = depth.expected(rows_of(1), [proposal(4)])[0]
+    assert found == {0.0: 0, 1.0: 8}
+
+
+def test_a_request_is_told_apart_from_the_others():
+    depth, (good, bad) = DraftDepth(), rows_of(2)
+    depth.costs = StepCosts(plain=[(32, 0.036)], verifying=[(33, 0.0368), (48, 0.049)])
+    for _ in range(20):
+        for request, kept in ((good, 4), (bad, 0)):
+            depth.proposed(request, proposal(3))
+            depth.verified(request, 4, kept)
+            request.tokens += [1] * (kept + 1)
+    others = rows_of(30)
+    depths = depth.expected([good, bad, *others], [proposal(3), proposal(3), *[NO_PROPOSAL] * 30])
+    assert depths[0] > depths[1] == 0
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_drafts_that_do_not_pay_take_a_hundredth_of_the_time(rows):
+    depth, requests = DraftDepth(), rows_of(rows)
+    depth.costs = StepCosts(plain=[(1, 0.012)], verifying=[(2, 0.03), (9, 0.04)]) if rows == 1 else DEAR
+    proposals, taken = [proposal(2)] * rows, {False: 0.0, True: 0.0}
+    run(depth, requests, proposals, right=0.3)
+    for step in range(1000):
+        for request in requests:
+            depth.proposed(request, proposals[0])
+        depths = depth.of(requests, proposals)
+        cost = depth.costs.seconds(rows + sum(depths), verifying=any(depths))
+        plain = depth.costs.seconds(rows, verifying=False)
+        taken[False] += plain
+        taken[True] += cost - plain if any(depths) else 0.0
+        for number, request in enumerate(requests):
+            request.tokens.append(50 if (step + number) % 3 == 0 else 7)
+    assert 0 < taken[True] < 0.015 * taken[False]
+
+
+def test_one_step_in_fifty_goes_without_drafts_to_be_measured():
+    depth, requests = DraftDepth(), rows_of(1)
+    depth.costs = CHEAP
+    drafted = []
+    for _ in range(10 * (PLAIN_EVERY + 1)):
+        depth.proposed(requests[0], proposal(16))
+        drafted.append(depth.of(requests, [proposal(16)])[0])
+        if drafted[-1]:
+            depth.verified(requests[0], 8, 8)
+        requests[0].tokens += [1]
+    assert drafted.count(0) == 10 and drafted[0] == 0
 
 
 def test_ended_requests_are_forgotten():
     depth = DraftDepth()
     for number in range(1000):
         request = make_request(f"r{number}", [1], 99)
-        depth.of([request], 4)
+        depth.proposed(request, proposal(3))
         request.finish("stop", None)
     assert len(depth._records) < 200
 
 
-def test_the_meter_finds_the_line_through_steps():
+def step_of(tokens: int, drafts: int = 0) -> StepPlan:
+    request = make_request("r", [1], 99)
+    chunk = PrefillChunk(request=request, start=0, n=1 + drafts, samples=True, drafts=(1,) * drafts)
+    return StepPlan(step=0, num_tokens=tokens, prefill=(chunk,) if drafts else ())
+
+
+def test_the_meter_finds_what_steps_take_with_and_without_drafts():
     told, rng = [], random.Random(1)
     meter = StepCostMeter(told.append)
     for step in range(40 * REPORT_STEPS):
-        tokens = rng.choice([4, 9, 20, 28])
-        seconds = 0.01 + 0.0005 * tokens + (1.0 if step % 97 == 5 else 0.0)  # now and then something else runs
-        meter.after_step(StepPlan(step=step, num_tokens=tokens), seconds, step)
-    assert len(told) == 40
-    assert 0.0003 < told[-1].token_s < 0.0009 and 0.007 < told[-1].step_s < 0.02
+        tokens, drafts = rng.choice([4, 9, 20, 28]), rng.choice([0, 3])
+        seconds = 0.01 + 0.0005 * tokens + 0.002 * bool(drafts) + (1.0 if step % 97 == 5 else 0.0)
+        meter.after_step(step_of(tokens, drafts), seconds, step)
+    for tokens in (4, 9, 20, 28):
+        for verifying in (False, True):
+            found = told[-1].seconds(tokens, verifying=verifying)
+            assert found == pytest.approx(0.01 + 0.0005 * tokens + 0.002 * verifying, rel=0.1), (tokens, verifying)
+    before = meter.costs
     meter.after_step(StepPlan(step=0, num_tokens=500, num_prompt_tokens=480), 1e3, 0)
-    assert meter.costs == told[-1], "prompts are no readings"
+    assert meter.costs == before, "prompts are no readings"
 
 
-def test_steps_of_one_size_leave_the_share_of_a_token_assumed():
-    meter = StepCostMeter(lambda costs: None)
-    for step in range(100):
-        meter.after_step(StepPlan(step=step, num_tokens=8), 0.016, step)
-    assert abs(meter.costs.token_s - 0.001) < 1e-9 and abs(meter.costs.step_s - 0.008) < 1e-9
+def test_costs_between_and_beyond_what_was_measured():
+    costs = StepCosts(plain=[(1, 0.009), (8, 0.016)])
+    assert costs.seconds(8, verifying=False) == costs.seconds(8, verifying=True) == 0.016
+    assert costs.seconds(4.5, verifying=True) == pytest.approx(0.0125)
+    assert costs.seconds(24, verifying=True) == pytest.approx(0.032)
+    assert StepCosts().seconds(1, verifying=False) < StepCosts().seconds(9, verifying=True)
+    assert StepCosts(verifying=[(9, 0.017)]).seconds(1, verifying=False) == pytest.approx(0.009)

@@ -195,7 +195,7 @@ def test_many_conversations_run_at_once_and_are_returned_in_order(roll, engine):
 
 def test_the_engine_draws_for_others_while_a_tool_is_awaited(roll):
     waiting: set[int] = set()
-    most, takes_s = 0, 0.3
+    most, takes_s = 0, 0.2
 
     async def tool(conversation, turn):
         nonlocal most
@@ -205,9 +205,8 @@ def test_the_engine_draws_for_others_while_a_tool_is_awaited(roll):
         waiting.discard(id(conversation))
         return None if len(conversation.turns) == 2 else "x"
 
-    started = time.perf_counter()
     groups = run_conversations(roll, [[40 + i] * 5 for i in range(8)], drawing(max_tokens=3), tool)
-    assert len(groups) == 8 and most > 1 and time.perf_counter() - started < 8 * 2 * takes_s
+    assert len(groups) == 8 and most > 1
     waiting.clear()
     most, takes_s = 0, 0.01
     run_conversations(roll, [[40 + i] * 5 for i in range(4)], drawing(max_tokens=3), tool, max_concurrent=1)
@@ -230,7 +229,7 @@ def test_a_deadline_ends_an_answer_and_a_tool(roll, engine, monkeypatch):
     async def slow(conversation, turn):
         await asyncio.sleep(30)
 
-    limits = TurnLimits(seconds=1.0)
+    limits = TurnLimits(seconds=2.5)
     [group] = run_conversations(roll, [5, 6], drawing(max_tokens=2), slow, limits=limits)
     assert group.samples[0].info["ended"] == "deadline" and group.num_tokens == 2
     step = engine.step

@@ -210,6 +210,32 @@ def test_multiples_that_need_millions_of_states_are_refused(values: list[float])
     StructuredOutput(json_schema={"allOf": [{"multipleOf": 0.01}, {"multipleOf": 5}, {"multipleOf": 0}]})
 
 
+def test_patterns_that_are_compared_for_minutes_are_refused() -> None:
+    patterns = [{"pattern": f"(.*a.{{{count}}}b.*)"} for count in range(3, 19)]
+    defs = {f"p{place}": one for place, one in enumerate(patterns)}
+    refused = [
+        {"allOf": patterns},
+        {"$defs": defs, "allOf": [{"$ref": f"#/$defs/{name}"} for name in defs]},
+        {"$defs": {"a b": defs["p0"]}, "allOf": [{"$ref": "#/$defs/a%20b"}] * 9},
+        {"allOf": [{"properties": {"x": one}} for one in patterns]},
+        {"allOf": [{"allOf": patterns[:5]}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"allOf": patterns[:5]}}},
+    ]
+    for schema in refused:
+        for given in ({"json_schema": schema}, {"grammar": f"start: %json {json.dumps(schema)}"}):
+            with pytest.raises(RequestError, match=r"json_schema joins .* patterns .* the limit is 8"):
+                StructuredOutput.from_dict(given)
+    with pytest.raises(RequestError, match="grammar joins 9 terms by &"):
+        StructuredOutput(grammar="start: A\nA: " + " & ".join(f"/.*a.{{{count}}}b/" for count in range(9)))
+    for schema in (
+        {"allOf": patterns[:8]},
+        {"properties": {f"x{place}": one for place, one in enumerate(patterns)}, "allOf": [{"required": ["x1"]}]},
+        {"anyOf": patterns, "$defs": defs},
+        {"$ref": "#", "pattern": "a"},
+    ):
+        StructuredOutput(json_schema=schema)
+    StructuredOutput(grammar='start: "&&&&&&&&&&" /&&&&&&&&&/')
+
+
 def test_division_by_a_callers_variable_is_the_callers_error() -> None:
     with pytest.raises(InvalidPrompt, match="division"):
         chat_template.render("{{ 1 / y }}", MESSAGES, add_generation_prompt=True, variables={"y": 0})

@@ -212,7 +212,7 @@ def test_streams_of_a_server_outlive_its_processes():
         assert len(last.join()) == 1
         ended = time.monotonic()
         command.process.wait(20)
-        assert time.monotonic() - ended < 10, "a machine with nothing else to do takes 0.5 s"
+        assert time.monotonic() - ended < 15, "a machine with nothing else to do takes 0.5 s"
     finally:
         code = command.end()
     assert code == 0 and "Traceback" not in "".join(command.lines), "".join(command.lines)

@@ -11,9 +11,9 @@ from contextlib import closing, suppress
 
 import httpx
 import pytest
-from server_case import post, serving, tokenizer, wait_for
+from server_case import TEMPLATE, post, serving, tokenizer, wait_for
 
-from megatron_infer.server import engine_client, http_protocol
+from megatron_infer.server import call_limits, engine_client, http_protocol
 from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.testing.echo import EchoEngine
 
@@ -277,7 +277,7 @@ def test_connection_without_a_whole_head_is_closed(case, quick, sent):
         data = reply_on(connection)
         stop.set()
         thread.join()
-        assert 0.1 < time.monotonic() - began < 5
+        assert 0.1 < time.monotonic() - began < 15
     assert data.startswith(b"HTTP/1.1 408 ") if sent else data == b""
 
 
@@ -501,3 +501,60 @@ def test_health_says_what_the_process_knows_while_the_coordinator_is_busy(monkey
         replies = [case.http.get("/health") for _ in range(20)]
         assert time.monotonic() - began < 5 and {one.json()["status"] for one in replies} == {"ok"}
         core.stats = real
+
+
+@pytest.mark.security
+def test_chat_template_that_takes_long_is_a_400_and_others_are_served(monkeypatch):
+    monkeypatch.setattr(call_limits, "RENDER_CPU_S", 0.3)
+    loops = [f"{{% for {name} in messages %}}" for name in "abc"]
+    slow = "".join([*loops, "{% if c.role == a %}{% endif %}", *["{% endfor %}"] * 3])
+    with serving(encoder=tokenizer(slow + TEMPLATE)) as case:
+        replies = []
+        message = {"role": "user", "content": "x"}
+        ask = lambda: replies.append(post(case, CHAT, messages=[message] * 200))  # noqa: E731
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert post(case, COMPLETION, prompt=[1, 2], max_tokens=1).status_code == 200
+        for thread in threads:
+            thread.join()
+        for reply in replies:
+            assert reply.status_code == 400 and "it takes more than 0.3 s (limit)" in reply.json()["error"]["message"]
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("framing", ["Content-Length", "Transfer-Encoding"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_offer_of_another_protocol_is_ignored_and_the_body_read(case, framing, is_cut):
+    body = json.dumps({"prompt": [1, 2], "max_tokens": 3, "return_token_ids": True}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAA\r\n"
+    sent = [f"{head}Content-Length: {len(body)}\r\n\r\n".encode(), body[:9], body[9:]]
+    if framing == "Transfer-Encoding":
+        chunks = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in sent[1:]]
+        sent = [f"{head}Transfer-Encoding: chunked\r\n\r\n".encode(), *chunks, b"0\r\n\r\n"]
+    plain = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
+    last = plain + b"Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n" + plain + b"Connection: close\r\n\r\n"
+    with closing(connect(case)) as connection:
+        for piece in [*sent, last] if is_cut else [b"".join([*sent, last])]:
+            connection.sendall(piece)
+            time.sleep(0.02)
+        replies = reply_on(connection)
+    assert replies.count(b"HTTP/1.1 200 OK") == 3 and b'"completion_tokens":3' in replies
+
+
+@pytest.mark.security
+def test_body_that_is_no_http_has_an_answer_unless_a_reply_has_begun(case):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for broken in (b"Transfer-Encoding: gzip\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFFF\r\nx"):
+        with closing(connect(case)) as connection:
+            connection.sendall(head + broken)
+            assert reply_on(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_compressed_bodies_and_wrong_keys_are_named(case):
+    body = {"prompt": [1], "max_tokens": 1}
+    reply = case.http.post(COMPLETION, json=body, headers={"Content-Encoding": "gzip"})
+    assert reply.status_code == 415 and "compressed (Content-Encoding: gzip)" in reply.text
+    error = refusal(case, COMPLETION, body | {"logit_bias": {"x": 1}})
+    assert error["param"] == "logit_bias" and "logit_bias: a key of it is wrong" in error["message"]

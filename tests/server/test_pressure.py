@@ -7,6 +7,7 @@ import threading
 import time
 
 import httpx
+import pytest
 from server_case import events, free_blocks, post, raw_stream, serving, stream, wait_for
 
 from megatron_infer.testing.echo import EchoEngine, echo_tokens
@@ -93,10 +94,10 @@ def test_full_queue_is_429_with_retry_after_and_waiting_calls_are_answered():
         wait_for(lambda: running(case) == 0)
 
 
-def test_slow_reader_loses_nothing_and_slows_no_other_call():
+@pytest.mark.parametrize("count", [6_000, pytest.param(20_000, marks=pytest.mark.long)])
+def test_slow_reader_loses_nothing_and_slows_no_other_call(count):
     engine = EchoEngine(num_blocks=1 << 14)
     with serving(engine) as case:
-        count = 20_000
         slow = raw_stream(case, COMPLETION, receive_buffer=4096, **ask(max_tokens=count, return_token_ids=True))
         wait_for(lambda: running(case) == 1)
         began = time.monotonic()

@@ -66,3 +66,15 @@ def test_command_reports_mistakes_before_anything_is_loaded(capsys, monkeypatch)
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--max-requests", "4", "--threads", "1", "--dp", "2"], "--max-requests, --dp, --threads with --coordinator"),
+        (["--zmq-endpoint-base", "ipc:///tmp/base"], "--zmq-endpoint-base with --coordinator"),
+    ],
+)
+def test_flags_without_effect_beside_a_coordinator_are_refused(flags, named, capsys):
+    assert main(["serve", "smollm2", "--coordinator", "tcp://127.0.0.1:1", *flags]) == 2
+    assert named in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from vocabularies import byte_level
 
@@ -70,3 +72,35 @@ def test_named_templates_choose_tool_use_when_tools_are_given():
     tokenizer = Tokenizer(backend.backend, eos_ids=backend.eos_ids, template=templates)
     assert tokenizer.apply_chat_template(USER) == "plain <|end|>"
     assert tokenizer.apply_chat_template(USER, tools=[{"name": "f"}]) == "tools"
+
+
+LIMITS = chat_template.RenderLimits(max_chars=1000, cpu_s=0.1)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for a in messages %}{% for b in messages %}{% for c in messages %}{% if a.role == c.role %}{% endif %}"
+         "{% endfor %}{% endfor %}{% endfor %}", "takes more than 0.1 s"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.1 s"),
+        ("{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ '' }}{% endfor %}{% endfor %}"
+         "{% endfor %}", "takes more than 0.1 s"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "makes 1,0.. characters, .* the limit is 1,000"),
+        ("{% set ns = namespace(t='x') %}{% for m in messages %}{% set ns.t = ns.t + ns.t %}{% endfor %}", "1,024 "),
+        ("{{ 'x' * n }}{{ n * 'x' }}", "1,000,000,000 characters"),
+        ("{{ [1, 2] * n }}", "2,000,000,000 characters, items"),
+        ("{{ 10 ** n }}", "4,000,000,000 characters, items or bits"),
+        ("{% set ns = namespace(i=n) %}{% for m in messages %}{% set ns.i = ns.i * ns.i %}{% endfor %}", "bits"),
+    ],
+)  # fmt: skip
+def test_a_template_is_bounded_in_time_and_size(template, said):
+    began = time.thread_time()
+    with pytest.raises(InvalidPrompt, match=said):
+        render(template, USER * 1000, variables={"n": 10**9}, limits=LIMITS)
+    assert time.thread_time() - began < 1.0
+
+
+def test_limits_that_hold_change_nothing():
+    template = "{% for m in messages %}{{ loop.index * 2 + 1 }}{{ m['role'] }}{{ 'ab' * 3 + m.content }}\n{% endfor %}"
+    assert render(template, USER * 3, limits=LIMITS) == render(template, USER * 3)

@@ -3,17 +3,21 @@
     taskset -c 0,1 python tools/bench/lora.py [--rank 16] [--rounds 5] [--dtype bfloat16]
 
 Cases take turns within a round; the figure of a case is its median, and its ratio that to the engine without adapters.
-Adapters are random PEFT state dicts of all seven projections, whose queries, keys and values have an A each.
+Adapters are random PEFT directories of all seven projections, whose queries, keys and values have an A each.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from megatron_infer import LLM, LoRAConfig, SamplingParams
 
@@ -43,6 +47,58 @@ def state_dict(model: Any, rank: int, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def write_adapter(folder: Path, model: Any, rank: int, seed: int) -> Path:
+    """A PEFT directory."""
+    folder.mkdir()
+    save_file(state_dict(model, rank, seed), folder / "adapter_model.safetensors")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 32, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load_beside(engine: Any, folders: list[Path]) -> None:
+    """Print how long steps of 16 requests take while adapters are loaded beside them, and how long that takes."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(1, 40000, (NUM_REQUESTS, 16), generator=generator).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=100_000, ignore_eos=True)
+    ids = [engine.add_request(prompt, params, stream="delta") for prompt in prompts]
+
+    def step() -> float:
+        began = time.perf_counter()
+        engine.step()
+        return time.perf_counter() - began
+
+    def steps(count: int) -> list[float]:
+        return [step() for _ in range(count)]
+
+    steps(20)
+    alone, beside, loads, installs = steps(60), [], [], []
+    for number, folder in enumerate(folders):
+        name = f"beside{number}"
+        began = time.perf_counter()
+        reading = engine.controls.adapters.read(name, folder)
+        while not reading.future.done():
+            beside.append(step())
+        install = time.perf_counter()
+        engine.load_adapter(name, reading)
+        installs.append(time.perf_counter() - install)
+        loads.append(time.perf_counter() - began)
+        ids.append(engine.add_request([5], SamplingParams(temperature=0.0, max_tokens=2, adapter=name)))
+        beside.append(step() + installs[-1])  # this step writes it into a slot
+        alone += steps(10)
+    for request_id in ids[:NUM_REQUESTS]:
+        engine.abort(request_id)
+    usual = statistics.median(alone)
+    print(f"a step of {NUM_REQUESTS} requests: median {usual * 1e3:.1f} ms, longest {max(alone) * 1e3:.1f}")
+    print(
+        f"while {len(folders)} adapters are loaded: median {statistics.median(beside) * 1e3:.1f} ms, longest "
+        f"{max(beside) * 1e3:.1f} ({max(beside) / usual:.2f} usual steps); on the engine's thread "
+        f"{max(installs) * 1e3:.1f} ms at most; loaded after {statistics.median(loads) * 1e3:.0f} ms, at most "
+        f"{max(loads) * 1e3:.0f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
@@ -53,14 +109,17 @@ def main() -> None:
     plain = LLM("smollm2", config=settings, dtype=args.dtype)
     adapted = LLM("smollm2", config=settings | {"lora": LoRAConfig(max_loras=8, max_rank=args.rank)}, dtype=args.dtype)
     seconds = []
-    for index in range(8):
-        tensors = state_dict(adapted.engine.model, args.rank, index)
-        began = time.perf_counter()
-        adapted.engine.load_adapter(f"a{index}", tensors, config={"r": args.rank, "lora_alpha": 32})
-        seconds.append(time.perf_counter() - began)
-    print(
-        f"load_adapter, rank {args.rank}: {statistics.median(seconds) * 1e3:.0f} ms, at most {max(seconds) * 1e3:.0f}"
-    )
+    with tempfile.TemporaryDirectory() as root:
+        folders = [write_adapter(Path(root) / f"{i}", adapted.engine.model, args.rank, i) for i in range(16)]
+        for index in range(8):
+            began = time.perf_counter()
+            adapted.engine.load_adapter(f"a{index}", folders[index])
+            seconds.append(time.perf_counter() - began)
+        shown = statistics.median(seconds) * 1e3, seconds[0] * 1e3, max(seconds[1:]) * 1e3
+        print("load_adapter, rank {}: {:.0f} ms; the first {:.0f}, others at most {:.0f}".format(args.rank, *shown))
+        load_beside(adapted.engine, folders[8:])
+    if not args.rounds:
+        return
     cases: dict[str, tuple[LLM, list[str | None]]] = {
         "engine without adapters": (plain, [None]),
         "base requests, 8 adapters loaded": (adapted, [None]),

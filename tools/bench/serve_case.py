@@ -108,7 +108,7 @@ async def stream(url: str, body: dict[str, Any], *, pause_s: float = 0.0, limit:
     """A streamed completion; a connection of its own. pause_s: a reader that rests so long after each 256 bytes."""
     heard = Heard(began=time.perf_counter())
     try:
-        async for event in _events(url, {**body, "stream": True}, pause_s, limit):
+        async for event in events(url, {**body, "stream": True}, pause_s, limit):
             if "error" in event:
                 heard.error = event["error"]["message"]
                 break
@@ -124,7 +124,7 @@ async def stream(url: str, body: dict[str, Any], *, pause_s: float = 0.0, limit:
     return heard
 
 
-async def _events(url: str, body: dict[str, Any], pause_s: float, limit: int) -> AsyncIterator[dict[str, Any]]:
+async def events(url: str, body: dict[str, Any], pause_s: float, limit: int) -> AsyncIterator[dict[str, Any]]:
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=limit)
     try:

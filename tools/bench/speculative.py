@@ -3,9 +3,9 @@
     python tools/bench/speculative.py [--set copy] [--at-once 1] [--rounds 3] [--max-tokens 128] [--json out.json]
     python tools/bench/speculative.py --steps              seconds of a step by rows and by tokens of each row
 
-Sets (speculative_prompts.jsonl): "copy" are 24 prompts whose answers repeat them (edits of code, JSON reshaped, quoting
-summaries), "chat" are 12 free questions. Answers are greedy and end where the model ends them. Both engines run in
-turn, each round starts with the other one; their tokens must be the same.
+Sets (speculative_NAME.jsonl): "copy" are 24 prompts whose answers repeat them (edits of code, JSON reshaped, quoting
+summaries), "chat" are 12 free questions, "json" are 8 that are answered by a schema. Answers are greedy and end where
+the model ends them. The engines run in turn, each round starts with another one; their tokens must be the same.
 """
 
 from __future__ import annotations
@@ -21,18 +21,29 @@ from typing import Any
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.entrypoints.llm import LLM, chat_prompt
+from megatron_infer.scheduler.draft_depth import Proposal
+from megatron_infer.scheduler.drafts import Proposer
+from megatron_infer.scheduler.request import Request
 from megatron_infer.testing.inspect import inspect
 
-PROMPTS = Path(__file__).with_name("speculative_prompts.jsonl")
-OFF, ON = "off", "ngram"
+OFF, ON, ORACLE = "off", "drafts", "oracle"
+FULL = 4
+"""Requests for each that runs at once, so that as many run for most of the time."""
+KNOWN_BY = 36
+"""First tokens that tell the prompts of a set apart."""
 
 
-def read_prompts(llm: LLM, name: str) -> list[list[int]]:
-    """Token ids of the set's prompts in the model's chat template."""
-    lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
-    chosen = [line["prompt"] for line in lines if line["set"] == name]
-    return [chat_prompt(llm.tokenizer, [{"role": "user", "content": text}]) for text in chosen]
+def read_work(llm: LLM, name: str, args: argparse.Namespace) -> list[tuple[list[int], SamplingParams]]:
+    """The set's prompts in the model's chat template, and how each is answered."""
+    work = []
+    for line in Path(__file__).with_name(f"speculative_{name}.jsonl").read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": args.max_tokens, "detokenize": False}
+        params = SamplingParams.from_dict(asked | {"structured": found.get("structured")})
+        work.append((chat_prompt(llm.tokenizer, [{"role": "user", "content": found["prompt"]}]), params))
+    return work
 
 
 def make_llm(args: argparse.Namespace, speculative: SpeculativeConfig | None) -> LLM:
@@ -42,54 +53,74 @@ def make_llm(args: argparse.Namespace, speculative: SpeculativeConfig | None) ->
     return LLM(args.model, config=config)
 
 
-def run(llm: LLM, prompts: list[list[int]], args: argparse.Namespace) -> tuple[list[list[int]], float]:
+def run(
+    engine: DynamicInferenceEngine, work: list[tuple[list[int], SamplingParams]], at_once: int
+) -> tuple[list[list[int]], float]:
     """(answers, tokens a second) with at most `at_once` requests in flight."""
-    engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=args.max_tokens, detokenize=False)
-    waiting, places = list(enumerate(prompts))[::-1], {}
-    answers: list[list[int]] = [[] for _ in prompts]
+    waiting, places = list(enumerate(work))[::-1], {}
+    answers: list[list[int]] = [[] for _ in work]
     begun = time.perf_counter()
     while waiting or places:
-        while waiting and len(places) < args.at_once:
-            place, prompt = waiting.pop()
+        while waiting and len(places) < at_once:
+            place, (prompt, params) = waiting.pop()
             places[engine.add_request(prompt, params, stream="final")] = place
         for output in engine.step():
             answers[places.pop(output.request_id)] = output.outputs[0].token_ids
     return answers, sum(map(len, answers)) / (time.perf_counter() - begun)
 
 
+class Oracle:
+    """What the n-grams propose as far as it is right, which it knows from earlier answers."""
+
+    def __init__(self, proposer: Proposer, sequences: list[list[int]]) -> None:
+        self._proposer, self._sequences = proposer, {tuple(one[:KNOWN_BY]): one for one in sequences}
+
+    def propose(self, request: Request, most: int) -> Proposal:
+        found, length = self._proposer.propose(request, most), len(request.tokens)
+        whole = self._sequences[tuple(request.tokens[:KNOWN_BY])][length:]
+        right = next((n for n, (a, b) in enumerate(zip(found.tokens, whole, strict=False)) if a != b), len(whole))
+        return found._replace(tokens=found.tokens[:right])
+
+
 def compare(args: argparse.Namespace) -> dict[str, Any]:
+    depth = {"num_speculative_tokens": args.num_speculative_tokens}
+    ngrams = {"ngram_min": args.ngram_min, "ngram_max": args.ngram_max}
+    method = tuple(args.method.split(","))
+    llm = make_llm(args, None)
     engines = {
-        OFF: make_llm(args, None),
-        ON: make_llm(
-            args,
-            SpeculativeConfig(
-                num_speculative_tokens=args.num_speculative_tokens,
-                ngram_min=args.ngram_min,
-                ngram_max=args.ngram_max,
-                adaptive=args.adaptive,
-            ),
-        ),
+        OFF: llm.engine,
+        ON: make_llm(args, SpeculativeConfig(method=method, adaptive=args.adaptive, **depth, **ngrams)).engine,
     }
-    prompts = read_prompts(engines[OFF], args.set) * args.repeat
+    work = read_work(llm, args.set, args)
+    work *= args.repeat or -(-FULL * args.at_once // len(work))
+    for engine in engines.values():
+        run(engine, work[: args.at_once], args.at_once)
+    if args.oracle:
+        answers, _ = run(engines[OFF], work, args.at_once)
+        engines[ORACLE] = make_llm(args, SpeculativeConfig(adaptive=False, **depth, **ngrams)).engine
+        drafts = inspect(engines[ORACLE]).drafts
+        assert drafts is not None
+        known = [prompt + answer for (prompt, _), answer in zip(work, answers, strict=True)]
+        drafts.proposer = Oracle(drafts.proposer, known)
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    for llm in engines.values():
-        run(llm, prompts[: args.at_once], args)
+    names = list(engines)
     for number in range(args.rounds):
-        answers = {}
-        for name in list(engines) if number % 2 else list(engines)[::-1]:
-            answers[name], rate = run(engines[name], prompts, args)
+        answers_of = {}
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            answers_of[name], rate = run(engines[name], work, args.at_once)
             rates[name].append(rate)
-        assert answers[OFF] == answers[ON], "other tokens with drafts"
-    found = engines[ON].engine.spec_decode_metrics()
+        assert all(answers == answers_of[OFF] for answers in answers_of.values()), "other tokens with drafts"
+    found = engines[ON].spec_decode_metrics()
     assert found is not None
     medians = {name: statistics.median(values) for name, values in rates.items()}
     return {
         "set": args.set,
         "at_once": args.at_once,
-        "num_prompts": len(prompts),
-        "num_answer_tokens": sum(map(len, answers[OFF])),
+        "num_requests": len(work),
+        "num_answer_tokens": sum(map(len, answers_of[OFF])),
         "tok_s": rates,
         "ratio": medians[ON] / medians[OFF],
+        "ratio_of_oracle": medians[ORACLE] / medians[OFF] if args.oracle else None,
         "acceptance_rate": found.acceptance_rate,
         "mean_tokens_per_step": found.mean_tokens_per_step,
         "accepted_per_position": found.accepted_per_position,
@@ -103,8 +134,8 @@ class Always:
 
     count = 0
 
-    def propose(self, request: object, most: int) -> list[int]:
-        return [5] * min(most, self.count)
+    def propose(self, request: object, most: int) -> Proposal:
+        return Proposal([5] * min(most, self.count))
 
 
 def step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -136,9 +167,13 @@ def step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--set", choices=["copy", "chat"], default="copy")
+    parser.add_argument("--set", choices=["copy", "chat", "json"], default="copy")
+    parser.add_argument("--method", default="ngram", help="ngram, grammar, or both with a comma")
     parser.add_argument("--at-once", type=int, default=1, metavar="N")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="times that each prompt is run in a round")
+    parser.add_argument(
+        "--repeat", type=int, metavar="N", help=f"times that each prompt is run in a round; default: {FULL} x N in all"
+    )
+    parser.add_argument("--oracle", action="store_true", help="also draft what n-grams propose as far as it is right")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--num-speculative-tokens", type=int, default=7, metavar="N")

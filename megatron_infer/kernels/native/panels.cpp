@@ -50,6 +50,7 @@ struct PanelLinear {
     template <int M, int N>
     void block(int64_t token, int64_t panel, bool fetch) const {
         constexpr int64_t ahead = (M > 4 ? 8192 : 4096) / (int64_t)sizeof(T);
+        constexpr int locality = M > 4 ? 2 : 0;  // few tokens are one block: no other reads these weights from L2
         const T* w = panels + panel * W * inner;
         const T* in = x + token * x_stride;
         const T* next = w + (N > 1 ? N * W * inner : ahead);
@@ -63,7 +64,7 @@ struct PanelLinear {
         if (fetch)
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) {
                 // the panels are contiguous and are fetched as one
-                for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * W * P::pair, 0, 2);
+                for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * W * P::pair, 0, locality);
                 next += N * W * P::pair;
                 advance(i);
             }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from starlette.responses import PlainTextResponse, Response
 
@@ -50,13 +53,12 @@ def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
 
 
 class AdapterRoutes:
-    """Handlers; one change at a time, on all engines or on none."""
+    """Handlers; an adapter has one change at a time, on all engines or on none."""
 
     def __init__(self, machine: ControlMachine, root: str | None) -> None:
         self._machine, self._root = machine, root
-        self._lock = asyncio.Lock()
-        self._loaded: dict[str, dict[str, Any]] = {}
-        """Adapter -> the arguments that it was loaded with here."""
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By adapter: those of several names are loaded at once."""
 
     @staticmethod
     def vllm(handler: Any) -> Any:
@@ -90,45 +92,41 @@ class AdapterRoutes:
             raise _refusal(error) from None
         if name in client.model_names:
             raise bad_request(f"lora_name: {name!r} is the model's own name; choose another", "lora_name")
-        args = {"name": name, "path": path, "replace": bool(body.load_inplace), "running": body.running or "keep"}
-        async with self._lock:
-            before = self._loaded.get(name)
-            had = name in adapters_of(client)
-            try:
-                await self._run("load_adapter", **args)
-            except FanoutFailed as error:
-                if error.is_refused_by_all:
-                    raise
-                if before is not None:
-                    await self._machine.fanout.undo("load_adapter", **before | {"replace": True})
-                elif not had:
-                    await self._machine.fanout.undo("unload_adapter", name=name, abort=True)
-                raise
-            self._loaded[name] = args
-            await client.refresh()
+        how = {"replace": bool(body.load_inplace), "running": body.running or "keep"}
+        await self._change("load_adapter", name, path=path, **how)
         return name, "added", self._shown()
 
     async def unload(self, call: Call) -> tuple[str, str, dict[str, Any]]:
         QueryParams(call).end()
         body: UnloadAdapterBody = call.body
-        name = body.lora_name
-        async with self._lock:
-            before = self._loaded.get(name)
-            try:
-                await self._run("unload_adapter", name=name, abort=bool(body.abort))
-            except FanoutFailed as error:
-                if before is not None and not error.is_refused_by_all:  # requests of one engine only use it
-                    await self._machine.fanout.undo("load_adapter", **before | {"replace": False})
-                raise
-            self._loaded.pop(name, None)
-            await self._machine.client.refresh()
-        return name, "removed", self._shown()
+        await self._change("unload_adapter", body.lora_name, abort=bool(body.abort))
+        return body.lora_name, "removed", self._shown()
 
-    async def _run(self, command: str, **args: Any) -> None:
-        await self._machine.fanout.run(command, command, self._machine.status.name, **args)
+    async def _change(self, command: str, name: str, **args: Any) -> None:
+        """Carry a command out on all engines that live, which have the same content then; or undo it on all."""
+        fanout, change = self._machine.fanout, secrets.token_hex(8)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            try:
+                values = await fanout.run(
+                    command, command, self._machine.status.name, lost_counts=False, name=name, change=change, **args
+                )
+                if len({value.get("digest") for value in values.values()}) > 1:
+                    raise _differ(name, values)
+            except ApiError as error:
+                if not (isinstance(error, FanoutFailed) and error.is_refused_by_all):
+                    await fanout.undo("undo_adapter", name=name, change=change)
+                raise
+            finally:
+                await self._machine.client.refresh()
 
     def _shown(self) -> dict[str, Any]:
         return {name: name for name in adapters_of(self._machine.client)}
+
+
+def _differ(name: str, values: Mapping[str, Any]) -> ApiError:
+    replicas = ", ".join(sorted(values))
+    message = f"adapter {name!r} has not the same content on replicas {replicas}: give all of them the same directory"
+    return ApiError(409, message, param="lora_path", code="adapters_differ")
 
 
 def _refusal(error: ConfigError) -> ApiError:

@@ -42,12 +42,17 @@ class Fanout:
     def __init__(self, client: EngineClient, *, timeout_s: float) -> None:
         self._client, self._timeout_s = client, timeout_s
 
-    async def run(self, command: str, phase: str, state: str, **args: Any) -> dict[str, Any]:
-        """Every replica's value by its name. phase, state: for the error.
+    async def run(
+        self, command: str, phase: str, state: str, *, lost_counts: bool = True, **args: Any
+    ) -> dict[str, Any]:
+        """Every replica's value by its name. phase, state: for the error. lost_counts: False where a replica that is
+        lost before it answers, and gets the command when it is back, does not make it fail.
 
         Raises FanoutFailed; the caller has to undo the command on the replicas that carried it out.
         """
         answers = await self._send(command, **args)
+        if not lost_counts and any(answer.ok for answer in answers.values()):
+            answers = {name: answer for name, answer in answers.items() if answer.kind != "ReplicaLost"}
         failed = {name: answer for name, answer in answers.items() if not answer.ok}
         if not answers:
             message = f"{phase}: no engine is there to do it; ask again in a moment"
@@ -84,7 +89,7 @@ def _failure(failed: Mapping[str, protocol.Answer], total: int, phase: str, stat
         status, code = 400, "invalid_value"
     elif kinds & {"AccessRefused", "WeightsPathRefused"}:
         status, code = 403, "refused_by_engine"
-    elif "ConnectionLost" in kinds:
+    elif kinds & {"ConnectionLost", "ReplicaLost"}:
         status, code = 503, "engine_unavailable"
     elif "TransitionTimeout" in kinds:
         status, code = 504, "timeout"

@@ -22,7 +22,10 @@ def register(control_routes: ControlRoutes, machine: ControlMachine) -> None:
         query.text("config_format", "json")
         query.end()
         await machine.refresh()
-        return Reply(_info(machine, reads_files=control_routes.settings.weights_root is not None))
+        settings = control_routes.settings
+        info = _info(machine, reads_files=settings.weights_root is not None)
+        info["vllm_config"]["lora_config"] = None if settings.lora_root is None else _lora_limits(machine)
+        return Reply(info)
 
     async def loads(call: Call) -> Reply:
         query = QueryParams(call)
@@ -65,7 +68,6 @@ def _info(machine: ControlMachine, *, reads_files: bool) -> dict[str, Any]:
                 "max_model_len": client.max_length,
                 "dtype": None if dtype is None else f"torch.{dtype}",
             },
-            "lora_config": None,
             "parallel_config": {"world_size": sum(ranks), "data_parallel_size": len(replicas)},
             "weight_transfer_config": {"backend": backends[0]},
         },
@@ -74,6 +76,15 @@ def _info(machine: ControlMachine, *, reads_files: bool) -> dict[str, Any]:
             for replica in replicas
         ],
     }
+
+
+def _lora_limits(machine: ControlMachine) -> dict[str, int] | None:
+    """vLLM's names, by which TRL decides whether it sends adapters; None: an engine takes none."""
+    limits = [replica["limits"] for replica in machine.client.replicas]
+    names = ("max_loras", "max_lora_rank")
+    if not limits or not all(name in one for one in limits for name in names):
+        return None
+    return {name: min(one[name] for one in limits) for name in names}
 
 
 def _loads(machine: ControlMachine) -> dict[str, Any]:

@@ -223,7 +223,7 @@ class VllmRoutes:
             entries = await self._machine.client.run_in_thread(entries_of, call.body)
             await self._updates.write(entries, call.body)
             return self._reply("ok", message="Weights updated", num_tensors=len(entries), num_bytes=len(call.body))
-        request_body.check_content_type(kind)
+        request_body.check_content_type(dict(call.request.scope["headers"]))
         try:
             body = msgspec.json.decode(call.body, type=UpdateBody)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

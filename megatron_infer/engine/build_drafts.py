@@ -1,0 +1,49 @@
+"""What drafts tokens in an engine, made from its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.errors import ConfigError
+from megatron_infer.sampling.grammar_matchers import Grammars
+from megatron_infer.scheduler.draft_depth import DraftDepth
+from megatron_infer.scheduler.drafts import DeviceProposer, DraftPlanner, Proposer
+from megatron_infer.speculative.ngram import NgramProposer
+from megatron_infer.speculative.proposers import FirstProposer, GrammarProposer
+
+
+def make_drafts(
+    config: InferenceConfig,
+    shape: ModelShape,
+    context: DynamicInferenceContext,
+    grammars: Grammars,
+    *,
+    has_tokenizer: bool,
+) -> DraftPlanner | None:
+    """None without `speculative`. Raises ConfigError for a method that needs what the engine lacks."""
+    asked = config.speculative
+    if asked is None:
+        return None
+    if "grammar" in asked.methods and not has_tokenizer:
+        raise ConfigError(
+            "speculative: method 'grammar' drafts what structured output forces, and the engine has no tokenizer for "
+            "it; give it one or leave 'grammar' out"
+        )
+    proposers: dict[str, Callable[[], Proposer]] = {
+        "ngram": lambda: NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
+        "grammar": lambda: GrammarProposer(grammars.forced),
+        "draft": DeviceProposer,
+    }
+    chosen = [proposers[name]() for name in asked.methods]
+    return DraftPlanner(
+        context,
+        chosen[0] if len(chosen) == 1 else FirstProposer(chosen),
+        max_drafts=asked.num_speculative_tokens,
+        vocab_size=shape.vocab_size,
+        depth=DraftDepth() if asked.adaptive else None,
+        num_allowed=grammars.num_allowed,
+        has_draft_model=asked.draft_model is not None,
+    )

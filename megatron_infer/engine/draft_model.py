@@ -1,0 +1,159 @@
+"""The model that drafts tokens: loaded or adopted, held against the model it drafts for, and run before each step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_infer.config.checks import check_draft, check_draft_weights
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.resolved_sizes import ResolvedSizes
+from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.kernels.select import ChosenKernels
+from megatron_infer.memory.device import Device
+from megatron_infer.memory.store import CacheStore, DraftCache
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.sources import ModelSource, open_source
+from megatron_infer.models.adopt import AdoptedModel, adopt
+from megatron_infer.models.adoption_checks import unwrap
+from megatron_infer.parallel.tensor_parallel_sampler import for_group
+from megatron_infer.runner.batch import BatchBuilder
+from megatron_infer.runner.row_tensors import RowTensors
+from megatron_infer.sampling.row_params import RowParams
+from megatron_infer.speculative.model_drafter import ModelDrafter
+from megatron_infer.speculative.residual import DraftSampler
+from megatron_infer.weights.derived import DerivedCache, DerivedCaches
+
+log = logging.getLogger("megatron_infer")
+
+NUM_DIFFERENCES = 3
+"""Tokens that an error names of two vocabularies that differ."""
+
+
+def make_draft(
+    config: InferenceConfig,
+    target: AdoptedModel,
+    device: Device,
+    tokenizer: Any,
+    choose: Callable[[AdoptedModel, InferenceConfig, Device], ChosenKernels],
+) -> DraftModel | None:
+    """The draft model of `config`, on the ranks and device of `target`; None where no model drafts.
+
+    tokenizer: the target's, None where it has none. choose: the kernels of a model. Raises ConfigError or CapacityError
+    for a model that cannot draft for the target, before its weights are read.
+    """
+    if config.speculative is None or config.speculative.draft_model is None:
+        return None
+    is_residual = config.speculative.verification == "residual"
+    if is_residual and target.tp_group is not None:
+        raise ConfigError(
+            "speculative: verification 'residual' needs whole distributions on each rank, tensor parallel ranks have "
+            "parts of them; use 'same_tokens'"
+        )
+    adopted = _adopt(config, config.speculative.draft_model, target, device, tokenizer)
+    return DraftModel(adopted=adopted, kernels=choose(adopted, config, device), is_residual=is_residual)
+
+
+def _adopt(config: InferenceConfig, asked: Any, target: AdoptedModel, device: Device, tokenizer: Any) -> AdoptedModel:
+    if not isinstance(asked, str):
+        live = unwrap(asked)
+        draft = target if live is target.live else adopt(asked, name="draft")
+        check_draft(config, target.shape, draft.shape)
+        return draft
+    source, shape = open_source(asked), target.shape
+    size = 1 if target.tp_group is None else target.tp_group.size()
+    described = shape_of(source.config(), dtype=shape.dtype, tensor_parallel_size=size)
+    check_draft(config, shape, described)
+    check_draft_weights(asked, described, device.available_bytes())
+    _check_tokenizers(asked, source, tokenizer)
+    live = build_model(
+        source,
+        dtype=shape.dtype,
+        device=device.torch,
+        pg_collection=target.live.pg_collection,
+        sequence_parallel=target.live.config.sequence_parallel,
+    )
+    log.info("draft model %s: %s parameters", asked, f"{described.num_parameters:,}")
+    return adopt(live, name=asked, vocab_size=described.vocab_size)
+
+
+def _check_tokenizers(name: str, source: ModelSource, tokenizer: Any) -> None:
+    """Raise ConfigError where the tokens of both vocabularies differ; models without a tokenizer are not compared."""
+    if not hasattr(tokenizer, "backend"):
+        return
+    try:
+        own = source.tokenizer()
+    except ModelError as error:
+        log.warning("the draft model's tokenizer is not compared: %s", error)
+        return
+    ours, theirs = (one.backend.get_vocab(with_added_tokens=True) for one in (tokenizer, own))
+    differing = sorted({token for token, _ in ours.items() ^ theirs.items()})
+    if differing:
+        shown = ", ".join(
+            f"{token!r} is {theirs.get(token, 'unknown')} there and {ours.get(token, 'unknown')} here"
+            for token in differing[:NUM_DIFFERENCES]
+        )
+        raise ConfigError(
+            f"speculative: the tokenizer of the draft model {name} differs in {len(differing):,} tokens: {shown}; take "
+            "a draft model of the same tokenizer"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModel:
+    """One rank's draft model and the kernels that run it."""
+
+    adopted: AdoptedModel
+    kernels: ChosenKernels
+    is_residual: bool
+    """Drafts are verified by `speculative.residual`."""
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.adopted.shape
+
+    def layout(self, config: InferenceConfig) -> dict[str, Any]:
+        """Arguments of `StoreLayout.of`."""
+        return {"draft": self.shape, "draft_dtype": getattr(torch, config.kv_dtype_of(self.shape))}
+
+    def drafter(
+        self, device: Device, sizes: ResolvedSizes, store: CacheStore, rows: RowTensors, params: RowParams
+    ) -> ModelDrafter:
+        """rows, params: those of the model's builder and sampler."""
+        adopted, kernels = self.adopted, self.kernels
+        builder = BatchBuilder(
+            device,
+            sizes,
+            DraftCache(store),
+            kernels,
+            rotary=adopted.rotary_table(sizes.max_sequence_length),
+            dtype=getattr(torch, adopted.shape.dtype),
+            rows=rows,
+        )
+        sampler = DraftSampler(
+            params,
+            padded_vocab_size=adopted.shape.padded_vocab_size,
+            argmax=kernels.argmax,
+            kernels=kernels.sampling,
+        )
+        sampler.kept = [] if self.is_residual else None
+        return ModelDrafter(adopted, builder, for_group(sampler, adopted.tp_group), kept=sampler.kept)
+
+    def register_derived(self, derived: DerivedCaches) -> None:
+        """Copies of the draft model's weights are renewed and released with those of the model's."""
+        adopted, packed = self.adopted, self.kernels.packed
+        derived.register(
+            DerivedCache(
+                name="packed weights of the draft model",
+                refresh=lambda: packed.pack(adopted.packable_weights()),
+                differs=lambda: packed.differs(adopted.packable_weights()),
+                release=packed.clear,
+                num_bytes=lambda: packed.num_bytes,
+            )
+        )

@@ -1,0 +1,291 @@
+"""The audio decoder of a server: a process of its own, and its client in an HTTP process, over a Unix socket.
+
+HTTP process ── Decode, Cancel ──▶ decoder process: windows of all calls that wait, decoded together
+             ◀── Hello, Sound, Failed ──
+
+A window is complete in itself: where the process dies, the supervisor starts another one, which the client hands the
+windows that have no sound yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from megatron_infer.audio.blocks import Window
+from megatron_infer.errors import InferenceError
+from megatron_infer.server.http_errors import ApiError, unavailable
+
+if TYPE_CHECKING:
+    from megatron_infer.audio.decoder import OpenedDecoder
+
+MAX_BATCH = 64
+"""Windows of one call of the decoder, at most."""
+MAX_TRIES = 3
+"""Decoder processes that a window is handed to: one that ends three of them is not handed to a fourth."""
+RECONNECT_S = 0.1
+READY_TIMEOUT_S = 30.0
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """The first message of a connection."""
+
+    sample_rate: int
+    samples_per_token: tuple[int, int]
+    """As a fraction."""
+    left_context: int | None
+    right_context: int
+    voices: dict[str, tuple[int, ...]]
+
+
+class Decode(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    tokens: tuple[int, ...]
+    num_prompt: int
+    num_left: int
+    num_new: int
+    block_causal: bool
+    prompt_causal: bool
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    id: int
+
+
+class Sound(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    samples: bytes
+    """float32, little-endian."""
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    id: int
+    message: str
+
+
+Message = Hello | Decode | Cancel | Sound | Failed
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def _frame(message: Message) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+async def _read(reader: asyncio.StreamReader) -> Any:
+    """The next message. Raises IncompleteReadError at the end."""
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return _decoder.decode(await reader.readexactly(size))
+
+
+# ------------------------------------------------------------------ the process
+
+
+class DecoderServer:
+    """Decodes the windows of its connections, all that wait at once."""
+
+    def __init__(self, opened: OpenedDecoder, voices: dict[str, tuple[int, ...]]) -> None:
+        decoder = opened.decoder
+        per_token = decoder.samples_per_token
+        self._opened = opened
+        self._hello = Hello(
+            decoder.sample_rate,
+            (per_token.numerator, per_token.denominator),
+            decoder.left_context,
+            decoder.right_context,
+            voices,
+        )
+        self._waiting: dict[tuple[int, int], tuple[asyncio.StreamWriter, Decode]] = {}
+        """By connection and id, in order of arrival."""
+        self._news = asyncio.Event()
+        self._num_connections = 0
+
+    async def serve(self, path: str, on_ready: Any) -> None:
+        """Until cancelled."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        server = await asyncio.start_unix_server(self._connected, path)
+        on_ready()
+        async with server:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                while self._waiting:
+                    await self._decode()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_connections += 1
+        number = self._num_connections
+        writer.write(_frame(self._hello))
+        try:
+            while True:
+                message = await _read(reader)
+                if isinstance(message, Cancel):
+                    self._waiting.pop((number, message.id), None)
+                elif isinstance(message, Decode):
+                    self._waiting[number, message.id] = (writer, message)
+                    self._news.set()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            for key in [key for key in self._waiting if key[0] == number]:
+                del self._waiting[key]
+        finally:
+            writer.close()
+
+    async def _decode(self) -> None:
+        from megatron_infer.audio.decoder import decode_windows
+
+        keys = list(self._waiting)[:MAX_BATCH]
+        batch = [self._waiting.pop(key) for key in keys]
+        windows = [
+            Window(
+                tokens=one.tokens,
+                num_prompt=one.num_prompt,
+                num_left=one.num_left,
+                num_new=one.num_new,
+                block=0,
+                is_last=False,
+                block_causal=one.block_causal,
+                prompt_causal=one.prompt_causal,
+            )
+            for _, one in batch
+        ]
+        try:
+            sounds = await asyncio.to_thread(decode_windows, self._opened.decoder, windows)
+            answers: list[Message] = [
+                Sound(one.id, sound.astype("<f4").tobytes()) for (_, one), sound in zip(batch, sounds, strict=True)
+            ]
+        except Exception as error:  # whatever a decoder of the user's raises: these windows fail, others do not
+            answers = [Failed(one.id, f"{type(error).__name__}: {error}") for _, one in batch]
+        for (writer, _), answer in zip(batch, answers, strict=True):
+            if not writer.is_closing():
+                writer.write(_frame(answer))
+
+
+# ------------------------------------------------------------------ the client
+
+
+@dataclass(slots=True)
+class _Waiting:
+    frame: bytes
+    sound: asyncio.Future[bytes]
+    tries: int = 0
+
+
+class AudioDecoderClient:
+    """Windows of the calls of one HTTP process; on its event loop."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._waiting: dict[int, _Waiting] = {}
+        self._next_id = 0
+        self._hello: Hello | None = None
+        self._is_ready = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def hello(self) -> Hello:
+        """What the decoder is. Raises ApiError 503 while its process does not serve."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await self._is_ready.wait()
+        except TimeoutError:
+            raise unavailable("the audio decoder is loading; ask again in a moment", "loading") from None
+        assert self._hello is not None
+        return self._hello
+
+    async def decode(self, window: Window) -> bytes:
+        """float32 samples of what is heard of a window. Cancelled, the window goes.
+
+        Raises ApiError 500 where the decoder fails, 503 where its process ended MAX_TRIES times with the window.
+        """
+        self._next_id += 1
+        message = Decode(
+            self._next_id,
+            window.tokens,
+            window.num_prompt,
+            window.num_left,
+            window.num_new,
+            window.block_causal,
+            window.prompt_causal,
+        )
+        one = _Waiting(_frame(message), asyncio.get_running_loop().create_future())
+        self._waiting[message.id] = one
+        self._send(message.id, one)
+        try:
+            return await one.sound
+        finally:
+            if self._waiting.pop(message.id, None) is not None and self._writer is not None:
+                self._writer.write(_frame(Cancel(message.id)))
+
+    def _send(self, id: int, one: _Waiting) -> None:
+        if self._writer is None:
+            return
+        one.tries += 1
+        if one.tries > MAX_TRIES:
+            del self._waiting[id]
+            error = unavailable(f"the audio decoder ended {MAX_TRIES} times with this sound", "decoder_failed")
+            if not one.sound.done():
+                one.sound.set_exception(error)
+            return
+        self._writer.write(one.frame)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(self._path)
+                self._hello = await _read(reader)
+                self._is_ready.set()
+                for id, one in list(self._waiting.items()):
+                    self._send(id, one)
+                while True:
+                    self._take(await _read(reader))
+            except (OSError, asyncio.IncompleteReadError):
+                if self._writer is not None:
+                    self._writer.close()
+                self._writer = None
+                await asyncio.sleep(RECONNECT_S)
+
+    def _take(self, message: Sound | Failed) -> None:
+        one = self._waiting.pop(message.id, None)
+        if one is None or one.sound.done():
+            return
+        if isinstance(message, Sound):
+            one.sound.set_result(message.samples)
+        else:
+            one.sound.set_exception(ApiError(500, f"the audio decoder failed: {message.message}", code="decoder_error"))
+
+
+def run_decoder(model: str, path: str, voices: dict[str, str], on_ready: Any) -> None:
+    """The process: open the model's decoder, encode the voices, serve. Raises InferenceError for what cannot be."""
+    from pathlib import Path
+
+    from megatron_infer.audio.checks import check_decoder_of
+    from megatron_infer.audio.registry import open_decoder
+    from megatron_infer.audio.speech_model import SpeechModel
+    from megatron_infer.audio.voices import encode_voices
+
+    speech = SpeechModel.read(Path(model).expanduser())
+    opened = open_decoder(speech.decoder, speech.decoder_weights, speech.decoder_config)
+    check_decoder_of(speech, opened, speech.decoder)
+    encoded = encode_voices({**speech.voices, **voices}, opened)
+
+    async def serve() -> None:
+        await DecoderServer(opened, encoded).serve(path, on_ready)
+
+    try:
+        asyncio.run(serve())
+    except OSError as error:
+        raise InferenceError(f"the audio decoder cannot listen at {path}: {error}") from None

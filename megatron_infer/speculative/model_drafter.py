@@ -1,0 +1,139 @@
+"""A draft model's steps: it computes every token that the model computes, and draws the drafts before the model does.
+
+    step 0    the plan's chunks and decode rows, a chunk with drafts as the one token before them     -> draft 1
+    step 1    the rows that have drafts, at draft 1                                                   -> draft 2
+      ...
+    step k    the same, at draft k: its keys and values alone
+
+Its keys and values lie under the block ids of the model's, and of each block both models have computed the same tokens.
+So a block that is shared, copied, swapped or saved is one for both. Drafts are drawn with the parameters, seed and
+position of the draw that verifies them: a draft model like the model proposes what the model will draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.base import PagedModel
+from megatron_infer.runner.batch import Batch, BatchBuilder
+from megatron_infer.sampling.sampler import Sampler, SamplerInput, StepSampler
+from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
+from megatron_infer.speculative.residual import Proposals, ResidualSampler
+
+
+class ModelDrafter:
+    """Runs a draft model on the rows, blocks and token pool of the model's builder."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        builder: BatchBuilder,
+        sampler: StepSampler,
+        *,
+        kept: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """builder: shares the rows of the model's. sampler: draws by the parameters of these rows. kept: where it puts
+        the distributions that it draws from, see `residual.DraftSampler`; None: it does not."""
+        self._model, self._builder, self._sampler, self._kept = model, builder, sampler, kept
+        self.proposals: Proposals | None = None
+        """The drafts of the last run with their distributions, where these are kept."""
+
+    @property
+    def verifying_sampler(self) -> Callable[..., Sampler]:
+        """The class of the sampler that draws what verifies the drafts."""
+        return Sampler if self._kept is None else partial(ResidualSampler, proposals=lambda: self.proposals)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> Tensor | None:
+        """Write the step's block-table entries and tokens, compute its keys and values, and put the drafts of chunks
+        that have them `ON_DEVICE` into the token pool -> all of these, int64, chunk by chunk; None: there are none."""
+        self.proposals = None
+        drafting = [chunk for chunk in plan.prefill if chunk.drafts_on_device]
+        first = len(plan.decode)
+        hidden_TD, batch = self._forward(_first_step(plan, drafting), table_writes)
+        drawn: list[Tensor] = []
+        for place in range(max((len(chunk.drafts) for chunk in drafting), default=0)):
+            going = [chunk for chunk in drafting if len(chunk.drafts) > place]
+            hidden_RD = hidden_TD[first : first + len(drafting)]
+            if len(going) < len(hidden_RD):
+                at = [index for index, chunk in enumerate(drafting) if len(chunk.drafts) > place]
+                hidden_RD = hidden_RD.index_select(0, self._builder.device.to_device(np.array(at)))
+            drawn.append(self._draw(hidden_RD, batch, going, place))
+            drafting, first = going, 0
+            hidden_TD, batch = self._forward(_later_step(plan, going, place + 1))
+        return self._by_chunk(plan, drawn)
+
+    def _forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]] = ()) -> tuple[Tensor, Batch]:
+        batch = self._builder.build(plan, table_writes)
+        return self._model.hidden(batch), batch
+
+    def _draw(self, hidden_RD: Tensor, batch: Batch, chunks: Sequence[PrefillChunk], place: int) -> Tensor:
+        """Draw draft number `place` of these chunks into the token pool."""
+        rows = np.array([chunk.request.lease.row for chunk in chunks], dtype=np.int32)  # type: ignore[union-attr]
+        positions = np.array([chunk.start + 1 + place for chunk in chunks], dtype=np.int64)
+        pool = self._builder.token_pool
+        inputs = SamplerInput(rows=rows, positions=positions, token_pool=pool)
+        tokens_R = self._sampler.sample(self._model.logits(hidden_RD, batch.ops), inputs).tokens_S
+        stage = self._builder.device.to_device
+        self._builder.rows.store(stage(rows), stage(positions), tokens_R)
+        return tokens_R
+
+    def _by_chunk(self, plan: StepPlan, drawn: Sequence[Tensor]) -> Tensor | None:
+        """Drafts drawn place by place, in the order of the chunks."""
+        if not drawn:
+            return None
+        counts = [len(chunk.drafts) for chunk in plan.prefill if chunk.drafts_on_device]
+        # draft `place` of chunk `index` stands behind all drafts of lower places and of the chunks before with as many
+        before = np.cumsum([0, *(len(tokens_R) for tokens_R in drawn)])
+        order = [
+            before[place] + sum(other > place for other in counts[:index])
+            for index, count in enumerate(counts)
+            for place in range(count)
+        ]
+        order_N = self._builder.device.to_device(np.array(order, dtype=np.int64))
+        token_N = torch.cat(list(drawn)).index_select(0, order_N)
+        if self._kept:
+            probs_NV, bad_N = (torch.cat(parts).index_select(0, order_N) for parts in zip(*self._kept, strict=True))
+            self._kept.clear()
+            places = _verifying_draws(plan)
+            self.proposals = Proposals(places=places, token_N=token_N, probs_NV=probs_NV, bad_N=bad_N)
+        return token_N
+
+
+def _verifying_draws(plan: StepPlan) -> np.ndarray:
+    """The number, among the plan's draws, of the one that verifies each draft on the device."""
+    draws: list[int] = []
+    first = len(plan.decode)
+    for chunk in plan.prefill:
+        if not chunk.drafts:
+            break  # chunks with drafts come first
+        if chunk.drafts_on_device:
+            draws += range(first, first + len(chunk.drafts))
+        first += chunk.n
+    return np.array(draws, dtype=np.int64)
+
+
+def _first_step(plan: StepPlan, drafting: Sequence[PrefillChunk]) -> StepPlan:
+    """What the draft model computes before the first draft. Of its chunks none draws, and none keeps a state."""
+    others = [replace(chunk, samples=False, captures=()) for chunk in plan.prefill if not chunk.drafts_on_device]
+    decode = [*plan.decode, *(chunk.request for chunk in drafting)]
+    return replace(
+        plan,
+        decode=decode,
+        decode_starts=[*plan.decode_starts, *(chunk.start for chunk in drafting)],
+        prefill=tuple(others),
+        num_tokens=len(decode) + sum(chunk.n for chunk in others),
+        sampled=decode,
+    )
+
+
+def _later_step(plan: StepPlan, chunks: Sequence[PrefillChunk], place: int) -> StepPlan:
+    decode = [chunk.request for chunk in chunks]
+    starts = [chunk.start + place for chunk in chunks]
+    return StepPlan(step=plan.step, decode=decode, decode_starts=starts, num_tokens=len(decode), sampled=decode)

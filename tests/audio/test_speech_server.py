@@ -1,0 +1,179 @@
+"""POST /v1/audio/speech through a server's processes and OpenAI's client: the pipeline's sound, for any client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from audio_case import NUM_SPEECH, TEXTS, write_model, write_voice
+
+from megatron_infer.audio.registry import open_decoder
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.pipelines import AudioGenerationConfig, AudioGenerationRequest, AudioGeneratorPipeline
+
+pytestmark = pytest.mark.long
+TONES = open_decoder("tones", config={"vocab_size": NUM_SPEECH})
+ENGINE = {"buffer_size_gb": 0.02, "threads": 1, "dtype": "float32"}
+SAMPLING = {"seed": 4, "max_tokens": 60}
+
+
+class Server:
+    def __init__(self, folder, *flags: str) -> None:
+        command = [sys.executable, "-m", "megatron_infer", "serve", str(folder), "--port", "0", "--threads", "1"]
+        command += ["--dtype", "float32", "--buffer-size-gb", "0.02", "--served-model-name", "voice", *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.lines: list[str] = []
+        self.url = self._url()
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def _url(self) -> str:
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if "serving" in line and " at http" in line:
+                threading.Thread(target=self.lines.extend, args=(self.process.stderr,), daemon=True).start()
+                return line.rsplit(" at ", 1)[1].strip()
+        raise AssertionError("".join(self.lines))
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("voice"))
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    ben = write_voice(tmp_path_factory.mktemp("ben") / "ben.wav", tokens=(7, 8, 9) * 12)
+    one = Server(folder, "--voice", f"ben={ben}", "--speech-chunk-size", "5,10")
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The tokens that a pipeline draws, by voice."""
+    config = AudioGenerationConfig(
+        model_path=str(folder), audio_decoder="tones", audio_decoder_config={"vocab_size": NUM_SPEECH},
+        max_length=512, max_batch_size=4, **ENGINE,
+    )  # fmt: skip
+    pipeline = AudioGeneratorPipeline(config)
+    return {
+        text: pipeline.generate(
+            AudioGenerationRequest(input=text, voice="anna", sampling_params=SamplingParams(**SAMPLING))
+        )[0]
+        for text in TEXTS
+    }
+
+
+def body(text: str = TEXTS[0], **more) -> dict:
+    return {"model": "voice", "voice": "anna", "input": text, **SAMPLING, **more}
+
+
+def sound_of(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype="<i2") / 32767
+
+
+def test_openais_client_gets_the_pipelines_sound_streaming_and_not(server, expected, tmp_path):
+    text, out = TEXTS[1], tmp_path / "out.wav"
+    ask = {"model": "voice", "voice": "anna", "input": text, "extra_body": SAMPLING}
+    whole = server.openai.audio.speech.create(response_format="pcm", **ask)
+    assert TONES.encoder.encode(sound_of(whole.content)) == list(expected[text].tokens)
+    assert np.abs(sound_of(whole.content) - expected[text].audio).max() < 1e-4
+    with server.openai.audio.speech.with_streaming_response.create(response_format="wav", **ask) as reply:
+        reply.stream_to_file(out)
+    data = out.read_bytes()
+    assert data[:4] == b"RIFF" and data[44:] == whole.content
+
+
+def test_many_at_once_sound_as_alone(server, expected):
+    results: dict[int, list[int]] = {}
+
+    def speak(number: int) -> None:
+        text = TEXTS[number % len(TEXTS)]
+        reply = httpx.post(f"{server.url}/v1/audio/speech", json=body(text, response_format="pcm"), timeout=60)
+        results[number] = TONES.encoder.encode(sound_of(reply.content))
+
+    threads = [threading.Thread(target=speak, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        assert results[number] == list(expected[TEXTS[number % len(TEXTS)]].tokens)
+
+
+def children(server: Server, role: str) -> list[int]:
+    """Processes of a role that the server has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == server.process.pid and (path / "cmdline").read_bytes().rstrip(b"\0").endswith(role.encode()):
+                found.append(int(path.name))
+    return found
+
+
+def wait_for(condition, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+
+
+def test_a_decoder_that_is_killed_is_started_again_and_loses_nothing(server, expected):
+    (pid,) = children(server, "audio_decoder")
+    os.kill(pid, signal.SIGKILL)
+    reply = server.http.post("/v1/audio/speech", json=body(response_format="pcm"))
+    assert TONES.encoder.encode(sound_of(reply.content)) == list(expected[TEXTS[0]].tokens)
+    assert children(server, "audio_decoder") not in ([], [pid])
+
+
+def test_an_engine_that_is_killed_in_mid_sentence_is_started_again_and_the_sound_goes_on(server, expected):
+    (pid,) = children(server, "engine")
+    pieces = []
+    with server.http.stream("POST", "/v1/audio/speech", json=body(response_format="pcm", chunk_size=[2])) as reply:
+        for piece in reply.iter_raw():
+            pieces.append(piece)
+            if len(pieces) == 3:
+                os.kill(pid, signal.SIGKILL)
+    assert TONES.encoder.encode(sound_of(b"".join(pieces))) == list(expected[TEXTS[0]].tokens)
+    assert children(server, "engine") != [pid]
+
+
+def test_a_client_that_leaves_frees_its_request(server):
+    with server.http.stream("POST", "/v1/audio/speech", json=body(max_tokens=400, chunk_size=[1])) as reply:
+        next(reply.iter_raw())
+
+    def idle() -> bool:
+        metrics = server.http.get("/metrics").text
+        running = [line for line in metrics.splitlines() if line.startswith("megatron_infer_engine_requests{")]
+        return bool(running) and all(line.endswith(" 0.0") for line in running)
+
+    wait_for(idle)
+
+
+def test_voices_that_cannot_be_and_models_that_do_not_speak_are_refused_at_start(folder, tmp_path):
+    (tmp_path / "none.wav").write_bytes(b"no sound")
+    from megatron_infer.cli.main import main
+
+    assert main(["serve", str(folder), "--port", "0", "--voice", f"x={tmp_path / 'none.wav'}"]) == 1
+    assert main(["serve", str(folder), "--port", "0", "--voice", "x"]) == 2
+    assert main(["serve", str(folder), "--port", "0", "--voice", "x=y", "--coordinator", "ipc:///none"]) == 2
+    assert main(["serve", str(folder), "--port", "0", "--speech-prompt-tokens", "twice"]) == 2
+    (folder / "none").mkdir()
+    assert main(["serve", str(folder / "none"), "--port", "0", "--voice", "x=y.wav"]) == 2

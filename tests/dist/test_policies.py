@@ -1,0 +1,130 @@
+"""Batching policies and request metadata on pipeline stages and tensor-parallel ranks, over suspends and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import engine_ranks
+import gloo_ranks
+import pytest
+import stage_case
+import torch
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+
+pytestmark = pytest.mark.long
+POLICIES = {
+    "prefill_first": {"batching": "prefill_first", "max_batch_total_tokens": 520, "admission_watermark": 0.7},
+    "phased": {
+        "batching": "phased",
+        "min_batch_size_tg": 2,
+        "max_queue_size_tg": 3,
+        "ce_delay_ms": 3,
+        "enable_prioritize_first_decode": True,
+    },
+}
+NAMES = {"tied": "attention", "last stage without Mamba": "hybrid"}
+"""Staged model -> kind of the tensor-parallel one."""
+TYPES = [("target", torch.int64, True), ("scale", torch.float32, False)]
+
+
+def check(model: torch.nn.Module, expected: list, folder: Path, where: str) -> None:
+    """Answers under each policy are those of one process with none, and drawn tokens those that a hook chose."""
+    features = "chunks, prefix cache, overlap"
+    for name, policy in POLICIES.items():
+        engine = stage_case.make_engine(model, features, **policy)
+        stage_case.assert_same(stage_case.generate(engine), expected, f"{where}, {name}")
+        stage_case.assert_same(stage_case.generate_over_suspends(engine), expected, f"{where}, {name}, suspended")
+    check_files(model, expected, folder / where, features)
+    check_metadata(model, folder / where)
+
+
+def check_files(model: torch.nn.Module, expected: list, path: Path, features: str) -> None:
+    """Requests that are saved under one policy go on under another."""
+    source = stage_case.make_engine(model, features, **POLICIES["phased"])
+    if source.rank_group.groups.is_leader:
+        for index, (ids, params) in enumerate(stage_case.requests()):
+            source.add_request({"prompt_token_ids": ids}, params, request_id=str(index), stream="final")
+    done = {}
+    for _ in range(12):
+        done |= {output.request_id: output for output in source.step() if output.finished}
+    source.save_requests(path.with_suffix(".saved"), kv=True)
+    target = stage_case.make_engine(model, features, **POLICIES["prefill_first"])
+    target.load_requests(path.with_suffix(".saved"))
+    done |= finish(target)
+    found = stage_case.answers([done[str(index)] for index in range(len(expected))])
+    stage_case.assert_same(found, expected, f"{path.name}, saved")
+
+
+def check_metadata(model: torch.nn.Module, path: Path) -> None:
+    """Every request draws its own target, and its values come back, whatever happens to it."""
+
+    def make(**how) -> DynamicInferenceEngine:
+        engine = stage_case.make_engine(model, "chunks, prefix cache, overlap", request_metadata_types=TYPES, **how)
+        engine.on_logits(push)
+        return engine
+
+    engine, params = make(), SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.0, logprobs=0)
+    given = {f"r{number}": {"target": 40 + number, "scale": 1e5} for number in range(4)}
+    if engine.rank_group.groups.is_leader:
+        for name, values in given.items():
+            engine.add_request(list(range(5, 30)), params, request_id=name, metadata=values)
+    done = {}
+    for mode in ("recompute", "offload", "persist"):
+        for _ in range(3):
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.suspend(mode)
+        engine.resume()
+    engine.save_requests(path.with_suffix(".metadata"), kv=True)
+    other = make(batching="prefill_first")
+    other.load_requests(path.with_suffix(".metadata"))
+    moved = finish(other)
+    done |= finish(engine)
+    assert done.keys() == given.keys() and moved.keys() == given.keys()
+    for outputs in (done, moved):
+        for name, output in outputs.items():
+            target = given[name]["target"]
+            assert output.outputs[0].token_ids == [target] * 14 and output.metadata == given[name]
+            assert output.outputs[0].logprobs[0][target].logprob > -1e-3, "of what the hook left"
+
+
+def push(logits: torch.Tensor, metadata: dict[str, torch.Tensor]) -> None:
+    logits[torch.arange(len(logits)), metadata["target"]] += metadata["scale"].to(logits.dtype)
+
+
+def finish(engine: DynamicInferenceEngine) -> dict:
+    done = {}
+    while engine.has_unfinished():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    return done
+
+
+def run_stages(rank: int, size: int, folder: Path) -> None:
+    for name, expected in json.loads((folder / "expected.json").read_text()).items():
+        check(stage_case.load_model(folder, name, pipeline_parallel=size), expected, folder, name)
+
+
+def test_pipeline_stages(tmp_path):
+    saved = {}
+    for name in NAMES:
+        stage_case.save_checkpoint(stage_case.MODELS[name](), tmp_path / name)
+        saved[name] = stage_case.generate(stage_case.make_engine(stage_case.load_model(tmp_path, name)))
+    stage_case.write_json(tmp_path / "expected.json", saved)
+    gloo_ranks.run_on_ranks(run_stages, 2, tmp_path)
+
+
+def run_tensor_parallel(rank: int, size: int, folder: str) -> None:
+    for kind, expected in json.loads(Path(folder, "expected.json").read_text()).items():
+        check(engine_ranks.part_of_model(kind, folder, rank, size), expected, Path(folder), kind)
+
+
+def test_tensor_parallel_ranks(tmp_path):
+    saved = {}
+    for kind in NAMES.values():
+        model = engine_ranks.whole_model(kind)
+        torch.save(model.state_dict(), tmp_path / f"{kind}.weights.pt")
+        saved[kind] = stage_case.generate(stage_case.make_engine(model))
+    stage_case.write_json(tmp_path / "expected.json", saved)
+    engine_ranks.run_ranks(run_tensor_parallel, tmp_path)
