@@ -15,6 +15,12 @@ import numpy as np
 
 RATE = 16_000
 """Samples of a second, of all sound here."""
+FRAME = 320
+"""Samples of the codec's frame."""
+GAP = 2
+"""Frames of silence behind a word."""
+HEARD = 3e-3
+"""Loudest sample of silence."""
 SYNCHRONOUS, CHARACTERS_UTF8 = 2, 1
 SPEED, PITCH, RANGE = 1, 3, 4
 
@@ -44,6 +50,7 @@ class Teacher:
         if self._rate <= 0:
             raise RuntimeError("espeak-ng does not start")
         self._parts: list[np.ndarray] = []
+        self._words: dict[tuple[str, str], np.ndarray] = {}
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
         self._callback = kind(self._take)  # kept: the library holds its address only
         self._library.espeak_SetSynthCallback(self._callback)
@@ -54,19 +61,33 @@ class Teacher:
         return 0
 
     def speak(self, text: str, voice: str = "anna") -> np.ndarray:
-        """float32 [samples] at `RATE`, between -1 and 1; 60 ms of silence at the end."""
-        described = VOICES[voice]
-        if self._library.espeak_SetVoiceByName(described.name.encode()):
-            raise RuntimeError(f"espeak-ng has no voice {described.name}")
-        for parameter, value in ((SPEED, described.speed), (PITCH, described.pitch), (RANGE, described.range)):
+        """float32 [samples] at `RATE`, between -1 and 1, word after word, 60 ms of silence at the end.
+
+        A word is whole frames and sounds alike in every sentence, so that a small model can learn it in minutes; the
+        melody of a sentence is lost.
+        """
+        end = np.zeros(3 * FRAME, np.float32)
+        return np.concatenate([*(self._word(one, voice) for one in text.split()), end])
+
+    def _word(self, word: str, voice: str) -> np.ndarray:
+        """float32 [whole frames * FRAME], from where it is heard to `GAP` frames behind where it ends."""
+        if (word, voice) not in self._words:
+            sound = self._synthesise(word, VOICES[voice])
+            heard = np.flatnonzero(np.abs(sound) > HEARD)
+            sound = sound[heard[0] : heard[-1] + 1] if len(heard) else sound
+            self._words[word, voice] = np.pad(sound, (0, -len(sound) % FRAME + GAP * FRAME))
+        return self._words[word, voice]
+
+    def _synthesise(self, text: str, voice: Voice) -> np.ndarray:
+        if self._library.espeak_SetVoiceByName(voice.name.encode()):
+            raise RuntimeError(f"espeak-ng has no voice {voice.name}")
+        for parameter, value in ((SPEED, voice.speed), (PITCH, voice.pitch), (RANGE, voice.range)):
             self._library.espeak_SetParameter(parameter, value, 0)
         self._parts.clear()
         data = text.encode()
         self._library.espeak_Synth(data, len(data) + 1, 0, 0, 0, CHARACTERS_UTF8, None, None)
         sound = np.concatenate(self._parts).astype(np.float32) / 32768 if self._parts else np.zeros(0, np.float32)
-        heard = np.flatnonzero(np.abs(sound) > 1e-3)
-        sound = sound[heard[0] : heard[-1] + 1] if len(heard) else sound
-        return np.concatenate([resample(sound, self._rate), np.zeros(RATE * 60 // 1000, np.float32)])
+        return resample(sound, self._rate)
 
 
 def resample(sound: np.ndarray, rate: int) -> np.ndarray:

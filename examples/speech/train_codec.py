@@ -147,7 +147,7 @@ def main() -> None:
     codec = Codec(CodecConfig(codebooks=options.codebooks))
     sounds = corpus(24 if options.quick else options.sentences, seed=options.seed)
     seconds = 10.0 if options.quick else 60 * options.minutes
-    loss = train(codec, sounds, seconds=seconds, rows=4 if options.quick else 16, seed=options.seed)
+    loss = train(codec, sounds, seconds=seconds, rows=4 if options.quick else 8, seed=options.seed)
     options.out_dir.mkdir(parents=True, exist_ok=True)
     codec.save(options.out_dir / "codec.safetensors")
     print(f"codec: {sum(map(len, sounds)) / RATE / 60:.0f} minutes of sound, loss {loss:.3f}")
