@@ -1,6 +1,6 @@
 """The teacher's voices: espeak-ng, from the package espeakng-loader (GPL, used by this example alone).
 
-    python examples/speech/teacher.py "seventeen ships left the harbor" --voice ben --output ben.wav
+python examples/speech/teacher.py "seventeen ships left the harbor" --voice ben --output ben.wav
 """
 
 from __future__ import annotations

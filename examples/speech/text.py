@@ -23,9 +23,7 @@ RULES: dict[str, str] = {
     "number": "<below> | <unit> hundred | <unit> hundred and <below>",
     "below": "<unit> | <teen> | <tens> | <tens> <unit>",
     "unit": "one | two | three | four | five | six | seven | eight | nine",
-    "teen": (
-        "ten | eleven | twelve | thirteen | fourteen | fifteen | sixteen | seventeen | eighteen | nineteen"
-    ),
+    "teen": ("ten | eleven | twelve | thirteen | fourteen | fifteen | sixteen | seventeen | eighteen | nineteen"),
     "tens": "twenty | thirty | forty | fifty | sixty | seventy | eighty | ninety",
     "time": "<hour> | <hour> thirty | <hour> fifteen | half past <hour> | <quarter> <hour> | noon | midnight",
     "hour": "one | two | three | four | five | six | seven | eight | nine | ten | eleven | twelve",

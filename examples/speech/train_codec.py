@@ -1,7 +1,7 @@
 """Train the codec: sound of the teacher in, one token of 20 ms, the same sound out.
 
     python examples/speech/train_codec.py --out-dir voice --minutes 15          voice/codec.safetensors
-    python examples/speech/train_codec.py --out-dir voice --quick               seconds, for tests; what it says is noise
+    python examples/speech/train_codec.py --out-dir voice --quick               seconds, for tests: it says noise
 
 The loss compares short-time spectra at several resolutions, so a phase that no token could hold costs nothing. Codes
 follow the frames that chose them by a moving average; codes that no frame chooses move to a frame of the batch.

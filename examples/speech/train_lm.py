@@ -1,7 +1,7 @@
 """Train the model that speaks: a voice and words in, speech tokens of the codec out.
 
     python examples/speech/train_lm.py --out-dir voice --minutes 25       after train_codec.py, into the same directory
-    python examples/speech/train_lm.py --out-dir voice --quick            seconds, for tests; what it says is noise
+    python examples/speech/train_lm.py --out-dir voice --quick            seconds, for tests: it says noise
     megatron-infer speak voice/ --voice anna --text "Seventeen ships left the harbor." --output out.wav
 
 A megatron-core GPTModel in megatron-core's DDP with megatron-core's Adam. One live model trains and speaks: every

@@ -1,4 +1,4 @@
-"""The model's vocabulary: one token for each word of the grammar, two marks, the end, then the codec's speech tokens."""
+"""The model's vocabulary: a token for each word of the grammar, two marks, the end, the codec's speech tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOICE_MARK, TEXT_MARK, END, FIRST_SPEECH = range(len(WORDS), len(WORDS) + 4)
 """VOICE_MARK follows the voice's tokens, TEXT_MARK the text, END the speech. FIRST_SPEECH is speech token 0."""
 VOICE_FRAMES = 32
 """Frames of a voice, at the beginning of a prompt."""
-PUNCTUATION = "[.,;:!?\"()]"
+PUNCTUATION = '[.,;:!?"()]'
 
 
 def tokenizer() -> Tokenizer:
