@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from megatron_infer.audio.codec import Codec, CodecConfig
 WINDOWS = (128, 256, 512, 1024)
 """Samples of each resolution's window; its step is a quarter."""
 COMMITMENT = 0.25
+LARGEST_CODE = 4.0
+"""Half of what a codec may hold: see `WEIGHT_LIMIT` of megatron_infer/audio/codec.py."""
 DECAY, LEAST_USE = 0.98, 0.3
 """Of the moving averages of codes, and the average number of frames a batch below which a code is moved."""
 
@@ -134,6 +137,17 @@ def train(codec: Codec, sounds: Sequence[np.ndarray], *, seconds: float, rows: i
     return sum(last) / len(last)
 
 
+@torch.no_grad()
+def bound_codes(codec: Codec) -> None:
+    """Scale the frames by a power of two, so that no code is beyond `LARGEST_CODE`; the sound stays the same."""
+    largest = float(codec.codes.abs().max())
+    scale = 2.0 ** min(0, math.floor(math.log2(LARGEST_CODE / largest)))
+    last, first = codec.encoder[-1].linear, codec.decoder[0].linear
+    for one in (codec.codes, last.weight, last.bias):
+        one.mul_(scale)
+    first.weight.div_(scale)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out-dir", type=Path, default=Path("voice"))
@@ -148,6 +162,7 @@ def main() -> None:
     sounds = corpus(24 if options.quick else options.sentences, seed=options.seed)
     seconds = 10.0 if options.quick else 60 * options.minutes
     loss = train(codec, sounds, seconds=seconds, rows=4 if options.quick else 8, seed=options.seed)
+    bound_codes(codec)
     options.out_dir.mkdir(parents=True, exist_ok=True)
     codec.save(options.out_dir / "codec.safetensors")
     print(f"codec: {sum(map(len, sounds)) / RATE / 60:.0f} minutes of sound, loss {loss:.3f}")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_infer.audio.layout import SpeechFormat
-from megatron_infer.errors import InvalidPrompt
+from megatron_infer.errors import InvalidPrompt, ModelError
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "speech"
 
@@ -83,6 +84,27 @@ def test_word_errors_are_the_fewest_changes(said, heard, errors):
     import judge
 
     assert judge.word_errors(said, heard) == errors
+
+
+def test_codes_beyond_what_a_file_may_hold_are_scaled_without_a_change_of_sound():
+    import train_codec
+
+    from megatron_infer.audio.codec import Codec, CodecConfig
+
+    torch.manual_seed(0)
+    codec = Codec(CodecConfig(channels=(8, 16, 16), codebook_size=32, code_size=8))
+    codec.codes.data.mul_(20)
+    with pytest.raises(ModelError, match="codes"):
+        codec.exact()
+    sound = torch.randn(1, 3200)
+    with torch.no_grad():
+        tokens, codes = codec.quantise(codec.frames(sound))
+        before = codec.sound(codes)
+        train_codec.bound_codes(codec)
+        again, codes = codec.quantise(codec.frames(sound))
+        after = codec.sound(codes)
+    assert torch.equal(tokens, again) and torch.equal(before, after)
+    codec.exact()
 
 
 def test_resampling_keeps_a_tone():
