@@ -31,8 +31,8 @@ RL_DEMO_ARGS ?=
 
 # Minutes that `make speech-demo` trains its codec and its model.
 SPEECH_DEMO ?= voice
-CODEC_MINUTES ?= 12
-MODEL_MINUTES ?= 25
+CODEC_MINUTES ?= 22
+MODEL_MINUTES ?= 10
 
 .PHONY: install demo rl-demo speech-demo test test-all check-kernels kernels-table lint format bench clean
 
@@ -113,4 +113,4 @@ bench: $(VENV)/.smollm2
 		--vs transformers --json bench.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json $(RL_DEMO)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json $(RL_DEMO) $(SPEECH_DEMO)

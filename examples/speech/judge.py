@@ -29,8 +29,6 @@ LOUDNESS = 0.6
 """Largest sample of what is heard."""
 PAUSE, NOISE = RATE // 4, 3e-4
 """Samples before and behind a sentence, and the deviation of the noise of the room."""
-BEAMS = {"beam": 1e-80, "wbeam": 1e-60, "pbeam": 1e-80}
-"""Wide: the grammar leaves few paths, and none may be dropped for its first word."""
 KEPT = 10
 """Sounds of each system and voice that are written."""
 MAX_SPEECH_TOKENS = 600
@@ -54,7 +52,6 @@ class Ears:
                 samprate=float(RATE),
                 cmn="batch",
                 loglevel="FATAL",
-                **BEAMS,
             )
 
     def hear(self, sound: np.ndarray) -> str:

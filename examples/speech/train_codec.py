@@ -1,6 +1,6 @@
 """Train the codec: sound of the teacher in, one token of 20 ms, the same sound out.
 
-    python examples/speech/train_codec.py --out-dir voice --minutes 15          voice/codec.safetensors
+    python examples/speech/train_codec.py --out-dir voice --minutes 22          voice/codec.safetensors
     python examples/speech/train_codec.py --out-dir voice --quick               seconds, for tests: it says noise
 
 The loss compares short-time spectra at several resolutions, so a phase that no token could hold costs nothing. Codes
@@ -43,13 +43,13 @@ def corpus(count: int, *, seed: int) -> list[np.ndarray]:
 
 
 def batch(sounds: Sequence[np.ndarray], rng: np.random.Generator, *, rows: int, samples: int) -> Tensor:
-    """float32 [rows, samples]: pieces of random sounds, of random loudness."""
+    """float32 [rows, samples]: pieces of random sounds."""
     out = np.zeros((rows, samples), np.float32)
     for row in range(rows):
         sound = sounds[rng.integers(len(sounds))]
         begin = rng.integers(-samples // 4, max(1, len(sound) - samples // 2))
         piece = sound[max(begin, 0) : begin + samples]
-        out[row, max(-begin, 0) : max(-begin, 0) + len(piece)] = piece * rng.uniform(0.5, 1.0)
+        out[row, max(-begin, 0) : max(-begin, 0) + len(piece)] = piece
     return torch.from_numpy(out)
 
 
@@ -70,11 +70,10 @@ def spectral_loss(out_BS: Tensor, sound_BS: Tensor) -> Tensor:
 class Codebooks:
     """Moves a codec's codes towards the frames that choose them."""
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        books, size, width = codec.codes.shape
-        self._uses, self._sums = torch.ones(books, size), torch.zeros(books, size, width)
-        self._is_new = True
+    def __init__(self, codec: Codec, *, is_new: bool) -> None:
+        """is_new: the codes begin at frames of the first batch."""
+        self._codec, self._is_new = codec, is_new
+        self._uses, self._sums = torch.ones(codec.codes.shape[:2]), codec.codes.detach().clone()
 
     @torch.no_grad()
     def learn(self, frames_BTC: Tensor, tokens_BTQ: Tensor) -> None:
@@ -101,10 +100,10 @@ def _drawn(rows_NC: Tensor, count: int) -> Tensor:
     return rows_NC[torch.randint(len(rows_NC), (count,))]
 
 
-def train(codec: Codec, sounds: Sequence[np.ndarray], *, seconds: float, rows: int, seed: int) -> float:
-    """Returns the mean loss of the last tenth of the steps."""
+def train(codec: Codec, sounds: Sequence[np.ndarray], *, seconds: float, rows: int, seed: int, is_new: bool) -> float:
+    """Returns the mean loss of the last tenth of the steps. is_new: the codec has learnt nothing yet."""
     torch.manual_seed(seed)
-    rng, books = np.random.default_rng(seed), Codebooks(codec)
+    rng, books = np.random.default_rng(seed), Codebooks(codec, is_new=is_new)
     learned = [one for name, one in codec.named_parameters() if name != "codes"]
     optimizer = torch.optim.AdamW(learned, lr=1e-3, betas=(0.8, 0.99), weight_decay=0.0)
     begin, losses = time.perf_counter(), list[float]()
@@ -117,7 +116,7 @@ def train(codec: Codec, sounds: Sequence[np.ndarray], *, seconds: float, rows: i
             group["lr"] = 1e-3 * min(1.0, (step + 1) / warm) * min(1.0, 4 * (1 - done) + 0.02)
         sound_BS = batch(sounds, rng, rows=rows, samples=RATE // hop * hop)
         frames_BTC = codec.frames(sound_BS)
-        if step < warm:  # the codes are not asked before frames mean something
+        if is_new and step < warm:  # the codes are not asked before frames mean something
             loss = spectral_loss(codec.sound(frames_BTC), sound_BS)
         else:
             tokens_BTQ, codes_BTC = codec.quantise(frames_BTC.detach())
@@ -151,20 +150,25 @@ def bound_codes(codec: Codec) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out-dir", type=Path, default=Path("voice"))
-    parser.add_argument("--minutes", type=float, default=15.0, help="of training (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=22.0, help="of training (%(default)s)")
     parser.add_argument("--sentences", type=int, default=1200, help="spoken by the teacher (%(default)s)")
     parser.add_argument("--codebooks", type=int, choices=(1, 2), default=1, help="tokens of 20 ms (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on with the codec in --out-dir")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
     options = parser.parse_args()
+    file = options.out_dir / "codec.safetensors"
+    if options.resume and not file.is_file():
+        parser.error(f"--resume: there is no {file}; leave --resume out to begin")
     torch.manual_seed(options.seed)
-    codec = Codec(CodecConfig(codebooks=options.codebooks))
+    codec = Codec.load(file) if options.resume else Codec(CodecConfig(codebooks=options.codebooks))
     sounds = corpus(24 if options.quick else options.sentences, seed=options.seed)
     seconds = 10.0 if options.quick else 60 * options.minutes
-    loss = train(codec, sounds, seconds=seconds, rows=4 if options.quick else 8, seed=options.seed)
+    rows, is_new = 4 if options.quick else 8, not options.resume
+    loss = train(codec, sounds, seconds=seconds, rows=rows, seed=options.seed, is_new=is_new)
     bound_codes(codec)
     options.out_dir.mkdir(parents=True, exist_ok=True)
-    codec.save(options.out_dir / "codec.safetensors")
+    codec.save(file)
     print(f"codec: {sum(map(len, sounds)) / RATE / 60:.0f} minutes of sound, loss {loss:.3f}")
 
 

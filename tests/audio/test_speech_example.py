@@ -1,4 +1,4 @@
-"""examples/speech: its grammar, its vocabulary and its judge; with the extra [speech] also the whole of it in seconds."""
+"""examples/speech: grammar, vocabulary and judge; with the extra [speech] also the whole of it in seconds."""
 
 from __future__ import annotations
 
