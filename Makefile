@@ -1,4 +1,4 @@
-# make demo | rl-demo | install | test | test-all | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | speech-demo | install | test | test-all | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
@@ -29,7 +29,12 @@ SEEDS ?= 1
 RL_DEMO ?= rl-demo
 RL_DEMO_ARGS ?=
 
-.PHONY: install demo rl-demo test test-all check-kernels kernels-table lint format bench clean
+# Minutes that `make speech-demo` trains its codec and its model.
+SPEECH_DEMO ?= voice
+CODEC_MINUTES ?= 22
+MODEL_MINUTES ?= 10
+
+.PHONY: install demo rl-demo speech-demo test test-all check-kernels kernels-table lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -63,6 +68,16 @@ rl-demo: $(VENV)/.smollm2 $(VENV)/.plot
 			--wandb offline $(RL_DEMO_ARGS) || exit 1; \
 	done
 	$(BIN)/python examples/grpo_report.py $(RL_DEMO)/seed* --curve $(RL_DEMO)/curve.png
+
+# espeak-ng teaches, pocketsphinx hears.
+$(VENV)/.speech: $(VENV)/.installed requirements/speech.txt
+	$(PIP) install -q -c $(CONSTRAINTS) -r requirements/speech.txt
+	@touch $@
+
+speech-demo: $(VENV)/.speech
+	$(BIN)/python examples/speech/train_codec.py --out-dir $(SPEECH_DEMO) --minutes $(CODEC_MINUTES)
+	$(BIN)/python examples/speech/train_lm.py --out-dir $(SPEECH_DEMO) --minutes $(MODEL_MINUTES)
+	$(BIN)/python examples/speech/judge.py $(SPEECH_DEMO) --sentences 10
 
 test: $(VENV)/.smollm2
 	$(TEST_ENV) $(PYTEST) --durations=10 $(PYTEST_ARGS)
@@ -98,4 +113,4 @@ bench: $(VENV)/.smollm2
 		--vs transformers --json bench.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json $(RL_DEMO)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json $(RL_DEMO) $(SPEECH_DEMO)

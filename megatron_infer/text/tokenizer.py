@@ -96,6 +96,15 @@ class Tokenizer:
             return list(encoding.ids)
         except TypeError as error:  # raised by the library for lone surrogates
             raise InvalidPrompt("text is not valid Unicode: it holds half of a surrogate pair") from error
+        except Exception as error:  # the library raises bare Exception for words without a token
+            raise InvalidPrompt(self._without_token(text)) from error
+
+    def _without_token(self, text: str) -> str:
+        backend = self.backend
+        normal = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+        parts = [(normal, (0, 0))] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(normal)
+        unknown = list(dict.fromkeys(part for part, _ in parts if self.token_id(part) is None))
+        return f"the vocabulary has no token for {', '.join(map(repr, unknown[:8])) or 'this text'}; use other words"
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The exact text of the ids, without clean-up of spaces. Ids of the padded vocabulary have no text."""

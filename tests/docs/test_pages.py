@@ -16,6 +16,8 @@ NOT_RUN = {
     "make demo": "makes an environment",
     "make test": "runs this test",
     "make rl-demo": "makes an environment",
+    "make speech-demo": "makes an environment",
+    "python examples/speech/": "the extra [speech]; tests/audio/test_speech_example.py runs it with that",
     "pip install -e .[gpu]": "changes the environment",
     "python3.11 -m venv peers/": "makes an environment",
     "megatron-infer bench smollm2 --dtype bfloat16 --columns": "engines in environments of their own",

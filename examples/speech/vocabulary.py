@@ -1,0 +1,52 @@
+"""The model's vocabulary: a token for each word of the grammar, two marks, the end, the codec's speech tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import text
+import tokenizers
+from teacher import VOICES
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
+from megatron_infer.audio.layout import SpeechFormat
+from megatron_infer.audio.speech_model import FILE, SpeechModel
+from megatron_infer.text.tokenizer import Tokenizer
+
+WORDS = text.vocabulary()
+VOICE_MARK, TEXT_MARK, END, FIRST_SPEECH = range(len(WORDS), len(WORDS) + 4)
+"""VOICE_MARK follows the voice's tokens, TEXT_MARK the text, END the speech. FIRST_SPEECH is speech token 0."""
+VOICE_FRAMES = 32
+"""Frames of a voice, at the beginning of a prompt."""
+PUNCTUATION = '[.,;:!?"()]'
+
+
+def tokenizer() -> Tokenizer:
+    """Words in any case, with punctuation between them. It has no token for other words and refuses them."""
+    backend = tokenizers.Tokenizer(models.WordLevel({word: token for token, word in enumerate(WORDS)}))
+    british = normalizers.Replace("harbour", "harbor")
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(Regex(PUNCTUATION), " "), british]
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<|voice|>", "<|text|>", "<|end|>"])
+    return Tokenizer(backend, name="speech")
+
+
+def write_description(folder: Path, speech: SpeechFormat) -> SpeechModel:
+    """Write speech.json, which makes a speech model of the directory."""
+    described = {
+        "first_token": FIRST_SPEECH,
+        "vocab_size": speech.vocab_size,
+        "codebooks": speech.codebooks,
+        "frame_rate": str(speech.frame_rate),
+        "end_token": END,
+        "prompt": ["voice", VOICE_MARK, "text", TEXT_MARK],
+        "decoder": "codec",
+        "decoder_weights": "codec.safetensors",
+        "voices": {name: f"{name}.wav" for name in VOICES},
+    }
+    (folder / FILE).write_text(json.dumps(described, indent=2) + "\n")
+    return SpeechModel.read(folder)

@@ -1,0 +1,143 @@
+"""examples/speech: grammar, vocabulary and judge; with the extra [speech] also the whole of it in seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_infer.audio.layout import SpeechFormat
+from megatron_infer.errors import InvalidPrompt, ModelError
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "speech"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    """The scripts import each other by their bare names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        before = set(sys.modules)
+        yield
+        for name in set(sys.modules) - before:
+            if str(SCRIPTS) in str(getattr(sys.modules[name], "__file__", "")):
+                del sys.modules[name]
+
+
+def test_held_out_sentences_are_never_trained_on():
+    import text
+
+    kept, source = text.held_out(), text.training(seed=0)
+    assert len(set(kept)) == len(kept) == 100
+    assert not set(kept) & {next(source) for _ in range(3000)}
+
+
+def test_the_grammar_reaches_all_of_its_rules_and_words():
+    import text
+
+    rules = set(re.findall(r"<(\w+)>", " ".join(text.RULES.values())))
+    assert rules == set(text.RULES) - {"sentence"}
+    rng, spoken = random.Random(3), set()
+    for _ in range(6000):
+        spoken |= set(text.sentence(rng).split())
+    assert spoken == set(text.vocabulary()) and len(spoken) > 150
+    assert all(f"<{rule}> = " in text.jsgf() for rule in rules)
+
+
+def test_words_are_tokens_and_others_are_named():
+    import vocabulary
+
+    tokenizer = vocabulary.tokenizer()
+    ids = tokenizer.encode("Seventeen ships left the harbour.")
+    assert [vocabulary.WORDS[token] for token in ids] == ["seventeen", "ships", "left", "the", "harbor"]
+    with pytest.raises(InvalidPrompt, match="'zebras', '17'"):
+        tokenizer.encode("Seventeen zebras left the harbor 17")
+
+
+def test_the_description_is_a_speech_model(tmp_path):
+    import vocabulary
+
+    tokenizer = vocabulary.tokenizer()
+    speech = vocabulary.write_description(tmp_path, SpeechFormat(vocab_size=512, codebooks=1, frame_rate=50))
+    speech.check_vocabulary(vocabulary.FIRST_SPEECH + 512)
+    assert tokenizer.vocab_size == vocabulary.FIRST_SPEECH == speech.first_token
+    assert tokenizer.token_id("<|end|>") == vocabulary.END == speech.end_token
+    ids = speech.prompt_ids({"text": tokenizer.encode("she sold")}, [5, 6])
+    first = vocabulary.FIRST_SPEECH
+    words = [vocabulary.WORDS.index("she"), vocabulary.WORDS.index("sold")]
+    assert ids == [first + 5, first + 6, vocabulary.VOICE_MARK, *words, vocabulary.TEXT_MARK]
+
+
+@pytest.mark.parametrize(
+    ("said", "heard", "errors"),
+    [("a b c", "a b c", 0), ("a b c", "", 3), ("a b c", "a c", 1), ("a b", "a x b", 1), ("a b c", "x b y z", 3)],
+)
+def test_word_errors_are_the_fewest_changes(said, heard, errors):
+    import judge
+
+    assert judge.word_errors(said, heard) == errors
+
+
+def test_codes_beyond_what_a_file_may_hold_are_scaled_without_a_change_of_sound():
+    import train_codec
+
+    from megatron_infer.audio.codec import Codec, CodecConfig
+
+    torch.manual_seed(0)
+    codec = Codec(CodecConfig(channels=(8, 16, 16), codebook_size=32, code_size=8))
+    codec.codes.data.mul_(20)
+    with pytest.raises(ModelError, match="codes"):
+        codec.exact()
+    sound = torch.randn(1, 3200)
+    with torch.no_grad():
+        tokens, codes = codec.quantise(codec.frames(sound))
+        before = codec.sound(codes)
+        train_codec.bound_codes(codec)
+        again, codes = codec.quantise(codec.frames(sound))
+        after = codec.sound(codes)
+    assert torch.equal(tokens, again) and torch.equal(before, after)
+    codec.exact()
+
+
+def test_resampling_keeps_a_tone():
+    import teacher
+
+    seconds = np.arange(22_050) / 22_050
+    there = teacher.resample(np.sin(2 * np.pi * 440 * seconds).astype(np.float32), 22_050)
+    wanted = np.sin(2 * np.pi * 440 * np.arange(teacher.RATE) / teacher.RATE)
+    assert len(there) == teacher.RATE and np.abs(there - wanted).max() < 1e-3
+
+
+@pytest.mark.long
+def test_the_whole_of_it_in_seconds(tmp_path):
+    """Codec and model are trained, and `speak` speaks with them; what they say is noise."""
+    for package in ("espeakng_loader", "pocketsphinx"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"the extra [speech] is not installed: {package}")
+    folder, sound = tmp_path / "voice", tmp_path / "out.wav"
+    for script in ("train_codec.py", "train_lm.py"):
+        _run(str(SCRIPTS / script), "--quick", "--out-dir", str(folder))
+    assert (folder / "metadata.json").is_file() and list((folder / "samples").glob("*.wav"))
+    say = ["--text", "Seventeen ships left the harbor.", "--voice", "anna", "--max-tokens", "60", "--logit-bias"]
+    import vocabulary
+
+    say.append(f"{vocabulary.END}=-100")
+    _run("-m", "megatron_infer.cli.main", "speak", str(folder), *say, "--output", str(sound))
+    assert sound.stat().st_size == 44 + 2 * 60 * 320
+    said = _run(str(SCRIPTS / "judge.py"), str(folder), "--sentences", "1", "--systems", "teacher", "--voices", "anna")
+    assert "| teacher | anna |" in said
+
+
+def _run(*arguments: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
