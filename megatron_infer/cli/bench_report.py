@@ -12,7 +12,7 @@ from megatron_infer.cli.bench_workload import QUIET_CORES, RunResult, Workload, 
 from megatron_infer.config.model_shape import KV_DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from megatron_infer.cli.bench_roofline import Ceiling
+    from megatron_infer.config.step_work import Ceiling
 
 OURS = "megatron_infer"
 SUSPENDING = "megatron_infer, suspending"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from megatron_infer.cli import bench, bench_adapter, bench_peers
-from megatron_infer.cli.bench_roofline import Ceiling
 from megatron_infer.cli.bench_workload import NAMED_COLUMNS
 from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.step_work import Ceiling
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.model_loader.gguf_file import GGUFFile
 
