@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,7 +20,6 @@ from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import CacheStore, DraftCache
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
-from megatron_infer.model_loader.sources import ModelSource, open_source
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.adoption_checks import unwrap
 from megatron_infer.parallel.tensor_parallel_sampler import for_group
@@ -30,6 +29,9 @@ from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.speculative.model_drafter import ModelDrafter
 from megatron_infer.speculative.residual import DraftSampler
 from megatron_infer.weights.derived import DerivedCache, DerivedCaches
+
+if TYPE_CHECKING:
+    from megatron_infer.model_loader.sources import ModelSource
 
 log = logging.getLogger("megatron_infer")
 
@@ -81,6 +83,8 @@ def _described(
     config: InferenceConfig, name: str, target: AdoptedModel, device: Device, tokenizer: Any
 ) -> tuple[ModelSource, ModelShape]:
     """A model of that name that can draft for the target, before its weights are read."""
+    from megatron_infer.model_loader.sources import open_source  # needs the tokenizers package
+
     source, shape = open_source(name), target.shape
     size = 1 if target.tp_group is None else target.tp_group.size()
     described = shape_of(source.config(), dtype=shape.dtype, tensor_parallel_size=size)
