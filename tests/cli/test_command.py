@@ -58,7 +58,7 @@ def test_flags_of_speculation_make_one_option_and_need_a_method():
     assert config_flags.given(_parse("--speculative", "none")) == {"speculative": None}
     with pytest.raises(ConfigError, match="--ngram-max: nothing is drafted without --speculative"):
         config_flags.given(_parse("--ngram-max", "3"))
-    with pytest.raises(ConfigError, match="--draft-model: nothing .* add --speculative draft$"):
+    with pytest.raises(ConfigError, match=r"--draft-model: nothing .* add --speculative draft$"):
         config_flags.given(_parse("--draft-model", "smollm2"))
 
 
