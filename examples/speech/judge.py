@@ -165,7 +165,8 @@ def draw(sounds: dict[str, np.ndarray], path: Path) -> None:
 
     figure, axes = pyplot.subplots(len(sounds), 1, figsize=(9, 2 * len(sounds)), constrained_layout=True, squeeze=False)
     for axis, (name, sound) in zip(axes[:, 0], sounds.items(), strict=True):
-        axis.specgram(np.clip(sound, -1, 1) + 1e-6, NFFT=512, Fs=RATE, noverlap=384, vmin=-140)
+        hiss = np.random.default_rng(0).normal(0, 1e-5, len(sound))  # silence has no logarithm
+        axis.specgram(sound + hiss, NFFT=512, Fs=RATE, noverlap=384, vmin=-140)
         axis.set(title=name, ylabel="Hz")
     axes[-1, 0].set_xlabel("s")
     figure.savefig(path, dpi=80)

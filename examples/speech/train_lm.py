@@ -40,6 +40,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.session import RolloutSession
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -153,6 +154,7 @@ def train(
         done = (time.perf_counter() - begin) / seconds
         if done >= 1:
             break
+        done = 0.5 + done / 2 if options.resume else done
         for group in trainer.optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARM_STEPS) * (0.05 + 0.95 * math.cos(math.pi * done / 2))
         drawn, tokens = list[tuple[list[int], int]](), 0
@@ -207,6 +209,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=1024, help="of a step (%(default)s)")
     parser.add_argument("--speak-every", type=int, default=200, help="steps between samples (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on with the model in --out-dir; give another --seed")
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
     options = parser.parse_args()
     if options.quick:
@@ -228,8 +231,9 @@ def main() -> None:
     }
     print(f"lm: {sum(len(one.tokens) for stage in made for one in stage) * FRAME / 16_000 / 60:.0f} minutes of sound")
     description = describe(codec, quick=options.quick)
-    model = build_model(description)
-    initialise(model, seed=options.seed)
+    model = build_model(open_source(str(options.out_dir)) if options.resume else description)
+    if not options.resume:
+        initialise(model, seed=options.seed)
     count = sum(one.numel() for one in model.parameters())
     print(f"lm: {count:,} parameters", flush=True)
     trainer = megatron_trainer(model, lr=LR)
