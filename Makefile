@@ -32,7 +32,7 @@ RL_DEMO_ARGS ?=
 # Minutes that `make speech-demo` trains its codec and its model.
 SPEECH_DEMO ?= voice
 CODEC_MINUTES ?= 22
-MODEL_MINUTES ?= 10
+MODEL_MINUTES ?= 12
 
 .PHONY: install demo rl-demo speech-demo test test-all check-kernels kernels-table lint format bench clean
 

@@ -63,7 +63,7 @@ class Teacher:
     def speak(self, text: str, voice: str = "anna") -> np.ndarray:
         """float32 [samples] at `RATE`, between -1 and 1, word after word, 60 ms of silence at the end.
 
-        A word is whole frames and sounds alike in every sentence, so that a small model can learn it in minutes; the
+        A word is whole frames and sounds alike in every sentence, so that a small model learns words in minutes; the
         melody of a sentence is lost.
         """
         end = np.zeros(3 * FRAME, np.float32)

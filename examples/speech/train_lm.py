@@ -1,6 +1,6 @@
 """Train the model that speaks: a voice and words in, speech tokens of the codec out.
 
-    python examples/speech/train_lm.py --out-dir voice --minutes 10       after train_codec.py, into the same directory
+    python examples/speech/train_lm.py --out-dir voice --minutes 12       after train_codec.py, into the same directory
     python examples/speech/train_lm.py --out-dir voice --quick            seconds, for tests: it says noise
     megatron-infer speak voice/ --voice anna --text "Seventeen ships left the harbor." --output out.wav
 
@@ -204,7 +204,7 @@ def speak(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out-dir", type=Path, default=Path("voice"), help="holds codec.safetensors")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of training (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=12.0, help="of training (%(default)s)")
     parser.add_argument("--phrases", type=int, default=600, help="of each of three lengths (%(default)s)")
     parser.add_argument("--batch-tokens", type=int, default=1024, help="of a step (%(default)s)")
     parser.add_argument("--speak-every", type=int, default=200, help="steps between samples (%(default)s)")
