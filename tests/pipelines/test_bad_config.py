@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
-from model_files import write_models
 
 from megatron_infer.errors import ConfigError
 from megatron_infer.pipelines import PipelineConfig
 
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory):
-    """The working directory: one folder for each small model."""
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    before = Path.cwd()
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
+pytestmark = pytest.mark.usefixtures("models_folder")
 
 
 BAD = [

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from model_files import write_models
 
 from megatron_infer.cli.main import main
 from megatron_infer.config.capacity import GIB
@@ -35,15 +34,7 @@ from megatron_infer.server.endpoint_base import EndpointBase
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory):
-    """The working directory: one folder for each small model."""
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    before = Path.cwd()
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
+pytestmark = pytest.mark.usefixtures("models_folder")
 
 
 def resolved(free_mib: float = 1024.0, **values: object) -> PipelineConfig:
