@@ -87,7 +87,7 @@ from megatron_infer.scheduler.policy import CostModel
 from megatron_infer.scheduler.running_set import EventHook
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.speculative.verify import Verifier
-from megatron_infer.weights.derived import DerivedCache, DerivedCaches
+from megatron_infer.weights.derived import DerivedCache, DerivedCaches, packed_weights
 from megatron_infer.weights.manager import WeightManager
 
 log = logging.getLogger("megatron_infer")
@@ -447,15 +447,7 @@ def register_derived(derived: DerivedCaches, setup: ModelSetup) -> None:
     """Register everything that the engine itself derives from the weights."""
     adopted, packed, builder = setup.adopted, setup.kernels.packed, setup.runner.builder
     positions = setup.agreed.sizes.max_sequence_length
-    derived.register(
-        DerivedCache(
-            name="packed weights",
-            refresh=lambda: packed.pack(adopted.packable_weights()),
-            differs=lambda: packed.differs(adopted.packable_weights()),
-            release=packed.clear,
-            num_bytes=lambda: packed.num_bytes,
-        )
-    )
+    derived.register(packed_weights("packed weights", packed, adopted.packable_weights))
     derived.register(
         DerivedCache(
             name="rotary tables",

@@ -28,7 +28,7 @@ from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.speculative.model_drafter import ModelDrafter
 from megatron_infer.speculative.residual import DraftSampler
-from megatron_infer.weights.derived import DerivedCache, DerivedCaches
+from megatron_infer.weights.derived import DerivedCaches, packed_weights
 
 if TYPE_CHECKING:
     from megatron_infer.model_loader.sources import ModelSource
@@ -172,13 +172,5 @@ class DraftModel:
 
     def register_derived(self, derived: DerivedCaches) -> None:
         """Copies of the draft model's weights are renewed and released with those of the model's."""
-        adopted, packed = self.adopted, self.kernels.packed
-        derived.register(
-            DerivedCache(
-                name="packed weights of the draft model",
-                refresh=lambda: packed.pack(adopted.packable_weights()),
-                differs=lambda: packed.differs(adopted.packable_weights()),
-                release=packed.clear,
-                num_bytes=lambda: packed.num_bytes,
-            )
-        )
+        name = "packed weights of the draft model"
+        derived.register(packed_weights(name, self.kernels.packed, self.adopted.packable_weights))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megatron_infer.errors import StaleCache
+from megatron_infer.kernels.packing import PackedLinears
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,17 @@ class DerivedCache:
     release: Callable[[], None] | None = None
     """Free its memory until the next refresh; None: it is too small to matter."""
     num_bytes: Callable[[], int] = lambda: 0
+
+
+def packed_weights(name: str, packed: PackedLinears, weights: Callable[[], Iterable[Tensor]]) -> DerivedCache:
+    """The packed copies of a model's weights. weights: those that are packed."""
+    return DerivedCache(
+        name=name,
+        refresh=lambda: packed.pack(weights()),
+        differs=lambda: packed.differs(weights()),
+        release=packed.clear,
+        num_bytes=lambda: packed.num_bytes,
+    )
 
 
 class DerivedCaches:
