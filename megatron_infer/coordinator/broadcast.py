@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,19 +138,14 @@ class Broadcasts:
         if replica.state != "running":
             ended = [one for one in carried if one in INVERSE and one not in in_force.commands]
             missed += [(INVERSE[one], {}) for one in reversed(ended)]
-        self._send_missed(replica, missed + self._missed_adapters(replica.register.adapters))
-        for broadcast in self._running.values():
-            broadcast.joined.append(replica)
-
-    def _missed_adapters(self, names: Container[str]) -> list[tuple[str, dict[str, Any]]]:
-        """Loads of what is in force, and the ends of what a replica has, or may have, of `names`."""
-        missed: list[tuple[str, dict[str, Any]]] = []
-        for name, loaded in self.in_force.adapters.items():
+        for name, loaded in in_force.adapters.items():
             if loaded is not None:
                 missed.append(("load_adapter", loaded))
-            elif name in names:
+            elif name in replica.register.adapters:
                 missed.append(("unload_adapter", {"name": name, "abort": True}))
-        return missed
+        self._send_missed(replica, missed)
+        for broadcast in self._running.values():
+            broadcast.joined.append(replica)
 
     def _send_missed(self, replica: ReplicaState, missed: Iterable[tuple[str, dict[str, Any]]]) -> None:
         for command, args in missed:
