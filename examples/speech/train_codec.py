@@ -33,7 +33,7 @@ COMMITMENT = 0.25
 LARGEST_CODE = 4.0
 """Half of what a codec may hold: see `WEIGHT_LIMIT` of megatron_infer/audio/codec.py."""
 DECAY, LEAST_USE = 0.98, 0.3
-"""Of the moving averages of codes, and the average number of frames a batch below which a code is moved."""
+"""Decay of the codes' moving averages, and the mean number of frames in a batch below which a code is replaced."""
 
 
 def corpus(count: int, *, seed: int) -> list[np.ndarray]:

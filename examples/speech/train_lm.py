@@ -49,7 +49,7 @@ from grpo_trainer import Trainer, megatron_trainer, on_cpu
 MAX_LENGTH = 768
 """Tokens of voice, text and speech together."""
 MAX_WORDS = (2, 5, 99)
-"""Of the phrases of each stage of training."""
+"""The longest phrase of each stage of training, in words."""
 SHARE_WITHOUT_VOICE = 0.05
 LR, WARM_STEPS = 2e-3, 30
 VOICE_TEXT = "please open the small door"
@@ -59,7 +59,7 @@ TEMPERATURE, TOP_K = 0.6, 20
 
 
 Voices = dict[str, list[list[int]]]
-"""Of each voice: beginnings of its sentences, as speech tokens."""
+"""Voice -> beginnings of its sentences, as speech tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,11 +53,11 @@ class Window:
 
     tokens: tuple[int, ...]
     num_prompt: int
-    """Of the voice, in front."""
+    """Tokens of the voice, at the beginning of `tokens`."""
     num_left: int
-    """Decoded before; their sound is dropped."""
+    """Tokens behind them that were decoded before; their sound is dropped."""
     num_new: int
-    """Whose sound is heard. The rest, behind them, is right context."""
+    """Tokens behind these whose sound is kept. The rest of `tokens` is right context."""
     block: int
     is_last: bool
     block_causal: bool = False
@@ -89,7 +89,7 @@ class SpeechBlocks:
         self.schedule, self.prompt = schedule, tuple(prompt)
         self.tokens: list[int] = list(buffer_speech_tokens)
         self.num_carried = len(self.tokens)
-        """Of an earlier answer, at the beginning of `tokens`."""
+        """Tokens at the beginning of `tokens` that an earlier answer ended with."""
         self.decoded_index = self.num_carried
         """Tokens whose sound has been heard."""
         self.block_counter = 0

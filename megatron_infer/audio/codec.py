@@ -31,11 +31,12 @@ METADATA = "codec"
 """Key of the safetensors' metadata that holds `CodecConfig` as JSON."""
 KERNEL = 3
 SLOPE = 0.125
-"""Of the leaky ReLU: a power of two."""
+"""Slope of the leaky ReLU below 0; a power of two."""
 ACTIVATION_STEP, ACTIVATION_LIMIT = 2.0**-16, 32.0
 WEIGHT_STEP, WEIGHT_LIMIT = 2.0**-14, 8.0
 MAX_SUMMANDS = 1 << 11
-"""Of a product: 2^11 summands of (32 / 2^-19) (8 / 2^-14) steps are below 2^53."""
+"""Limit of the summands of a matrix product. Behind the leaky ReLU an activation has at most 32 / 2^-19 = 2^24 steps, a
+weight 8 / 2^-14 = 2^17. So 2^11 products sum to at most 2^52 steps, which float64 holds without rounding."""
 MAX_PARAMETERS = 1_000_000
 CACHED_FRAMES = 64
 """Frames that are decoded in one call: what lies between two layers then stays in a core's cache."""
@@ -51,9 +52,9 @@ class CodecConfig:
     code_size: int = 32
     strides: tuple[int, ...] = (20, 4, 4)
     channels: tuple[int, ...] = (64, 128, 192)
-    """At the rate behind each stride."""
+    """Channels at the rate behind each stride."""
     dilations: tuple[tuple[int, ...], ...] = ((1, 3, 9), (1, 3), (1,))
-    """Of the residual units at each of these rates."""
+    """Dilations of the residual units at each of these rates."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.strides), len(self.channels), len(self.dilations)}

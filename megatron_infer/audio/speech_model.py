@@ -19,7 +19,7 @@ from megatron_infer.utils.json_file import read_json
 
 FILE = "speech.json"
 MAX_CHARS = 4096
-"""Of a text to speak."""
+"""Limit of a text to speak, in characters."""
 TEXT_PARTS = ("transcription", "instructions", "text")
 """Parts of a prompt that are texts; "voice" is the tokens of the voice."""
 REQUIRED = ("first_token", "vocab_size", "end_token", "prompt")

@@ -14,7 +14,7 @@ PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 UNKNOWN_BYTES = 0xFFFFFFFF
 """The length in the header of a stream, whose end is not known."""
 TAPS = 16
-"""Of the resampling filter, to each side, in samples of the slower rate."""
+"""Half the length of the resampling filter, in samples of the slower rate."""
 
 
 def pcm16(sound: np.ndarray) -> bytes:

@@ -18,7 +18,7 @@ OUTLIER = 1.5
 
 @dataclass(slots=True)
 class _Mean:
-    """Of steps of about one size; the old ones count less."""
+    """Mean tokens and seconds of steps of about one size; the old ones count less."""
 
     tokens: float = 0.0
     seconds: float = 0.0

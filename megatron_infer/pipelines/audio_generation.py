@@ -87,7 +87,7 @@ class AudioGenerationOutput:
     processing_time: float
     """Seconds since the request began."""
     buffer_speech_tokens: tuple[int, ...] = ()
-    """Of the last output: what a request that goes on from here is given."""
+    """What a request that continues this one is given; () before the last output."""
     error: str | None = None
 
     @property

@@ -41,7 +41,7 @@ from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import ProcessSpec
 
 SOCKET = "audio"
-"""Of the decoder process, in the server's folder."""
+"""Name of the decoder process's socket in the server's folder."""
 FORMATS = {"wav": "audio/wav", "pcm": "audio/pcm"}
 STREAM_FORMATS = ("audio", "sse", "json")
 

@@ -72,7 +72,7 @@ def test_command_reports_mistakes_before_anything_is_loaded(capsys, monkeypatch)
     ("flags", "named"),
     [
         (["--max-requests", "4", "--threads", "1", "--dp", "2"], "--max-requests, --dp, --threads with --coordinator"),
-        (["--zmq-endpoint-base", "ipc:///tmp/base"], "--zmq-endpoint-base with --coordinator"),
+        (["--zmq-endpoint-base", "ipc://base"], "--zmq-endpoint-base with --coordinator"),
     ],
 )
 def test_flags_without_effect_beside_a_coordinator_are_refused(flags, named, capsys):
