@@ -260,7 +260,7 @@ class DynamicInferenceEngine:
         self.set_weight_version(self.weight_version + 1)
 
     def verify_weights(self) -> None:
-        """Compute every copy in `weights.derived` again; raise StaleCache if one differs, or a module is another one."""
+        """Compute every copy in `weights.derived` again; raise StaleCache if one or a module differs."""
         self.relay.meet("verify_weights()")
         self.weights.verify()
 

@@ -46,6 +46,7 @@ def _rules(tmp_path: Path, name: str, text: str) -> set[str]:
     return {violation.rule for violation in layout.check_tree(*layout.read_modules(tmp_path))}
 
 
+@pytest.mark.long  # `make lint` checks the tree, too
 def test_the_tree_keeps_its_rules(tree):
     assert list(map(str, layout.check_tree(*tree))) == []
 
