@@ -82,8 +82,11 @@ def run_stages(rank: int, size: int, folder: Path, part: int) -> None:
             check_drafts(model, expected[name])
         if name == "tied" and part == 0:
             check_swaps(model, expected[name])
-            check_failures(model, expected[name], rank)
-            check_out_of_memory(model, expected[name], [rank == 0, rank == 1])
+            check_failures(model, expected[name], rank, victims=(1,))
+            check_out_of_memory(model, expected[name], [rank == 0])
+        if name == "tied" and part == 1:
+            check_failures(model, expected[name], rank, victims=(0,))
+            check_out_of_memory(model, expected[name], [rank == 1])
         save_checkpoint(model, folder / f"{name} of {size} stages")
 
 
@@ -133,7 +136,7 @@ def failing(function, *, call):
     return wrapped
 
 
-def check_failures(model, expected, rank, victims=(0, 1)) -> None:
+def check_failures(model, expected, rank, victims) -> None:
     """A forward that raises on any stage ends the requests of its step on all of them, and no other."""
     for victim in victims:
         engine = stage_case.make_engine(model)

@@ -129,7 +129,7 @@ def expected(model, kind) -> Answers:
     return {f"{number}.{i}": answers[i] for number in range(2) for i in answers}
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("mode", "overlap"), DISTURBED, ids=["", "overlap", "offload, overlap", "recompute"])
 @pytest.mark.parametrize("way", WAYS)
 def test_groups_and_prefixes_answer_the_same(model, kind, expected, way, mode, overlap):
