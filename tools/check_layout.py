@@ -514,6 +514,9 @@ def main() -> int:
         page.write_text(with_layout(page.read_text(encoding="utf-8"), own), encoding="utf-8")
         return 0
     violations = check_tree(own, others)
+    page = root / PAGE
+    if page.is_file() and with_layout(text := page.read_text(encoding="utf-8"), own) != text:
+        violations.append(Violation(Path(PAGE), 1, "page", "it shows another tree: run tools/check_layout.py --write"))
     for violation in violations:
         print(violation)
     print(*summary(own), sep="\n")

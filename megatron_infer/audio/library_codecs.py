@@ -16,7 +16,7 @@ from megatron_infer.audio.layout import SpeechFormat
 from megatron_infer.errors import ConfigError
 
 DAC_KERNEL, DAC_DILATIONS = 7, (1, 3, 9)
-"""Of its decoder's convolutions; they are constants of the model's code."""
+"""Sizes of its decoder's convolutions; they are constants of the model's code."""
 
 
 class LibraryCodec:

@@ -34,7 +34,7 @@ def snr_db(wanted: Sound, found: Sound) -> float:
 
 
 def block_snr_db(opened: OpenedDecoder, schedule: BlockSchedule) -> float:
-    """Of random tokens, BLOCKS blocks of the schedule's last size; inf where blocks are exact."""
+    """The ratio for random tokens in BLOCKS blocks of the schedule's last size; inf where blocks are exact."""
     if schedule.chunk_size is None:
         return float("inf")
     count = BLOCKS * schedule.chunk_size[-1] + schedule.buffer

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_pipeline(args: argparse.Namespace) -> Served | None:
-    """Of a PipelineConfig; None if the command line has no field of one."""
+    """What a PipelineConfig serves; None if the command line has no field of one."""
     from megatron_infer.server.launch import EngineOptions
 
     config = pipeline_from(args)

@@ -17,7 +17,7 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.kernels import triton_scratch as scratch
 
 DRAW_LAUNCHES = 7
-"""Of a draw within a graph, whatever the rows ask for."""
+"""Launches of a draw within a graph, whatever the rows ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class LayerParameters:
     num_moes: int
     num_mixers: int
     num_experts: int
-    """Of one layer; 0: the model has none."""
+    """Experts of one layer; 0: the model has none."""
     has_head_norms: bool
     """Queries and keys are normalised, in two launches."""
 
@@ -199,7 +199,7 @@ class StepCounter:
         )
 
     def _attention_launches(self, rows: int, queries: int, keys: int) -> int:
-        """Of one layer: rotation with the append, the kernel, and the merge of split keys."""
+        """Launches of one layer: rotation with the append, the kernel, and the merge of split keys."""
         shape = self.shape
         group = shape.num_query_heads // shape.num_kv_heads
         if queries == 1:
@@ -215,5 +215,5 @@ class StepCounter:
 
     @staticmethod
     def _slice_launches(queries: int) -> int:
-        """Of one layer's convolution and scan; tokens find their rows once a step."""
+        """Launches of one layer's convolution and scan; tokens find their rows once a step."""
         return 2 + 3 + (3 if queries >= scratch.SCAN_SEGMENT else 0)

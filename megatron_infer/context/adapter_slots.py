@@ -23,7 +23,7 @@ class AdapterSlots:
         self.versions: dict[str, tuple[int, str]] = {}
         """Loaded adapter -> (its version, hash of its content)."""
         self._last_version: dict[str, int] = {}
-        """Of names that are not loaded, up to MAX_FORGOTTEN of them."""
+        """The last version of names that are not loaded, up to MAX_FORGOTTEN of them."""
         self._oldest_version = 0
         """No name that is neither loaded nor in `_last_version` had a higher one."""
         self.num_loads = 0

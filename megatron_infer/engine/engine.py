@@ -255,13 +255,12 @@ class DynamicInferenceEngine:
 
     def refresh_weights(self) -> None:
         """set_weight_version(the next number): call it when weights were written through `.data` while requests run.
-
-        Every step sees other updates in place by itself, and the first step after idling any change at all."""
+        Every step sees other updates in place by itself, and the first step after idling any change at all.
+        """
         self.set_weight_version(self.weight_version + 1)
 
     def verify_weights(self) -> None:
-        """Raise StaleCache if anything derived from the weights (`weights.derived`) does not belong to those the model
-        has now; computes every derived copy once more."""
+        """Compute every copy in `weights.derived` again; raise StaleCache if one or a module differs."""
         self.relay.meet("verify_weights()")
         self.weights.verify()
 
@@ -314,15 +313,16 @@ class DynamicInferenceEngine:
 
     # ------------------------------------------------------------------ requests that outlive the process
     def save_requests(self, path: StrPath, *, kv: bool = False) -> None:
-        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on. Several
-        ranks: on the leader, or with kv on every rank, each of which writes its part beside `path`."""
+        """Write every unfinished request to a file, with its keys and values if `kv`; the engine goes on.
+        Called on the leader, with kv on every rank: each writes its part beside `path`.
+        """
         self.controls.save_requests(path, kv=kv)
 
     def load_requests(self, path: StrPath, *, changed_adapters: str = "refuse") -> LoadReport:
         """Take in a file's requests, which go on with the tokens they would have drawn; after SnapshotError none is.
-
         Called on every rank, each of which reads the file. Keys and values come back where the same layout saved them,
-        see `LoadReport.recomputed`. changed_adapters: "refuse", or "recompute" requests whose adapter has changed."""
+        see `LoadReport.recomputed`. changed_adapters: "refuse", or "recompute" requests whose adapter has changed.
+        """
         return self.controls.load_requests(path, changed_adapters)
 
     def keep_snapshots(self, path: StrPath | None, *, every_steps: int = 64, fsync: bool = False) -> None:

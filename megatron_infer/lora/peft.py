@@ -33,7 +33,7 @@ MAX_CONFIG_BYTES, MAX_HEADER_BYTES = 1 << 20, 8 << 20
 MAX_RANK = 4096
 """The largest rank that is read without max_rank."""
 _DTYPE_NAMES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Of safetensors."""
+"""safetensors' names of dtypes."""
 DTYPES = tuple(_DTYPE_NAMES.values())
 PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")

@@ -38,9 +38,9 @@ class Exported:
     architecture: str
     num_tensors: int
     num_bytes: int
-    """Of the tensors."""
+    """Bytes of all tensors."""
     num_files: int
-    """Of safetensors."""
+    """The number of safetensors files."""
     no_tokenizer: str | None
     """Why there are no tokenizer's files; None: they are there."""
 

@@ -92,7 +92,7 @@ class AudioGenerationOutput:
 
     @property
     def seconds(self) -> float:
-        """Of sound."""
+        """Seconds of sound."""
         return len(self.audio) / self.sample_rate
 
     @property

@@ -118,7 +118,7 @@ class AudioGeneratorPipeline:
         self.voices = encode_voices(voices, opened)
         """Speech tokens by name."""
         self.exporter: PrometheusExporter | None = None
-        """Of launch_server and launch_multiproc_server."""
+        """Serves the metrics after launch_server and launch_multiproc_server."""
         self._meter = SpeechMeter(text.engine.output_processor.meter.registry)
         self._contexts: dict[RequestID, AudioContext] = {}
 

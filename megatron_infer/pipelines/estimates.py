@@ -17,7 +17,7 @@ MOST_REQUESTS = 512
 FEWER_TOKENS = 256
 """Tokens of a step that are proposed where activations take too much."""
 SNAPSHOT_SHARE = 1 / 9
-"""Of the room, for recurrent states that the prefix cache keeps: at most an eighth of the buffer, on top of it."""
+"""Share of the room for recurrent states that the prefix cache keeps: at most an eighth of the buffer beside it."""
 
 
 def packed_bytes(shape: ModelShape, *, has_own_embedding: bool) -> int:
@@ -35,7 +35,7 @@ class MemoryEstimate:
     weights: int
     """Parameters, and on a CPU the packed copies of linear weights."""
     activations: int
-    """Of a step of the most tokens."""
+    """Bytes of activations of a step with the most tokens."""
     cache: int
     """Keys, values and recurrent states."""
 
@@ -56,7 +56,7 @@ class Estimator:
     page_size: int
     kv_element_bytes: int
     max_tokens: int
-    """Of a step."""
+    """Tokens of a step, at most."""
     draft: ModelShape | None = None
     """One rank's share of the model that drafts."""
     packed: int = 0

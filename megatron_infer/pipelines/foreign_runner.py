@@ -189,7 +189,7 @@ class ForeignModel:
         return True
 
     def foreign_layer(self) -> str:
-        """Of all layers: the engine does not know what they compute."""
+        """The name stands for all layers: the engine does not know what they compute."""
         return type(self.model).__name__
 
     def waits_for_device(self, ops: Ops, num_tokens: int) -> bool:

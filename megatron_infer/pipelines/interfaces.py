@@ -124,7 +124,7 @@ class KVCacheParams:
     page_size: int | None = None
     """Tokens of a block; None: as the engine is configured."""
     scale: float | None = None
-    """Of the products of queries and keys; None: 1 / sqrt(head_dim)."""
+    """Factor of the products of queries and keys; None: 1 / sqrt(head_dim)."""
     window: int | None = None
     """Positions that a query sees, itself included; None: all before it."""
 
@@ -173,9 +173,9 @@ class PipelineModel(ABC, Generic[ContextT]):
     """
 
     kv_manager: PagedKVCacheManager | None = None
-    """Of the engine that runs it; None: the model keeps no keys and values, or no engine runs it."""
+    """Manages the cache of the engine that runs it; None: the model keeps no keys and values, or no engine runs it."""
     lora_manager: LoRAManager | None = None
-    """Of the engine's adapters; None: it has none."""
+    """Manages the engine's adapters; None: it has none."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class PipelineModel(ABC, Generic[ContextT]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, as the configuration's encoding says."""
+        """The dtype of the weights, as the configuration's encoding says."""
         named = "float32" if self.encoding is None else str(getattr(self.encoding, "value", self.encoding))
         return torch.bfloat16 if named == "bfloat16" else torch.float32
 

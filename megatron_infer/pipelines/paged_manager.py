@@ -41,7 +41,7 @@ class PagedCacheInputs:
     specs: Sequence[AttendSpec]
     """One for each attention layer."""
     _adapter_slots: Sequence[int] = ()
-    """Of each sequence's adapter, in order; empty: of none."""
+    """The slot of each sequence's adapter, in order; empty: no sequence has an adapter."""
     _batch: Batch | None = None
 
     @property

@@ -158,7 +158,7 @@ class TextGenerationOutput:
     request_id: RequestID
     tokens: list[int]
     text: str
-    """Of these tokens, "" without a tokenizer: an end that may begin a longer character or a stop text comes later."""
+    """The tokens' text, "" without a tokenizer. An end that can begin a longer character or a stop text comes later."""
     final_status: GenerationStatus
     log_probabilities: LogProbabilities | None = None
     """With SamplingParams.logprobs."""

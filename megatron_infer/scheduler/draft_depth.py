@@ -49,9 +49,9 @@ class StepCosts:
     """Seconds of steps without prompts, by their tokens: (tokens, seconds), ascending in tokens."""
 
     plain: Sequence[Sequence[float]] = ()
-    """Of steps without drafts."""
+    """Steps without drafts."""
     verifying: Sequence[Sequence[float]] = ()
-    """Of steps with drafts."""
+    """Steps with drafts."""
 
     def seconds(self, num_tokens: float, *, verifying: bool) -> float:
         """Between two measured points on the line through them, beyond the last one as `assumed_s` grows."""

@@ -42,7 +42,7 @@ class EngineLimits:
     """Numbers in a vector of an embedding."""
 
     def rendering(self, tokenizer: Tokenizer) -> RenderLimits:
-        """Of a chat template, whose text has to fit."""
+        """The limits of rendering a chat template: its text has to fit."""
         return RenderLimits(max_chars=self.max_length * tokenizer.longest_token, cpu_s=RENDER_CPU_S)
 
 

@@ -70,7 +70,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
 
 def _data(outputs: list[RequestOutput], body: EmbeddingBody) -> list[dict[str, Any]]:
-    """Of each output its vector, or vectors; of millions of numbers that takes a second."""
+    """The vector, or vectors, of each output; millions of numbers take a second."""
     data = []
     for index, output in enumerate(outputs):
         vector = vector_of(output, dimensions=body.dimensions, normalize=body.normalize is not False)

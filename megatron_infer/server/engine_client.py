@@ -92,7 +92,7 @@ class EngineClient:
         self.is_connected = False
         self.meter, self.tracing = ServerMeter(), tracing
         self.frontend: FrontendLink | None = None
-        """Of one of several HTTP processes, to their parent."""
+        """Connects one of several HTTP processes with their parent; None: this is the only one."""
         self.admission_hooks: list[Callable[[], Awaitable[None]]] = []
         """Awaited before requests are submitted: each may wait, or raise ApiError."""
         self._processes = processes

@@ -410,7 +410,7 @@ SPEECH = FieldTable(
         "language": refused("the model's text decides", ""),
     }
 )
-"""Of servers whose model speaks; docs/audio.md has it."""
+"""Fields of servers whose model speaks; docs/audio.md lists them."""
 
 TABLES: dict[str, FieldTable] = {
     "/v1/chat/completions, /chat/completions": CHAT,

@@ -82,7 +82,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Requests without a whole reply: the one that runs, and those behind it."""
         self._head_timer: asyncio.TimerHandle | None = None
         self._awaits_body = self._is_head_known = False
-        """Of a request that offers another protocol: its body comes; its head is read again. See `_ignore_offer`."""
+        """A request offers another protocol: its body comes; its head is read again. See `_ignore_offer`."""
 
     # ------------------------------------------------------------------ the connection
 

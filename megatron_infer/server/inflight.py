@@ -31,9 +31,9 @@ class EngineRequest:
     caller: str = ""
     """Whom it is served for: requests of several callers are served in turn."""
     call_id: str = ""
-    """Of the HTTP call it belongs to."""
+    """Id of the HTTP call it belongs to."""
     route: str = ""
-    """Of that call, as registered."""
+    """Path of that call, as registered."""
 
 
 class LatestOutputs:
@@ -44,7 +44,7 @@ class LatestOutputs:
         self._lock = threading.Lock()
         self._items: dict[int, RequestOutput | BaseException] = {}
         self._waiter: asyncio.Future[None] | None = None
-        """Of the `take` that waits."""
+        """The future of the `take` that waits."""
         self._late_at = inf
         """When it has waited for too long, on the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None

@@ -17,7 +17,7 @@ from megatron_infer.server.routes import Operation, Routes
 from megatron_infer.server.server_config import ServerConfig
 
 EXTENSION = "x-fields-without-action"
-"""Of a component: its fields of `request_fields`, with the values that ask for nothing."""
+"""Key of a component's fields of `request_fields`, with the values that ask for nothing."""
 REFERENCE = "#/components/schemas/{name}"
 
 

@@ -119,7 +119,7 @@ class ResponsesReply:
         return "incomplete" if reason in ("length", "abort") else "completed"
 
     def _status_of(self, block: Block) -> str:
-        """Of a closed block: what ends a sequence too early cuts its last one."""
+        """The status of a closed block: what ends a sequence too early cuts its last block."""
         return self._status() if block.is_last else "completed"
 
     def _events_of(

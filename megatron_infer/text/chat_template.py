@@ -61,7 +61,7 @@ class _Rendering(threading.local):
 
 
 _rendering = _Rendering()
-"""Of the thread."""
+"""What this thread renders."""
 
 
 def _size(value: Any) -> int:

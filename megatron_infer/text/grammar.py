@@ -128,7 +128,7 @@ def _grammar_text(wanted: StructuredOutput) -> str:
 
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-"""Of several such lines the last counts. llguidance looks ahead for text that a grammar forces: in one whose text never
+"""The last of several such lines counts. llguidance looks ahead for text that a grammar forces: in one whose text never
 ends, such as `/a+/ /a/`, without end."""
 
 

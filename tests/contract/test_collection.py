@@ -1,7 +1,8 @@
-"""A plain pytest run sees every test file of the tree."""
+"""A plain pytest run sees every test file of the tree, and README says where to begin in each folder."""
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -13,3 +14,16 @@ def test_no_folder_with_tests_is_passed_over(pytestconfig):
     folders = {part for path in TESTS.rglob("test_*.py") for part in path.parent.relative_to(TESTS.parent).parts}
     hidden = [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)]
     assert not hidden, f"pytest does not look into {hidden} (norecursedirs)"
+
+
+def test_readme_names_the_promises_of_each_folder():
+    page = (TESTS.parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ((?:`test_\w+\.py`(?:, )?)+) \|$", page, re.MULTILINE)
+    assert {folder for folder, _ in rows} == {path.parent.name for path in TESTS.rglob("test_*.py")}
+    missing = [
+        file
+        for folder, files in rows
+        for file in re.findall(r"`(.+?)`", files)
+        if not (TESTS / folder / file).is_file()
+    ]
+    assert not missing

@@ -50,7 +50,8 @@ def classes_of_package() -> dict[str, list[ast.ClassDef]]:
     return found
 
 
-def _members(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> set[str]:
+@functools.cache
+def _members(node: ast.ClassDef) -> set[str]:
     """Methods and attributes of a class and of its bases in the package."""
     found = set()
     for inner in ast.walk(node):
@@ -62,9 +63,9 @@ def _members(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> set[
             found.add(inner.attr)
     for base in node.bases:
         if isinstance(base, ast.Name):
-            for other in classes.get(base.id, ()):
+            for other in classes_of_package().get(base.id, ()):
                 if other is not node:
-                    found |= _members(other, classes)
+                    found |= _members(other)
     return found
 
 
@@ -92,11 +93,11 @@ def missing_names(text: str) -> list[str]:
     for span in set(CODE.findall(BLOCK.sub("", text))):
         for owner, member in MEMBER.findall(span):
             nodes = classes.get(owner)
-            if nodes and not any(member in _members(node, classes) for node in nodes):
+            if nodes and not any(member in _members(node) for node in nodes):
                 wrong.append(f"{owner}.{member}")
     text_of_code = "\n".join([*CODE.findall(BLOCK.sub("", text)), *(block for _, block in BLOCK.findall(text))])
     for name, member in set(OBJECT.findall(text_of_code)):
-        owned = any(member in _members(node, classes) for node in classes[OBJECTS[name]])
+        owned = any(member in _members(node) for node in classes[OBJECTS[name]])
         if not owned and f"megatron_infer/{name}/{member}.py" not in files():
             wrong.append(f"{name}.{member}")
     return sorted(wrong)

@@ -50,9 +50,8 @@ FEATURES = {
 }
 
 
-def save_models(folder: Path) -> None:
-    for name, make in MODELS.items():
-        save_checkpoint(make(), folder / name)
+def save_model(folder: Path, name: str) -> None:
+    save_checkpoint(MODELS[name](), folder / name)
 
 
 def load_model(folder: Path, name: str, **parallel):

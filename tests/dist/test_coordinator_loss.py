@@ -66,12 +66,12 @@ def seeds_of(coordinator):
 
 def test_requests_of_every_kind_go_on_behind_their_tokens_when_the_coordinator_is_restarted():
     with case(EchoEngine(step_s=0.01), EchoEngine(step_s=0.01)) as (restarted, client):
+        unseeded = client.stream([5, 5], SamplingParams(max_tokens=200))
+        next(unseeded)  # its first output tells the client which seed the coordinator chose
+        (seed,) = seeds_of(restarted.one)
         greedy = [client.submit([i, 7], SamplingParams(max_tokens=120, temperature=0.0)) for i in range(6)]
         seeded = [client.submit([i], SamplingParams(max_tokens=120, seed=i, n=2)) for i in range(3)]
-        unseeded = client.stream([5, 5], SamplingParams(max_tokens=120))
-        next(unseeded)  # a client that has seen a token has been told the seed
-        wait_for(lambda: len(seeds_of(restarted.one)) == 10)
-        seed = seeds_of(restarted.one)[-1]
+        wait_for(lambda: restarted.one.core.counts.submitted == 10)
         for _ in range(3):
             time.sleep(0.3)
             restarted.restart()
@@ -79,7 +79,8 @@ def test_requests_of_every_kind_go_on_behind_their_tokens_when_the_coordinator_i
         for i, one in enumerate(seeded):
             drawn = [tokens_of(one.result(60), index) for index in range(2)]
             assert drawn == [echo_tokens([i], 120, seed=i, index=index) for index in range(2)]
-        assert tokens_of(list(unseeded)[-1]) == echo_tokens([5, 5], 120, seed=seed)
+        *_, last = unseeded
+        assert tokens_of(last) == echo_tokens([5, 5], 200, seed=seed)
         assert {one.result().outputs[0].finish_reason for one in greedy} == {"length"}
         for one in greedy:
             times, kinds = one.result().metrics, [event.kind for event in one.result().events]

@@ -68,8 +68,8 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Engine, int
     "processed": ({"logprobs_mode": "processed"}, {"temperature": 0.7, "repetition_penalty": 1.2}, nothing),
 }
 ATTENTION_ONLY = ("processed",)
-EACH = 6
-PARTS = ((0,), (1, 3, 5), (2, 4))
+EACH = 7
+PARTS = ((0,), (1, 3, 5), (2, 4, 6))
 """Which scenarios a part has: every EACH-th from these numbers on."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -155,8 +156,9 @@ def check_same(answers: list[Answer], wanted: list[Answer]) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(model, kind) -> dict[str, list[Answer]]:
-    return {drawing: run(make_engine(model, kind), drawing) for drawing in ("greedy", "sampled")}
+def plain(model, kind) -> Callable[[str], list[Answer]]:
+    """drawing -> the answers of an engine with nothing switched on, computed once."""
+    return cache(lambda drawing: run(make_engine(model, kind), drawing))
 
 
 @pytest.mark.one_in(11)
@@ -164,10 +166,11 @@ def plain(model, kind) -> dict[str, list[Answer]]:
 def test_logprobs_have_the_same_bits(model, name, kind, plain, way):
     """Greedy or drawn in turn: each model and each way has both."""
     drawing = ("greedy", "sampled")[([*MODELS].index(name) + [*WAYS].index(way)) % 2]
+    wanted = plain(drawing)
     settings, suspended = WAYS[way]
     engine = make_engine(model, kind, **settings)
-    rehearse(engine, [prompt for prompt, _ in workload(drawing)], [tokens for tokens, _ in plain[drawing]])
-    check_same(run(engine, drawing, suspended=suspended), plain[drawing])
+    rehearse(engine, [prompt for prompt, _ in workload(drawing)], [tokens for tokens, _ in wanted])
+    check_same(run(engine, drawing, suspended=suspended), wanted)
     check_drafted(engine)
     counters = engine.stats().counters
     tight = "pool_blocks" in settings and kind != "mamba"
@@ -175,7 +178,7 @@ def test_logprobs_have_the_same_bits(model, name, kind, plain, way):
     assert (counters["swapped_in"] > 0) == (tight and "preemption_mode" in settings)
     if "prefix" in settings:
         before = counters["prefix_hit_tokens"]
-        check_same(run(engine, drawing, suspended=suspended), plain[drawing])
+        check_same(run(engine, drawing, suspended=suspended), wanted)
         counters = engine.stats().counters
         assert counters["prefix_hit_tokens"] > before
         assert (counters["states_loaded"] > 0) == (kind in RECURRENT)

@@ -199,7 +199,7 @@ def check_padding(batch: Batch, plan: StepPlan, shape: GraphShape, builder: Batc
         assert getattr(view, name).data_ptr() == getattr(batch, name).data_ptr(), f"{name} has moved"
 
 
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 25), marks=pytest.mark.long)], ids=["", "more"])
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 25), marks=pytest.mark.long)], ids=["", "more"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_batch_is_the_plan_in_random_schedules(overlap, seeds):
     totals, counts = Counter(), Counter()

@@ -95,6 +95,8 @@ def test_a_position_has_the_same_bits_however_its_sequence_is_cut(native_library
     }
     for threads, beside in ((1, 0), (2, 2), (3, 4)):
         for way, slices in ways.items():
+            if beside and way in ("token by token", "pairs"):
+                continue  # many steps; "odd chunks" has single tokens beside other rows
             again = Sequence(native_library, SPECS[name], dtype, conv_dtype, threads)
             got = torch.cat([again.step(start, stop, beside=beside) for start, stop in slices])
             differing = (got != want).any(1).nonzero().flatten().tolist()

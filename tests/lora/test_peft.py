@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from peft_cases import DENSE, logits_of, merge, saved
@@ -11,7 +13,7 @@ from megatron_infer.lora.peft import read_adapter
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.sources import open_source
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs the peft package")
 
 IDS = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 CASES = {

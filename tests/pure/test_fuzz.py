@@ -14,7 +14,7 @@ from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.request import FinishReason
 
 NUM_SEEDS = 900
-NUM_SHARDS = 3
+NUM_SHARDS = 6
 
 
 def run_schedule(seed, totals):
@@ -145,11 +145,11 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "accepted",
         "verified",
     ):
-        assert totals[what] > 20, f"{what}: {totals[what]} times only"
-    assert totals["states swapped in"] > 3 and totals["late hits"] and totals["shared returns"], totals
-    assert totals["swapped auto"] > 3 and totals["swapped swap"] > 3 and not totals["swapped recompute"], totals
+        assert totals[what] > 10, f"{what}: {totals[what]} times only"
+    assert totals["states swapped in"] and totals["late hits"] and totals["shared returns"], totals
+    assert totals["swapped auto"] and totals["swapped swap"] and not totals["swapped recompute"], totals
     for status in ("waiting", "running", "running in flight", "paused"):
-        assert totals[f"abort {status}"] >= 2, f"abort {status}: {totals}"
+        assert totals[f"abort {status}"], f"abort {status}: {totals}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from megatron_infer.scheduler.request import FinishReason
 
 MIN_SHARE = policy.MIN_SHARE_TOKENS
 NUM_SEEDS = 600
-NUM_SHARDS = 5
+NUM_SHARDS = 8
 
 
 def endless(name, length, max_new, start=10):
@@ -79,7 +79,7 @@ def test_tokens_equal_the_oracle_at_any_depth(shard):
         "paused", "evicted", "forked", "prefix_hits", "failed", "recompute", "new weights", "abort", "abort in flight",
         "states_kept", "states_loaded", "swapped", "in flight 1", "in flight 2", "in flight 3", "in flight 4",
     ):  # fmt: skip
-        assert totals[what] > 5, f"{what}: {totals[what]} times only"
+        assert totals[what] > 2, f"{what}: {totals[what]} times only"
 
 
 @pytest.mark.parametrize("num_micro_batches", [2, 3, 4])

@@ -12,7 +12,7 @@ from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput
 from megatron_infer.speculative.residual import DraftSampler, Proposals, ResidualSampler
 
-VOCAB, COUNT, CHUNK = 24, 200_000, 20_000
+VOCAB, COUNT, CHUNK = 24, 100_000, 20_000
 FEWER = ("top_k, min_p", "bias")
 """Kinds that the others imply, one chunk each."""
 CHANCE = 0.01

@@ -289,11 +289,11 @@ def test_half_a_head_behind_a_reply_is_closed(case, quick):
     assert data.startswith(b"HTTP/1.1 200 ") and b"HTTP/1.1 408 " in data
 
 
-def test_slow_reply_is_not_taken_for_a_slow_head(monkeypatch):
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 1.0)
-    with serving(EchoEngine(step_s=0.05)) as case:
-        reply = post(case, COMPLETION, prompt=[1, 2], max_tokens=30)
-        assert reply.status_code == 200 and len(reply.json()["choices"][0]["text"].split()) == 30
+def test_slow_reply_is_not_taken_for_a_slow_head(quick, monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 1.0)  # a busy machine may keep the client from sending
+    with serving(EchoEngine(step_s=0.075)) as case:
+        reply = post(case, COMPLETION, prompt=[1, 2], max_tokens=20)
+        assert reply.status_code == 200 and len(reply.json()["choices"][0]["text"].split()) == 20
 
 
 @pytest.mark.security

@@ -32,7 +32,7 @@ from megatron_infer.server.tool_calls import call_format_of
 from megatron_infer.text.tool_parsers import HERMES
 
 MAX_TOKENS = 16
-"""Of a call that says nothing."""
+"""The limit where a call gives none."""
 
 
 class TrlSampling(VllmSampling, kw_only=True):
