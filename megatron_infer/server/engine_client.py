@@ -89,6 +89,8 @@ class EngineClient:
         self.started = int(time.time() if started is None else started)
         self.stats: dict[str, Any] = {}
         """The coordinator's last report; POLL_S old, or older while the coordinator or this process is busy."""
+        self.adapters: list[str] = []
+        """The LoRA adapters that replicas have loaded; while none is there, those of before."""
         self.is_connected = False
         self.meter, self.tracing = ServerMeter(), tracing
         self.frontend: FrontendLink | None = None
@@ -172,6 +174,8 @@ class EngineClient:
             self.meter.update(None, self.workers)
             return
         self.meter.update(self.stats, self.workers)
+        if self.replicas:
+            self.adapters = sorted({name for replica in self.replicas for name in replica["adapters"]})
         limits = [replica["limits"] for replica in self.stats["replicas"] if replica["limits"]]
         if limits:
             self._limits = EngineLimits(
