@@ -29,7 +29,7 @@ PIECE_CHARS, PIECE_LIMITS = 8, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Limits of the engines: the smallest of all replicas'."""
+    """Limits of the engines, the smallest of all replicas', and what adapters there are."""
 
     max_length: int
     """Tokens of prompt and output together."""
@@ -40,6 +40,8 @@ class EngineLimits:
     """Requests that may wait at the coordinator."""
     hidden_size: int
     """Numbers in a vector of an embedding."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that a replica has, or is about to have."""
 
     def rendering(self, tokenizer: Tokenizer) -> RenderLimits:
         """Of a chat template, whose text has to fit."""

@@ -89,8 +89,6 @@ class EngineClient:
         self.started = int(time.time() if started is None else started)
         self.stats: dict[str, Any] = {}
         """The coordinator's last report; POLL_S old, or older while the coordinator or this process is busy."""
-        self.adapters: list[str] = []
-        """The LoRA adapters that replicas have loaded; while none is there, those of before."""
         self.is_connected = False
         self.meter, self.tracing = ServerMeter(), tracing
         self.frontend: FrontendLink | None = None
@@ -160,6 +158,11 @@ class EngineClient:
         """Tokens of prompt and output together; None until the first replica has registered."""
         return None if self._limits is None else self._limits.max_length
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The LoRA adapters that replicas have loaded; while none is there, those of before."""
+        return () if self._limits is None else self._limits.adapters
+
     async def refresh(self) -> None:
         """Ask the coordinator for its report. One that is late leaves `stats` as they are: the connection finds out
         whether the coordinator is gone."""
@@ -174,8 +177,6 @@ class EngineClient:
             self.meter.update(None, self.workers)
             return
         self.meter.update(self.stats, self.workers)
-        if self.replicas:
-            self.adapters = sorted({name for replica in self.replicas for name in replica["adapters"]})
         limits = [replica["limits"] for replica in self.stats["replicas"] if replica["limits"]]
         if limits:
             self._limits = EngineLimits(
@@ -184,6 +185,7 @@ class EngineClient:
                 num_at_once=sum(replica["limit"] for replica in self.stats["replicas"]),
                 max_queue=self.stats["max_queue"],
                 hidden_size=max(one.get("hidden_size", 0) for one in limits),
+                adapters=tuple(sorted({name for one in self.stats["replicas"] for name in one["adapters"]})),
             )
 
     async def _poll(self) -> None:
