@@ -73,6 +73,7 @@ class ReplicaCommands:
         answer = None
         if (read := own.get("read_adapter")) is not None and command.command == "load_adapter" and mine.reading is None:
             if sum(one[0].reading is not None for one in self._queues.values()) >= MAX_READINGS:
+                mine.waits_to_read = True
                 return None
             try:
                 mine.reading = read(**command.args)
@@ -84,11 +85,13 @@ class ReplicaCommands:
             answer = _execute(engine, own, command, mine.came, {} if mine.reading is None else {"source": mine.reading})
         self._forget(own, mine)
         queue.popleft()
-        if not queue:
+        if queue:
+            queue[0].again()
+        else:
             del self._queues[key]
-        waiting = next((one[0] for one in self._queues.values() if one[0].reading is None), None)
-        for head in {id(one): one for one in (queue[0] if queue else None, waiting) if one is not None}.values():
-            head.again()
+        if (waiting := next((one[0] for one in self._queues.values() if one[0].waits_to_read), None)) is not None:
+            waiting.waits_to_read = False
+            waiting.again()
         return answer
 
     @staticmethod
@@ -105,6 +108,8 @@ class _Queued:
     again: Callable[[], None]
     reading: Any = None
     """What `read_adapter` has begun."""
+    waits_to_read: bool = False
+    """It is the first of its adapter, and MAX_READINGS others are read."""
 
 
 def _execute(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.peers import caller_share
@@ -42,6 +43,21 @@ class EngineLimits:
     """Numbers in a vector of an embedding."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that a replica has, or is about to have."""
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any]) -> EngineLimits | None:
+        """From a coordinator's report; None: no replica is there."""
+        limits = [replica["limits"] for replica in stats["replicas"] if replica["limits"]]
+        if not limits:
+            return None
+        return cls(
+            max_length=min(one["max_sequence_length"] for one in limits),
+            vocab_size=min(one["vocab_size"] for one in limits),
+            num_at_once=sum(replica["limit"] for replica in stats["replicas"]),
+            max_queue=stats["max_queue"],
+            hidden_size=max(one.get("hidden_size", 0) for one in limits),
+            adapters=tuple(sorted({name for one in stats["replicas"] for name in one["adapters"]})),
+        )
 
     def rendering(self, tokenizer: Tokenizer) -> RenderLimits:
         """Of a chat template, whose text has to fit."""

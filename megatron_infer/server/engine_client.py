@@ -177,16 +177,7 @@ class EngineClient:
             self.meter.update(None, self.workers)
             return
         self.meter.update(self.stats, self.workers)
-        limits = [replica["limits"] for replica in self.stats["replicas"] if replica["limits"]]
-        if limits:
-            self._limits = EngineLimits(
-                max_length=min(one["max_sequence_length"] for one in limits),
-                vocab_size=min(one["vocab_size"] for one in limits),
-                num_at_once=sum(replica["limit"] for replica in self.stats["replicas"]),
-                max_queue=self.stats["max_queue"],
-                hidden_size=max(one.get("hidden_size", 0) for one in limits),
-                adapters=tuple(sorted({name for one in self.stats["replicas"] for name in one["adapters"]})),
-            )
+        self._limits = EngineLimits.of(self.stats) or self._limits
 
     async def _poll(self) -> None:
         cleaned = time.monotonic()
