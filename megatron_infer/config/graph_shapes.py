@@ -42,6 +42,8 @@ class GraphShape:
     num_tokens: int
     num_prefill: int
     num_decode: int
+    has_adapters: bool = False
+    """Its layers add the products of adapters: for steps in which a token has one."""
 
     @property
     def num_rows(self) -> int:
@@ -194,19 +196,24 @@ class ShapeIndex:
         self._tokens = _classes(shape.prefill_tokens for shape in self.shapes)
         self._prefill = _classes(shape.num_prefill for shape in self.shapes)
         self._decode = _classes(shape.num_decode for shape in self.shapes)
-        self._found: dict[tuple[int, int, int], GraphShape | None] = {}
+        self._found: dict[tuple[int, int, int, bool], GraphShape | None] = {}
 
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def find(self, num_tokens: int, num_prefill: int, num_decode: int) -> GraphShape | None:
-        """The smallest shape that covers a step (`GraphShape.covers`); None: it runs eagerly."""
+    def find(
+        self, num_tokens: int, num_prefill: int, num_decode: int, *, has_adapters: bool = False
+    ) -> GraphShape | None:
+        """The smallest shape that covers a step (`GraphShape.covers`); None: it runs eagerly. has_adapters: one with
+        adapters, or else one without."""
         tokens = num_tokens - num_decode
         if tokens >= len(self._tokens) or num_prefill >= len(self._prefill) or num_decode >= len(self._decode):
             return None
-        key = self._tokens[tokens], self._prefill[num_prefill] if num_prefill else 0, self._decode[num_decode]
+        sizes = self._tokens[tokens], self._prefill[num_prefill] if num_prefill else 0, self._decode[num_decode]
+        key = *sizes, has_adapters
         if key not in self._found:
-            covers = (shape for shape in self.shapes if shape.covers(num_decode + tokens, num_prefill, num_decode))
+            shapes = (shape for shape in self.shapes if shape.has_adapters == has_adapters)
+            covers = (shape for shape in shapes if shape.covers(num_decode + tokens, num_prefill, num_decode))
             self._found[key] = next(covers, None)
         return self._found[key]
 

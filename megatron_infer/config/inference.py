@@ -207,7 +207,8 @@ class InferenceConfig:
     """What suspend and resume do with the cache: persist, offload or recompute."""
     num_cuda_graphs: int | None = None
     """The most step shapes to capture CUDA graphs for; -1: as many as are useful. 0: no graphs, every step runs
-    eagerly. None: -1 on a GPU, 0 on a CPU. Steps also run eagerly where a kernel cannot be captured."""
+    eagerly. None: -1 on a GPU, 0 on a CPU. Steps also run eagerly where a kernel cannot be captured. With `lora` there
+    are as many again for steps with adapters."""
     cuda_graph_mixed_prefill_count: int | None = 16
     """The most prefill requests in a graph that prefills; steps with more of them run eagerly. None: max_requests. 0:
     no graph prefills. Acts only with CUDA graphs."""

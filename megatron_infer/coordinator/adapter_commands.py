@@ -17,12 +17,15 @@ class AdapterCommands:
         self._engine, self._root = engine, root
 
     def commands(self) -> dict[str, Callable[..., Any]]:
-        """`read_adapter` is no command: what it begins for a command to load, `load_adapter` takes as `source`."""
+        """`read_adapter` is no command: what it begins for a command to load, `load_adapter` takes as `source`, or
+        `forget_reading` gives up."""
         return {
             "read_adapter": self.read,
+            "forget_reading": self.forget,
             "load_adapter": self.load,
             "unload_adapter": self.unload,
             "undo_adapter": self.undo,
+            "settle_adapter": self.settle,
         }
 
     def read(self, *, name: str, path: str, **_: Any) -> AdapterReading:
@@ -32,6 +35,9 @@ class AdapterCommands:
         """
         reading: AdapterReading = self._engine.controls.adapters.read(name, adapter_path(path, self._root))
         return reading
+
+    def forget(self, reading: AdapterReading) -> None:
+        self._engine.controls.adapters.forget(reading)
 
     def load(
         self,
@@ -57,3 +63,8 @@ class AdapterCommands:
     def undo(self, *, name: str, change: str, timeout_s: float) -> dict[str, Any]:
         """Undo a load or unload of the adapter, if it was made here."""
         return {"name": name, "undone": self._engine.controls.adapters.undo(change)}
+
+    def settle(self, *, name: str, change: str, timeout_s: float) -> dict[str, Any]:
+        """The load or unload will not be undone: what that would take is given back."""
+        self._engine.controls.adapters.settle(change)
+        return {"name": name}

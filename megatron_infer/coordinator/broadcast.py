@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +24,12 @@ INVERSE = {"pause": "unpause", "suspend": "resume"}
 """Commands that hold until their inverse: replicas that join meanwhile get them too."""
 HELD = (*INVERSE, *INVERSE.values())
 """Commands that replicas which joined meanwhile get as they are."""
-CATCH_UP = 0
-"""Number of the commands that a replica gets when it joins."""
-MAX_CHANGES = 8
-"""Changes of adapters that can be undone, as in an engine."""
+MAX_CHANGES = 64
+"""Changes of adapters that are neither undone nor settled, as in an engine."""
+MAX_UNLOADED = 1024
+"""Names of unloaded adapters that are kept, so that replicas which were away unload them, too."""
+AdapterChange = tuple[float, dict[str, Any] | None]
+"""When an adapter was changed last (time.time()), and the arguments that loaded it; None: it was unloaded."""
 log = logging.getLogger("megatron_infer.coordinator")
 CATCH_UP_S = 300.0
 """Seconds that a replica that joins has for each of them."""
@@ -40,18 +44,40 @@ class CommandsInForce:
         self.weight_version = 0
         """Replicas below it have old weights."""
         self.is_version_set = False
-        self.adapters: dict[str, dict[str, Any] | None] = {}
-        """Adapter -> the arguments that loaded it, None: it was unloaded."""
-        self._before: dict[str, tuple[str, tuple[dict[str, Any] | None, ...]]] = {}
-        """Change of an adapter -> its name, and what `adapters` had of it, if anything; the latest MAX_CHANGES."""
+        self.adapters: dict[str, AdapterChange] = {}
+        """The latest change last."""
+        self.undone: deque[str] = deque(maxlen=MAX_CHANGES)
+        """Changes of adapters that were undone."""
+        self._before: dict[str, tuple[str, AdapterChange | None]] = {}
+        """Change of an adapter -> its name, and what `adapters` had of it."""
         self.decided: set[str] = set()
         """Those of INVERSE that were carried out or ended."""
+        self._adopted: set[str] = set()
+        """Adapters whose change is one of an earlier coordinator's commands."""
 
-    def adopt(self, commands: dict[str, dict[str, Any]], version: int) -> None:
-        """Take those of a replica that were neither carried out nor ended here."""
+    def adopt(
+        self, commands: dict[str, dict[str, Any]], version: int, adapters: Mapping[str, AdapterChange]
+    ) -> list[str]:
+        """Take those of a replica that were neither carried out nor ended here; of an adapter's changes the latest.
+
+        -> adapters that the replicas which are here already have otherwise.
+        """
         self.commands |= {name: args for name, args in commands.items() if name in INVERSE and name not in self.decided}
         if not self.is_version_set:
             self.weight_version = max(self.weight_version, version)
+        newer = [name for name, change in adapters.items() if self._is_newer(name, change)]
+        self.adapters |= {name: adapters[name] for name in newer}
+        self._adopted.update(newer)
+        return newer
+
+    def _is_newer(self, name: str, change: AdapterChange) -> bool:
+        at, loaded = change
+        if loaded is not None and loaded.get("change") in self.undone:
+            return False
+        if (known := self.adapters.get(name)) is None:
+            return True
+        is_same = (loaded or {}).get("digest") == (known[1] or {}).get("digest")
+        return name in self._adopted and at > known[0] and not is_same
 
     def record(self, command: str, args: dict[str, Any], value: Any = None) -> None:
         """A command was carried out. value: of a replica that did."""
@@ -73,21 +99,36 @@ class CommandsInForce:
             self.weight_version, self.is_version_set = version, True
 
     def _record_adapter(self, command: str, args: dict[str, Any], value: Any) -> None:
-        name, change = str(args.get("name")), str(args.get("change"))
+        name, change, known = str(args.get("name")), args.get("change"), self.adapters.get(str(args.get("name")))
         if command == "undo_adapter":
-            if change in self._before:
-                name, before = self._before.pop(change)
-                self.adapters.pop(name, None)
-                self.adapters.update((name, loaded) for loaded in before)
+            self.undone.append(str(change))
+            name, known = self._before.pop(str(change), (name, known))
+            self._put_adapter(name, None if known is None else (time.time(), known[1]))
             return
-        self._before[change] = name, (self.adapters[name],) if name in self.adapters else ()
+        if command == "settle_adapter":
+            self._before.pop(str(change), None)
+            if known is not None and known[1] is not None and known[1].get("change") == change:
+                self.adapters[name] = known[0], known[1] | {"change": None}
+            return
+        if change is not None:
+            self._before[str(change)] = name, known
         if len(self._before) > MAX_CHANGES:
             del self._before[next(iter(self._before))]
-        self.adapters[name] = None
+        loaded = None
         if command == "load_adapter":
             # A replica that joins has to find the same content in the directory.
             digest = value.get("digest") if isinstance(value, dict) else None
-            self.adapters[name] = args | {"replace": True, "digest": digest}
+            loaded = args | {"replace": True, "digest": digest}
+        self._put_adapter(name, (time.time(), loaded))
+
+    def _put_adapter(self, name: str, change: AdapterChange | None) -> None:
+        self.adapters.pop(name, None)
+        self._adopted.discard(name)
+        if change is not None:
+            self.adapters[name] = change
+        unloaded = [one for one, (_, loaded) in self.adapters.items() if loaded is None]
+        if len(unloaded) > MAX_UNLOADED:
+            del self.adapters[unloaded[0]]
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +150,8 @@ class Broadcasts:
         self._send, self._clock = send, clock
         self._running: dict[int, _Broadcast] = {}
         self._num_started = 0
+        self._catching_up: dict[int, tuple[ReplicaState, str | None]] = {}
+        """Number of a command that a replica missed -> the replica, and the adapter that it loads, if it is a load."""
         self.in_force = CommandsInForce()
 
     def start(self, client: bytes, control: Control, replicas: Iterable[ReplicaState]) -> None:
@@ -128,33 +171,52 @@ class Broadcasts:
             self._send_command(replica, number, control)
         self._finish_if_answered(number)
 
-    def catch_up(self, replica: ReplicaState) -> None:
+    def catch_up(self, replica: ReplicaState, others: Iterable[ReplicaState]) -> None:
         """Send a replica that has just joined the commands in force, and the end of those that ended while it was away.
-        What the replica carries out of an earlier coordinator's commands is in force until one is given here."""
+        What the replica carries out of an earlier coordinator's commands is in force until one is given here, and the
+        other replicas get the adapters that it has by them."""
         assert replica.register is not None
-        carried, in_force = replica.register.in_force, self.in_force
-        in_force.adopt(carried, replica.register.set_version)
+        carried, in_force, changes = replica.register.in_force, self.in_force, replica.register.adapter_changes
+        newer = in_force.adopt(carried, replica.register.set_version, changes)
         missed = [one for one in in_force.commands.items() if one[0] not in carried or replica.state == "running"]
         if replica.state != "running":
             ended = [one for one in carried if one in INVERSE and one not in in_force.commands]
             missed += [(INVERSE[one], {}) for one in reversed(ended)]
-        for name, loaded in in_force.adapters.items():
-            if loaded is not None:
-                missed.append(("load_adapter", loaded))
-            elif name in replica.register.adapters:
-                missed.append(("unload_adapter", {"name": name, "abort": True}))
-        self._send_missed(replica, missed)
+        for name, (_, loaded) in changes.items():
+            if loaded is not None and loaded.get("change") in in_force.undone:
+                missed.append(("undo_adapter", {"name": name, "change": loaded["change"]}))
+        self._send_missed(replica, missed + self._missed_adapters(replica, in_force.adapters))
+        for other in others:
+            self._send_missed(other, self._missed_adapters(other, newer) if other is not replica else ())
         for broadcast in self._running.values():
             broadcast.joined.append(replica)
 
+    def _missed_adapters(self, replica: ReplicaState, names: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+        """What brings a replica's adapters of these names to what is in force."""
+        missed: list[tuple[str, dict[str, Any]]] = []
+        for name in names:
+            (_, loaded), has = self.in_force.adapters[name], replica.adapters.get(name)
+            if loaded is not None and (has is None or has != loaded.get("digest")):
+                missed.append(("load_adapter", loaded))
+            elif loaded is None and has is not None:
+                missed.append(("unload_adapter", {"name": name, "abort": True}))
+        return missed
+
     def _send_missed(self, replica: ReplicaState, missed: Iterable[tuple[str, dict[str, Any]]]) -> None:
         for command, args in missed:
-            self._send_command(replica, CATCH_UP, Control(CATCH_UP, command, args, CATCH_UP_S))
+            self._num_started += 1
+            self._catching_up[self._num_started] = replica, str(args["name"]) if command == "load_adapter" else None
+            if command == "load_adapter" and replica.view is not None:
+                replica.view.loading.append(str(args["name"]))
+            self._send_command(replica, self._num_started, Control(0, command, args, CATCH_UP_S))
 
     def answer(self, peer: bytes, number: int, answer: Answer) -> None:
         broadcast = self._running.get(number)
-        if number == CATCH_UP and not answer.ok:
-            log.warning("a replica that has joined does not do what the others have done: %s", answer.message)
+        replica, name = self._catching_up.pop(number, (None, None))
+        if replica is not None and not answer.ok:
+            log.warning("replica %s does not do what the others have done: %s", replica.name, answer.message)
+        if replica is not None and replica.view is not None and name is not None:
+            replica.view.loading.remove(name)
         if broadcast is None or peer not in broadcast.waiting:
             return  # past the deadline: the client has its result
         broadcast.answers[_free_name(broadcast.waiting.pop(peer), broadcast.answers)] = answer
@@ -162,6 +224,7 @@ class Broadcasts:
 
     def lost(self, peer: bytes, why: str) -> None:
         """Answer for a replica that is gone."""
+        self._catching_up = {n: one for n, one in self._catching_up.items() if one[0].peer != peer}
         for number, broadcast in list(self._running.items()):
             broadcast.joined = [replica for replica in broadcast.joined if replica.peer != peer]
             self.answer(peer, number, Answer(ok=False, kind="ReplicaLost", message=why))
@@ -203,7 +266,9 @@ class Broadcasts:
 
     def _missed_change(self, control: Control) -> list[tuple[str, dict[str, Any]]]:
         """What a replica that joined meanwhile misses of a change of an adapter, under the name that undoes it."""
-        loaded = self.in_force.adapters.get(str(control.args.get("name")))
+        if control.command == "settle_adapter":
+            return []
+        _, loaded = self.in_force.adapters.get(str(control.args.get("name")), (0.0, None))
         missed = [] if loaded is None else [("load_adapter", loaded)]
         if control.command == "unload_adapter":
             missed = [(control.command, control.args | {"abort": True})]

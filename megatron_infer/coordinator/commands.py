@@ -15,6 +15,9 @@ from megatron_infer.coordinator.engine_adapter import EngineAdapter
 from megatron_infer.coordinator.profiles import profile
 from megatron_infer.errors import RequestError, TransitionTimeout
 
+MAX_READINGS = 8
+"""Adapters that are being read or wait to be loaded at once; further loads wait for one of these."""
+
 
 class ReplicaCommands:
     """What a replica does for commands, and which of them are in force."""
@@ -49,7 +52,7 @@ class ReplicaCommands:
                 return None
             answer = queued
         if answer.ok:
-            self.in_force.record(command.command, command.args)
+            self.in_force.record(command.command, command.args, answer.value)
         return answer
 
     def _adapter_command(
@@ -57,8 +60,9 @@ class ReplicaCommands:
     ) -> protocol.Answer | None:
         own = {**(self._further or {}), **self._adapter_commands}
         key = command.incarnation, str(command.args.get("name"))
-        if key not in self._queues:
-            self._queues = {one: queue for one, queue in self._queues.items() if one[0] == command.incarnation}
+        for old in [one for one in self._queues if one[0] != command.incarnation]:
+            for queued in self._queues.pop(old):
+                self._forget(own, queued)
         queue = self._queues.setdefault(key, deque())
         mine = next((one for one in queue if one.command is command), None)
         if mine is None:
@@ -68,6 +72,9 @@ class ReplicaCommands:
             return None
         answer = None
         if (read := own.get("read_adapter")) is not None and command.command == "load_adapter" and mine.reading is None:
+            if sum(one[0].reading is not None for one in self._queues.values()) >= MAX_READINGS:
+                mine.waits_to_read = True
+                return None
             try:
                 mine.reading = read(**command.args)
                 mine.reading.on_done(again)
@@ -76,12 +83,22 @@ class ReplicaCommands:
                 answer = _failed(error)
         if answer is None:
             answer = _execute(engine, own, command, mine.came, {} if mine.reading is None else {"source": mine.reading})
+        self._forget(own, mine)
         queue.popleft()
         if queue:
             queue[0].again()
         else:
             del self._queues[key]
+        if (waiting := next((one[0] for one in self._queues.values() if one[0].waits_to_read), None)) is not None:
+            waiting.waits_to_read = False
+            waiting.again()
         return answer
+
+    @staticmethod
+    def _forget(own: Mapping[str, Callable[..., Any]], queued: _Queued) -> None:
+        """What was read is loaded, or will not be."""
+        if queued.reading is not None:
+            own["forget_reading"](queued.reading)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +108,8 @@ class _Queued:
     again: Callable[[], None]
     reading: Any = None
     """What `read_adapter` has begun."""
+    waits_to_read: bool = False
+    """It is the first of its adapter, and MAX_READINGS others are read."""
 
 
 def _execute(

@@ -150,6 +150,7 @@ class CoordinatorCore:
         elif isinstance(message, protocol.Done):
             self.broadcasts.answer(replica.peer, message.number, message.answer)
             self._update_availability()
+            self.dispatch.reopen()  # requests may wait for an adapter that a replica now has
         elif isinstance(message, protocol.Register):
             self._register(replica, message)
         elif isinstance(message, protocol.Goodbye):
@@ -180,7 +181,7 @@ class CoordinatorCore:
         )
         replica.adapters = replica.view.adapters = register.adapters
         log.info("replica %s joined: %s, %d requests at once", replica.name, register.model, register.capacity)
-        self.broadcasts.catch_up(replica)
+        self.broadcasts.catch_up(replica, self._registered())
         self._update_availability()
         self.dispatch.reopen(replica)
 

@@ -189,7 +189,7 @@ class ReplicaState:
             "model": "" if self.register is None else self.register.model,
             "limits": {} if self.register is None else self.register.limits,
             "dtype": "" if self.register is None else self.register.dtype,
-            "adapters": sorted(self.adapters),
+            "adapters": sorted({*self.adapters, *(() if self.view is None else self.view.loading)}),
             "stats": self.stats,
         }
 

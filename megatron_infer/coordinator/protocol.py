@@ -52,7 +52,7 @@ WEIGHT_COMMANDS = (
     "check_weights",
 )
 STATE_COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache")
-ADAPTER_COMMANDS = ("load_adapter", "unload_adapter", "undo_adapter")
+ADAPTER_COMMANDS = ("load_adapter", "unload_adapter", "undo_adapter", "settle_adapter")
 COMMANDS = (*STATE_COMMANDS, "profile", *WEIGHT_COMMANDS, *ADAPTER_COMMANDS)
 """Commands of a `Control`. WEIGHT_COMMANDS and ADAPTER_COMMANDS need replicas that were given them
 (`Replica(commands=)`, `Replica(adapter_commands=)`)."""
@@ -317,6 +317,8 @@ class Register(_Message):
     """Version that a coordinator's command has set last."""
     adapters: dict[str, str] = {}
     """Loaded LoRA adapters: name -> hash of the content."""
+    adapter_changes: dict[str, tuple[float, dict[str, Any] | None]] = {}
+    """Adapters that a coordinator's commands have changed, see `broadcast.AdapterChange`."""
 
 
 class Beat(_Message):

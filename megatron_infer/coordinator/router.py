@@ -122,6 +122,8 @@ class ReplicaView:
     table: PrefixTable
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Loaded LoRA adapters: name -> hash of the content."""
+    loading: list[str] = field(default_factory=list)
+    """Adapters that the others have and it is about to have."""
     availability: Availability = Availability.OPEN
     load: int = 0
     """Requests assigned to it and not ended."""
@@ -209,11 +211,15 @@ class Router:
     def choose(self, tokens: bytes, *, salt: str = "", adapter: str | None = None) -> Route | None:
         """A replica for a prompt (int32 token ids; b"" if unknown); None: no replica takes requests.
 
-        adapter: one that the replica should have loaded; any replica where none has.
+        adapter: one that the replica should have loaded; None where one is about to have it, else any replica where
+        none has.
         """
         candidates = self._candidates()
         if adapter is not None:
-            candidates = [view for view in candidates if adapter in view.adapters] or candidates
+            having = [view for view in candidates if adapter in view.adapters]
+            if not having and any(adapter in view.loading for view in candidates):
+                return None
+            candidates = having or candidates
         if not candidates:
             return None
         if self.policy is Policy.ROUND_ROBIN:

@@ -313,8 +313,9 @@ class GraphPool:
         self.counts.captures += 1
         self.counts.capture_s += seconds
         log.info(
-            "graph of %d tokens (%d rows prefill, %d decode) captured in %.0f ms: %.1f MiB; all %d: %.1f MiB",
+            "graph of %d tokens (%d rows prefill, %d decode)%s captured in %.0f ms: %.1f MiB; all %d: %.1f MiB",
             *shape.as_tuple(),
+            " with adapters" if shape.has_adapters else "",
             1e3 * seconds,
             self._graphs[shape].num_bytes / MIB,
             len(self._graphs),

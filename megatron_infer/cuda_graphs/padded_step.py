@@ -141,6 +141,7 @@ class StepGraphs:
     def __init__(self, step: PaddedStep, pool: GraphPool, *, has_routing: bool) -> None:
         """pool: of graphs of `step`. has_routing: requests may ask which experts their tokens went to."""
         self._step, self.pool, self._has_routing = step, pool, has_routing
+        self._has_adapters = any(shape.has_adapters for shape in pool.index.shapes)
 
     @property
     def drawn_outside(self) -> Counter[str]:
@@ -197,9 +198,10 @@ class StepGraphs:
             return None, "drafts to verify"
         if self._has_routing and asks_routing(plan):
             return None, "routing asked for"
-        if has_adapters(plan):
+        adapted = has_adapters(plan)
+        if adapted and not self._has_adapters:
             return None, "adapters"
-        shape = self.pool.index.find(plan.num_tokens, len(plan.prefill), len(plan.decode))
+        shape = self.pool.index.find(plan.num_tokens, len(plan.prefill), len(plan.decode), has_adapters=adapted)
         if shape is None:
             return None, "no shape so large"
         if len(plan.sampled) > shape.num_rows:

@@ -22,9 +22,9 @@ from megatron_infer.scheduler.scheduler import Scheduler
 
 RUNNING_CHOICES = ("keep", "recompute")
 MAX_READINGS = 64
-"""Adapters that are being read or wait to be loaded; beyond it the oldest one is given up."""
-MAX_CHANGES = 8
-"""Loads and unloads that can be undone."""
+"""Most adapters that are being read or wait to be loaded."""
+MAX_CHANGES = 64
+"""Most loads and unloads that are neither undone nor settled; the oldest one cannot be undone any more."""
 
 
 def check_running(running: str) -> None:
@@ -107,19 +107,29 @@ class EngineAdapters:
 
     def read(self, name: str, source: Unread | None, *, config: PeftFields | None = None) -> AdapterReading:
         """Begin to read, check and pack an adapter on a thread of each rank, while steps go on. Give the result to
-        `load`, which raises what reading it has raised."""
+        `load`, which raises what reading it has raised, or to `forget`: it holds a whole adapter. Raises ConfigError
+        where MAX_READINGS wait for that."""
         path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
         self._relay.meet("read_adapter()", {"name": check_adapter_name(name), "source": path, "config": config})
         self._require()
         assert self._reader is not None
+        if len(self._readings) >= MAX_READINGS:
+            raise ConfigError(
+                f"adapter {name!r}: {MAX_READINGS} adapters are read and not loaded, the limit; load or forget() one"
+            )
         self._num_readings += 1
         future = self._reader.begin(name, source, config)
         self._readings[self._num_readings] = reading = AdapterReading(
             number=self._num_readings, path=path, future=future
         )
-        if len(self._readings) > MAX_READINGS:
-            self._readings.pop(min(self._readings)).future.cancel()
         return reading
+
+    def forget(self, reading: AdapterReading | int) -> None:
+        """Give up what `read` gave; one that was loaded or forgotten is passed over. reading: it, or its number."""
+        number = reading.number if isinstance(reading, AdapterReading) else reading
+        if number in self._readings:
+            self._relay.meet("forget_reading()", {"reading": number})
+            self._readings.pop(number).future.cancel()
 
     def load(
         self,
@@ -190,7 +200,7 @@ class EngineAdapters:
     def undo(self, change: str) -> bool:
         """Give the adapter of a load or unload the content back that it had before, or unload it, with its requests.
 
-        False: no such change was made here, or MAX_CHANGES more since. Requests that an unload has ended stay ended.
+        False: no such change was made here, or it is settled. Requests that an unload has ended stay ended.
         """
         self._relay.meet("undo_adapter()", {"change": change})
         bank, _ = self._require()
@@ -204,6 +214,11 @@ class EngineAdapters:
             self._put(found.name, found.before, found.path, "keep")
         return True
 
+    def settle(self, change: str) -> None:
+        """The load or unload will not be undone: the content that it replaced is freed."""
+        self._relay.meet("settle_adapter()", {"change": change})
+        self._changes.pop(change, None)
+
     def loaded(self) -> list[AdapterInfo]:
         return [self.info(name) for name in self._paths]
 
@@ -211,7 +226,7 @@ class EngineAdapters:
         """The path and content of a reading, which is waited for."""
         found = self._readings.pop(number, None)
         if found is None:
-            raise ConfigError(f"adapter {name!r}: its reading was loaded already, or is too long ago; read it again")
+            raise ConfigError(f"adapter {name!r}: its reading was loaded already, or was forgotten; read it again")
         return found.path, found.future.result()
 
     def _check_on_ranks(self, name: str, adapter: PackedAdapter, expected: str | None) -> None:

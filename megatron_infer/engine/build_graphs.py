@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder, make_recorder
 from megatron_infer.cuda_graphs.padded_step import PaddedStep, StepGraphs
 from megatron_infer.kernels.select import BackendChoice, ChosenKernels
+from megatron_infer.kernels.triton_scratch import lora_bytes
 from megatron_infer.memory.device import Device
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.parallel.tensor_parallel_sampler import gather_rows
@@ -69,6 +71,8 @@ def step_graphs(
             stacklevel=5,
         )
         return None
+    if chosen.lora is not None and chosen.lora.graph_safe:
+        shapes += tuple(replace(shape, has_adapters=True) for shape in shapes)
     decoding = sum(shape.is_decode_only for shape in shapes)
     when = f"{decoding} that only decode at start" if captures_at_start(config) else "each at its first use"
     chosen.rows.append(BackendChoice(OPERATION, f"{found.name} of {len(shapes)} shapes, {when}", {}))
@@ -92,11 +96,18 @@ def step_graphs(
         found,
         step,
         device=device,
-        expected_bytes=lambda shape: memory.of(shape).live,
+        expected_bytes=lambda shape: memory.of(shape).live + _of_adapters(shape, config),
         expected_outputs=memory.output_bytes(shapes),
         all_ranks=partial(_all_ranks, adopted.groups(), device) if adopted.groups() else None,
     )
     return StepGraphs(step, pool, has_routing=adopted.routing is not None and adopted.routing.num_layers > 0)
+
+
+def _of_adapters(shape: GraphShape, config: InferenceConfig) -> int:
+    """Bytes of what adapters compute in between, one linear after the other."""
+    if config.lora is None or not shape.has_adapters:
+        return 0
+    return lora_bytes(shape.num_tokens, 3 * config.lora.max_rank)
 
 
 def captures_at_start(config: InferenceConfig) -> bool:

@@ -33,6 +33,7 @@ ATTENTION: tuple[Candidate, ...] = (
 SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"), Candidate("mamba_ssm", "mamba_ssm_scan"))
 OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)
+LORA: tuple[Candidate, ...] = (Candidate("triton", "triton.lora"),)
 SAMPLING: tuple[Candidate, ...] = (Candidate("triton", "triton.sampling"),)
 TRITON = "triton."
 """Prefix of modules that import triton, and are imported only where it can run."""

@@ -25,8 +25,8 @@ class LoRAWeights:
     """int32; 0: the slot's adapter has no pair for this linear."""
     scale_S: Tensor
     """fp32."""
-    num_pairs: int = 0
-    """Slots whose rank is not 0. A step that is not captured skips a linear without any."""
+    ranks: list[int]
+    """`rank_S` on the host: reading that one would wait for the device."""
     native: Any = field(default=None, repr=False)
     """What a backend keeps beside it."""
 
@@ -40,7 +40,13 @@ class LoRAWeights:
             b_SRW=torch.zeros(num_slots, max_rank, width_out, dtype=dtype, device=device),
             rank_S=torch.zeros(num_slots, dtype=torch.int32, device=device),
             scale_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            ranks=[0] * num_slots,
         )
+
+    @property
+    def num_pairs(self) -> int:
+        """Slots whose rank is not 0. A step that is not captured skips a linear without any."""
+        return len(self.ranks) - self.ranks.count(0)
 
     def put(self, slot: int, a_RX: Tensor, b_RW: Tensor, scale: float) -> None:
         """Write a pair, whose B is transposed, into a slot, in the weights' dtype."""
@@ -49,17 +55,14 @@ class LoRAWeights:
         self.a_SRX[slot, :rank].copy_(a_RX)
         self.b_SRW[slot, :rank].copy_(b_RW)
         self.scale_S[slot] = scale
-        self.rank_S[slot] = rank
-        self.num_pairs += 1
+        self.rank_S[slot] = self.ranks[slot] = rank
 
     def clear(self, slot: int) -> None:
         """Make a slot add nothing."""
-        rank = int(self.rank_S[slot])
-        if rank:
+        if rank := self.ranks[slot]:
             self.a_SRX[slot, :rank] = 0
             self.b_SRW[slot, :rank] = 0
-            self.rank_S[slot] = 0
-            self.num_pairs -= 1
+            self.rank_S[slot] = self.ranks[slot] = 0
 
 
 class LoRABackend(Protocol):

@@ -334,8 +334,10 @@ def add_lora(chosen: ChosenKernels, device: torch.device, dtype: torch.dtype) ->
     """The same kernels and what adds adapters' products, beside the linears of `chosen`."""
     forced, _ = _forced_backend()
     library, why_not = _library_if(forced in (None, "native"), device, dtype)
+    found, missing = backend_candidates.available(backend_candidates.LORA, device, dtype, forced=forced)
     lora: LoRABackend = TorchLoRA() if library is None else NativeLoRA(library, dtype)
-    reasons = {"native": why_not or f"{BACKEND_VARIABLE}={forced}"} if library is None else {}
+    lora = found[0] if found else lora
+    reasons = missing if library is not None else {"native": why_not or f"{BACKEND_VARIABLE}={forced}"} | missing
     return replace(chosen, lora=lora, rows=[*chosen.rows, BackendChoice("adapters", lora.name, reasons)])
 
 

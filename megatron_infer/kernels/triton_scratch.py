@@ -27,6 +27,9 @@ graph by default, so that its steps split them in one pair of launches a layer."
 SCAN_SEGMENT = 256
 """Tokens that one program of a slice scans; each such segment needs a state of fp32 scratch."""
 
+LORA_PART, LORA_PARTS = 512, 8
+"""Least inputs of a linear that one program multiplies by an adapter's A, and most parts that they are cut into."""
+
 DRAW_CHUNK, DRAW_GROUP = 4096, 64
 """Logits that a program of a draw reads, and logits per maximum that it keeps."""
 DRAW_HELD = 2048
@@ -171,6 +174,21 @@ def expert_bytes(
     """
     pairs = num_tokens * top_k
     return pairs * (element_bytes * (fc2_width + max(fc1_width, hidden)) + 6 * 4)
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def lora_parts(width: int) -> tuple[int, int]:
+    """(parts of a linear's inputs that are summed apart, inputs of one). Example: 4096 -> 8 parts of 512."""
+    parts = min(LORA_PARTS, cdiv(width, LORA_PART))
+    part_width = cdiv(cdiv(width, parts), 64) * 64
+    return cdiv(width, part_width), part_width
+
+
+def lora_bytes(num_tokens: int, max_rank: int) -> int:
+    """Most memory for A x of one linear, whose adapters have a rank up to `max_rank`."""
+    return FP32_BYTES * LORA_PARTS * num_tokens * max_rank
 
 
 # ---------------------------------------------------------------------- draws

@@ -248,7 +248,8 @@ class FusedLinear(LayerOp):
             out_TW = step.ops.linear(x_TX, parameters["weight"], bias)
         if self.attached is not None:
             out_TW = self.attached.add_to(step.ops, given_TX, out_TW, spread=self.spread, reduce=self.reduce)
-        if step.lora is not None and self.lora is not None and self.lora.num_pairs:
+        # A graph serves adapters that are loaded after its capture.
+        if step.lora is not None and self.lora is not None and (self.lora.num_pairs or step.is_padded):
             out_TW = step.lora.run(out_TW, x_TX, self.lora)
         return out_TW, residual_TD
 

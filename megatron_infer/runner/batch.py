@@ -269,6 +269,7 @@ class BatchBuilder:
         size = StepSize.of(shape)
         batch = self._batch(replace(self._static_meta(shape)), self._buffer.views(size))
         batch.is_padded = True
+        batch.lora = self._kernels.lora if shape.has_adapters else None
         return batch
 
     def derive(self, batch: Batch) -> None:

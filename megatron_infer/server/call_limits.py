@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.peers import caller_share
@@ -29,7 +30,7 @@ PIECE_CHARS, PIECE_LIMITS = 8, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Limits of the engines: the smallest of all replicas'."""
+    """Limits of the engines, the smallest of all replicas', and what adapters there are."""
 
     max_length: int
     """Tokens of prompt and output together."""
@@ -40,6 +41,23 @@ class EngineLimits:
     """Requests that may wait at the coordinator."""
     hidden_size: int
     """Numbers in a vector of an embedding."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters that a replica has, or is about to have."""
+
+    @classmethod
+    def of(cls, stats: Mapping[str, Any]) -> EngineLimits | None:
+        """From a coordinator's report; None: no replica is there."""
+        limits = [replica["limits"] for replica in stats["replicas"] if replica["limits"]]
+        if not limits:
+            return None
+        return cls(
+            max_length=min(one["max_sequence_length"] for one in limits),
+            vocab_size=min(one["vocab_size"] for one in limits),
+            num_at_once=sum(replica["limit"] for replica in stats["replicas"]),
+            max_queue=stats["max_queue"],
+            hidden_size=max(one.get("hidden_size", 0) for one in limits),
+            adapters=tuple(sorted({name for one in stats["replicas"] for name in one["adapters"]})),
+        )
 
     def rendering(self, tokenizer: Tokenizer) -> RenderLimits:
         """The limits of rendering a chat template: its text has to fit."""

@@ -158,6 +158,11 @@ class EngineClient:
         """Tokens of prompt and output together; None until the first replica has registered."""
         return None if self._limits is None else self._limits.max_length
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The LoRA adapters that replicas have loaded; while none is there, those of before."""
+        return () if self._limits is None else self._limits.adapters
+
     async def refresh(self) -> None:
         """Ask the coordinator for its report. One that is late leaves `stats` as they are: the connection finds out
         whether the coordinator is gone."""
@@ -172,15 +177,7 @@ class EngineClient:
             self.meter.update(None, self.workers)
             return
         self.meter.update(self.stats, self.workers)
-        limits = [replica["limits"] for replica in self.stats["replicas"] if replica["limits"]]
-        if limits:
-            self._limits = EngineLimits(
-                max_length=min(one["max_sequence_length"] for one in limits),
-                vocab_size=min(one["vocab_size"] for one in limits),
-                num_at_once=sum(replica["limit"] for replica in self.stats["replicas"]),
-                max_queue=self.stats["max_queue"],
-                hidden_size=max(one.get("hidden_size", 0) for one in limits),
-            )
+        self._limits = EngineLimits.of(self.stats) or self._limits
 
     async def _poll(self) -> None:
         cleaned = time.monotonic()

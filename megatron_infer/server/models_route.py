@@ -8,7 +8,7 @@ from megatron_infer.audio.speech_model import voice_files
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.routes import Routes
-from megatron_infer.server.served_models import adapter_of, adapters_of, check_model
+from megatron_infer.server.served_models import adapter_of, check_model
 from megatron_infer.server.server_config import ServerConfig
 
 
@@ -23,9 +23,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         return card(name) if adapter is None else card(name) | {"parent": client.model_names[0]}
 
     async def models(call: Call) -> Reply:
-        return Reply(
-            {"object": "list", "data": [card_of(name) for name in (*client.model_names, *adapters_of(client))]}
-        )
+        return Reply({"object": "list", "data": [card_of(name) for name in (*client.model_names, *client.adapters)]})
 
     async def model(call: Call) -> Reply:
         name = call.request.path_params["model"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megatron_infer.server.http_errors import ApiError
@@ -18,24 +18,15 @@ class Served(Protocol):
     def model_names(self) -> Sequence[str]: ...
 
     @property
-    def replicas(self) -> Sequence[Mapping[str, Any]]: ...
+    def adapters(self) -> Sequence[str]: ...
 
     @property
     def limits(self) -> Any: ...
 
 
-def adapters_of(client: Served) -> list[str]:
-    """The LoRA adapters that a replica has loaded."""
-    found: set[str] = set()
-    for replica in client.replicas:
-        names: Iterable[str] = replica.get("adapters", ())
-        found.update(names)
-    return sorted(found)
-
-
 def adapter_of(client: Served, name: str | None) -> str | None:
     """The adapter that a call's `model` names; None: it names the model itself, or nothing."""
-    return name if name and name not in client.model_names and name in adapters_of(client) else None
+    return name if name and name not in client.model_names and name in client.adapters else None
 
 
 def shown_name(client: Served, name: str | None) -> str:
@@ -51,7 +42,7 @@ def check_model(client: Served, name: str | None) -> None:
     if not name or name in client.model_names or adapter_of(client, name):
         return
     _ = client.limits  # while the model is loading, its adapters are not known
-    served = [*client.model_names, *adapters_of(client)]
+    served = [*client.model_names, *client.adapters]
     shown = ", ".join(served[:SHOWN]) + (f" and {len(served) - SHOWN} more" if len(served) > SHOWN else "")
     message = f"the model {name[:200]!r} is not served here; there is {shown}"
     raise ApiError(404, message, param="model", code="model_not_found")

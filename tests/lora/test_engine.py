@@ -8,6 +8,7 @@ from lora_cases import merged, random_adapter
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
 from megatron_infer.context.adapter_slots import MAX_FORGOTTEN, AdapterSlots
+from megatron_infer.engine.adapters import MAX_CHANGES
 from megatron_infer.errors import AdapterInUse, ConfigError, ModelError, SnapshotError, UnknownAdapter
 from megatron_infer.lora.adapter import Adapter, LoRAPair
 from megatron_infer.testing.inspect import inspect
@@ -359,6 +360,42 @@ def test_a_change_can_be_undone(model, adapters):
     manager.unload("a", change="3")
     assert manager.undo("3") and manager.info("a").digest == digest and manager.info("a").version == 4
     assert not manager.undo("3") and manager.undo("1") and engine.adapters() == []
+
+
+def test_a_change_is_undone_after_hundreds_of_others_that_were_settled(model, adapters):
+    """A slow engine undoes the first of many changes; what replaced contents take is freed as soon as it may be."""
+    engine = engine_of(model)
+    manager = engine.controls.adapters
+    digest = manager.load("slow", adapters["a0"]).digest
+    manager.load("slow", adapters["a1"], replace=True, change="slow")
+    for number in range(2 * MAX_CHANGES):
+        manager.load("fast", adapters[NAMES[number % 2]], replace=True, change=str(number))
+        manager.settle(str(number))
+        assert len(manager._changes) == 1
+    assert manager.undo("slow") and manager.info("slow").digest == digest
+    manager.load("slow", adapters["a1"], replace=True, change="kept")
+    manager.settle("kept")
+    assert not manager.undo("kept") and not manager._changes and manager.info("slow").digest != digest
+    for number in range(2 * MAX_CHANGES):
+        manager.load("fast", adapters[NAMES[number % 2]], replace=True, change=str(number))
+    assert len(manager._changes) == MAX_CHANGES, "of a caller that does not say which it keeps"
+
+
+def test_no_more_adapters_are_read_ahead_than_the_limit(model, adapters, monkeypatch):
+    engine = engine_of(model)
+    manager = engine.controls.adapters
+    monkeypatch.setattr("megatron_infer.engine.adapters.MAX_READINGS", 2)
+    first, second = (manager.read(name, adapters[name]) for name in NAMES[:2])
+    with pytest.raises(ConfigError, match=r"2 adapters are read and not loaded.*forget"):
+        manager.read("a2", adapters["a2"])
+    manager.forget(first)
+    manager.forget(first)
+    with pytest.raises(ConfigError, match="was forgotten"):
+        engine.load_adapter("a0", first)
+    third = manager.read("a2", adapters["a2"])
+    for name, reading in (("a1", second), ("a2", third)):
+        engine.load_adapter(name, reading)
+    assert not manager._readings
 
 
 def test_versions_of_a_name_rise_over_thousands_of_others():

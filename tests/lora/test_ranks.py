@@ -90,6 +90,8 @@ def check_rank(rank: int, size: int, folder: str) -> None:
         engine.load_adapter("b", readings[0])
         with pytest.raises((ConfigError, ModelError, OtherRankFailed)):
             engine.load_adapter("x", readings[1])
+        manager.forget(manager.read("x", bad))
+        manager.settle("0")
         manager.unload("b", change="1")
         assert manager.undo("1") and not manager.undo("1")
         assert [tokens for tokens, _ in answers(engine)] == [want for want, _ in saved["want"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -450,3 +451,57 @@ def test_an_engine_that_joins_gets_the_adapters_that_are_loaded(case, root, offl
     with replica(case.coordinator.address, engine, name="r9", control=False, adapter_commands=commands):
         wait_for(lambda: [info.name for info in engine.adapters()] == ["late"])
     unload(case, "late")
+
+
+def test_many_names_are_loaded_at_once_though_few_are_read_at_a_time(case, offline, monkeypatch):
+    monkeypatch.setattr("megatron_infer.coordinator.commands.MAX_READINGS", 2)
+    managers = [engine.controls.adapters for engine in case.engines]
+    most = []
+    for manager in managers:
+        read = manager.read
+        note = lambda *given, read=read, manager=manager: most.append(len(manager._readings)) or read(*given)  # noqa: E731
+        monkeypatch.setattr(manager, "read", note)
+    names = [f"many-{number}" for number in range(12)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: load(case, name, "a1" if name == "many-8" else "a0"), names))
+        assert max(most) < 2 <= len(most)
+        assert tokens_of(case, names[8]) == offline["a1"]
+        load(case, "bad", "cut", 400)
+        list(pool.map(lambda name: unload(case, name), names))
+    for replica, manager in zip(case.replicas, managers, strict=True):
+        assert not manager._readings and not manager._changes and not replica._commands._queues
+
+
+@pytest.mark.long
+def test_a_coordinator_that_is_killed_and_started_again_knows_the_adapters(root, offline, tmp_path):
+    """Requests for one wait meanwhile, and engines that join later load what is loaded, from the others' knowledge."""
+    from coordinator_case import replica
+    from test_faults import supervised_coordinator
+
+    def commands(engine):
+        return AdapterCommands(engine, root=str(root)).commands()
+
+    engines = [make_engine() for _ in range(2)]
+    with supervised_coordinator(tmp_path) as process, ThreadPoolExecutor(4) as pool:
+        address = process.ready["address"]
+        with serving(*engines, address=address, text=False, decodes=False, lora_root=str(root)) as case:
+            for one in case.replicas:
+                one._commands = ReplicaCommands(None, commands(one.engine))
+            wait_for(lambda: sorted(one["name"] for one in case.server._running[2].replicas) == ["r0", "r1"])
+            load(case, "kept", "a0")
+            load(case, "kept", "a1", load_inplace=True)
+            load(case, "gone", "a0")
+            unload(case, "gone")
+            process.signal(signal.SIGKILL)
+            replies = [pool.submit(tokens_of, case, "kept") for _ in range(4)]
+            wait_for(lambda: process.restarts and process.ready)
+            assert [reply.result(60) for reply in replies] == [offline["a1"]] * 4
+            assert tokens_of(case, "kept") == offline["a1"]
+            engines.append(make_engine())
+            engines[2].load_adapter("gone", root / "a0")
+            with replica(address, engines[2], name="r2", control=False, adapter_commands=commands(engines[2])):
+                wait_for(lambda: [info.name for info in engines[2].adapters()] == ["kept"])
+                assert engines[2].adapters()[0].digest == engines[0].adapters()[0].digest
+                load(case, "kept", "a2", load_inplace=True)
+                assert [tokens_of(case, "kept") for _ in range(3)] == [offline["a2"]] * 3
+    assert all(not engine.controls.adapters._changes and not engine.controls.adapters._readings for engine in engines)

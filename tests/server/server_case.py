@@ -42,11 +42,20 @@ def tokenizer(template: str = TEMPLATE) -> Tokenizer:
 
 @contextlib.contextmanager
 def serving(
-    *engines, modules=(), coordinator_options=None, text=True, encoder=None, commands_of=None, decodes=None, **settings
+    *engines,
+    modules=(),
+    coordinator_options=None,
+    address=None,
+    text=True,
+    encoder=None,
+    commands_of=None,
+    decodes=None,
+    **settings,
 ):
     """A server for engines (one EchoEngine by default): .url, .port, .http (a client), .server, .coordinator.
 
-    commands_of: engine -> commands of its replica besides the engine's controls. decodes: whether the server
+    address: of a coordinator that is there already. commands_of: engine -> commands of its replica besides the engine's
+    controls. decodes: whether the server
     detokenizes; None: except for an EchoEngine, whose tokens have no text of their own.
     """
     engines = engines or (EchoEngine(),)
@@ -57,7 +66,7 @@ def serving(
         if not decodes:
             stack.enter_context(mock.patch.object(detokenize, "is_detokenized_here", lambda params: False))
         options = {"heartbeat_s": 0.2, "timeout_s": 20.0, "max_queue": config.max_queue, **(coordinator_options or {})}
-        one = stack.enter_context(coordinator(**options))
+        one = stack.enter_context(coordinator(**options)) if address is None else SimpleNamespace(address=address)
         replicas = []
         for i, engine in enumerate(engines):
             commands = None if commands_of is None else commands_of(engine)

@@ -66,3 +66,35 @@ def test_the_stand_in_repeats_launches_with_the_numbers_of_the_capture(device):
             tape.replay()
     assert len(launched) == 1, "the one launch of the capture, none of the warm-up"
     torch.testing.assert_close(out, -first, rtol=1e-6, atol=1e-6)
+
+
+def test_an_engine_with_adapters_answers_the_same_with_replayed_triton_steps_and_in_torch(device, monkeypatch):
+    from lora_cases import random_adapter
+
+    from megatron_infer.config.lora import LoRAConfig
+
+    model = MODELS["attention"]().to(device)
+    adapters = [random_adapter(model, name, rank=rank, seed=rank) for name, rank in (("a", 3), ("b", 20))]
+
+    def tokens(**settings):
+        base = {"buffer_size_gb": 0.005, "block_size_tokens": 16, "max_sequence_length": 32, "max_requests": 3}
+        lora = LoRAConfig(max_loras=2, max_rank=20)
+        engine = DynamicInferenceEngine(model, InferenceConfig(**base, max_tokens=16, lora=lora, **settings))
+        for adapter in adapters:
+            engine.load_adapter(adapter.name, adapter)
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, adapter=name) for name in ("a", "b", None)
+        ]
+        outputs = engine.generate([[5, 6, 7], [5, 6, 7], [5, 6, 7]], params)
+        return [output.outputs[0].token_ids for output in outputs], engine
+
+    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
+    expected, _ = tokens()
+    monkeypatch.setenv(BACKEND_VARIABLE, "triton")
+    if device.type == "cpu":
+        monkeypatch.setenv(GRAPHS_VARIABLE, REPLAY)
+    got, engine = tokens(num_cuda_graphs=-1)
+    assert got == expected and len({str(one) for one in got}) == 3
+    assert [row.chosen for row in engine.kernels.rows if row.operation == "adapters"] == ["triton"]
+    counts = inspect(engine).runner.graphs.pool.counts
+    assert counts.replays == engine.stats().counters["steps"] > 2 and counts.uncaptured == 0

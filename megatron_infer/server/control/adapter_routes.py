@@ -19,7 +19,6 @@ from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request
 from megatron_infer.server.openai_protocol import Body
-from megatron_infer.server.served_models import adapters_of
 
 
 class LoadAdapterBody(Body, kw_only=True):
@@ -114,13 +113,15 @@ class AdapterRoutes:
                     raise _differ(name, values)
             except ApiError as error:
                 if not (isinstance(error, FanoutFailed) and error.is_refused_by_all):
-                    await fanout.undo("undo_adapter", name=name, change=change)
+                    await fanout.end("undo_adapter", name=name, change=change)
                 raise
+            else:
+                await fanout.end("settle_adapter", name=name, change=change)
             finally:
                 await self._machine.client.refresh()
 
     def _shown(self) -> dict[str, Any]:
-        return {name: name for name in adapters_of(self._machine.client)}
+        return {name: name for name in self._machine.client.adapters}
 
 
 def _differ(name: str, values: Mapping[str, Any]) -> ApiError:

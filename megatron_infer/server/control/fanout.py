@@ -61,12 +61,13 @@ class Fanout:
             raise _failure(failed, len(answers), phase, state)
         return {name: answer.value for name, answer in answers.items()}
 
-    async def undo(self, command: str, **args: Any) -> Mapping[str, protocol.Answer]:
-        """Send a command that undoes another -> every answer. Errors are logged: not every replica has to undo it."""
+    async def end(self, command: str, **args: Any) -> Mapping[str, protocol.Answer]:
+        """Send a command that undoes or settles another -> every answer. Errors are logged: not every replica has
+        carried that out."""
         answers = await self._send(command, **args)
         for name, answer in answers.items():
             if not answer.ok:
-                log.warning("undo, %s on replica %s: %s", command, name, answer.message)
+                log.warning("%s on replica %s: %s", command, name, answer.message)
         return answers
 
     async def _send(self, command: str, **args: Any) -> dict[str, protocol.Answer]:

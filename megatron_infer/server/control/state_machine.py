@@ -160,7 +160,7 @@ class ControlMachine:
         try:
             await self.fanout.run("pause", "pause", self.status.name, mode=engine_mode)
         except ApiError:
-            await self.fanout.undo("unpause")
+            await self.fanout.end("unpause")
             raise
 
     async def unpause(self, then: ControlStatus) -> None:
@@ -169,7 +169,7 @@ class ControlMachine:
         try:
             await self.fanout.run("unpause", "resume", paused.name)
         except ApiError:
-            await self.fanout.undo("pause", mode="keep")
+            await self.fanout.end("pause", mode="keep")
             self.status = paused
             raise
         self.status = then
@@ -212,7 +212,7 @@ class ControlMachine:
                 reports = await self.fanout.run("suspend", "sleep", before.name, mode="recompute", tags=list(tags))
             except ApiError:
                 if fresh:
-                    await self.fanout.undo("resume", tags=fresh)
+                    await self.fanout.end("resume", tags=fresh)
                 raise
             away = tuple(tag for tag in TAGS if tag in {*before.tags, *tags})
             returns_to = before.before if asleep else before
@@ -241,7 +241,7 @@ class ControlMachine:
             try:
                 reports = await self.fanout.run("resume", "wake_up", before.name, tags=order)
             except ApiError:
-                await self.fanout.undo("suspend", mode="recompute", tags=list(before.tags))
+                await self.fanout.end("suspend", mode="recompute", tags=list(before.tags))
                 raise
         elif before.before.state is ControlState.SERVING:
             await self.unpause(SERVING)

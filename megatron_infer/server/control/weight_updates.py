@@ -82,7 +82,7 @@ class WeightUpdates:
         labels = self._machine.labels
         chosen = labels.number_of(version, self._version_before, is_new=True)
         await self._step("finish_weights", "finish", version=chosen, running=running)
-        await self._fanout.undo("settle_weights")
+        await self._fanout.end("settle_weights")
         before = self._before
         if before.state is ControlState.SPOILED:
             assert before.before is not None
@@ -94,7 +94,7 @@ class WeightUpdates:
 
     async def _cancel(self, phase: str, error: ApiError | None = None) -> None:
         before = self._before
-        answers = await self._fanout.undo("cancel_weights", version=self._version_before)
+        answers = await self._fanout.end("cancel_weights", version=self._version_before)
         failed = {name: answer.message for name, answer in answers.items() if not answer.ok}
         if failed and before.state is not ControlState.SPOILED:
             self._machine.status = ControlStatus(state=ControlState.SPOILED, before=before)
