@@ -45,7 +45,8 @@ class NativeLoRA:
         self._dtype = dtype
         self._add = bind(library, f"mi_lora_{SUFFIXES[dtype]}", [_P, _P, _P, _P, _I, _I])
         self._step = _Step()
-        self._step_address = ctypes.addressof(self._step)
+        self.step_address = ctypes.addressof(self._step)
+        """Of the step's plan in C."""
         self._sorted: tuple[Tensor, Tensor] | None = None
         """Tokens and slots, kept alive while the step points at them."""
 
@@ -58,11 +59,16 @@ class NativeLoRA:
         step.num_tokens, step.threads = len(tokens), torch.get_num_threads()
 
     def run(self, y_TW: Tensor, x_TX: Tensor, weights: LoRAWeights) -> Tensor:
-        native = weights.native or self._native_of(weights)
+        address = self.address_of(weights)
         assert y_TW.dtype is x_TX.dtype is self._dtype, f"{y_TW.dtype}, {x_TX.dtype}"
         assert y_TW.stride(1) == 1 == x_TX.stride(1), "columns are contiguous"
-        self._add(native.address, self._step_address, y_TW.data_ptr(), x_TX.data_ptr(), y_TW.stride(0), x_TX.stride(0))
+        self._add(address, self.step_address, y_TW.data_ptr(), x_TX.data_ptr(), y_TW.stride(0), x_TX.stride(0))
         return y_TW
+
+    def address_of(self, weights: LoRAWeights) -> int:
+        """Address of the pairs in C, as long as the pairs live."""
+        native: _Native = weights.native or self._native_of(weights)
+        return native.address
 
     def _native_of(self, weights: LoRAWeights) -> _Native:
         a, b = weights.a_SRX, weights.b_SRW
@@ -76,5 +82,5 @@ class NativeLoRA:
             inner=a.shape[2],
             rows=b.shape[2],
         )
-        weights.native = _Native(struct, ctypes.addressof(struct))
-        return weights.native  # type: ignore[no-any-return]
+        weights.native = native = _Native(struct, ctypes.addressof(struct))
+        return native

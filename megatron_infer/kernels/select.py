@@ -334,7 +334,11 @@ def add_lora(chosen: ChosenKernels, device: torch.device, dtype: torch.dtype) ->
     """The same kernels and what adds adapters' products, beside the linears of `chosen`."""
     forced, _ = _forced_backend()
     library, why_not = _library_if(forced in (None, "native"), device, dtype)
-    lora: LoRABackend = TorchLoRA() if library is None else NativeLoRA(library, dtype)
+    lora: LoRABackend = TorchLoRA()
+    if library is not None:
+        lora = native = NativeLoRA(library, dtype)
+        if chosen.layers is not None:
+            chosen.layers.lora = native
     reasons = {"native": why_not or f"{BACKEND_VARIABLE}={forced}"} if library is None else {}
     return replace(chosen, lora=lora, rows=[*chosen.rows, BackendChoice("adapters", lora.name, reasons)])
 

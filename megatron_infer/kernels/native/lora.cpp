@@ -3,7 +3,7 @@
 // Tokens come sorted by adapter slot; four of one slot share the reads of its matrices. A token's sums have the same order
 // in every group, so that its result does not depend on the other tokens: A x is one vector of partial sums per rank, summed
 // by a shuffle tree; B h adds the ranks in order to each entry. Everything is fp32, and y is rounded once.
-#include "common.h"
+#include "layer_ops.h"
 
 namespace mi {
 
@@ -145,6 +145,7 @@ void lora(const LoraWeights& weights, const LoraStep& step, T* y, const T* x, in
     int64_t work = 0;
     for (int64_t i = 0; i < step.num_tokens && work < kSerial; ++i)
         work += weights.rank[step.slot[i]] * (weights.inner + weights.rows);
+    if (!work) return;
     const int64_t groups = (step.num_tokens + kTokens - 1) / kTokens;
     if (work < kSerial || groups < 2) return task.run(0, step.num_tokens);
     parallel_ranges((int)step.threads, groups, [&](int64_t begin, int64_t end) {
