@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.cpu_native import SUFFIXES, NativePagedAttention, bind
-from megatron_infer.kernels.lora import LoRAWeights
 from megatron_infer.kernels.native_lora import NativeLoRA
 from megatron_infer.kernels.packing import PackedLinears
 
@@ -33,8 +32,8 @@ class Parameters(Protocol):
 class Adapted(Protocol):
     """A linear that adapters may change."""
 
-    lora: LoRAWeights | None
-    """Their pairs as they are now; None: the engine has no adapters, or none may have a pair for it."""
+    lora: Any
+    """Their `NativePairs` as they are now; None: the engine has no adapters, or none may have a pair for it."""
 
 
 Source = tuple[Parameters, str]
@@ -129,7 +128,7 @@ class _Prepared:
         """Sources of what is read in place: weights of norms, and biases."""
         self.adapted = [(place, op.adapted) for place, op in enumerate(ops) if isinstance(op, LinearOp)]
         """Linears by their place among the operations."""
-        self.lora: list[LoRAWeights | None] = [None] * len(self.adapted)
+        self.lora: list[Any] = [None] * len(self.adapted)
         """The pairs that the structs point at."""
         self.structs = (_LayerOp * len(ops))()
         self.found: list[object] = []
@@ -229,8 +228,8 @@ class NativeLayers:
         assert self.lora is not None, "a step with adapters in an engine without any"
         lora = [linear.lora for _, linear in prepared.adapted]
         if lora != prepared.lora:
-            for (place, _), weights in zip(prepared.adapted, lora, strict=True):
-                prepared.structs[place].lora = None if weights is None else self.lora.address_of(weights)
+            for (place, _), pairs in zip(prepared.adapted, lora, strict=True):
+                prepared.structs[place].lora = None if pairs is None else pairs.address
             prepared.lora = lora
         return self.lora.step_address
 

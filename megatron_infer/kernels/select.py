@@ -330,17 +330,20 @@ def _choose_sampling(
     return _ChosenSampling(BackendChoice(SAMPLING, "torch", why))
 
 
-def add_lora(chosen: ChosenKernels, device: torch.device, dtype: torch.dtype) -> ChosenKernels:
-    """The same kernels and what adds adapters' products, beside the linears of `chosen`."""
+def choose_lora(device: torch.device, dtype: torch.dtype) -> tuple[LoRABackend, BackendChoice]:
+    """What adds adapters' products."""
     forced, _ = _forced_backend()
     library, why_not = _library_if(forced in (None, "native"), device, dtype)
-    lora: LoRABackend = TorchLoRA()
-    if library is not None:
-        lora = native = NativeLoRA(library, dtype)
-        if chosen.layers is not None:
-            chosen.layers.lora = native
+    lora: LoRABackend = TorchLoRA() if library is None else NativeLoRA(library, dtype)
     reasons = {"native": why_not or f"{BACKEND_VARIABLE}={forced}"} if library is None else {}
-    return replace(chosen, lora=lora, rows=[*chosen.rows, BackendChoice("adapters", lora.name, reasons)])
+    return lora, BackendChoice("adapters", lora.name, reasons)
+
+
+def add_lora(chosen: ChosenKernels, lora: LoRABackend, row: BackendChoice) -> ChosenKernels:
+    """The same kernels, and what adds adapters' products beside their linears."""
+    if chosen.layers is not None and isinstance(lora, NativeLoRA):
+        chosen.layers.lora = lora
+    return replace(chosen, lora=lora, rows=[*chosen.rows, row])
 
 
 def exact_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
