@@ -63,7 +63,7 @@ from megatron_infer.engine.step_cost_meter import StepCostMeter
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
 from megatron_infer.engine.suspend import Suspension
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels.select import BackendChoice, ChosenKernels, add_lora, choose, choose_exact
+from megatron_infer.kernels.select import BackendChoice, ChosenKernels, add_lora, choose, choose_exact, choose_lora
 from megatron_infer.lora.bank import AdapterBank
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.choose import make_region
@@ -238,15 +238,18 @@ def set_up_model(
         # A rank that has closed its engine has launched all of its last step: the others still read theirs.
         own_device.on_wait = partial(rank_group.check_alive, goodbyes=False)
     # before the cache takes what is left of the device's memory
-    bank = None if config.lora is None else AdapterBank(adopted, config.lora)
+    bank = lora = None
+    if config.lora is not None:
+        lora = choose_lora(own_device.torch, getattr(torch, adopted.shape.dtype))
+        bank = AdapterBank(adopted, config.lora, lora[0])
     agree_on_config(config, rank_group.lockstep)
     draft = make_draft(config, adopted, own_device, tokenizer, kernels_for, rank_group)
     agreed = agreed_sizes(config, adopted.shape, own_device, rank_group, None if draft is None else draft.shape)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
-    if config.lora is not None:
-        kernels = add_lora(kernels, own_device.torch, getattr(torch, adopted.shape.dtype))
+    if lora is not None:
+        kernels = add_lora(kernels, *lora)
     hooks = LogitsHooks(config.request_metadata_types, own_device, adopted.tp_group)
     runner, model_runner, graphs = make_runner(
         adopted, config, agreed, kernels, own_device, rank_group, hooks, bank, draft

@@ -6,16 +6,40 @@ for each linear. Legend: T tokens, X and W widths of a linear, S adapter slots, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+PackedPair = tuple[Tensor, ...]
+"""A and B of one linear as a backend's `AdapterPairs` take them."""
+
+
+class AdapterPairs(Protocol):
+    """The pairs of all adapter slots for one linear, this rank's part of them."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Slots that have one. A step that is not captured skips a linear without any."""
+        ...
+
+    def pack(self, a_RX: Tensor, b_WR: Tensor) -> PackedPair:
+        """A copy of a pair of rank 1 or more, for `put`; from any thread."""
+        ...
+
+    def put(self, slot: int, pair: PackedPair, scale: float) -> None:
+        """Make a slot add scale * B(A x), whatever it added before."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Make a slot add nothing."""
+        ...
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LoRAWeights:
-    """The pairs of all adapter slots for one linear, this rank's part of them. The tensors keep their addresses."""
+    """`AdapterPairs` as tensors of all slots, which keep their addresses."""
 
     a_SRX: Tensor
     """Rows behind a slot's rank are zero."""
@@ -27,14 +51,11 @@ class LoRAWeights:
     """fp32."""
     ranks: list[int]
     """`rank_S` on the host: reading that one would wait for the device."""
-    native: Any = field(default=None, repr=False)
-    """What a backend keeps beside it."""
 
     @classmethod
     def empty(
         cls, num_slots: int, max_rank: int, width_in: int, width_out: int, *, dtype: torch.dtype, device: torch.device
     ) -> LoRAWeights:
-        """Zeros: on a CPU they take memory only where an adapter is written."""
         return cls(
             a_SRX=torch.zeros(num_slots, max_rank, width_in, dtype=dtype, device=device),
             b_SRW=torch.zeros(num_slots, max_rank, width_out, dtype=dtype, device=device),
@@ -45,11 +66,15 @@ class LoRAWeights:
 
     @property
     def num_pairs(self) -> int:
-        """Slots whose rank is not 0. A step that is not captured skips a linear without any."""
         return len(self.ranks) - self.ranks.count(0)
 
-    def put(self, slot: int, a_RX: Tensor, b_RW: Tensor, scale: float) -> None:
-        """Write a pair, whose B is transposed, into a slot, in the weights' dtype."""
+    def pack(self, a_RX: Tensor, b_WR: Tensor) -> PackedPair:
+        """(A, B transposed), on the host."""
+        dtype = self.a_SRX.dtype
+        return tuple(torch.empty(t.shape, dtype=dtype).copy_(t) for t in (a_RX, b_WR.T))
+
+    def put(self, slot: int, pair: PackedPair, scale: float) -> None:
+        a_RX, b_RW = pair
         self.clear(slot)
         rank = len(a_RX)
         self.a_SRX[slot, :rank].copy_(a_RX)
@@ -58,7 +83,6 @@ class LoRAWeights:
         self.rank_S[slot] = self.ranks[slot] = rank
 
     def clear(self, slot: int) -> None:
-        """Make a slot add nothing."""
         if rank := self.ranks[slot]:
             self.a_SRX[slot, :rank] = 0
             self.b_SRW[slot, :rank] = 0
@@ -72,11 +96,17 @@ class LoRABackend(Protocol):
     graph_safe: bool
     """As `AttentionBackend.graph_safe`: `plan` and `run` may be captured, the slots being read when the step runs."""
 
+    def pairs(
+        self, num_slots: int, max_rank: int, width_in: int, width_out: int, *, dtype: torch.dtype, device: torch.device
+    ) -> AdapterPairs:
+        """For one linear, without any pair; `run` takes them."""
+        ...
+
     def plan(self, slot_T: Tensor) -> None:
         """Called once a step, before the first layer. slot_T: int32 slot of each token's adapter, -1: none."""
         ...
 
-    def run(self, y_TW: Tensor, x_TX: Tensor, weights: LoRAWeights) -> Tensor:
+    def run(self, y_TW: Tensor, x_TX: Tensor, pairs: Any) -> Tensor:
         """y + scale * B(A x) -> y, overwritten. Sums are fp32, rounded once; tokens without adapter are not changed."""
         ...
 
@@ -90,6 +120,11 @@ class TorchLoRA:
     def __init__(self) -> None:
         self._slot_T1: Tensor | None = None
         self._columns: dict[tuple[int, int], Tensor] = {}
+
+    def pairs(
+        self, num_slots: int, max_rank: int, width_in: int, width_out: int, *, dtype: torch.dtype, device: torch.device
+    ) -> LoRAWeights:
+        return LoRAWeights.empty(num_slots, max_rank, width_in, width_out, dtype=dtype, device=device)
 
     def plan(self, slot_T: Tensor) -> None:
         self._slot_T1 = slot_T.unsqueeze(1)

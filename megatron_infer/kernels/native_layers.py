@@ -6,7 +6,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from torch import Tensor
 from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.cpu_native import SUFFIXES, NativePagedAttention, bind
+from megatron_infer.kernels.native_lora import NativeLoRA
 from megatron_infer.kernels.packing import PackedLinears
 
-KINDS = ("norms", "linears", "attention", "activations")
-"""Kinds of operations, in the order of Kind in native/layers.cpp."""
-_NORM, _LINEAR, _ATTEND, _SILU_MUL = range(len(KINDS))
+KINDS = ("norms", "linears", "attention", "activations", "adapters")
+"""Kinds of operations, in the order of Kind in native/layers.cpp. Adapters are added by the linears."""
+_NORM, _LINEAR, _ATTEND, _SILU_MUL, _ = range(len(KINDS))
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -26,6 +27,13 @@ class Parameters(Protocol):
     """A module's parameters by name, as they are now."""
 
     def __getitem__(self, name: str, /) -> Tensor | None: ...
+
+
+class Adapted(Protocol):
+    """A linear that adapters may change."""
+
+    lora: Any
+    """Their `NativePairs` as they are now; None: the engine has no adapters, or none may have a pair for it."""
 
 
 Source = tuple[Parameters, str]
@@ -42,10 +50,11 @@ class NormOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearOp:
-    """x -> x @ weight.T + bias, from the packed copy of the weight."""
+    """x -> x @ weight.T + bias, from the packed copy of the weight; and in steps with adapters, their products."""
 
     weight: Source
     bias: Source | None
+    adapted: Adapted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +98,7 @@ class _LayerOp(ctypes.Structure):
         ("spec", _P),
         *((name, _I) for name in ("layer", "at_q", "at_k", "at_v", "cell")),
         ("eps", ctypes.c_double),
+        ("lora", _P),
     ]
 
 
@@ -102,7 +112,7 @@ class _LayerCall(ctypes.Structure):
         ("buffers", _P * 2),
         *((name, _P) for name in ("out", "keys", "values")),
         *((name, _I) for name in ("layer_bytes", "starts_residual")),
-        ("ns", _P),
+        *((name, _P) for name in ("lora", "ns")),
     ]
 
 
@@ -116,6 +126,10 @@ class _Prepared:
         vectors = [op.weight if isinstance(op, NormOp) else op.bias for op in ops if isinstance(op, NormOp | LinearOp)]
         self.vectors = [source for source in vectors if source is not None]
         """Sources of what is read in place: weights of norms, and biases."""
+        self.adapted = [(place, op.adapted) for place, op in enumerate(ops) if isinstance(op, LinearOp)]
+        """Linears by their place among the operations."""
+        self.lora: list[Any] = [None] * len(self.adapted)
+        """The pairs that the structs point at."""
         self.structs = (_LayerOp * len(ops))()
         self.found: list[object] = []
         """What the structs were made for (see `NativeLayers._ready`); empty: for nothing."""
@@ -133,6 +147,8 @@ class NativeLayers:
         self, library: ctypes.CDLL, dtype: torch.dtype, packed: PackedLinears, attention: NativePagedAttention
     ) -> None:
         self._dtype, self._packed, self._attention = dtype, packed, attention
+        self.lora: NativeLoRA | None = None
+        """Plans the steps with adapters; None: the engine has none."""
         self._function = bind(library, f"mi_run_layers_{SUFFIXES[dtype]}", [_P])
         self._prepared: weakref.WeakKeyDictionary[LayerProgram, _Prepared | None] = weakref.WeakKeyDictionary()
         self._call = _LayerCall()
@@ -142,11 +158,17 @@ class NativeLayers:
         self._call.ns = ctypes.addressof(self._ns)
 
     def run(
-        self, program: LayerProgram, kv_cache: Tensor, x_TD: Tensor, residual_TD: Tensor | None
+        self,
+        program: LayerProgram,
+        kv_cache: Tensor,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        *,
+        has_adapters: bool = False,
     ) -> tuple[Tensor, Tensor | None] | None:
         """What the operations of the program return one by one, to the bit; None: they must run one by one.
 
-        residual_TD may be overwritten.
+        residual_TD may be overwritten. has_adapters: some token has one, and `lora` has planned the step.
         """
         attention = self._attention
         if x_TD.dtype is not self._dtype or kv_cache.dtype is not self._dtype or not x_TD.is_contiguous():
@@ -174,6 +196,7 @@ class NativeLayers:
         call.buffers[0], call.buffers[1], call.out = buffer, buffer + size * item, out.data_ptr()
         call.keys, call.values, call.layer_bytes = keys, keys + plane_stride * item, layer_stride * item
         call.starts_residual = starts
+        call.lora = self._lora_step(prepared) if has_adapters else None
         self._function(self._address)
         return out, residual_TD
 
@@ -199,6 +222,16 @@ class NativeLayers:
             if prepared.fits:
                 self._fill(program, prepared, block_size, width)
         return prepared if prepared.fits else None
+
+    def _lora_step(self, prepared: _Prepared) -> int:
+        """Address of the step's plan; the linears point at the pairs that they have now."""
+        assert self.lora is not None, "a step with adapters in an engine without any"
+        lora = [linear.lora for _, linear in prepared.adapted]
+        if lora != prepared.lora:
+            for (place, _), pairs in zip(prepared.adapted, lora, strict=True):
+                prepared.structs[place].lora = None if pairs is None else pairs.address
+            prepared.lora = lora
+        return self.lora.step_address
 
     def _reads(self, vector: Tensor) -> bool:
         return vector.dtype is self._dtype and vector.is_contiguous()

@@ -330,15 +330,22 @@ def _choose_sampling(
     return _ChosenSampling(BackendChoice(SAMPLING, "torch", why))
 
 
-def add_lora(chosen: ChosenKernels, device: torch.device, dtype: torch.dtype) -> ChosenKernels:
-    """The same kernels and what adds adapters' products, beside the linears of `chosen`."""
+def choose_lora(device: torch.device, dtype: torch.dtype) -> tuple[LoRABackend, BackendChoice]:
+    """What adds adapters' products."""
     forced, _ = _forced_backend()
     library, why_not = _library_if(forced in (None, "native"), device, dtype)
     found, missing = backend_candidates.available(backend_candidates.LORA, device, dtype, forced=forced)
     lora: LoRABackend = TorchLoRA() if library is None else NativeLoRA(library, dtype)
     lora = found[0] if found else lora
     reasons = missing if library is not None else {"native": why_not or f"{BACKEND_VARIABLE}={forced}"} | missing
-    return replace(chosen, lora=lora, rows=[*chosen.rows, BackendChoice("adapters", lora.name, reasons)])
+    return lora, BackendChoice("adapters", lora.name, reasons)
+
+
+def add_lora(chosen: ChosenKernels, lora: LoRABackend, row: BackendChoice) -> ChosenKernels:
+    """The same kernels, and what adds adapters' products beside their linears."""
+    if chosen.layers is not None and isinstance(lora, NativeLoRA):
+        chosen.layers.lora = lora
+    return replace(chosen, lora=lora, rows=[*chosen.rows, row])
 
 
 def exact_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:

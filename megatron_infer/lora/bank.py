@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.kernels.lora import LoRAWeights
+from megatron_infer.kernels.lora import AdapterPairs, LoRABackend, PackedPair
 from megatron_infer.lora.adapter import Adapter, LoRAPair, is_finite
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.attached_lora import ATTACHED
@@ -52,21 +52,21 @@ class PackedAdapter:
     """Hash of the whole adapter's content."""
     rank: int
     """The largest rank of its pairs."""
-    pairs: dict[str, tuple[Tensor, Tensor, float]]
-    """This rank's linears by path: A [rank, in], B transposed [rank, out], both in the slots' dtype, and the scale."""
+    pairs: dict[str, tuple[PackedPair, float]]
+    """This rank's linears by path: A and B, and the scale."""
     missing: frozenset[str]
     """Paths of linears that other ranks have, if any."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(a.nbytes + b.nbytes for a, b, _ in self.pairs.values())
+        return sum(tensor.nbytes for pair, _ in self.pairs.values() for tensor in pair)
 
 
 class AdapterBank:
     """Holds loaded adapters by name, and writes them into the slots that steps compute with."""
 
-    def __init__(self, adopted: AdoptedModel, config: LoRAConfig) -> None:
-        """Raises ConfigError for a model without linears of megatron-core's."""
+    def __init__(self, adopted: AdoptedModel, config: LoRAConfig, backend: LoRABackend) -> None:
+        """backend: what adds the products. Raises ConfigError for a model without linears of megatron-core's."""
         linears = adopted.linears
         if not linears:
             raise ConfigError(
@@ -77,31 +77,33 @@ class AdapterBank:
         self.max_rank = config.max_rank
         self.adapters: dict[str, PackedAdapter] = {}
         self._parts = {path: _part_of(linear, adopted.live) for path, linear in linears.items()}
-        self._weights: dict[str, LoRAWeights] = {}
+        self._max_ranks: dict[str, int] = {}
+        self._slots: dict[str, AdapterPairs] = {}
         for path, linear in linears.items():
             width_out, width_in = linear.weight().shape
             # Projections made of several Hugging Face linears have the ranks of all.
             most = config.max_rank * (3 if path.endswith("linear_qkv") else 2 if path.endswith("linear_fc1") else 1)
             dtype = getattr(torch, adopted.shape.dtype)
             with torch.inference_mode(False):
-                self._weights[path] = LoRAWeights.empty(
+                self._slots[path] = backend.pairs(
                     config.max_loras, most, width_in, width_out, dtype=dtype, device=adopted.device
                 )
-        adopted.set_lora(self._weights)
+            self._max_ranks[path] = most
+        adopted.set_lora(self._slots)
 
     @torch.no_grad()
     def pack(self, adapter: Adapter) -> PackedAdapter:
         """This rank's part of an adapter; from any thread. Raises ModelError for one that this model cannot compute
         with."""
         name, missing = adapter.name, set()
-        pairs: dict[str, tuple[Tensor, Tensor, float]] = {}
+        pairs: dict[str, tuple[PackedPair, float]] = {}
         if not adapter.pairs:
             raise ModelError(f"adapter {name!r} changes no linear")
         for path, pair in adapter.pairs.items():
             if (part := self._parts.get(path)) is None:
                 missing.add(path)
                 continue
-            limit, got = self._weights[path].a_SRX.shape[1], (pair.b.shape[0], pair.a.shape[1])
+            limit, got = self._max_ranks[path], (pair.b.shape[0], pair.a.shape[1])
             if not 1 <= pair.rank <= limit:
                 raise ModelError(
                     f"adapter {name!r}: {path} has rank {pair.rank}, the limit is {limit} (max_rank "
@@ -112,30 +114,27 @@ class AdapterBank:
                     f"adapter {name!r}: {path} is for {got[1]} inputs and {got[0]} outputs, the model's linear has "
                     f"{part.shape[1]} and {part.shape[0]}; is it an adapter of another model?"
                 )
-            dtype = self._weights[path].a_SRX.dtype
-            a_RX, b_WR = part.of(pair)
-            a_RX, b_RW = _copied(a_RX, dtype), _copied(b_WR.T, dtype)
-            if not (is_finite(a_RX) and is_finite(b_RW) and abs(pair.scale) <= _MAX_SCALE):
-                raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite in {dtype}")
-            pairs[path] = a_RX, b_RW, pair.scale
+            packed = self._slots[path].pack(*part.of(pair))
+            if not (all(map(is_finite, packed)) and abs(pair.scale) <= _MAX_SCALE):
+                raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite in {packed[0].dtype}")
+            pairs[path] = packed, pair.scale
         return PackedAdapter(digest=adapter.digest, rank=adapter.rank, pairs=pairs, missing=frozenset(missing))
 
     def write(self, slot: int, name: str) -> None:
         """Write an adapter into a slot, over whatever was there: steps launched before have read it by then."""
         pairs = self.adapters[name].pairs
         with torch.inference_mode(False), torch.no_grad():
-            for path, weights in self._weights.items():
-                pair = pairs.get(path)
-                if pair is None:
-                    weights.clear(slot)
+            for path, slots in self._slots.items():
+                if path in pairs:
+                    slots.put(slot, *pairs[path])
                 else:
-                    weights.put(slot, *pair)
+                    slots.clear(slot)
 
     def clear(self, slot: int) -> None:
         """Make a slot add nothing."""
         with torch.inference_mode(False), torch.no_grad():
-            for weights in self._weights.values():
-                weights.clear(slot)
+            for slots in self._slots.values():
+                slots.clear(slot)
 
 
 def _part_of(linear: FusedLinear, live: Any) -> _Part:
@@ -158,8 +157,3 @@ def parts_of(name: str, live: Any, length: int) -> Sequence[int]:
         assert sum(parts) == length, f"{name}: {length} rows, parts {parts}"
         return parts
     return (length,)
-
-
-def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous, and not the caller's memory."""
-    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

@@ -20,7 +20,7 @@ from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, RoutingShape, StepInputs
-from megatron_infer.kernels.lora import LoRAWeights
+from megatron_infer.kernels.lora import AdapterPairs
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models.adoption_checks import (
     check_called_by_none,
@@ -201,7 +201,7 @@ class AdoptedModel:
         self.num_adoptions += 1
         self._census = Census(self.live)
 
-    def set_lora(self, weights: Mapping[str, LoRAWeights | None]) -> None:
+    def set_lora(self, weights: Mapping[str, AdapterPairs | None]) -> None:
         """Add these pairs' products in steps with adapters, also after the model is adopted again. By `linears`."""
         for path, linear in self._reading.linears.items():
             linear.lora = weights.get(path)

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.activations import Activation
 from megatron_infer.kernels.base import AttendSpec, Norms, Ops, StepInputs
-from megatron_infer.kernels.lora import LoRAWeights
+from megatron_infer.kernels.lora import AdapterPairs
 from megatron_infer.models.activations import activation_of
 from megatron_infer.models.attached_lora import LinearLoRA, lora_of
 from megatron_infer.models.core_attention import TorchNorm
@@ -206,7 +206,7 @@ class FusedLinear(LayerOp):
         self.attached: LinearLoRA | None = lora_of(module)
         """The pair that trains on the live module; None: there is none."""
         self.name = name
-        self.lora: LoRAWeights | None = None
+        self.lora: AdapterPairs | None = None
         """Adapters' pairs for this linear; None: the engine has no adapters, or none may have a pair for it."""
         self.foreign: tuple[Any, str, str] | None = None
         """Transformer Engine's module, its name here and which of its weights it is; None: megatron-core's own."""

@@ -4,7 +4,7 @@
 
 The operations of `fused_layers` stay the one description of a layer: a program is read off them. It saves the time
 between two kernels, an eighth of a small decode step. Where kernels cannot run one (weights that are not packed,
-a norm that is not RMS) and in steps with adapters, the operations run one by one, with the same bits.
+a norm that is not RMS) the operations run one by one, with the same bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ProgramOps(LayerOps):
         self.program = program
 
     def run(self, step: StepInputs, x: Any, residual_TD: Tensor | None = None) -> tuple[Any, Tensor | None]:
-        done = None if step.lora is not None else step.run_program(self.program, x, residual_TD)
+        done = step.run_program(self.program, x, residual_TD)
         return super().run(step, x, residual_TD) if done is None else done
 
 
@@ -87,7 +87,7 @@ def _linear(linear: FusedLinear) -> ProgramOp | None:
     if any(one is not None for one in (linear.product, linear.spread, linear.foreign, linear.attached)):
         return None
     bias = None if linear.reduce is not None else (linear.parameters, "bias")
-    return LinearOp(weight=(linear.parameters, "weight"), bias=bias)
+    return LinearOp(weight=(linear.parameters, "weight"), bias=bias, adapted=linear)
 
 
 def _activation(activation: FusedActivation) -> ProgramOp | None:

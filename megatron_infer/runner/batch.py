@@ -121,7 +121,7 @@ class Batch:
     ) -> tuple[Tensor, Tensor | None] | None:
         if self.layers is None or self.restore is not None:
             return None
-        return self.layers.run(program, self.kv_cache, x_TX, residual_TD)
+        return self.layers.run(program, self.kv_cache, x_TX, residual_TD, has_adapters=self.lora is not None)
 
     # What megatron-core's stacks and models ask of a context while a step runs (reference: its GPTModel.forward).
     def is_static_batching(self) -> bool:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lora_cases import random_adapter
 from model_kinds import make_model
 
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels import native_build
@@ -35,10 +37,12 @@ def model_of(kind: str, dtype: torch.dtype) -> torch.nn.Module:
     return tiny_gpt(**SMALL, num_layers=3, **more.get(kind, {})).to(dtype)
 
 
-def answers(engine: DynamicInferenceEngine) -> list[tuple[list[int], Any]]:
-    """Chunked prompts and decode rows in one step, batches of every size."""
+def answers(engine: DynamicInferenceEngine, *adapters: str | None) -> list[tuple[list[int], Any]]:
+    """Chunked prompts and decode rows in one step, batches of every size; requests have the adapters in turn."""
+    names = adapters or (None,)
     prompts = [[5 + i, *range(6, 6 + 8 * i)] for i in range(6)]
-    params = [SamplingParams(temperature=0.0, max_tokens=3 + 2 * i, ignore_eos=True, logprobs=2) for i in range(6)]
+    greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 2}
+    params = [SamplingParams(max_tokens=3 + 2 * i, adapter=names[i % len(names)], **greedy) for i in range(6)]
     found = engine.generate(prompts, params)
     return [(output.outputs[0].token_ids, repr(output.outputs[0].logprobs)) for output in found]
 
@@ -72,8 +76,36 @@ def test_one_call_has_the_bits_of_many(monkeypatch, kind, dtype):
         pytest.skip("no native layers for this dtype here")
     got = answers(engine)
     assert engine.kernels.layers.take_seconds()["linears"] > 0
-    monkeypatch.setattr(NativeLayers, "run", lambda *arguments: None)
+    monkeypatch.setattr(NativeLayers, "run", lambda *arguments, **_: None)
     assert answers(engine_of(model)) == got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["plain", "hybrid"])
+def test_one_call_has_the_bits_of_many_with_adapters(monkeypatch, kind, dtype):
+    """Base rows and three adapters, one of few linears, in two slots; one is replaced between two runs."""
+    model = model_of(kind, dtype)
+    few = random_adapter(model, "c", rank=2, targets=("linear_proj", "linear_fc1"), seed=3)
+    adapters = [random_adapter(model, "a", rank=5, seed=1), random_adapter(model, "b", rank=16, seed=2), few]
+
+    def runs() -> tuple[list[Any], DynamicInferenceEngine]:
+        engine = DynamicInferenceEngine(model, InferenceConfig(**SIZES, lora=LoRAConfig(max_loras=2, max_rank=16)))
+        for adapter in adapters:
+            engine.load_adapter(adapter.name, adapter)
+        found = answers(engine, None, "a", "b", "c")
+        engine.load_adapter("a", random_adapter(model, "a", rank=3, seed=4), replace=True)
+        return [found, answers(engine, "a", None), answers(engine)], engine
+
+    got, engine = runs()
+    if engine.kernels.layers is None:
+        pytest.skip("no native layers for this dtype here")
+    seconds = engine.kernels.layers.take_seconds()
+    assert seconds["adapters"] > 0
+    answers(engine)
+    assert engine.kernels.layers.take_seconds()["adapters"] == 0
+    assert got[2] == answers(engine_of(model)) != got[0]
+    monkeypatch.setattr(NativeLayers, "run", lambda *arguments, **_: None)
+    assert runs()[0] == got
 
 
 @pytest.mark.parametrize("change", ["in place", "data", "pointer", "object"])

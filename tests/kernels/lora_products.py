@@ -18,7 +18,11 @@ def case(width_in, width_out, max_rank, dtype, num_tokens=23, seed=0, device=CPU
     weights = LoRAWeights.empty(4, max_rank, width_in, width_out, dtype=dtype, device=device)
     for slot, rank in enumerate((max_rank, 1, max(1, max_rank // 2))):
         a = torch.randn(rank, width_in, generator=generator) / width_in**0.5
-        weights.put(slot, a, torch.randn(rank, width_out, generator=generator) / rank**0.5, 2.0 / (slot + 1))
+        b = torch.randn(rank, width_out, generator=generator) / rank**0.5
+        if rank == max_rank:  # block-diagonal, as of queries, keys and values with an A each
+            third = width_out // 3
+            b[: rank // 2, third : 2 * third] = b[rank // 2 :, :third] = b[:, 2 * third :] = 0
+        weights.put(slot, weights.pack(a, b.T), 2.0 / (slot + 1))
     x = torch.randn(num_tokens, width_in, generator=generator).to(device, dtype)
     y = torch.randn(num_tokens, width_out, generator=generator).to(device, dtype)
     slots = torch.randint(-1, 4, (num_tokens,), dtype=torch.int32, generator=generator).to(device)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lora_products import SHAPES, case, reference_product
+from lora_products import CPU, SHAPES, case, reference_product
 
 from megatron_infer.kernels import native_build
-from megatron_infer.kernels.lora import TorchLoRA
+from megatron_infer.kernels.lora import AdapterPairs, LoRABackend, LoRAWeights, TorchLoRA
 from megatron_infer.kernels.native_lora import NativeLoRA
 
 
 def backend(name, dtype):
     return TorchLoRA() if name == "torch" else NativeLoRA(native_build.load(), dtype)
+
+
+def pairs_of(kernel: LoRABackend, weights: LoRAWeights) -> AdapterPairs:
+    """The same pairs for a backend."""
+    (num_slots, max_rank, width_in), width_out = weights.a_SRX.shape, weights.b_SRW.shape[2]
+    pairs = kernel.pairs(num_slots, max_rank, width_in, width_out, dtype=weights.a_SRX.dtype, device=CPU)
+    for slot, rank in enumerate(weights.rank_S.tolist()):
+        if rank:
+            a, b = weights.a_SRX[slot, :rank], weights.b_SRW[slot, :rank].T
+            pairs.put(slot, pairs.pack(a, b), weights.scale_S[slot].item())
+    return pairs
 
 
 @pytest.mark.parametrize("name", ("torch", "native"))
@@ -22,7 +33,7 @@ def test_product_is_that_of_the_definition_and_others_are_untouched(name, dtype,
     weights, x, y, slots = case(*shape, dtype)
     kernel = backend(name, dtype)
     kernel.plan(slots)
-    got = kernel.run(y.clone(), x, weights)
+    got = kernel.run(y.clone(), x, pairs_of(kernel, weights))
     want = reference_product(y, x, slots, weights)
     assert torch.allclose(got.float(), want.float(), **({"atol": 2e-6} if dtype is torch.float32 else {"rtol": 8e-3}))
     bare = (slots < 0) | (slots == 3)
@@ -34,19 +45,20 @@ def test_product_is_that_of_the_definition_and_others_are_untouched(name, dtype,
 def test_a_token_has_the_same_bits_alone_and_among_others(dtype, shape):
     weights, x, y, slots = case(*shape, dtype, num_tokens=150)
     kernel = backend("native", dtype)
+    pairs = pairs_of(kernel, weights)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         kernel.plan(slots)
-        together = kernel.run(y.clone(), x, weights)
+        together = kernel.run(y.clone(), x, pairs)
         torch.set_num_threads(1)
         for token in range(0, 150, 7):
             one = slice(token, token + 1)
             kernel.plan(slots[one])
-            assert torch.equal(kernel.run(y[one].clone(), x[one], weights), together[one])
+            assert torch.equal(kernel.run(y[one].clone(), x[one], pairs), together[one])
         order = torch.randperm(150, generator=torch.Generator().manual_seed(1))
         kernel.plan(slots[order])
-        assert torch.equal(kernel.run(y[order].clone(), x[order], weights), together[order])
+        assert torch.equal(kernel.run(y[order].clone(), x[order], pairs), together[order])
     finally:
         torch.set_num_threads(threads)
 
@@ -56,9 +68,24 @@ def test_a_slot_that_is_written_again_has_nothing_of_what_was_there():
     slots = torch.zeros(len(x), dtype=torch.int32)
     for name in ("torch", "native"):
         kernel = backend(name, torch.float32)
-        weights.put(0, torch.ones(16, 64), torch.ones(16, 96), 1.0)
-        weights.put(0, torch.zeros(2, 64), torch.zeros(2, 96), 1.0)
+        pairs = pairs_of(kernel, weights)
+        pairs.put(0, pairs.pack(torch.ones(16, 64), torch.ones(96, 16)), 1.0)
+        pairs.put(0, pairs.pack(torch.zeros(2, 64), torch.ones(96, 2)), 1.0)
         kernel.plan(slots)
-        assert torch.equal(kernel.run(y.clone(), x, weights), y)
-    weights.clear(0)
-    assert weights.num_pairs == 2 and not weights.rank_S[0]
+        assert torch.equal(kernel.run(y.clone(), x, pairs), y)
+        pairs.put(0, pairs.pack(torch.ones(2, 64), torch.ones(96, 2)), 1.0)
+        assert pairs.num_pairs == 3 and not torch.equal(kernel.run(y.clone(), x, pairs), y)
+        pairs.clear(0)
+        assert pairs.num_pairs == 2 and torch.equal(kernel.run(y.clone(), x, pairs), y)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_columns_of_b_without_entries_take_no_memory(dtype):
+    b = torch.zeros(150, 12)
+    b[:64, :4], b[64:100, 4:8], b[100:140, 8:] = 1, 2, 3
+    pairs = backend("native", dtype).pairs(1, 12, 64, 150, dtype=dtype, device=CPU)
+    _, blocks, ranges = pairs.pack(torch.ones(12, 64), b)
+    assert ranges.tolist() == [[0, 4], [0, 4], [4, 8], [4, 12], [8, 12]]
+    assert blocks.shape == (4 + 4 + 4 + 8 + 4, 32) and blocks.float().sum() == b.sum()
+    empty = pairs.pack(torch.ones(12, 64), b[:0].new_zeros(150, 12))
+    assert empty[1].numel() == 0 and not empty[2].any()

@@ -59,7 +59,13 @@ PARTS = {
     "norms": ("mi_rms_norm", "mi_gated_rms_norm", "mi_silu"),
 }
 """Prefixes of the native functions of each part; any other native function of a layer is a part by its own name."""
-PART_OF_KIND = {"norms": "norms", "linears": "linears", "attention": "attention", "activations": "norms"}
+PART_OF_KIND = {
+    "norms": "norms",
+    "linears": "linears",
+    "attention": "attention",
+    "activations": "norms",
+    "adapters": "linears",
+}
 """The part of each kind of operation in a native call that runs many layers."""
 PYTHON, SAMPLING, REST = "python", "sampling", "rest"
 MIXED_ROWS = 16

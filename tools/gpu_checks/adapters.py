@@ -29,7 +29,8 @@ def _weights(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
     weights = LoRAWeights.empty(4, max_rank, width_in, width_out, dtype=dtype, device=device)
     for slot, rank in enumerate((max_rank, 1, max(1, max_rank // 2))):
         a = torch.randn(rank, width_in, generator=generator) / width_in**0.5
-        weights.put(slot, a, torch.randn(rank, width_out, generator=generator) / rank**0.5, 2.0 / (slot + 1))
+        b = torch.randn(width_out, rank, generator=generator) / rank**0.5
+        weights.put(slot, weights.pack(a, b), 2.0 / (slot + 1))
     return weights
 
 

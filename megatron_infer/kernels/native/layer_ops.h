@@ -3,6 +3,11 @@
 
 #include "attention.h"
 
+namespace mi {
+struct LoraWeights;
+struct LoraStep;
+}  // namespace mi
+
 extern "C" {
 #define MI_LAYER_OPS(SUFFIX)                                                                                               \
     void mi_attend_##SUFFIX(mi::Context* context, const mi::Step* step, const mi::Spec* spec, const mi::Call* call);       \
@@ -12,7 +17,9 @@ extern "C" {
                                    int64_t dim, float eps, int threads);                                                   \
     void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,        \
                                   int64_t tokens, int64_t inner, int64_t rows, int threads);                               \
-    void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads);
+    void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads);                           \
+    void mi_lora_##SUFFIX(const mi::LoraWeights* weights, const mi::LoraStep* step, void* y, const void* x,                \
+                          int64_t y_stride, int64_t x_stride);
 MI_LAYER_OPS(f32)
 MI_LAYER_OPS(bf16)
 #undef MI_LAYER_OPS

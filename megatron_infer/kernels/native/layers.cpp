@@ -6,7 +6,7 @@
 
 namespace mi {
 
-enum Kind : int64_t { kNorm, kLinear, kAttend, kSiluMul, kNumKinds };
+enum Kind : int64_t { kNorm, kLinear, kAttend, kSiluMul, kLora };  // kLora: a part of a linear, with a time of its own
 
 struct LayerOp {  // mirrored in native_layers.py
     int64_t kind;
@@ -15,6 +15,7 @@ struct LayerOp {  // mirrored in native_layers.py
     const Spec* spec;                   // of attention, as are the rest
     int64_t layer, at_q, at_k, at_v, cell;  // columns of the first query, key and value, and from one kv head to the next
     double eps;
+    const LoraWeights* lora;            // of a linear: the pairs of adapters, or null
 };
 
 struct LayerCall {  // mirrored in native_layers.py
@@ -28,6 +29,7 @@ struct LayerCall {  // mirrored in native_layers.py
     char *keys, *values;     // of the first layer
     int64_t layer_bytes;     // from one layer's keys to the next one's
     int64_t starts_residual; // the first norm sets the residual
+    const LoraStep* lora;    // null: no token has an adapter
     int64_t* ns;             // time of each kind of operation, added up
 };
 
@@ -42,6 +44,7 @@ struct Kernels;
         static constexpr auto add_norm = mi_rms_norm_wide_##SUFFIX; \
         static constexpr auto linear = mi_panel_linear_##SUFFIX;    \
         static constexpr auto silu_mul = mi_silu_mul_##SUFFIX;      \
+        static constexpr auto lora = mi_lora_##SUFFIX;              \
     };
 MI_TABLE(f32, float)
 #if MI_BF16_DOT
@@ -89,9 +92,15 @@ static void run_layers(const LayerCall& call) {
         const LayerOp& op = call.ops[i];
         T* out = (T*)(i + 1 < call.num_ops ? call.buffers[i & 1] : call.out);
         run_op(call, op, x, out, i == 0 && call.starts_residual);
-        x = out;
-        const int64_t end = clock_ns();
+        int64_t end = clock_ns();
         call.ns[op.kind] += end - begin;
+        if (call.lora && op.lora) {
+            begin = end;
+            Kernels<T>::lora(op.lora, call.lora, out, x, op.outer, op.inner);
+            end = clock_ns();
+            call.ns[kLora] += end - begin;
+        }
+        x = out;
         begin = end;
     }
 }

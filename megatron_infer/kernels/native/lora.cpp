@@ -1,15 +1,18 @@
-// y += scale * B(A x) for each token with its own adapter: A [rank, inner] by rows, B transposed [rank, rows].
+// y += scale * B(A x) for each token with its own adapter: A [rank, inner] by rows, B in blocks of kColumns of its rows, each
+// [ranks, kColumns]. A block has only the ranks with entries there: where queries, keys and values have an A each, most of B
+// is zero.
 //
-// Tokens come sorted by adapter slot; four of one slot share the reads of its matrices. A token's sums have the same order
+// Tokens come sorted by adapter slot; eight of one slot share the reads of its matrices. A token's sums have the same order
 // in every group, so that its result does not depend on the other tokens: A x is one vector of partial sums per rank, summed
 // by a shuffle tree; B h adds the ranks in order to each entry. Everything is fp32, and y is rounded once.
-#include "common.h"
+#include "layer_ops.h"
 
 namespace mi {
 
-struct LoraWeights {
-    const void *a, *b;  // [slots, max_rank, inner] and [slots, max_rank, rows]
-    const int32_t* rank;
+struct LoraWeights {  // mirrored in native_lora.py; pointers are to entries of each slot
+    const void *const *a, *const *b;   // A, and B in blocks
+    const int32_t* const* ranges;      // [blocks of B, 2]: the first rank with entries there, and the one behind the last
+    const int32_t* rank;               // 0: the slot has no pair
     const float* scale;
     int64_t max_rank, inner, rows;
 };
@@ -21,7 +24,19 @@ struct LoraStep {
 
 namespace {
 
-constexpr int kTokens = 4, kRanks = 4;
+constexpr int kTokens = 8, kQuad = 4;  // tokens of one slot that share the reads of its B; tokens and ranks of a tile
+constexpr int64_t kColumns = 32;        // rows of the linear in a block of B (COLUMNS in native_lora.py)
+constexpr int64_t kAhead = 16 * kColumns;  // entries that B is read ahead
+
+struct Two {
+    vf a, b;
+};
+
+inline Two load_two(const float* p) { return {load(p), load(p + W)}; }
+inline void store_two(float* p, Two v) {
+    store(p, v.a);
+    store(p + W, v.b);
+}
 
 #if MI_BF16_DOT
 inline vf times(vf acc, const bf16* a, const bf16* b) {
@@ -33,14 +48,35 @@ inline vf times_part(vf acc, const bf16* a, const bf16* b, int n) {
                                 (__m512bh)_mm512_maskz_loadu_epi16(mask, b));
 }
 constexpr int width_of(const bf16*) { return 2 * W; }
+// The even entries and the odd ones: fewer instructions than two halves.
+inline Two load_two(const bf16* p) {
+    const __m512i v = _mm512_loadu_si512(p);
+    return {(vf)_mm512_slli_epi32(v, 16), (vf)_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000))};
+}
+inline void store_two(bf16* p, Two v) {
+    const __m512i even = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v.a));
+    const __m512i odd = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v.b));
+    _mm512_storeu_si512(p, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+}
 #else
 inline vf times(vf acc, const bf16* a, const bf16* b) { return fma_of(load(a), load(b), acc); }
 inline vf times_part(vf acc, const bf16* a, const bf16* b, int n) { return fma_of(load_part(a, n), load_part(b, n), acc); }
 constexpr int width_of(const bf16*) { return W; }
+inline Two load_two(const bf16* p) { return {load(p), load(p + W)}; }
+inline void store_two(bf16* p, Two v) {
+    store(p, v.a);
+    store(p + W, v.b);
+}
 #endif
 inline vf times(vf acc, const float* a, const float* b) { return fma_of(load(a), load(b), acc); }
 inline vf times_part(vf acc, const float* a, const float* b, int n) { return fma_of(load_part(a, n), load_part(b, n), acc); }
 constexpr int width_of(const float*) { return W; }
+
+#if defined(__AVX512F__)
+inline vf broadcast(const float* p) { return (vf)_mm512_set1_ps(*p); }
+#else
+inline vf broadcast(const float* p) { return splat(*p); }
+#endif
 
 template <class T>
 struct Lora {
@@ -52,70 +88,98 @@ struct Lora {
 
     static constexpr int width = width_of((const T*)nullptr);
 
-    // h[rank][c] = scale * A x of C tokens.
+    // h[rank][c] = scale * A x of C tokens, for the ranks first .. first + kQuad; the rows behind them are read ahead.
     template <int C>
-    void down(const T* a, const T* const* in, float scale, int rank, float* h) const {
+    void down(const T* a, const T* const* in, float scale, int first, int rank, float* h) const {
         const int64_t inner = weights.inner;
-        for (int first = 0; first < rank; first += kRanks) {
-            const T* row[kRanks];
-            for (int r = 0; r < kRanks; ++r) row[r] = a + (first + r < rank ? first + r : first) * inner;
-            vf acc[kTokens * kRanks] = {};
-            int64_t i = 0;
-            for (; i + width <= inner; i += width)
-                for (int r = 0; r < kRanks; ++r)
-                    for (int c = 0; c < C; ++c) acc[c * kRanks + r] = times(acc[c * kRanks + r], row[r] + i, in[c] + i);
-            if (i < inner)
-                for (int r = 0; r < kRanks; ++r)
-                    for (int c = 0; c < C; ++c)
-                        acc[c * kRanks + r] = times_part(acc[c * kRanks + r], row[r] + i, in[c] + i, (int)(inner - i));
-            float sums[kTokens * kRanks];
-            sums_of(acc, sums);
-            for (int c = 0; c < C; ++c)
-                for (int r = 0; r < kRanks && first + r < rank; ++r) h[(first + r) * kTokens + c] = scale * sums[c * kRanks + r];
+        const T* row[kQuad];
+        for (int r = 0; r < kQuad; ++r) row[r] = a + (first + r < rank ? first + r : first) * inner;
+        vf acc[kQuad * kQuad] = {};
+        int64_t i = 0;
+        for (; i + width <= inner; i += width)
+            for (int r = 0; r < kQuad; ++r) {
+                __builtin_prefetch(row[r] + kQuad * inner + i, 0, 3);
+                for (int c = 0; c < C; ++c) acc[c * kQuad + r] = times(acc[c * kQuad + r], row[r] + i, in[c] + i);
+            }
+        if (i < inner)
+            for (int r = 0; r < kQuad; ++r)
+                for (int c = 0; c < C; ++c)
+                    acc[c * kQuad + r] = times_part(acc[c * kQuad + r], row[r] + i, in[c] + i, (int)(inner - i));
+        float sums[kQuad * kQuad];
+        sums_of(acc, sums);
+        for (int c = 0; c < C; ++c)
+            for (int r = 0; r < kQuad && first + r < rank; ++r) h[(first + r) * kTokens + c] = scale * sums[c * kQuad + r];
+    }
+
+    // y += B h of C tokens, kColumns entries at a time, of the ranks that have any.
+    template <int C>
+    void up(const T* b, const int32_t* range, T* const* out, const float* h) const {
+        for (int64_t first = 0; first < weights.rows; first += kColumns, range += 2) {
+            const int count = range[1] - range[0];
+            if (count) block<C>(b, count, first, out, h + range[0] * kTokens);
+            b += count * kColumns;
         }
     }
 
-    // y += B h of C tokens, two vectors of entries at a time.
     template <int C>
-    void up(const T* b, T* const* out, int rank, const float* h) const {
-        const int64_t rows = weights.rows;
-        int64_t i = 0;
-        for (; i + 2 * W <= rows; i += 2 * W) {
-            vf low[C] = {}, high[C] = {};
-            for (int r = 0; r < rank; ++r) {
-                const vf b0 = load(b + r * rows + i), b1 = load(b + r * rows + i + W);
+    void block(const T* b, int count, int64_t first, T* const* out, const float* h) const {
+        const int64_t end = first + kColumns < weights.rows ? first + kColumns : weights.rows;
+        int64_t i = first;
+        for (; i + 2 * W <= end; i += 2 * W) {
+            Two sum[C] = {};
+            for (int r = 0; r < count; ++r) {
+                const T* row = b + r * kColumns + i - first;
+                __builtin_prefetch(row + kAhead, 0, 3);
+                const Two both = load_two(row);
                 for (int c = 0; c < C; ++c) {
-                    const vf scaled = splat(h[r * kTokens + c]);
-                    low[c] = fma_of(b0, scaled, low[c]);
-                    high[c] = fma_of(b1, scaled, high[c]);
+                    const vf scaled = broadcast(h + r * kTokens + c);
+                    sum[c].a = fma_of(both.a, scaled, sum[c].a);
+                    sum[c].b = fma_of(both.b, scaled, sum[c].b);
                 }
             }
             for (int c = 0; c < C; ++c) {
-                store(out[c] + i, load(out[c] + i) + low[c]);
-                store(out[c] + i + W, load(out[c] + i + W) + high[c]);
+                const Two own = load_two(out[c] + i);
+                store_two(out[c] + i, {own.a + sum[c].a, own.b + sum[c].b});
             }
         }
-        for (; i < rows; i += W) {
+        for (; i < end; i += W) {
             vf sum[C] = {};
-            for (int r = 0; r < rank; ++r) {
-                const vf b0 = load_any(b + r * rows, i, rows);
-                for (int c = 0; c < C; ++c) sum[c] = fma_of(b0, splat(h[r * kTokens + c]), sum[c]);
+            for (int r = 0; r < count; ++r) {
+                const vf own = load(b + r * kColumns + i - first);
+                for (int c = 0; c < C; ++c) sum[c] = fma_of(own, broadcast(h + r * kTokens + c), sum[c]);
             }
-            for (int c = 0; c < C; ++c) store_any(out[c], load_any(out[c], i, rows) + sum[c], i, rows);
+            for (int c = 0; c < C; ++c) store_any(out[c], load_any(out[c], i, end) + sum[c], i, end);
         }
     }
 
     template <int C>
     void tokens(int64_t first, float* h) const {
         const int slot = step.slot[first], rank = weights.rank[slot];
+        const float scale = weights.scale[slot];
+        const T* a = (const T*)weights.a[slot];
         const T* in[C];
         T* out[C];
         for (int c = 0; c < C; ++c) {
             in[c] = x + step.token[first + c] * x_stride;
             out[c] = y + step.token[first + c] * y_stride;
         }
-        down<C>((const T*)weights.a + slot * weights.max_rank * weights.inner, in, weights.scale[slot], rank, h);
-        up<C>((const T*)weights.b + slot * weights.max_rank * weights.rows, out, rank, h);
+        for (int r = 0; r < rank; r += kQuad) {
+            if constexpr (C > kQuad) {
+                down<kQuad>(a, in, scale, r, rank, h);
+                down<C - kQuad>(a, in + kQuad, scale, r, rank, h + kQuad);
+            } else {
+                down<C>(a, in, scale, r, rank, h);
+            }
+        }
+        up<C>((const T*)weights.b[slot], weights.ranges[slot], out, h);
+    }
+
+    template <int C>
+    void tokens_of(int count, int64_t first, float* h) const {
+        if constexpr (C > 0) {
+            if (count == C) return tokens<C>(first, h);
+            tokens_of<C - 1>(count, first, h);
+        }
     }
 
     void run(int64_t begin, int64_t end) const {
@@ -125,12 +189,7 @@ struct Lora {
             const int slot = step.slot[first];
             int count = 1;
             while (count < kTokens && first + count < end && step.slot[first + count] == slot) ++count;
-            if (weights.rank[slot]) switch (count) {
-                    case 1: tokens<1>(first, h); break;
-                    case 2: tokens<2>(first, h); break;
-                    case 3: tokens<3>(first, h); break;
-                    default: tokens<4>(first, h);
-                }
+            if (weights.rank[slot]) tokens_of<kTokens>(count, first, h);
             first += count;
         }
     }
@@ -145,11 +204,9 @@ void lora(const LoraWeights& weights, const LoraStep& step, T* y, const T* x, in
     int64_t work = 0;
     for (int64_t i = 0; i < step.num_tokens && work < kSerial; ++i)
         work += weights.rank[step.slot[i]] * (weights.inner + weights.rows);
-    const int64_t groups = (step.num_tokens + kTokens - 1) / kTokens;
-    if (work < kSerial || groups < 2) return task.run(0, step.num_tokens);
-    parallel_ranges((int)step.threads, groups, [&](int64_t begin, int64_t end) {
-        task.run(begin * kTokens, end * kTokens < step.num_tokens ? end * kTokens : step.num_tokens);
-    });
+    if (!work) return;
+    if (work < kSerial || step.num_tokens < 2) return task.run(0, step.num_tokens);
+    parallel_ranges((int)step.threads, step.num_tokens, [&](int64_t begin, int64_t end) { task.run(begin, end); });
 }
 
 }  // namespace

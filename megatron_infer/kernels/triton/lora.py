@@ -103,6 +103,11 @@ class TritonLoRA:
     def __init__(self) -> None:
         self._slot_T: Tensor | None = None
 
+    def pairs(
+        self, num_slots: int, max_rank: int, width_in: int, width_out: int, *, dtype: torch.dtype, device: torch.device
+    ) -> LoRAWeights:
+        return LoRAWeights.empty(num_slots, max_rank, width_in, width_out, dtype=dtype, device=device)
+
     def plan(self, slot_T: Tensor) -> None:
         self._slot_T = slot_T
 
