@@ -67,7 +67,7 @@ class LoRABackend(Protocol):
 
     name: str
     graph_safe: bool
-    """As `AttentionBackend.graph_safe`: `plan` and `run` may be captured, the slots being read when the step runs."""
+    """As `AttentionBackend.graphs`: `plan` and `run` may be captured, the slots being read when the step runs."""
 
     def plan(self, slot_T: Tensor) -> None:
         """Called once a step, before the first layer. slot_T: int32 slot of each token's adapter, -1: none."""
