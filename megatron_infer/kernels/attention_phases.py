@@ -24,17 +24,14 @@ class PhasedAttention:
     def __init__(self, *, decode: AttentionBackend, prefill: AttentionBackend) -> None:
         self.name = f"{decode.name} (decode), {prefill.name} (prefill)"
         self._decode, self._prefill = decode, prefill
+        self.graphs = decode.graphs
+        if self.graphs is not GraphSupport.NONE:
+            self.graphs = GraphSupport.ALL if prefill.graphs is GraphSupport.ALL else GraphSupport.DECODE
         self._only: AttentionBackend | None = None
         """What runs the whole step; None: the first `_num_decode` tokens run on one, the others on the other."""
         self._num_decode = 0
         has_plan = decode.plan_on_host is not None or prefill.plan_on_host is not None
         self.plan_on_host = self._plan_on_host if has_plan else None
-
-    @property
-    def graphs(self) -> GraphSupport:
-        if self._decode.graphs is GraphSupport.NONE:
-            return GraphSupport.NONE
-        return GraphSupport.ALL if self._prefill.graphs is GraphSupport.ALL else GraphSupport.DECODE
 
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None

@@ -201,10 +201,15 @@ class AttentionBackend(Protocol):
     """Padded steps in which what `plan` and `run` do depends only on the step's shape (its num_ and max_ fields) and on
     the content of device tensors at run time, so that they can be captured once and replayed. They read no host array
     and do not wait."""
-    plan_on_host: Callable[[StepMetadata, bool], None] | None
-    """(step, whether it is padded): what the host decides of it. Called once it is built, before it is planned,
-    captured or replayed; it may enqueue copies. What a step derives on the device (positions_T to sin_TR) is not there.
-    None: the host decides nothing."""
+
+    @property
+    def plan_on_host(self) -> Callable[[StepMetadata, bool], None] | None:
+        """(step, whether it is padded): what the host decides of it; None: nothing.
+
+        Called once it is built, before it is planned, captured or replayed. It may enqueue copies; what a step derives
+        on the device (positions_T to sin_TR) is not there.
+        """
+        ...
 
     def supports(
         self, spec: AttendSpec, *, dtype: object, block_size: int, kv_dtype: object | None = None
