@@ -98,11 +98,12 @@ class AttentionChoice(str, Enum):
     """Which backend computes attention."""
 
     AUTO = "auto"
-    """The first that supports the model: on a GPU Triton, FlashInfer, flash-attn, torch; on a CPU native, torch."""
+    """The first that supports the model: on a GPU Triton, FlashInfer, flash-attn, torch, and for prompts flash-attn 3
+    where it is known to be faster; on a CPU native, torch."""
     TRITON = "triton"
     """The package's own kernels for GPUs."""
     FLASHINFER = "flashinfer"
-    """FlashInfer; steps are then not captured in CUDA graphs."""
+    """FlashInfer; of its steps those that only decode are captured in CUDA graphs."""
     FLASH_ATTN = "flash_attn"
     """flash-attn: version 3 on Hopper where it is installed, else version 2, which needs blocks of 256 tokens."""
     NATIVE = "native"
@@ -259,8 +260,9 @@ class InferenceConfig:
 
     # ours
     attention_backend: AttentionChoice = AttentionChoice.AUTO
-    """Which backend computes attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. The engine
-    raises and says why where a named backend does not support the model or the device."""
+    """Which backend computes attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. auto may take
+    one for decode rows and another for prompts, a name is for both. The engine raises and says why where a named
+    backend does not support the model or the device."""
     sampling_backend: SamplingChoice = SamplingChoice.AUTO
     """Which backend draws tokens: auto, triton, native (on a CPU) or torch. The engine raises and says why where a
     named backend cannot run."""

@@ -41,7 +41,11 @@ PACKAGES = (
         "import flashinfer.decode, flashinfer.prefill, flashinfer.page, flashinfer.rope",
     ),
     Package("flash-attn", "flash_attn", "attention (attention_backend=flash_attn), in blocks of 256"),
-    Package("flash-attn-3", "flash_attn_interface", "the same on Hopper, in blocks of any size"),
+    Package(
+        "flash-attn-3",
+        "flash_attn_interface",
+        "the same on Hopper, in blocks of any size; prompts under attention_backend=auto",
+    ),
     Package("mamba-ssm", "mamba_ssm", "selective scan, where this package's own Triton kernels cannot", _SCAN),
     Package("causal-conv1d", "causal_conv1d", "the convolution of mamba-ssm's scan"),
     Package(

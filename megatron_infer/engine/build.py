@@ -63,7 +63,16 @@ from megatron_infer.engine.step_cost_meter import StepCostMeter
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
 from megatron_infer.engine.suspend import Suspension
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels.select import BackendChoice, ChosenKernels, add_lora, choose, choose_exact, choose_lora
+from megatron_infer.kernels.select import (
+    ATTENTION,
+    SCAN,
+    BackendChoice,
+    ChosenKernels,
+    add_lora,
+    choose,
+    choose_exact,
+    choose_lora,
+)
 from megatron_infer.lora.bank import AdapterBank
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.choose import make_region
@@ -98,6 +107,8 @@ NO_ROUTING = {
 }
 TRITON = "triton"
 """Name of the backends that are this package's own Triton kernels."""
+WARMED_UP = frozenset({TRITON, "flash_attn", "flash_attn_3"})
+"""With other backends, which compile with nvcc or not at all, an engine runs no step before its first request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -478,12 +489,10 @@ def register_derived(derived: DerivedCaches, setup: ModelSetup) -> None:
 
 
 def warm_up(setup: ModelSetup) -> None:
-    """Compile kernels that are compiled at their first launch; kernels of other packages are left to these."""
+    """Compile kernels that are compiled at their first launch; packages that compile by themselves are left to it."""
     adopted, kernels, most = setup.adopted, setup.kernels, setup.agreed.sizes.max_tokens
-    used = [kernels.ops.name]
-    used += [kernels.attention.name] if adopted.specs else []
-    used += [] if kernels.scan is None else [kernels.scan.name]
-    if setup.device.is_cuda and set(used) == {TRITON} and adopted.foreign_layer() is None:
+    used = {kernels.ops.name} | {row.chosen for row in kernels.rows if row.operation.startswith((ATTENTION, SCAN))}
+    if setup.device.is_cuda and TRITON in used and used <= WARMED_UP and adopted.foreign_layer() is None:
         started = time.perf_counter()
         setup.runner.warm_up(most, [count for count in adopted.token_counts(kernels.ops) if count <= most])
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)

@@ -22,6 +22,7 @@ from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder, make_recorder
 from megatron_infer.cuda_graphs.padded_step import PaddedStep, StepGraphs
+from megatron_infer.kernels.base import GraphSupport
 from megatron_infer.kernels.select import BackendChoice, ChosenKernels
 from megatron_infer.kernels.triton_scratch import lora_bytes
 from megatron_infer.memory.device import Device
@@ -48,14 +49,20 @@ def step_graphs(
         if device.is_cuda:
             chosen.rows.append(BackendChoice(OPERATION, "none", {"graphs": "num_cuda_graphs=0"}))
         return None
+    only_decode = bool(adopted.specs) and chosen.attention.graphs is GraphSupport.DECODE
+    on_host = f"attention {chosen.attention.name!r} decides on the host in them"
     found = make_recorder(device)
     reason = found if isinstance(found, str) else None
     shapes: tuple[GraphShape, ...] = ()
     if not isinstance(found, str):
         reason = why_not(adopted, chosen, found)
         shapes = tuple(
-            shape for shape in sizes.graph_shapes if not adopted.waits_for_device(chosen.ops, shape.num_tokens)
+            shape
+            for shape in sizes.graph_shapes
+            if not adopted.waits_for_device(chosen.ops, shape.num_tokens) and (shape.is_decode_only or not only_decode)
         )
+        if reason is None and only_decode and config.cuda_graph_all_prefills:
+            reason = f"cuda_graph_all_prefills=True, and {on_host}"
         if reason is None and not shapes:
             reason = "the model's experts are chosen on the host for steps of these sizes"
     if link is not None:  # a stage sends padded or unpadded tensors: all stages must do the same
@@ -75,7 +82,8 @@ def step_graphs(
         shapes += tuple(replace(shape, has_adapters=True) for shape in shapes)
     decoding = sum(shape.is_decode_only for shape in shapes)
     when = f"{decoding} that only decode at start" if captures_at_start(config) else "each at its first use"
-    chosen.rows.append(BackendChoice(OPERATION, f"{found.name} of {len(shapes)} shapes, {when}", {}))
+    others = {"steps that prefill": on_host} if only_decode else {}
+    chosen.rows.append(BackendChoice(OPERATION, f"{found.name} of {len(shapes)} shapes, {when}", others))
     num_parts = 1 if adopted.tp_group is None else adopted.tp_group.size()
     memory = GraphMemory.sized(sizes, adopted.shape, tensor_parallel_size=num_parts, is_last=adopted.is_last_stage)
     gather = partial(gather_rows, group=adopted.tp_group) if num_parts > 1 else None
@@ -131,7 +139,7 @@ def _room_for_received(adopted: AdoptedModel, shapes: Sequence[GraphShape], devi
 
 def why_not(adopted: AdoptedModel, chosen: ChosenKernels, recorder: Recorder) -> str | None:
     """The first part of this engine that cannot be captured, and why; None: all can."""
-    if adopted.specs and not chosen.attention.graph_safe:
+    if adopted.specs and chosen.attention.graphs is GraphSupport.NONE:
         return f"attention {chosen.attention.name!r} decides on the host"
     if chosen.scan is not None and not chosen.scan.graph_safe:
         return f"the selective scan {chosen.scan.name!r} decides on the host"

@@ -23,13 +23,17 @@ class Candidate:
     name: str
     module: str
     """Below megatron_infer.kernels."""
+    rank: str = ""
+    """Why it stands behind those before it."""
 
 
 ATTENTION: tuple[Candidate, ...] = (
     Candidate("triton", "triton.attention"),
-    Candidate("flashinfer", "flashinfer_attention"),
-    Candidate("flash_attn", "flash_attn_attention"),
+    Candidate("flashinfer", "flashinfer_attention", "ranks behind triton: it plans every step on the host"),
+    Candidate("flash_attn", "flash_attn_attention", "ranks behind triton: it decodes in more launches"),
 )
+PROMPTS: tuple[Candidate, ...] = (Candidate("flash_attn_3", "flash_attn_prompts"),)
+"""What prompts prefer to the attention of decode rows, by what is known of its speed."""
 SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"), Candidate("mamba_ssm", "mamba_ssm_scan"))
 OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)

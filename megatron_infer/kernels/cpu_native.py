@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears, packed_linear
@@ -253,7 +253,8 @@ class NativePagedAttention:
     """Rotation, cache append and attention of all rows in one C++ call per layer."""
 
     name = "native"
-    graph_safe = False
+    graphs = GraphSupport.NONE
+    plan_on_host = None
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.kv_rounding import append, movable
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 
@@ -129,7 +129,8 @@ class TorchPagedAttention:
     """Gather + SDPA. Groups of rows and masks are made once per step and window; all layers share them."""
 
     name = "torch"
-    graph_safe = False
+    graphs = GraphSupport.NONE
+    plan_on_host = None
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None

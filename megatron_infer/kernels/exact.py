@@ -150,7 +150,6 @@ class ExactAttention(NativePagedAttention):
     """Computes every position as an output position: its keys are summed in one order, in a prompt too."""
 
     name = "native, one order"
-    graph_safe = False
 
     def plan(self, step: StepMetadata) -> None:
         super().plan(step)

@@ -10,6 +10,7 @@ can be captured, and a replay uses the tensors' content of that time. According 
   block table it uses the kernel for splits anyway, with one split of max_seqlen_k keys. Decode is split by the width of
   the block table, a shape; a split behind a row's keys adds nothing.
 * Version 3 makes its schedule (splits of each row, order of tiles) with a kernel in the call, from the same tensors.
+  Its partial sums are sized for the most splits that the shape allows, for every query of the call (SPLIT_BYTES).
 
 Neither waits for the device; their memory comes from torch, which in a graph is its pool. Legend: kernels/base.py.
 """
@@ -17,12 +18,14 @@ Neither waits for the device; their memory comes from torch, which in a graph is
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.optional_packages import missing, not_on_gpu
@@ -30,11 +33,21 @@ from megatron_infer.kernels.optional_packages import missing, not_on_gpu
 PACKAGE, MIN_VERSION, MODULE = "flash-attn", (2, 7, 3), "flash_attn"
 PACKAGE_3, MODULE_3 = "flash-attn-3", "flash_attn_interface"
 """The distribution and the module that flash-attn's `hopper` folder installs."""
+CONFIG_3 = "flash_attn_config"
+"""Notes with which parts version 3 is built."""
+NEEDED_OF_BUILD = ("PAGEDKV", "VARLEN")
 BLOCK = 256
 """Version 2 needs blocks of a multiple of this many keys."""
 MAX_HEAD_DIM = 256
+HEAD_DIMS_3 = (64, 96, 128, 192, 256)
+"""Those that version 3 is built for; others are rounded up to the next."""
 DTYPES = (torch.float16, torch.bfloat16)
 HOPPER = 9
+MOST_SPLITS = 128
+"""Pieces into which version 3 cuts a row's keys at most, by its own choice."""
+SPLIT_BYTES = 256 << 20
+"""Partial sums of that many pieces, fp32 for each query head of a step's slices: where they would take more, version 3
+may not cut. Such a step has tiles enough for a GPU."""
 FEWEST_QUERIES = 2
 """Least max_seqlen_q of a ragged call: with 1, version 2 assumes exactly one query in every row."""
 
@@ -44,21 +57,38 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     reason = not_on_gpu(device)
     if reason is None and dtype not in DTYPES:
         reason = f"needs float16 or bfloat16, got {dtype}"
-    if reason is not None or _has_version_3(device):
+    if reason is not None or no_version_3(device) is None:
         return reason
     return missing((MODULE,), PACKAGE, MIN_VERSION)
 
 
 def make(device: torch.device, dtype: torch.dtype) -> FlashAttention:
-    if _has_version_3(device):
+    if no_version_3(device) is None:
         return FlashAttention(Version3(importlib.import_module(MODULE_3)))
     return FlashAttention(Version2(importlib.import_module(MODULE)))
 
 
-def _has_version_3(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
-        return False
-    return missing((MODULE_3,), PACKAGE_3) is None
+def no_version_3(device: torch.device) -> str | None:
+    """Why version 3 cannot run here; None: it can."""
+    if device.type != "cuda" or (major := torch.cuda.get_device_capability(device)[0]) != HOPPER:
+        return f"runs on Hopper (compute capability {HOPPER}.0)" + (
+            "" if device.type != "cuda" else f", {device} is of capability {major}.x"
+        )
+    if (reason := missing((MODULE_3,), PACKAGE_3)) is not None:
+        return reason
+    if "page_table" not in inspect.signature(importlib.import_module(MODULE_3).flash_attn_with_kvcache).parameters:
+        return f"{PACKAGE_3} takes no page_table: it is of before flash-attn 2.7.3"
+    if lacks := [flag for flag in NEEDED_OF_BUILD if _build_flags().get(f"FLASHATTENTION_DISABLE_{flag}")]:
+        return f"{PACKAGE_3} is built without {', '.join(lacks)}"
+    return None
+
+
+def _build_flags() -> Mapping[str, bool]:
+    """What version 3 is built without, as its build notes it; older ones note nothing."""
+    try:
+        return dict(importlib.import_module(CONFIG_3).CONFIG["build_flags"])
+    except ImportError:
+        return {}
 
 
 class Kernels(Protocol):
@@ -67,6 +97,10 @@ class Kernels(Protocol):
     version: int
     block: int
     """Block sizes are multiples of it."""
+
+    def refusal(self, spec: AttendSpec, dtype: torch.dtype) -> str | None:
+        """Why this build of it cannot run the layer; None: it can."""
+        ...
 
     def decode(
         self, q_RNH: Tensor, cache: tuple[Tensor, Tensor], table_RM: Tensor, kv_len_R: Tensor, spec: AttendSpec
@@ -102,6 +136,9 @@ class Version2:
 
     def __init__(self, package: Any) -> None:
         self._decode, self._varlen = package.flash_attn_with_kvcache, package.flash_attn_varlen_func
+
+    def refusal(self, spec: AttendSpec, dtype: torch.dtype) -> str | None:
+        return None
 
     def decode(
         self, q_RNH: Tensor, cache: tuple[Tensor, Tensor], table_RM: Tensor, kv_len_R: Tensor, spec: AttendSpec
@@ -150,6 +187,19 @@ class Version3:
 
     def __init__(self, package: Any) -> None:
         self._attend = package.flash_attn_with_kvcache
+        self._flags = _build_flags()
+
+    def refusal(self, spec: AttendSpec, dtype: torch.dtype) -> str | None:
+        def is_without(part: str) -> bool:
+            return bool(self._flags.get(f"FLASHATTENTION_DISABLE_{part}"))
+
+        if spec.window is not None and is_without("LOCAL"):
+            return f"{PACKAGE_3} is built without windows"
+        if dtype is torch.float16 and is_without("FP16"):
+            return f"{PACKAGE_3} is built without float16"
+        if all(is_without(f"HDIM{dim}") for dim in HEAD_DIMS_3 if dim >= spec.head_dim):
+            return f"{PACKAGE_3} is built without head dims of {spec.head_dim} and more"
+        return None
 
     def decode(
         self, q_RNH: Tensor, cache: tuple[Tensor, Tensor], table_RM: Tensor, kv_len_R: Tensor, spec: AttendSpec
@@ -187,6 +237,7 @@ class Version3:
             softmax_scale=spec.scale,
             causal=True,
             window_size=_window(spec),
+            num_splits=1 if 4 * MOST_SPLITS * q_TNH.numel() > SPLIT_BYTES else 0,
         )
 
 
@@ -194,7 +245,8 @@ class FlashAttention:
     """Decode rows in one call, slices in another. Last bits depend on the batch, whose size decides splits of rows."""
 
     name = "flash_attn"
-    graph_safe = True
+    graphs = GraphSupport.ALL
+    plan_on_host = None
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -220,7 +272,7 @@ class FlashAttention:
             return f"needs a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, got {spec.head_dim}"
         if spec.sinks_N is not None:
             return "has no attention sinks"
-        return None
+        return self._kernels.refusal(spec, dtype)
 
     def plan(self, step: StepMetadata) -> None:
         """The launches depend on shapes alone; nothing waits."""

@@ -34,7 +34,7 @@ class FlashInferRope:
 
     def __init__(self, behind: AttentionBackend) -> None:
         self._behind = behind
-        self.name, self.graph_safe = behind.name, behind.graph_safe
+        self.name, self.graphs, self.plan_on_host = behind.name, behind.graphs, behind.plan_on_host
         self._rotate = importlib.import_module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
         self._step: StepMetadata | None = None
         self._angles: dict[tuple[int, bool], Tensor] = {}

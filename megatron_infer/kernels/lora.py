@@ -94,7 +94,7 @@ class LoRABackend(Protocol):
 
     name: str
     graph_safe: bool
-    """As `AttentionBackend.graph_safe`: `plan` and `run` may be captured, the slots being read when the step runs."""
+    """As `AttentionBackend.graphs`: `plan` and `run` may be captured, the slots being read when the step runs."""
 
     def pairs(
         self, num_slots: int, max_rank: int, width_in: int, width_out: int, *, dtype: torch.dtype, device: torch.device

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels import backend_candidates, flashinfer_rope, native_build, packing
+from megatron_infer.kernels import backend_candidates, flash_attn_prompts, flashinfer_rope, native_build, packing
+from megatron_infer.kernels.attention_phases import PhasedAttention
 from megatron_infer.kernels.base import Argmax, AttendSpec, AttentionBackend, Ops, lowest_argmax
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
@@ -45,6 +46,7 @@ BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces one of `BACKENDS`, or names `TorchKernels` as module:class. `triton` on a CPU needs
 TRITON_INTERPRET=1."""
 BACKENDS = ("native", "torch", "reference", *backend_candidates.NAMES)
+ATTENTION = "attention"
 SCAN = "selective scan"
 SAMPLING = "argmax, sampling"
 AUTO, ATTENTION_OPTION, SAMPLING_OPTION = "auto", "attention_backend", "sampling_backend"
@@ -197,15 +199,16 @@ def _choose_attention(
     forced: str | None,
     asked: str,
     in_torch: TorchKernels,
-) -> tuple[BackendChoice, AttentionBackend]:
+) -> tuple[list[BackendChoice], AttentionBackend]:
     """The first backend that supports every spec; the reference supports all. asked: the option, "auto" or a name.
 
-    of: dtype, block_size and kv_dtype (see `AttentionBackend.supports`).
+    of: dtype, block_size and kv_dtype (see `AttentionBackend.supports`). Where nothing is named on a GPU, prompts may
+    run on another backend than decode rows.
     """
     reasons, dtype = dict(reasons), of["dtype"]
     forced, by = _named(ATTENTION_OPTION, asked, forced)
     if forced == "reference":
-        return BackendChoice("attention", "reference", reasons), ReferenceAttention()
+        return [BackendChoice(ATTENTION, "reference", reasons)], ReferenceAttention()
 
     def refuses(backend: AttentionBackend) -> str | None:
         found = (backend.supports(spec, **of) for spec in specs)
@@ -215,7 +218,7 @@ def _choose_attention(
         backend_candidates.ATTENTION, device, dtype, forced=forced, refuses=refuses
     )
     reasons |= missing
-    _check_forced("attention", forced, reasons if by == ATTENTION_OPTION else missing, by=by)
+    _check_forced(ATTENTION, forced, reasons if by == ATTENTION_OPTION else missing, by=by)
     candidates: list[AttentionBackend] = [] if best is None else [best]
     if library is not None:
         candidates.append(NativePagedAttention(library, dtype))
@@ -226,10 +229,33 @@ def _choose_attention(
     if forced in refused:
         raise ConfigError(f"{by}={forced}, but attention {refused[forced]}")
     reasons |= refused
-    if chosen is not None:
-        return BackendChoice("attention", chosen.name, reasons), chosen
-    assert asked == AUTO, f"no attention backend is called {asked}"
-    return BackendChoice("attention", "reference", reasons), ReferenceAttention()
+    if chosen is None:
+        assert asked == AUTO, f"no attention backend is called {asked}"
+        return [BackendChoice(ATTENTION, "reference", reasons)], ReferenceAttention()
+    if forced is not None or best is None:
+        return [BackendChoice(ATTENTION, chosen.name, reasons)], chosen
+    tried = {chosen.name, *reasons}
+    reasons |= {one.name: one.rank for one in backend_candidates.ATTENTION if one.name not in tried}
+    return _choose_for_prompts(chosen, device, dtype, refuses, reasons)
+
+
+def _choose_for_prompts(
+    decode: AttentionBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    refuses: Callable[[Any], str | None],
+    reasons: dict[str, str],
+) -> tuple[list[BackendChoice], AttentionBackend]:
+    """What prompts run on where decode rows run on `decode`; reasons: why decode rows run on nothing else."""
+    prompts, missing, refused = backend_candidates.first(
+        backend_candidates.PROMPTS, device, dtype, forced=None, refuses=refuses
+    )
+    why = reasons | missing | refused if prompts is None else reasons | {decode.name: flash_attn_prompts.RANK}
+    rows = [
+        BackendChoice(f"{ATTENTION}, decode", decode.name, reasons),
+        BackendChoice(f"{ATTENTION}, prefill", (prompts or decode).name, why),
+    ]
+    return rows, decode if prompts is None else PhasedAttention(decode=decode, prefill=prompts)
 
 
 def _first_of(
@@ -390,7 +416,7 @@ def choose_exact(
         if (refusal := attention.supports(spec, dtype=dtype, block_size=block_size)) is not None:
             raise ConfigError(f"batch_invariant=True: exact attention {refusal}")
     if specs or not ssm_specs:
-        rows.append(BackendChoice("attention", attention.name, tiles))
+        rows.append(BackendChoice(ATTENTION, attention.name, tiles))
     scan = None
     if ssm_specs:
         scan, states = NativeScan(library, dtype), (conv_dtype or dtype, ssm_dtype or torch.float32)
@@ -464,7 +490,7 @@ def choose(
         ops = NativeOps(library, dtype, packed)
     of = {"dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype}
     attends, backend = _choose_attention(library, device, specs, of, reasons, forced, attention, in_torch)
-    rows = [attends] if specs or not ssm_specs else []
+    rows = attends if specs or not ssm_specs else []
     if specs and fused_rope is not False:
         row, backend = _add_rope(backend, fused_rope, specs, device, dtype)
         rows.append(row)

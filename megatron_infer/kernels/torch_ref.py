@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.kv_rounding import as_kept
 
 
@@ -87,7 +87,8 @@ class ReferenceAttention:
     """One query at a time over keys gathered one block at a time."""
 
     name = "reference"
-    graph_safe = False
+    graphs = GraphSupport.NONE
+    plan_on_host = None
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None

@@ -254,6 +254,8 @@ class BatchBuilder:
             batch = self._batch(replace(self._static_meta(shape), captures=captures), written.views)
         else:
             batch = self._batch(self._meta(written.views, captures=captures), written.views, restore)
+        if self._kernels.attention.plan_on_host is not None:
+            self._kernels.attention.plan_on_host(batch.meta, shape is not None)
         batch.sample_rows, batch.sample_positions = written.sample_rows, written.sample_positions
         if shape is None:
             has_adapters = self._kernels.lora is not None and self.rows.has_adapters(written.views.host["table_row"])
@@ -274,7 +276,7 @@ class BatchBuilder:
 
     def derive(self, batch: Batch) -> None:
         """Gather what the layers need of a step from its mirror, and let the backends plan. Device work alone: a graph
-        may capture it if the backends are graph-safe."""
+        may capture it where the backends say so."""
         rows, meta, mirror = self.rows, batch.meta, batch.views.mirror
         rotations, kernels = self.rotations, self._kernels
         tables = StepTables(rows.block_table, rows.token_pool, self._block_size, rotations.cos_PR, rotations.sin_PR)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.cpu_torch import apply_rotary
 from megatron_infer.kernels.kv_rounding import append, select
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
@@ -33,7 +33,8 @@ class StaticAttention:
     """Every token against every key its row could have. Legend: `kernels/base.py`."""
 
     name = "static"
-    graph_safe = True
+    graphs = GraphSupport.ALL
+    plan_on_host = None
 
     def __init__(self) -> None:
         self._step: StepMetadata | None = None

@@ -45,7 +45,7 @@ class _Wrapper:
     def _begin(self, float_workspace_buffer, kv_layout, backend):
         assert float_workspace_buffer.dtype is torch.uint8 and not float_workspace_buffer.any()
         assert kv_layout == "NHD" and backend == "fa2"
-        self.planned = None
+        self.planned = self.buffers = None
 
     def _plan(self, q_indptr, kv_indptr, indices, last_page_len, **rest):
         check_int32(q_indptr, kv_indptr, indices, last_page_len)
@@ -74,9 +74,49 @@ class _Wrapper:
 
 
 class Decode(_Wrapper):
-    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores=False, backend="auto"):
+    def __init__(
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        use_tensor_cores=False,
+        paged_kv_indptr_buffer=None,
+        paged_kv_indices_buffer=None,
+        paged_kv_last_page_len_buffer=None,
+        backend="auto",
+    ):
         self._begin(float_workspace_buffer, kv_layout, backend)
         self.use_tensor_cores = use_tensor_cores
+        given = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        assert use_cuda_graph == all(map(torch.is_tensor, given)) == any(map(torch.is_tensor, given))
+        if use_cuda_graph:
+            check_int32(*given)
+            assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
+            self.buffers = given
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        assert int_workspace_buffer.dtype is torch.uint8 and int_workspace_buffer.data_ptr() % 16 == 0
+
+    def run(self, q, paged_kv_cache, *, out):
+        """A captured launch repeats what its first plan decided, and reads the pages that the last one left."""
+        if self.buffers is None:
+            return super().run(q, paged_kv_cache, out=out)
+        (indptr, pages, last), rest = self.buffers, self.planned.rest
+        counts = indptr.diff()
+        most = torch.arange(len(pages))
+        index = pages[(indptr[:-1, None] + most).clamp(max=len(pages) - 1).long()].long()
+        keys, values = (part[index].flatten(1, 2).double() for part in paged_kv_cache)
+        length = (counts - 1) * rest["page_size"] + last
+        position = torch.arange(keys.shape[1])
+        seen = position < length[:, None]
+        if rest["window_left"] >= 0:
+            seen = seen & (position >= (length - 1 - rest["window_left"])[:, None])
+        group = rest["num_qo_heads"] // rest["num_kv_heads"]
+        keys, values = (part.repeat_interleave(group, dim=2) for part in (keys, values))
+        scores = torch.einsum("rnh,rpnh->rnp", q.double(), keys) * rest["sm_scale"]
+        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+        out.copy_(torch.einsum("rnp,rpnh->rnh", weights, values.masked_fill(~seen[:, :, None, None], 0.0)))
+        return out
 
     def plan(
         self,
@@ -99,6 +139,13 @@ class Decode(_Wrapper):
         assert self.use_tensor_cores or group in (1, 2, 3, 4, 8)
         heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         q_indptr = torch.arange(len(indptr), dtype=torch.int32)
+        if self.buffers is not None:
+            offsets, pages, last = self.buffers
+            assert len(last_page_len) == len(last), "the batch size is fixed in CUDA-graph mode"
+            assert len(indices) <= len(pages), "more pages than the buffer holds"
+            offsets.copy_(indptr)
+            pages[: len(indices)].copy_(indices)
+            last.copy_(last_page_len)
         self._plan(q_indptr, indptr, indices, last_page_len, page_size=page_size, **heads, **more)
 
 
@@ -129,29 +176,6 @@ class Prefill(_Wrapper):
         heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim_qk}
         pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._plan(qo_indptr, *pages, page_size=page_size, **heads, **more)
-
-
-def append_paged_kv_cache(
-    append_key,
-    append_value,
-    batch_indices,
-    positions,
-    paged_kv_cache,
-    kv_indices,
-    kv_indptr,
-    kv_last_page_len,
-    kv_layout="NHD",
-):
-    check_int32(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    assert kv_layout == "NHD" and append_key.stride(-1) == append_value.stride(-1) == 1
-    assert len(append_key) == len(append_value) == len(batch_indices) == len(positions)
-    assert len(kv_indptr) == len(kv_last_page_len) + 1
-    size = paged_kv_cache[0].shape[1]
-    for token, (row, position) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
-        page = kv_indices[kv_indptr[row] + position // size]
-        assert kv_indptr[row] + position // size < kv_indptr[row + 1]
-        for cache, new in zip(paged_kv_cache, (append_key, append_value), strict=True):
-            cache[page, position % size] = new[token]
 
 
 def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox=True):
@@ -230,16 +254,38 @@ def flash_attn_3_with_kvcache(
     softmax_scale,
     causal=False,
     window_size=(-1, -1),
+    num_splits=0,
 ):
-    assert causal
-    kept = {"scale": softmax_scale, "window_size": window_size}
-    if cu_seqlens_q is None:
-        spans = [slice(row, row + 1) for row in range(len(q))]
-        return _block_rows(q[:, 0], (k_cache, v_cache), page_table, cache_seqlens, spans, **kept)[:, None]
+    """Its launches follow from shapes alone, as the real one's do: reads no number from a tensor."""
+    assert causal and num_splits in (0, 1) and q.dtype in DTYPES and q.stride(-1) == 1 and q.shape[-1] % 8 == 0
+    check_int32(cache_seqlens, page_table)
+    left, right = window_size
+    assert (left, right) == (-1, -1) or (left >= 0 and right == 0)
+    one_each = cu_seqlens_q is None
+    if one_each:
+        cu_seqlens_q = torch.arange(len(q) + 1, dtype=torch.int32)
+        q = q.squeeze(1)
+    else:
+        assert max_seqlen_q >= 1
     check_int32(cu_seqlens_q)
-    assert (cu_seqlens_q.diff() <= max_seqlen_q).all()
-    spans = [slice(int(a), int(b)) for a, b in zip(cu_seqlens_q, cu_seqlens_q[1:], strict=False)]
-    return _block_rows(q, (k_cache, v_cache), page_table, cache_seqlens, spans, **kept)
+    assert len(page_table) == len(cache_seqlens) == len(cu_seqlens_q) - 1
+    token = torch.arange(len(q))
+    row = torch.bucketize(token, cu_seqlens_q[1:].long(), right=True)
+    no_row = row == len(cache_seqlens)
+    row = row.clamp(max=len(cache_seqlens) - 1)
+    position = (cache_seqlens[row] - cu_seqlens_q[1:][row]).long() + token
+    index, group = page_table[row].long(), q.shape[1] // k_cache.shape[2]
+    index = torch.where(torch.arange(index.shape[1]) * k_cache.shape[1] <= position[:, None], index, 0)
+    keys, values = (part[index].flatten(1, 2).double().repeat_interleave(group, dim=2) for part in (k_cache, v_cache))
+    key = torch.arange(keys.shape[1])
+    seen = key <= position[:, None]
+    if left >= 0:
+        seen = seen & (key >= (position - left)[:, None])
+    scores = torch.einsum("tnh,tpnh->tnp", q.double(), keys) * softmax_scale
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    out = torch.einsum("tnp,tpnh->tnh", weights, values.masked_fill(~seen[:, :, None, None], 0.0)).to(q.dtype)
+    out = out.masked_fill(no_row[:, None, None], torch.nan)  # what no row writes is whatever memory held
+    return out[:, None] if one_each else out
 
 
 # mamba-ssm and causal-conv1d
@@ -327,7 +373,6 @@ MODULES = {
     "flashinfer": {"__version__": "0.7.2", "__path__": []},
     "flashinfer.decode": {"BatchDecodeWithPagedKVCacheWrapper": Decode},
     "flashinfer.prefill": {"BatchPrefillWithPagedKVCacheWrapper": Prefill},
-    "flashinfer.page": {"append_paged_kv_cache": append_paged_kv_cache},
     "flashinfer.rope": {"apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace},
     "flash_attn": {
         "__version__": "2.8.3",

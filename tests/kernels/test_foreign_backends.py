@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+from types import ModuleType, SimpleNamespace
 
 import fake_packages
 import numpy as np
@@ -15,11 +16,14 @@ import torch
 
 from megatron_infer.kernels import (
     flash_attn_attention,
+    flash_attn_prompts,
     flashinfer_attention,
     flashinfer_rope,
     mamba_ssm_scan,
     optional_packages,
 )
+from megatron_infer.kernels.attention_phases import PhasedAttention
+from megatron_infer.kernels.base import AttendSpec
 from megatron_infer.kernels.cpu_torch import TorchPagedAttention
 from megatron_infer.kernels.flash_attn_attention import FlashAttention, Version2, Version3
 from megatron_infer.kernels.torch_ref import ReferenceAttention
@@ -39,7 +43,7 @@ def make_case(*args, interleaved=False, **options):
     return case
 
 
-@pytest.fixture(params=["flashinfer", "flashinfer rope", "flash_attn 2", "flash_attn 3"])
+@pytest.fixture(params=["flashinfer", "flashinfer rope", "flash_attn 2", "flash_attn 3", "one each"])
 def make(request, monkeypatch):
     """(a new backend, the block size it is tried with)."""
     fake_packages.install(monkeypatch, "flashinfer", "flash_attn", "flash_attn_interface")
@@ -53,6 +57,12 @@ def make(request, monkeypatch):
         "flashinfer rope": (lambda: flashinfer_rope.FlashInferRope(TorchPagedAttention()), 16),
         "flash_attn 2": (lambda: FlashAttention(Version2(flash_attn)), 256),
         "flash_attn 3": (lambda: FlashAttention(Version3(flash_attn_interface)), 16),
+        "one each": (
+            lambda: PhasedAttention(
+                decode=flashinfer_attention.make(CPU, bf16), prefill=FlashAttention(Version3(flash_attn_interface))
+            ),
+            16,
+        ),
     }[request.param]
 
 
@@ -86,22 +96,21 @@ def test_one_backend_serves_layers_and_steps_of_different_kinds(make):
 
 
 def test_flashinfer_gets_what_the_host_makes_by_uploads_that_do_not_wait(monkeypatch):
-    """A copy from pageable memory waits for the device; its planner alone takes host tensors, which it pins."""
+    """A copy from pageable memory waits for the device; its planner alone takes host tensors, which it copies."""
     fake_packages.install(monkeypatch, "flashinfer")
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
-    upload, uploads, appended = flashinfer_attention.upload, [], []
-
-    def note(array, device):
-        uploads.append(upload(array, device))
-        return uploads[-1]
-
-    def append(keys, values, batch, positions, cache, pages, indptr, last_page_len, kv_layout):
-        appended.extend((batch, indptr, last_page_len))
-
-    monkeypatch.setattr(flashinfer_attention, "upload", note)
-    monkeypatch.setattr(sys.modules["flashinfer.page"], "append_paged_kv_cache", append)
-    make_case([(1, 33), (9, 9)], num_decode=1, dtype=torch.bfloat16).run(flashinfer_attention.make(CPU, torch.bfloat16))
-    assert appended and all(any(one is sent for sent in uploads) for one in appended)
+    upload, uploads = flashinfer_attention.upload, []
+    monkeypatch.setattr(
+        flashinfer_attention, "upload", lambda array, device: uploads.append(len(array)) or upload(array, device)
+    )
+    moved = []
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda one, *args, **more: moved.append(args) or to(one, *args, **more))
+    case = make_case([(1, 33), (9, 9)], num_decode=1, dtype=torch.bfloat16)
+    backend = flashinfer_attention.make(CPU, torch.bfloat16)
+    backend.plan(case.meta)
+    flashinfer_attention._lay_out(case.meta, 16)
+    assert uploads == [3, 1] and [args for args in moved if torch.device in map(type, args)] == [(CPU,), (CPU,)]
 
 
 def test_flashinfer_before_the_version_whose_source_was_read_is_refused(monkeypatch):
@@ -164,6 +173,75 @@ def test_version_2_of_flash_attn_needs_blocks_of_256(monkeypatch):
     spec = make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec
     backend = FlashAttention(Version2(flash_attn))
     assert "block_size_tokens=64" in backend.supports(spec, dtype=torch.float16, block_size=64)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window", "block_size", "word"),
+    [
+        (64, None, 128, None),
+        (128, None, 256, None),
+        (128, 512, 256, None),
+        (256, 512, 64, None),
+        (128, None, 64, "loads blocks of a multiple of 128 tokens at its full speed, got block_size_tokens=64"),
+        (256, None, 256, "a multiple of 80 tokens"),
+        (96, None, 256, "a multiple of 144 tokens"),
+    ],
+)
+def test_prompts_take_version_3_where_it_loads_whole_tiles(monkeypatch, head_dim, window, block_size, word):
+    fake_packages.install(monkeypatch, "flash_attn_interface")
+    spec = dataclasses.replace(make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec, window=window)
+    spec = dataclasses.replace(spec, head_dim=head_dim)
+    reason = flash_attn_prompts.make(CPU, torch.bfloat16).supports(spec, dtype=torch.bfloat16, block_size=block_size)
+    assert reason is None if word is None else word in reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "word"),
+    [
+        ({}, {}, None),
+        ({"LOCAL": True}, {}, None),
+        ({"LOCAL": True}, {"window": 9}, "built without windows"),
+        ({"HDIM128": True}, {"head_dim": 128}, None),
+        ({"HDIM128": True, "HDIM192": True, "HDIM256": True}, {"head_dim": 128}, "without head dims of 128 and more"),
+        ({"FP16": True}, {}, None),
+    ],
+)
+def test_what_version_3_is_built_without_is_refused(monkeypatch, flags, fields, word):
+    fake_packages.install(monkeypatch, "flash_attn_interface")
+    config = ModuleType("flash_attn_config")
+    config.CONFIG = {"build_flags": {f"FLASHATTENTION_DISABLE_{name}": value for name, value in flags.items()}}
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
+    spec = dataclasses.replace(make_case([(1, 1)], num_decode=1, dtype=torch.bfloat16).spec, **fields)
+    backend = FlashAttention(Version3(sys.modules["flash_attn_interface"]))
+    reason = backend.supports(spec, dtype=torch.bfloat16, block_size=128)
+    assert reason is None if word is None else word in reason
+
+
+def test_why_version_3_cannot_be_taken_at_all(monkeypatch):
+    fake_packages.install(monkeypatch, "flash_attn_interface")
+    monkeypatch.setattr(flash_attn_attention, "missing", lambda *what: None)
+    capability, device = [(9, 0)], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    assert flash_attn_attention.no_version_3(device) is None
+    config = ModuleType("flash_attn_config")
+    config.CONFIG = {"build_flags": {"FLASHATTENTION_DISABLE_PAGEDKV": True}}
+    monkeypatch.setitem(sys.modules, "flash_attn_config", config)
+    assert flash_attn_attention.no_version_3(device) == "flash-attn-3 is built without PAGEDKV"
+    monkeypatch.setattr(sys.modules["flash_attn_interface"], "flash_attn_with_kvcache", lambda q, cache_seqlens: None)
+    assert "takes no page_table" in flash_attn_attention.no_version_3(device)
+    capability[0] = (10, 0)
+    assert flash_attn_attention.no_version_3(device).endswith("(compute capability 9.0), cuda is of capability 10.x")
+
+
+@pytest.mark.parametrize(("num_tokens", "wanted"), [(64, 0), (128, 0), (129, 1), (4096, 1)])
+def test_partial_sums_of_version_3_are_bounded(num_tokens, wanted):
+    """A step with tokens enough to occupy a GPU by tiles of queries keeps a row's keys in one piece."""
+    seen = []
+    package = SimpleNamespace(flash_attn_with_kvcache=lambda *args, **more: seen.append(more["num_splits"]))
+    spec = AttendSpec(num_kv_heads=8, group_size=4, head_dim=128, scale=1.0)
+    q_TNH = torch.empty(num_tokens, 32, 128, device="meta")
+    Version3(package).ragged(q_TNH, (None, None), None, None, None, None, spec, max_q_len=9, max_kv_len=9)
+    assert seen == [wanted]
 
 
 def test_equal_layers_with_other_sinks_keep_their_own_behind_the_rope(monkeypatch):
@@ -236,7 +314,10 @@ def test_a_scan_that_it_cannot_do_is_refused_with_the_reason(make_scan, fields, 
     assert word in make_scan().supports(dataclasses.replace(SCAN, **fields), **asked)
 
 
-@pytest.mark.parametrize("module", [flashinfer_attention, flash_attn_attention, mamba_ssm_scan, flashinfer_rope])
+MODULES = [flashinfer_attention, flash_attn_attention, flash_attn_prompts, mamba_ssm_scan, flashinfer_rope]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_without_a_gpu_there_is_a_reason_and_nothing_is_imported(module, monkeypatch):
     monkeypatch.setattr("builtins.__import__", _refuse)
     assert module.unavailable(CPU, torch.bfloat16) == "runs on a GPU, the model is on cpu"

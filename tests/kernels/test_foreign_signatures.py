@@ -19,7 +19,6 @@ FUNCTIONS = [
     ("flashinfer", "prefill.py", f"{PREFILL}.__init__", fakes.Prefill.__init__),
     ("flashinfer", "prefill.py", f"{PREFILL}.plan", fakes.Prefill.plan),
     ("flashinfer", "prefill.py", f"{PREFILL}.run", fakes.Prefill.run),
-    ("flashinfer", "page.py", "append_paged_kv_cache", fakes.append_paged_kv_cache),
     ("flashinfer", "rope.py", "apply_rope_with_cos_sin_cache_inplace", fakes.apply_rope_with_cos_sin_cache_inplace),
     ("flash_attn", "flash_attn_interface.py", "flash_attn_with_kvcache", fakes.flash_attn_with_kvcache),
     ("flash_attn", "flash_attn_interface.py", "flash_attn_varlen_func", fakes.flash_attn_varlen_func),

@@ -114,7 +114,7 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
         by_status.setdefault(row["status"], []).append(row["name"])
     packages = {f"{name}_engine" for name in ("flashinfer", "flash_attn", "mamba_ssm")} | {"flash_attn_graphs"}
     packages |= {"flashinfer_rope", "speed_peer", "fp8_training_model"}
-    packages |= {"no_sync_flashinfer"}
+    packages |= {"no_sync_flashinfer", "flashinfer_graphs", "flash_attn_3_prompts"}
     assert set(by_status.get("skipped", ())) <= packages | {"sync_is_noticed"}, result.stdout
     assert report["rehearsal"] and report["facts"]["packages"]["torch"]
     assert "# A rehearsal" in (tmp_path / "report.md").read_text()

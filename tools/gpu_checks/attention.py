@@ -13,6 +13,7 @@ from gpu_checks.context import Context
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from gpu_checks.steps import Padding, Row, attention_case, attention_oracle, error_of
 from megatron_infer.kernels import backend_candidates
+from megatron_infer.kernels.base import GraphSupport
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Of the largest entry. Inputs are the rounded ones, so this is the kernel's own rounding: that of its output, and of
@@ -121,10 +122,11 @@ def slices(ctx: Context) -> Result:
     return _hold(ctx, {"slices": (ctx.pick(SLICES, SMALL_SLICES), 0)}, _slice_settings)
 
 
-def _graph_safe(ctx: Context, dtype: torch.dtype) -> list[Any]:
-    found = [backend for backend in ctx.backends(backend_candidates.ATTENTION, dtype) if backend.graph_safe]
+def _own(ctx: Context, dtype: torch.dtype) -> list[Any]:
+    """The package's own kernels: others split rows by the batch."""
+    found = [backend for backend in ctx.backends(backend_candidates.ATTENTION, dtype) if backend.name == "triton"]
     if not found:
-        raise Unavailable("no attention backend here says that it can be captured")
+        raise Unavailable("Triton's attention is not there")
     return found
 
 
@@ -139,7 +141,7 @@ def company(ctx: Context) -> Result:
     steps = ctx.pick([(MIXED, 2), (SLICES, 0)], [(SMALL_MIXED, 1)])
     settings = next(_settings(ctx))
     for dtype, (rows, num_decode) in itertools.product(ctx.dtypes(), steps):
-        for backend in _graph_safe(ctx, dtype):
+        for backend in _own(ctx, dtype):
             plain = attention_case(rows, ctx.device, dtype, num_decode=num_decode, **settings)
             out, _ = plain.run(backend)
             again, _ = plain.run(backend)
@@ -190,7 +192,7 @@ def randomly(ctx: Context) -> Result:
         }
         case = attention_case(rows, ctx.device, dtype, num_decode=num_decode, **settings)
         for backend in ctx.backends(backend_candidates.ATTENTION, dtype):
-            if not backend.graph_safe and settings["padding"] != Padding():
+            if backend.graphs is not GraphSupport.ALL and settings["padding"] != Padding():
                 continue
             if backend.supports(case.spec, dtype=dtype, block_size=settings["block_size"]) is None:
                 _compare(compare, case, backend, f"{backend.name} {dtype} {rows} {settings}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from gpu_checks.context import Context
 from gpu_checks.engines import CPU, answers, make_engine, make_model, workload
 from gpu_checks.graphs import BACKEND_VARIABLE, environment, graphed, same
 from gpu_checks.models import CHOICES, compare_tokens
-from gpu_checks.registry import Comparison, Result, Unavailable, check
-from megatron_infer.kernels import backend_candidates, flashinfer_rope
+from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
+from gpu_checks.steps import AttentionCase, attention_case
+from megatron_infer.kernels import backend_candidates, flash_attn_prompts, flashinfer_rope
 from megatron_infer.testing.inspect import inspect
 
 # flash-attn 2 takes blocks of 256 tokens only.
-OPTIONS: dict[str, dict[str, Any]] = {"flash_attn": {"block_size_tokens": 256, "buffer_size_gb": 0.2}}
+BLOCKS_OF_256: dict[str, Any] = {"block_size_tokens": 256, "buffer_size_gb": 0.2}
+OPTIONS: dict[str, dict[str, Any]] = {"flash_attn": BLOCKS_OF_256}
 
 
 def _engine_on(ctx: Context, name: str, kind: str, dtype: torch.dtype) -> Any:
@@ -102,18 +105,91 @@ def flash_attn(ctx: Context) -> Result:
     budget_s=40,
 )
 def flash_attn_graphs(ctx: Context) -> Result:
-    found, reasons = backend_candidates.available(
-        backend_candidates.ATTENTION, ctx.device, torch.bfloat16, forced="flash_attn"
-    )
+    return _hold_graphs(ctx, "flash_attn")
+
+
+@check(
+    "flashinfer_graphs",
+    group="backends",
+    promise="decode steps on FlashInfer, where it is installed, have the same bits replayed and run as they are",
+    budget_s=90,
+)
+def flashinfer_graphs(ctx: Context) -> Result:
+    return _hold_graphs(ctx, "flashinfer")
+
+
+def _hold_graphs(ctx: Context, name: str) -> Result:
+    found, reasons = backend_candidates.available(backend_candidates.ATTENTION, ctx.device, torch.bfloat16, forced=name)
     if not found:
-        raise Unavailable(reasons["flash_attn"])
+        raise Unavailable(reasons[name])
     compare = Comparison("difference")
     for kind in ("attention", "windows"):
-        options = {"kernels": None, "attention_backend": "flash_attn", **OPTIONS["flash_attn"]}
-        engine = _hold_replayed(ctx, compare, "flash_attn", kind, **options)
+        engine = _hold_replayed(ctx, compare, name, kind, kernels=None, attention_backend=name, **OPTIONS.get(name, {}))
         chosen = {row.operation: row.chosen for row in engine.kernels.rows}["attention"]
-        compare.require(f"{kind}: attention is {chosen}'s", chosen == "flash_attn")
+        compare.require(f"{kind}: attention is {chosen}'s", chosen == name)
     return compare.result()
+
+
+@check(
+    "flash_attn_3_prompts",
+    group="backends",
+    promise="on Hopper with flash-attn 3, prompts run on it and decode rows on Triton: answers as on Triton alone, the "
+    "same bits replayed from graphs and run as they are",
+    budget_s=60,
+)
+def prompts(ctx: Context) -> Result:
+    if (reason := flash_attn_prompts.unavailable(ctx.device, torch.bfloat16)) is not None:
+        raise Unavailable(reason)
+    compare = Comparison("share of answers that part")
+    for kind in ("attention", "windows"):
+        work = workload(ctx, logprobs=CHOICES, count=8)
+        model = make_model(kind, torch.bfloat16, ctx.device)
+        wanted = answers(make_engine(model, ctx.device, attention_backend="triton", **BLOCKS_OF_256), work)
+        engine = make_engine(model, ctx.device, **BLOCKS_OF_256)
+        _add_alike(ctx, compare, f"prompts {kind}", answers(engine, work), wanted)
+        rows = {row.operation: row.chosen for row in engine.kernels.rows}
+        chosen = rows.get("attention, decode"), rows.get("attention, prefill")
+        compare.require(f"{kind}: decode and prefill run on {chosen}", chosen == ("triton", "flash_attn_3"))
+        _hold_replayed(ctx, compare, "prompts", kind, **BLOCKS_OF_256)
+    return compare.result()
+
+
+@check(
+    "speed_attention",
+    group="backends",
+    promise="one layer's attention of a prompt and of decode rows on every backend here: the order of `auto`",
+    budget_s=60,
+    long=True,
+)
+def speed(ctx: Context) -> Result:
+    """8 kv heads of 128 with 4 query heads each, in bf16, blocks of 256."""
+    dtype = ctx.pick(torch.bfloat16, torch.float32)
+    sizes: dict[str, Any] = {"head_dim": 128, "group_size": 4, "num_kv_heads": 8, "block_size": 256}
+    sizes = ctx.pick(sizes, {"head_dim": 16, "group_size": 2, "num_kv_heads": 1})
+    length, num_rows = ctx.pick((8192, 64), (20, 2))
+    steps = {"prefill": ([(length, length)], 0), "decode": ([(1, length // 2)] * num_rows, num_rows)}
+    backends = ctx.backends(backend_candidates.ATTENTION, dtype)
+    if not ctx.rehearse:
+        backends += backend_candidates.available(backend_candidates.PROMPTS, ctx.device, dtype, forced=None)[0]
+    targets, table = [], []
+    for name, (rows, num_decode) in steps.items():
+        case = attention_case(rows, ctx.device, dtype, num_decode=num_decode, **sizes)
+        block_size = case.kv_cache.shape[3]
+        able = [one for one in backends if one.supports(case.spec, dtype=dtype, block_size=block_size) is None]
+        able = [one for one in able if name == "prefill" or one.name != "flash_attn_3"]
+        ms = {one.name: _milliseconds(ctx, one, case) for one in able}
+        table += [f"{name:<8} {backend:<14} {found:8.3f} ms" for backend, found in ms.items()]
+        first = "flash_attn_3" if "flash_attn_3" in ms else next(iter(ms))
+        share = min(ms.values()) / ms[first]
+        targets.append(Target(f"{name}: the fastest backend's time over that of {first}, as auto chooses", share, 0.95))
+    return Result(OK, f"{len(table)} timings", targets=targets, details={"table": table})
+
+
+def _milliseconds(ctx: Context, backend: Any, case: AttentionCase) -> float:
+    q_TKGH, k_TKH, v_TKH = case.parts(case.fused)
+    backend.plan(case.step)
+    run = partial(backend.run, q_TKGH, k_TKH, v_TKH, case.kv_cache, layer=1, spec=case.spec)
+    return ctx.milliseconds(run, rounds=ctx.pick(10, 1))
 
 
 @check(

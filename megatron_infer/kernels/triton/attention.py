@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.kv_rounding import FP8, only_own_dtype
 from megatron_infer.kernels.triton import attention_decode, attention_prefill, attention_slices, launch
 from megatron_infer.kernels.triton.attention_decode import attend_decode, decode_tiles
@@ -82,7 +82,8 @@ class TritonPagedAttention:
     """
 
     name = "triton"
-    graph_safe = True
+    graphs = GraphSupport.ALL
+    plan_on_host = None
 
     def __init__(
         self,
