@@ -11,6 +11,7 @@ a sample; training computes the same in float32.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -26,6 +27,10 @@ from torch import Tensor, nn
 from megatron_infer.audio.decoder import OpenedDecoder, Sound
 from megatron_infer.audio.layout import SpeechFormat
 from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.kernels import native_build
+from megatron_infer.kernels.conv_stack import ConvSpec, ConvStack
+
+log = logging.getLogger("megatron_infer")
 
 METADATA = "codec"
 """Key of the safetensors' metadata that holds `CodecConfig` as JSON."""
@@ -101,6 +106,11 @@ class CausalConv(nn.Module):
         super().__init__()
         self.kernel, self.dilation = kernel, dilation
         self.linear = nn.Linear(inner * kernel, outer)
+
+    def spec(self, *, activates: bool = False, adds: bool = False) -> ConvSpec:
+        weight, bias = self.linear.weight, self.linear.bias
+        kernel, dilation = self.kernel, self.dilation
+        return ConvSpec(weight=weight, bias=bias, kernel=kernel, dilation=dilation, activates=activates, adds=adds)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         total, reach = x_BTC.shape[1], (self.kernel - 1) * self.dilation
@@ -229,6 +239,22 @@ class _Unfold(_Fold):
         return x_BTC.reshape(rows, total * self.stride, channels // self.stride)
 
 
+def _native_stack(decoder: nn.Sequential) -> ConvStack | None:
+    """An exact codec's decoder in C++, whose samples are those of `Codec.sound`; None where that cannot be built."""
+    try:
+        library = native_build.load()
+    except native_build.NativeUnavailable as error:
+        log.warning("the audio decoder codec runs in torch, several times slower: %s", error)
+        return None
+    specs: list[ConvSpec] = []
+    for layer in decoder:
+        if isinstance(layer, CausalConv):
+            specs.append(layer.spec())
+        elif isinstance(layer, ResidualUnit):
+            specs += [layer.mix.spec(activates=True), layer.back.spec(activates=True, adds=True)]
+    return ConvStack(library, specs, step=ACTIVATION_STEP, limit=ACTIVATION_LIMIT, slope=SLOPE)
+
+
 class CodecDecoder:
     """A trained `Codec` as an `AudioDecoder` and `AudioEncoder`."""
 
@@ -238,6 +264,7 @@ class CodecDecoder:
     def __init__(self, codec: Codec) -> None:
         config = codec.config
         self._codec, self._config = codec.exact(), config
+        self._stack = _native_stack(self._codec.decoder)
         self.sample_rate, self.samples_per_token = config.sample_rate, Fraction(config.hop, config.codebooks)
         self.left_context = config.left_frames * config.codebooks
 
@@ -247,9 +274,12 @@ class CodecDecoder:
         codes_BTQ = tokens_BT.reshape(rows, -1, books)
         frames_BTC = sum(self._codec.codes[q][codes_BTQ[:, :, q]] for q in range(books))
         assert isinstance(frames_BTC, Tensor)
-        together = max(1, CACHED_FRAMES // frames_BTC.shape[1])
-        parts = [self._codec.sound(part) for part in frames_BTC.split(together)]
-        sound_BS = torch.cat(parts).clamp(-1.0, 1.0).to(torch.float32)
+        if self._stack is not None:
+            sound_BS = self._stack.run(frames_BTC).clamp(-1.0, 1.0)
+        else:
+            together = max(1, CACHED_FRAMES // frames_BTC.shape[1])
+            parts = [self._codec.sound(part) for part in frames_BTC.split(together)]
+            sound_BS = torch.cat(parts).clamp(-1.0, 1.0).to(torch.float32)
         is_there_BS = torch.arange(sound_BS.shape[1]) < (lengths_B // books * self._config.hop)[:, None]
         return sound_BS * is_there_BS
 

@@ -2,7 +2,8 @@
 
 {"first_token": 260, "vocab_size": 512, "codebooks": 1, "frame_rate": 50, "delay": false, "end_token": 772,
  "prompt": ["voice", 258, "text", 259], "decoder": "codec", "decoder_weights": "codec.safetensors",
- "decoder_config": {}, "voices": {"anna": "anna.wav"}}
+ "decoder_config": {}, "voices": {"anna": "anna.wav"},
+ "text_marks": [240, 16], "interleaved_text": [0, 256]}
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ MAX_CHARS = 4096
 TEXT_PARTS = ("transcription", "instructions", "text")
 """Parts of a prompt that are texts; "voice" is the tokens of the voice."""
 REQUIRED = ("first_token", "vocab_size", "end_token", "prompt")
-OPTIONAL = ("codebooks", "frame_rate", "delay", "decoder", "decoder_weights", "decoder_config", "voices")
+OPTIONAL = (
+    "codebooks",
+    "frame_rate",
+    "delay",
+    "decoder",
+    "decoder_weights",
+    "decoder_config",
+    "voices",
+    "text_marks",
+    "interleaved_text",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +56,12 @@ class SpeechModel:
     decoder_config: Mapping[str, Any] = field(default_factory=dict)
     voices: Mapping[str, str] = field(default_factory=dict)
     """Name -> WAV file of a voice that comes with the model."""
+    text_marks: range = range(0)
+    """Ids that stand in a prompt before the tokens of its text, one after the other and again from the first, by which
+    a model finds the token to speak next."""
+    interleaved_text: range = range(0)
+    """Ids of text tokens that an answer may hold between its speech tokens, a word before its sound; they are
+    silent."""
 
     @classmethod
     def read(cls, folder: Path) -> SpeechModel:
@@ -76,6 +93,8 @@ class SpeechModel:
                 decoder_weights=str(folder / values["decoder_weights"]) if values.get("decoder_weights") else "",
                 decoder_config=dict(values.get("decoder_config", {})),
                 voices={str(name): str(folder / file) for name, file in dict(values.get("voices", {})).items()},
+                text_marks=_ids(values, "text_marks"),
+                interleaved_text=_ids(values, "interleaved_text"),
             )
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelError(f"{path}: {error}") from None
@@ -105,14 +124,22 @@ class SpeechModel:
             )
         if self.first_token <= self.end_token <= last:
             raise ModelError(f"end_token {self.end_token} is one of the speech tokens {self.first_token} to {last}")
+        heard = {*range(self.first_token, last + 1), self.end_token}
+        for name in ("text_marks", "interleaved_text"):
+            ids = getattr(self, name)
+            if ids.stop > vocab_size or not heard.isdisjoint(ids):
+                raise ModelError(
+                    f"{name} is the tokens {ids.start} to {ids.stop - 1}; they must be text tokens of the model's "
+                    f"{vocab_size:,}, neither speech tokens nor the end token"
+                )
 
     def drawable(self) -> list[int]:
         """Token ids that an answer consists of."""
         first = self.first_token
-        return [*range(first, first + self.format.vocab_size), self.end_token]
+        return [*self.interleaved_text, *range(first, first + self.format.vocab_size), self.end_token]
 
     def speech_of(self, ids: Iterable[int]) -> list[int]:
-        """Drawn token ids -> speech tokens; the end token is none."""
+        """Drawn token ids -> speech tokens; interleaved text and the end token are none."""
         first, size = self.first_token, self.format.vocab_size
         return [token - first for token in ids if first <= token < first + size]
 
@@ -132,9 +159,20 @@ class SpeechModel:
                 ids.append(part)
             elif part == "voice":
                 ids += [self.first_token + token for token in self.layout.drawn(voice)]
+            elif part == "text" and self.text_marks:
+                for place, token in enumerate(texts.get(part, ())):
+                    ids += (self.text_marks[place % len(self.text_marks)], token)
             else:
                 ids += texts.get(part, ())
         return ids
+
+
+def _ids(values: Mapping[str, Any], name: str) -> range:
+    """[first, count] as ids; none where the key is missing."""
+    first, count = map(int, values.get(name, (0, 0)))
+    if first < 0 or count < 0:
+        raise ValueError(f"{name} is {values[name]}, it must be [first token id, count]")
+    return range(first, first + count)
 
 
 def check_text(text: object) -> None:
@@ -143,6 +181,13 @@ def check_text(text: object) -> None:
         raise InvalidPrompt("input is empty; give the text to speak")
     if len(text) > MAX_CHARS:
         raise InvalidPrompt(f"input has {len(text):,} characters, the limit is {MAX_CHARS:,}; send it in parts")
+
+
+def check_vocabulary(model: str, vocab_size: int) -> None:
+    """Raises ModelError where a model that speaks lacks tokens of its speech.json; others pass."""
+    folder = Path(model).expanduser()
+    if (folder / FILE).is_file():
+        SpeechModel.read(folder).check_vocabulary(vocab_size)
 
 
 def difference(model: SpeechFormat, decoder: SpeechFormat) -> str:

@@ -32,6 +32,7 @@ SOURCES = (
     "sampling.cpp",
     "ssm.cpp",
     "layers.cpp",
+    "conv_stack.cpp",
     "team.cpp",
 )
 HEADERS = ("common.h", "attention.h", "checksum.h", "layer_ops.h")

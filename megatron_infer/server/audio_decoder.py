@@ -277,17 +277,24 @@ class AudioDecoderClient:
             one.sound.set_exception(ApiError(500, f"the audio decoder failed: {message.message}", code="decoder_error"))
 
 
-def run_decoder(model: str, path: str, voices: dict[str, str], on_ready: Any) -> None:
-    """The process: open the model's decoder, encode the voices, serve. Raises InferenceError for what cannot be."""
+def run_decoder(model: str, path: str, voices: dict[str, str], own: str, on_ready: Any) -> None:
+    """The process: open the model's decoder, encode the voices, serve. Raises InferenceError for what cannot be.
+
+    own: as `ServerConfig.audio_decoder`.
+    """
     from pathlib import Path
 
     from megatron_infer.audio.checks import check_decoder_of
     from megatron_infer.audio.registry import open_decoder
     from megatron_infer.audio.speech_model import SpeechModel
     from megatron_infer.audio.voices import encode_voices
+    from megatron_infer.utils.named_class import named_object
 
     speech = SpeechModel.read(Path(model).expanduser())
-    opened = open_decoder(speech.decoder, speech.decoder_weights, speech.decoder_config)
+    openers = (
+        {speech.decoder: named_object(own, variable="audio_decoder", remedy="give MODULE:FUNCTION")} if own else {}
+    )
+    opened = open_decoder(speech.decoder, speech.decoder_weights, speech.decoder_config, own=openers)
     check_decoder_of(speech, opened, speech.decoder)
     encoded = encode_voices({**speech.voices, **voices}, opened)
 

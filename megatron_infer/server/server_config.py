@@ -70,6 +70,8 @@ class ServerConfig:
     """Take calls with min_tokens. False: 400."""
     voice: tuple[str, ...] = ()
     """Voices of a model that speaks: NAME=FILE, a WAV file of at most 30 seconds, besides those of the model."""
+    audio_decoder: str = ""
+    """MODULE:FUNCTION that opens the audio decoder that speech.json names, where it is one of your own."""
     speech_chunk_size: str = "15,30,60"
     """New speech tokens of each block of sound that is sent, where a call does not say, raised to whole frames; the
     last repeats. "none": all at once."""

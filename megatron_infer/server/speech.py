@@ -309,35 +309,42 @@ def chunk_sizes(text: str, *, frame: int) -> tuple[int, ...] | None:
 
 
 def with_voices(model: str, settings: ServerConfig) -> ServerConfig:
-    """The settings with the voices that come with a model that speaks."""
-    folder = Path(model).expanduser()
+    """The settings with the voices that come with a model that speaks, checked before anything starts.
+
+    Raises ConfigError for settings of speech for a model that does not speak and for a model without an audio decoder,
+    RequestError for files that are no voices.
+    """
+    folder, voices = Path(model).expanduser(), voice_files(settings.voice)
     if not (folder / FILE).is_file():
+        for name in ("voice", "audio_decoder"):
+            if getattr(settings, name):
+                raise ConfigError(f"{name} is given, but {model} has no {FILE}: it does not speak; leave it out")
         return settings
-    named = {**SpeechModel.read(folder).voices, **voice_files(settings.voice)}
-    return dataclasses.replace(settings, voice=tuple(f"{name}={path}" for name, path in named.items()))
+    speech = SpeechModel.read(folder)
+    if not settings.audio_decoder:
+        check_decoder(speech.decoder, speech.decoder_weights)
+    voices = {**speech.voices, **voices}
+    for path in voices.values():
+        read_voice(path)
+    chunk_sizes(settings.speech_chunk_size, frame=speech.format.codebooks)
+    return dataclasses.replace(settings, voice=tuple(f"{name}={path}" for name, path in voices.items()))
 
 
 def speech_processes(model: str, folder: str, settings: ServerConfig) -> list[ProcessSpec]:
     """The decoder process of a model that speaks; none for others. `speech_modules(folder)` finds it.
 
     settings: `with_voices`.
-
-    Raises ConfigError for voices of a model that does not speak and for a model without an audio decoder, RequestError
-    for files that are no voices.
     """
     described = Path(model).expanduser() / FILE
-    voices = voice_files(settings.voice)
     if not described.is_file():
-        if voices:
-            raise ConfigError(f"voice is given, but {model} has no {FILE}: it does not speak; leave it out")
         return []
-    speech = SpeechModel.read(described.parent)
-    check_decoder(speech.decoder, speech.decoder_weights)
-    for path in voices.values():
-        read_voice(path)  # refused before any process starts
-    chunk_sizes(settings.speech_chunk_size, frame=speech.format.codebooks)
     shutil.copy(described, folder)
-    options = {"model": model, "path": str(Path(folder) / SOCKET), "voices": voices}
+    options = {
+        "model": model,
+        "path": str(Path(folder) / SOCKET),
+        "voices": voice_files(settings.voice),
+        "own": settings.audio_decoder,
+    }
     return [ProcessSpec(name="audio_decoder", role="audio_decoder", options=options, hang_timeout_s=60.0)]
 
 

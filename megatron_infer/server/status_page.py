@@ -12,12 +12,13 @@ from typing import Any
 
 from starlette.responses import Response
 
+from megatron_infer.audio.speech_model import voice_files
 from megatron_infer.server.endpoint import Call, Handler, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 
-SCRIPTS = ("theme.js", "page.js", "chat.js", "charts.js", "markdown.js", "server.js")
+SCRIPTS = ("theme.js", "page.js", "chat.js", "charts.js", "markdown.js", "server.js", "speech.js")
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/static/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -26,7 +27,7 @@ FILES = {
 """Path -> file of the package and its media type; no other file is served."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src data:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -46,7 +47,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         routes.add("GET", path, handler, f"The page's {name}", media_types=(kind,), open=True)
 
     async def status(call: Call) -> Reply:
-        return Reply(_status(routes, client), headers={"Cache-Control": "no-store"})
+        return Reply(_status(routes, client, settings), headers={"Cache-Control": "no-store"})
 
     routes.add("GET", "/v1/status", status, "State, requests, tokens and blocks of each replica")
 
@@ -58,7 +59,8 @@ def _file_handler(content: bytes, media_type: str) -> Handler:
     return file
 
 
-def _status(routes: Routes, client: EngineClient) -> dict[str, Any]:
+def _status(routes: Routes, client: EngineClient, settings: ServerConfig) -> dict[str, Any]:
+    paths = {operation.path for operation in routes.operations.values()}
     return {
         "status": client.state,
         "model": client.model_names[0],
@@ -70,6 +72,7 @@ def _status(routes: Routes, client: EngineClient) -> dict[str, Any]:
         "controls": sorted(operation.path for operation in routes.operations.values() if operation.control),
         "replicas": [_replica(replica) for replica in client.replicas],
         "workers": client.workers,
+        "voices": list(voice_files(settings.voice)) if "/v1/audio/speech" in paths else None,
     }
 
 

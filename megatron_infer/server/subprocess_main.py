@@ -128,6 +128,7 @@ def engine(
     """
     beat = Beat()
     with loading_for_good():
+        from megatron_infer.audio.speech_model import check_vocabulary
         from megatron_infer.coordinator.adapter_commands import AdapterCommands
         from megatron_infer.coordinator.peers import MAX_STEP_S
         from megatron_infer.coordinator.replica import Replica
@@ -148,6 +149,7 @@ def engine(
     else:
         module, _, function = loader.partition(":")
         own = getattr(importlib.import_module(module), function)(**loader_options or {})
+    check_vocabulary(model, own.shape.vocab_size)
     commands = RemoteWeights(own, weights_root=weights_root).commands() if control else None
     adapters = None if lora_root is None else AdapterCommands(own, root=lora_root).commands()
     replica = Replica(own, coordinator, name=name, control=control, commands=commands, adapter_commands=adapters)
@@ -217,7 +219,7 @@ def http_worker(
     server.run(shared, on_ready=lambda url: report(ready={"url": url}))
 
 
-def audio_decoder(*, model: str, path: str, voices: dict[str, str]) -> None:
+def audio_decoder(*, model: str, path: str, voices: dict[str, str], own: str) -> None:
     """Decode speech tokens of a model that speaks, for HTTP processes that connect to `path`, until SIGTERM."""
     Beat()
     from megatron_infer.utils.openmp import limit_spinning
@@ -228,7 +230,7 @@ def audio_decoder(*, model: str, path: str, voices: dict[str, str]) -> None:
     log_to_stderr("megatron_infer", times=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     signal.signal(signal.SIGTERM, lambda *_: _leave())
-    run_decoder(model, path, voices, lambda: report(ready={"path": path}))
+    run_decoder(model, path, voices, own, lambda: report(ready={"path": path}))
 
 
 ROLES: dict[str, Callable[..., None]] = {

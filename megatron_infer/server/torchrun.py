@@ -30,6 +30,7 @@ limit_spinning()  # before torch is imported
 # ruff: noqa: E402
 import torch
 
+from megatron_infer.audio.speech_model import check_vocabulary
 from megatron_infer.comm.backends import device_of
 from megatron_infer.comm.groups import build_groups
 from megatron_infer.config.machine_defaults import machine_config
@@ -79,6 +80,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         store.wait([ADDRESS_KEY], timedelta(seconds=TOKENIZER_TIMEOUT_S))
         coordinator = json.loads(store.get(ADDRESS_KEY))
         engine = _build_engine(options, groups)
+        check_vocabulary(options.model, engine.shape.vocab_size)
         rank_group, weights = engine.rank_group.groups, RemoteWeights(engine, weights_root=settings.weights_root)
         if not rank_group.is_leader:
             _ignore_signals()

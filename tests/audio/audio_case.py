@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_infer.audio.blocks import BlockSchedule
+from megatron_infer.audio.decoder import OpenedDecoder
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.audio.speech_model import FILE, SpeechModel
 from megatron_infer.audio.wav import pcm16, wav_header
@@ -110,6 +111,11 @@ def write_voice(path: Path, *, tokens=(3, 1, 4, 1, 5, 9, 2, 6) * 5, rate: int = 
     sound = tones.decoder.decode(ids, torch.tensor([len(tokens)]), None)[0].numpy() / 2
     path.write_bytes(wav_header(rate, len(sound)) + pcm16(sound))
     return path
+
+
+def open_own(*, vocab_size: int) -> OpenedDecoder:
+    """A decoder of one's own, for `serve --audio-decoder audio_case:open_own`."""
+    return open_decoder("tones", config={"vocab_size": vocab_size})
 
 
 def equal(first, second) -> bool:

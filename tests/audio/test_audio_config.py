@@ -200,6 +200,8 @@ def test_a_decoder_of_ones_own_is_found_by_custom_architectures(models, tmp_path
         ({"prompt": ["voice", "txt"]}, "prompt holds 'txt'"),
         ({"prompt": ["voice"]}, "prompt must hold text once"),
         ({"prompt": ["text", "voice"]}, "voice must come before text"),
+        ({"text_marks": [3, -1]}, r"text_marks is \[3, -1\], it must be \[first token id, count\]"),
+        ({"interleaved_text": 5}, "speech.json"),
     ],
 )
 def test_wrong_speech_file_is_refused(changes, message, tmp_path):

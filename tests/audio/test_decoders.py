@@ -17,6 +17,7 @@ from megatron_infer.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.audio.layout import SpeechFormat
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.kernels import native_build
 
 NEVER, ONCE, ROLLING = PrependPromptSpeechTokens
 SMALL = CodecConfig(channels=(16, 24, 32), codebook_size=64, code_size=8)
@@ -155,16 +156,42 @@ def test_codec_in_blocks_is_exact_from_its_left_context_on(codebooks, tmp_path):
 
 
 def test_number_of_threads_changes_no_sample(codec_file):
-    opened, window = open_decoder("codec", str(codec_file)), window_of(random_tokens(60, 64))
+    opened = open_decoder("codec", str(codec_file))
+    windows = [window_of(random_tokens(length, 64)) for length in (60, 9, 60)]
     threads = torch.get_num_threads()
     try:
         sounds = []
         for number in (1, 2):
             torch.set_num_threads(number)
-            sounds += decode_windows(opened.decoder, [window])
+            sounds.append(np.concatenate(decode_windows(opened.decoder, windows)))
     finally:
         torch.set_num_threads(threads)
     assert np.array_equal(*sounds)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        CodecConfig(codebooks=2, strides=(5, 8, 8), channels=(20, 9, 33), dilations=((2,), (), (1, 5)), code_size=7),
+    ],
+)
+def test_the_native_codec_has_the_samples_of_torchs(config, tmp_path, monkeypatch):
+    torch.manual_seed(1)
+    codec = Codec(config)
+    for weight in codec.decoder.parameters():
+        weight.data.mul_(3)  # reaches the limit of activations
+    codec.save(tmp_path / "codec.safetensors")
+    windows = [window_of(random_tokens(length, 512 if config.codebooks > 1 else 64)) for length in (34, 2)]
+    native = open_decoder("codec", str(tmp_path / "codec.safetensors")).decoder
+
+    def no_compiler():
+        raise native_build.NativeUnavailable("no compiler")
+
+    monkeypatch.setattr(native_build, "load", no_compiler)
+    plain = open_decoder("codec", str(tmp_path / "codec.safetensors")).decoder
+    ours, theirs = decode_windows(native, windows), decode_windows(plain, windows)
+    assert all(np.array_equal(*pair) and pair[0].any() for pair in zip(ours, theirs, strict=True))
 
 
 def test_training_computes_what_the_exact_copy_does_but_for_rounding():

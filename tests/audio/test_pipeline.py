@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -141,6 +142,25 @@ def test_next_chunk_gives_each_of_a_batch_its_next_block(voice_file, alone):
     assert not pipeline.engine.has_unfinished() and all(context.is_done for context in contexts)
 
 
+def test_text_between_speech_tokens_is_drawn_and_has_no_sound():
+    speech = speech_model(text_marks=[260, 2], interleaved_text=[32, 200])
+    opened, (asked,) = open_decoder("tones", config={"vocab_size": NUM_SPEECH}), requests(1, max_tokens=60)
+    pipeline = AudioGeneratorPipeline.of_engine(
+        make_engine(), TextTokenizer(text_tokenizer()), speech, opened, schedule=BlockSchedule(chunk_size=(5,))
+    )
+    chunks = list(pipeline.stream(asked))
+    letters = text_tokenizer().encode(asked.input, add_special=False)
+    prompt = [258, *itertools.chain(*zip(itertools.cycle((260, 261)), letters, strict=False)), 259]
+    params = dataclasses.replace(
+        asked.sampling_params, allowed_token_ids=speech.drawable(), stop_token_ids=(END,), detokenize=False
+    )
+    drawn = make_engine().generate([prompt], params)[0].outputs[0].token_ids
+    heard = [token for chunk in chunks for token in chunk.tokens]
+    assert heard == speech.speech_of(drawn) and 0 < len(heard) < len(drawn) - 1
+    sizes = [len(chunk.audio) // 320 for chunk in chunks]
+    assert sum(sizes) == len(heard) and all(size == 5 for size in sizes[:-1])
+
+
 def test_hybrid_models_speak_too():
     pipeline = make_pipeline("hybrid", schedule=BlockSchedule(chunk_size=(4,)))
     whole = make_pipeline("hybrid", schedule=BlockSchedule()).generate(requests(2))
@@ -261,6 +281,9 @@ def test_model_and_decoder_that_do_not_go_together_are_refused():
         make(speech_model(frame_rate=25))
     with pytest.raises(ModelError, match="no speech tokens 300 to 363"):
         make(speech_model(first_token=300))
+    for name in ("text_marks", "interleaved_text"):
+        with pytest.raises(ModelError, match=f"{name} is the tokens 260 to 264; they must be text tokens"):
+            make(speech_model(**{name: [260, 5]}))
     two = {"codebooks": 2, "samples_per_token": 160}
     with pytest.raises(ConfigError, match="chunk_size has 5, which is no multiple of the 2 tokens of a frame"):
         make(speech_model(codebooks=2), BlockSchedule(chunk_size=(4, 5)), **two)

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import threading
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from audio_case import NUM_SPEECH, TEXTS, make_engine, make_pipeline, speech_model, text_tokenizer, write_voice
+from browser_case import browser, missing, wait_until
 from server_case import serving
 
 from megatron_infer.audio.blocks import BlockSchedule, Window
@@ -22,6 +24,7 @@ from megatron_infer.audio.codec import Codec, CodecConfig, CodecDecoder
 from megatron_infer.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.audio.voices import encode_voices
+from megatron_infer.audio.wav import pcm16
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.pipelines import AudioGenerationRequest
 from megatron_infer.server.audio_decoder import Decode, DecoderServer, Failed, Sound
@@ -61,7 +64,7 @@ def server(files, tmp_path_factory):
     path, engine = str(tmp_path_factory.mktemp("s") / "audio"), make_engine()
     voices = tuple(f"{name}={file}" for name, file in files.items())
     routes = SpeechRoutes(speech_model(), path)
-    settings = {"voice": voices, "speech_chunk_size": "5,10", "served_model_name": ("voice",)}
+    settings = {"voice": voices, "speech_chunk_size": "5,10", "served_model_name": ("voice",), "control": True}
     with decoding(path, files), serving(engine, modules=(routes,), encoder=text_tokenizer(), **settings) as one:
         yield SimpleNamespace(url=one.url, engine=engine, http=httpx.Client(base_url=one.url, timeout=60))
 
@@ -156,6 +159,22 @@ def test_sound_goes_out_before_the_answer_has_ended(server):
     assert len(pieces) > 5 and pieces[0][1]
 
 
+@pytest.mark.parametrize(("stop", "go_on"), [("/pause?mode=keep", "/resume"), ("/sleep?level=1&mode=keep", "/wake_up")])
+def test_a_pause_and_a_suspend_in_mid_sentence_change_no_sample(stop, go_on, server, expected):
+    ask = body(response_format="pcm", chunk_size=[2])
+    pieces = []
+    with server.http.stream("POST", "/v1/audio/speech", json=ask) as reply:
+        for piece in reply.iter_raw():
+            pieces.append(piece)
+            if len(pieces) == 2:
+                assert server.http.post(stop).status_code == 200
+                stood = server.engine.num_steps
+                time.sleep(0.05)
+                assert server.engine.num_steps == stood and server.engine.has_unfinished()
+                assert server.http.post(go_on).status_code == 200
+    assert b"".join(pieces) == pcm16(expected[TEXTS[0]].audio)
+
+
 def test_a_decoder_that_fails_fails_its_call_alone(server):
     with mock.patch.object(type(TONES.decoder), "decode", side_effect=ArithmeticError("broken")):
         whole = server.http.post("/v1/audio/speech", json=body(stream_format="json"))
@@ -193,3 +212,24 @@ def test_blocks_of_a_server_are_whole_frames_of_the_codec(tmp_path):
     ):
         reply = one.http.post("/v1/audio/speech", json=ask)
         assert reply.status_code == 200 and len(reply.content) % (2 * small.hop) == 0 and reply.content
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())}")
+def test_the_page_plays_a_sentence(server, expected, tmp_path):
+    sound = "const sound = document.getElementById('sound'); return "
+    with browser(tmp_path) as page:
+        page.open(server.url)
+        wait_until(lambda: page.shown("#speech"))
+        names = "return [...document.getElementById('voice').options].map((one) => one.value)"
+        assert page.run(names) == ["", "anna", "ben"]
+        page.type("#speech-text", TEXTS[0])
+        page.click("#speak")
+        wait_until(lambda: page.run(f"{sound}sound.ended"))
+        played, length = page.run(f"{sound}[sound.played.end(0), sound.duration]")
+        assert played == length > 0 and page.shown("#sound") and "Made in" in page.text("#speech-note")
+        page.run("document.getElementById('speech-text').value = ' '")
+        page.click("#speak")
+        wait_until(lambda: "input is empty" in page.text("#speech-note"))
+        refused = page.complaints()
+        assert len(refused) <= 1 and all("400" in one for one in refused)  # the browser's own note of the reply

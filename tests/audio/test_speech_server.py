@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,9 +18,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from audio_case import NUM_SPEECH, TEXTS, write_model, write_voice
+from audio_case import NUM_SPEECH, SPEECH, TEXTS, write_model, write_voice
 
 from megatron_infer.audio.registry import open_decoder
+from megatron_infer.audio.speech_model import FILE
+from megatron_infer.audio.wav import pcm16
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.pipelines import AudioGenerationConfig, AudioGenerationRequest, AudioGeneratorPipeline
 
@@ -28,10 +33,12 @@ SAMPLING = {"seed": 4, "max_tokens": 60}
 
 
 class Server:
-    def __init__(self, folder, *flags: str) -> None:
-        command = [sys.executable, "-m", "megatron_infer", "serve", str(folder), "--port", "0", "--threads", "1"]
-        command += ["--dtype", "float32", "--buffer-size-gb", "0.02", "--served-model-name", "voice", *flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    def __init__(self, folder, *flags: str, launcher: tuple[str, ...] = ()) -> None:
+        command = [sys.executable, *launcher, "-m", "megatron_infer", "serve", str(folder), "--port", "0"]
+        command += ["--threads", "1", "--dtype", "float32", "--buffer-size-gb", "0.02", "--served-model-name", "voice"]
+        paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        command += flags
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []
         self.url = self._url()
@@ -59,7 +66,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     ben = write_voice(tmp_path_factory.mktemp("ben") / "ben.wav", tokens=(7, 8, 9) * 12)
-    one = Server(folder, "--voice", f"ben={ben}", "--speech-chunk-size", "5,10")
+    own = ("--audio-decoder", "audio_case:open_own")
+    one = Server(folder, "--voice", f"ben={ben}", "--speech-chunk-size", "5,10", *own)
     yield one
     one.close()
 
@@ -117,6 +125,26 @@ def test_many_at_once_sound_as_alone(server, expected):
         assert results[number] == list(expected[TEXTS[number % len(TEXTS)]].tokens)
 
 
+def test_curl_pipes_samples_as_a_player_reads_them(server, expected):
+    """As `curl -N ... | aplay -r 16000 -f S16_LE` is fed."""
+    url, data = f"{server.url}/v1/audio/speech", json.dumps(body(response_format="pcm"))
+    command = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-d", data]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as curl:
+        played = b"".join(iter(lambda: curl.stdout.read(640), b""))
+    assert curl.returncode == 0 and played == pcm16(expected[TEXTS[0]].audio)
+
+
+def test_two_ranks_under_torchrun_serve_the_same_sound(folder, expected):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    one = Server(folder, "--tp", "2", launcher=launcher)
+    try:
+        reply = one.http.post("/v1/audio/speech", json=body(response_format="pcm"))
+        assert reply.content == pcm16(expected[TEXTS[0]].audio)
+        assert [voice["id"] for voice in one.http.get("/v1/audio/voices").json()["data"]] == ["anna"]
+    finally:
+        one.close()
+
+
 def children(server: Server, role: str) -> list[int]:
     """Processes of a role that the server has started."""
     found = []
@@ -167,13 +195,29 @@ def test_a_client_that_leaves_frees_its_request(server):
     wait_for(idle)
 
 
-def test_voices_that_cannot_be_and_models_that_do_not_speak_are_refused_at_start(folder, tmp_path):
+def test_voices_that_cannot_be_and_models_that_do_not_speak_are_refused_at_start(folder, tmp_path, monkeypatch):
     (tmp_path / "none.wav").write_bytes(b"no sound")
     from megatron_infer.cli.main import main
 
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "temporary").mkdir()
     assert main(["serve", str(folder), "--port", "0", "--voice", f"x={tmp_path / 'none.wav'}"]) == 1
     assert main(["serve", str(folder), "--port", "0", "--voice", "x"]) == 2
     assert main(["serve", str(folder), "--port", "0", "--voice", "x=y", "--coordinator", "ipc:///none"]) == 2
     assert main(["serve", str(folder), "--port", "0", "--speech-prompt-tokens", "twice"]) == 2
     (folder / "none").mkdir()
     assert main(["serve", str(folder / "none"), "--port", "0", "--voice", "x=y.wav"]) == 2
+    assert main(["serve", str(folder / "none"), "--port", "0", "--audio-decoder", "audio_case:open_own"]) == 2
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_model_whose_vocabulary_lacks_the_speech_tokens_is_refused_at_start(folder, tmp_path, capfd):
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    (tmp_path / FILE).write_text(json.dumps(SPEECH | {"first_token": 300, "end_token": 290, "voices": {}}))
+    from megatron_infer.cli.main import main
+
+    assert main(["serve", str(tmp_path), "--port", "0", "--threads", "1", "--buffer-size-gb", "0.02"]) == 1
+    assert "the model has 336 tokens and no speech tokens 300 to 363" in capfd.readouterr().err

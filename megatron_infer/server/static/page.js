@@ -3,6 +3,7 @@
 import { Replica, drawCurve, withinSpan } from "./charts.js";
 import { startChat } from "./chat.js";
 import { call, hasKey, inWords, useKey } from "./server.js";
+import { showSpeech, startSpeech } from "./speech.js";
 
 const EVERY_MS = 1000;
 const PATIENCE_MS = 10000;
@@ -65,6 +66,7 @@ function show(status) {
   measure(status.time, total("output_tokens"));
   showControls(status.controls, states);
   showReplicas(status.replicas);
+  showSpeech(status.voices);
 }
 
 function measure(time, tokens) {
@@ -146,6 +148,7 @@ $("key-form").addEventListener("submit", (event) => {
   refresh();
 });
 startChat({ onKeyMissing: askKey });
+startSpeech();
 
 async function watch() {
   for (;;) {
