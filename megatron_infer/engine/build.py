@@ -63,16 +63,8 @@ from megatron_infer.engine.step_cost_meter import StepCostMeter
 from megatron_infer.engine.step_loop import StepLoop, StepObserver
 from megatron_infer.engine.suspend import Suspension
 from megatron_infer.errors import ConfigError
-from megatron_infer.kernels.select import (
-    ATTENTION,
-    SCAN,
-    BackendChoice,
-    ChosenKernels,
-    add_lora,
-    choose,
-    choose_exact,
-    choose_lora,
-)
+from megatron_infer.kernels import select
+from megatron_infer.kernels.select import ATTENTION, SCAN, BackendChoice, ChosenKernels
 from megatron_infer.lora.bank import AdapterBank
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.regions.choose import make_region
@@ -251,7 +243,7 @@ def set_up_model(
     # before the cache takes what is left of the device's memory
     bank = lora = None
     if config.lora is not None:
-        lora = choose_lora(own_device.torch, getattr(torch, adopted.shape.dtype))
+        lora = select.choose_lora(own_device.torch, getattr(torch, adopted.shape.dtype))
         bank = AdapterBank(adopted, config.lora, lora[0])
     agree_on_config(config, rank_group.lockstep)
     draft = make_draft(config, adopted, own_device, tokenizer, kernels_for, rank_group)
@@ -260,7 +252,7 @@ def set_up_model(
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
     if lora is not None:
-        kernels = add_lora(kernels, *lora)
+        kernels = select.add_lora(kernels, *lora)
     hooks = LogitsHooks(config.request_metadata_types, own_device, adopted.tp_group)
     runner, model_runner, graphs = make_runner(
         adopted, config, agreed, kernels, own_device, rank_group, hooks, bank, draft
@@ -291,7 +283,7 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) 
         "fused_rope": config.use_flashinfer_fused_rope,
         "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
     }
-    chosen = (choose_exact if config.batch_invariant else functools.partial(choose, **asked))(
+    chosen = (select.choose_exact if config.batch_invariant else functools.partial(select.choose, **asked))(
         device.torch,
         getattr(torch, shape.dtype),
         specs=adopted.specs,

@@ -33,7 +33,7 @@ class _Step(ctypes.Structure):
 
 
 class NativePairs:
-    """The pairs of all adapter slots for one linear. A slot points at the tensors that were packed: nothing is copied."""
+    """The pairs of all adapter slots for one linear. A slot points at packed tensors: nothing is copied."""
 
     def __init__(self, num_slots: int, max_rank: int, width_in: int, width_out: int, dtype: torch.dtype) -> None:
         self._dtype = dtype
