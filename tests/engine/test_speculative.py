@@ -136,6 +136,14 @@ def test_stops_end_within_a_run(model, plain):
     check_drafted(engine)
 
 
+def test_the_last_token_is_never_a_draft_and_the_one_before_it_is(model, plain):
+    """Of two tokens the first is drawn by the prompt; of three a step verifies one and draws the last behind it."""
+    engine = rehearsed(make_engine(model, **ON), ask(plain, {"temperature": 0.0}))
+    for max_tokens, num_drafted in ((2, 0), (3, len(prompts()))):
+        ask(engine, {"temperature": 0.0}, max_tokens=max_tokens)
+        assert engine.spec_decode_metrics().num_drafted == num_drafted
+
+
 def test_deltas_add_up_and_come_once_a_step(model, plain):
     wanted = ask(plain, WAYS["greedy, logprobs"])[0].outputs[0]
     engine = rehearsed(make_engine(model, track_generated_token_events=True, **ON), [*ask(plain, {"temperature": 0.0})])
