@@ -222,6 +222,11 @@ class AdoptedModel:
         self._census = now  # only attributes that do not count are others
         return False
 
+    def weights_watched(self) -> None:
+        """See `ExpertWeights.watched`."""
+        for experts in self._reading.experts:
+            experts.grouped.watched()
+
     def has_same_modules(self) -> bool:
         """Whether hooks and methods of instances are all that changed: a forward that calls the modules runs them."""
         return self._census.difference(Census(self.live), calls=False) is None
