@@ -23,6 +23,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import AdoptionError, ConfigError
+from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.models.adopt import adopt
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 from megatron_infer.speculative.model_drafter import ModelDrafter
@@ -330,6 +331,27 @@ def test_what_has_no_mtp_layer_is_refused_by_name(model):
         InferenceConfig(speculative={"method": "mtp", "draft_model": "small"})
     config = InferenceConfig(speculative=MTP)
     assert InferenceConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_commands_serve_a_checkpoint_with_an_mtp_layer(tmp_path, capsys, monkeypatch):
+    """And refuse one without before its weights are read."""
+    from megatron_infer.cli.main import main
+    from megatron_infer.entrypoints import llm
+
+    save_checkpoint(knowing(), tmp_path / "with")
+    save_checkpoint(make_model("attention", vocab_size=VOCAB), tmp_path / "without")
+    assert main(["plan", str(tmp_path / "with"), "--speculative", "mtp", "--json"]) == 0
+    sizes = json.loads(capsys.readouterr().out)["sizes"]
+    assert sizes["draft_block_bytes"]["value"] * 3 == sizes["block_bytes"]["value"] * 2
+    served = llm.LLM(str(tmp_path / "with"), config={**BASE, "speculative": MTP}, dtype="float32")
+    served.generate([[5, 6, 7]], SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True))
+    check_all_kept(served.engine)
+    monkeypatch.setattr(llm, "build_model", lambda *_, **__: pytest.fail("the weights were read"))
+    for config in ({**BASE, "speculative": MTP}, InferenceConfig(**BASE, speculative=MTP)):
+        with pytest.raises(ConfigError, match="this model has none"):
+            llm.LLM(str(tmp_path / "without"), config=config)
+    assert main(["plan", str(tmp_path / "without"), "--speculative", "mtp"]) != 0
+    assert "this model has none" in capsys.readouterr().err
 
 
 def test_a_layer_that_is_not_known_is_refused_by_name():
