@@ -8,10 +8,9 @@ from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
 
-METHODS = ("ngram", "grammar", "draft")
+METHODS = ("ngram", "grammar", "draft", "mtp")
 NOT_BUILT = {
     "standalone": "this method is named 'draft' here",
-    "mtp": "heads that predict several tokens are not adopted",
     "eagle": "megatron-core has no EAGLE heads",
 }
 """Method that is known elsewhere -> why it is refused."""
@@ -37,7 +36,8 @@ class SpeculativeConfig:
 
     method: str | tuple[str, ...] = "ngram"
     """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that
-    structured output forces. draft: what `draft_model` draws. Several: the first that proposes anything."""
+    structured output forces. draft: what `draft_model` draws. mtp: what the model's own MTP layer draws. Several: the
+    first that proposes anything; draft and mtp exclude each other."""
     num_speculative_tokens: int = 4
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     ngram_max: int = 4
@@ -52,7 +52,8 @@ class SpeculativeConfig:
     False: always as many as are found."""
     verification: str = "same_tokens"
     """same_tokens: a draft is kept where it equals the token that is drawn at its position. residual: classic rejection
-    of a draft model's drafts: other tokens, of the same distribution. For drafts without one both are the same."""
+    of what a draft model or MTP layer drafts: other tokens, of the same distribution. For drafts without one both are
+    the same."""
 
     def __new__(cls, *args: object, **kwargs: object) -> SpeculativeConfig:
         """Refuse an unknown keyword, with the reason or the nearest known one."""
@@ -76,6 +77,10 @@ class SpeculativeConfig:
             )
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative: adaptive is {self.adaptive!r}, it must be True or False")
+        if {"draft", "mtp"} <= set(self.methods):
+            raise ConfigError(
+                f"speculative: method is {self.method!r}: one model draws a step's drafts; leave 'draft' or 'mtp' out"
+            )
         _int("num_speculative_tokens", self.num_speculative_tokens, 1, None, "for none leave speculative None")
         _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "2 is usual")
         _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
@@ -84,6 +89,11 @@ class SpeculativeConfig:
     def methods(self) -> tuple[str, ...]:
         """In the order in which they are asked."""
         return (self.method,) if isinstance(self.method, str) else self.method
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether a model draws drafts, which the host learns with the step's other outputs."""
+        return not {"draft", "mtp"}.isdisjoint(self.methods)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which `speculative_of` takes back; a live draft model is only named."""

@@ -39,6 +39,7 @@ def make_drafts(
         "ngram": lambda: NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
         "grammar": lambda: GrammarProposer(grammars.forced),
         "draft": DeviceProposer,
+        "mtp": DeviceProposer,
     }
     chosen = [proposers[name]() for name in asked.methods]
     return DraftPlanner(
@@ -48,5 +49,5 @@ def make_drafts(
         vocab_size=shape.vocab_size,
         depth=DraftDepth() if asked.adaptive else None,
         num_allowed=grammars.num_allowed,
-        has_draft_model=asked.draft_model is not None,
+        has_draft_model=asked.drafts_on_device,
     )

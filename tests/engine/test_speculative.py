@@ -310,7 +310,6 @@ def test_metrics_are_exported(model, plain):
         ({"method": "eagle"}, "megatron-core has no EAGLE heads"),
         ({"method": "draft"}, "draft_model is None with method 'draft'; give the model"),
         ({"method": "standalone"}, "named 'draft' here"),
-        ({"method": "mtp"}, "method='mtp' is not built"),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
         ({"method": ("grammar", "eagle")}, "megatron-core has no EAGLE heads"),
         ({"method": ("ngram", "ngram")}, "at least one method, and none twice"),
