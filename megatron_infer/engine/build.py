@@ -46,7 +46,7 @@ from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
-from megatron_infer.engine.build_drafts import make_drafts
+from megatron_infer.engine.build_drafts import make_drafts, without_drafts
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
@@ -411,7 +411,7 @@ def make_input_processor(
     adapters: Mapping[str, tuple[int, str]] | None,
 ) -> InputProcessor:
     """adapters: those loaded, live; None: the engine has none."""
-    sizes = setup.agreed.sizes
+    sizes, routing = setup.agreed.sizes, setup.runner.routing is not None
     limits = Limits(
         vocab_size=setup.adopted.shape.vocab_size,
         max_sequence_length=sizes.max_sequence_length,
@@ -419,7 +419,7 @@ def make_input_processor(
         chunked_prefill=config.enable_chunked_prefill,
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
-        unavailable={**({} if setup.runner.routing is not None else NO_ROUTING), **setup.adopted.unavailable},
+        unavailable={**({} if routing else NO_ROUTING), **without_drafts(config), **setup.adopted.unavailable},
         adapters=adapters,
         metadata_types=config.request_metadata_types,
     )

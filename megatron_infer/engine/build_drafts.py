@@ -15,6 +15,13 @@ from megatron_infer.scheduler.drafts import DeviceProposer, DraftPlanner, Propos
 from megatron_infer.speculative.ngram import NgramProposer
 from megatron_infer.speculative.proposers import FirstProposer, GrammarProposer
 
+NO_DRAFTS = "this engine drafts no tokens; build it with InferenceConfig(speculative=SpeculativeConfig()), or give None"
+
+
+def without_drafts(config: InferenceConfig) -> dict[str, str]:
+    """Parameters that need drafts, with the reason why this engine refuses them."""
+    return {} if config.speculative is not None else {"speculate": NO_DRAFTS}
+
 
 def make_drafts(
     config: InferenceConfig,
