@@ -39,7 +39,7 @@ from megatron_infer.cli.bench_workload import (
     parse_range,
     run_engine,
 )
-from megatron_infer.cli.config_flags import SPECULATIVE_DESTS, given
+from megatron_infer.cli.config_flags import SPECULATIVE_DESTS, SYNTHETIC, add_bench_only_options, given
 from megatron_infer.cli.loading import add_model_options, describe, has_chat_template, load_llm, note, positive_int
 from megatron_infer.cli.prompts import read_jobs, to_token_ids
 from megatron_infer.config.sampling_params import SamplingParams
@@ -92,6 +92,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="also run with a suspend and resume every N steps, in the mode of --kv-cache-management-mode; 0: never",
     )
+    add_bench_only_options(parser)
     parser.add_argument("--rounds", type=positive_int, default=3, metavar="N")
     parser.add_argument(
         "--vs",
@@ -169,11 +170,11 @@ def run(args: argparse.Namespace) -> int:
                 run_engine(ours.engine, SamplingParams, workload.head())
             for peer in peers:
                 peer.warm_up(workload.head())
-            before = llm.engine.spec_decode_metrics()
+            before, synthetic = llm.engine.spec_decode_metrics(), (given(args).get("speculative") or {}).get(SYNTHETIC)
             results = interleave(runners, workload, args.rounds)
             found = summarize_column(results, workload, llm.engine, ceiling)
             if before is not None:
-                found["speculation"] = summarize_drafts(before, llm.engine.spec_decode_metrics())
+                found["speculation"] = summarize_drafts(before, llm.engine.spec_decode_metrics(), synthetic)
             if args.suspend_every > 0:
                 found["suspend"] = summarize_suspensions(results[SUSPENDING], results[OURS], every=args.suspend_every)
             report["columns"][name] = found

@@ -362,6 +362,9 @@ def test_metrics_are_exported(model, plain):
         ({"draft_model": "small"}, "leave it None, or set method='draft'"),
         ({"num_tokens": 3}, "unknown SpeculativeConfig field"),
         ({"adaptive": 1}, "adaptive is 1"),
+        ({"synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate is 1.5, it must be a number of 0 to 1"),
+        ({"synthetic_acceptance_rate": True}, "synthetic_acceptance_rate is True"),
+        ({"synthetic_acceptance_rate": 0.5, "verification": "residual"}, "verifies nothing; leave one of them out"),
     ],
 )
 def test_wrong_options_are_refused_by_name(values, message):
