@@ -1,6 +1,6 @@
 """What steps cost on this machine, with and without drafts, measured while the engine runs: how many drafts pay.
 
-The machine does other work too, and its pace changes from one minute to the next. Steps of one size may all be of a slow
+A machine that does other work changes its pace from one minute to the next. Steps of one size may all be of a slow
 minute and those of another size of a quick one. So a step is taken as (cost of its size) x (pace), where the pace is
 that of the latest steps of any size: sizes are compared with each other as if they had run side by side.
 """
