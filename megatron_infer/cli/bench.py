@@ -126,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.background_load < 1:
         raise ConfigError(f"--background-load is {args.background_load:g}, it must be from 0 to below 1")
     names = _peer_names(args.vs)
-    beside_off = OFF in names
-    if beside_off and given(args).get("speculative") is None:
+    beside_off, drafting = OFF in names, given(args).get("speculative") or {}
+    if beside_off and not drafting:
         raise ConfigError("--vs off is this engine without --speculative, which is not given; add --speculative ngram")
     pythons, sizes = parse_pythons(args.peer_python, [name for name in names if name != OFF]), _sizes(args)
     engines, facts = _load_engines(args, beside_off=beside_off)
@@ -152,9 +152,8 @@ def run(args: argparse.Namespace) -> int:
     }
     with contextlib.ExitStack() as stack:
         planned = list(workloads.values())
-        starting = peers_of(
-            args.model, pythons, shape=shape, device=device, threads=settings["threads"], workloads=planned
-        )
+        where = {"shape": shape, "device": device, "threads": settings["threads"], "workloads": planned}
+        starting = peers_of(args.model, pythons, **where, assistant=drafting.get("draft_model"))
         peers = stack.enter_context(starting) if pythons else []
         report["ceiling"] = asdict(ceiling := measure_ceiling(shape.dtype, device))
         company = stack.enter_context(_background(args.background_load))
@@ -170,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
                 run_engine(ours.engine, SamplingParams, workload.head())
             for peer in peers:
                 peer.warm_up(workload.head())
-            before, synthetic = llm.engine.spec_decode_metrics(), (given(args).get("speculative") or {}).get(SYNTHETIC)
+            before, synthetic = llm.engine.spec_decode_metrics(), drafting.get(SYNTHETIC)
             results = interleave(runners, workload, args.rounds)
             found = summarize_column(results, workload, llm.engine, ceiling)
             if before is not None:
