@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from model_kinds import make_model
+from model_kinds import buffers, make_model
 from rehearsal import Rehearsal, check_drafted
 
 from megatron_infer.config.inference import InferenceConfig
@@ -195,6 +195,25 @@ def test_saved_requests_that_ask_for_drafts_continue_without(model, plain, tmp_p
             done += second.step()
         found = done[-1].outputs[0]
         assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_priorities_in_a_tiny_pool_change_nothing(kind, overlap):
+    """Requests of several priorities preempt each other; some of them draft, some draw one by one."""
+    model = make_model(kind, vocab_size=VOCAB)
+    drawing = {"temperature": 0.9, "top_k": 9, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}
+    params = [
+        SamplingParams(**drawing, seed=index, priority=(index * 7) % 4 - 2, speculate=False if index % 3 == 2 else None)
+        for index in range(len(prompts()))
+    ]
+    wanted = make_engine(model).generate(prompts(), params)
+    tight = buffers(model, blocks=11, block_size=16, max_requests=16)
+    engine = rehearsed(make_engine(model, overlap=overlap, **ON, **tight), wanted)
+    assert shown(engine.generate(prompts(), params)) == shown(wanted)
+    check_drafted(engine)
+    counters = engine.stats().counters
+    assert counters["evicted"] + counters["paused"] > 0
 
 
 @pytest.mark.one_in(2)
