@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from megatron_infer.kernels.base import Ops
 
 Parameters = Mapping[str, Tensor | None]
+MAX_REMEMBERED = 1024
+"""Numbers of tokens that a backend keeps something for."""
 
 
 class Addresses(NamedTuple):
@@ -46,41 +48,32 @@ class ExpertWeights:
         self.num_experts, self.first, self.top_k, self.activate = len(fc1), first, top_k, activate
         self._tables: dict[tuple[str, str], tuple[tuple[int, ...], Tensor, Addresses]] = {}
         self._seen: tuple[tuple[int, ...], torch.dtype | None, str | None] = ((), None, None)
-        self._shapes: dict[str, tuple[int, int]] = {}
         self._is_watched = False
-        self._known: dict[tuple[str, str], Addresses | None] = {}
-        """What is not looked at again while the weights are watched."""
         self._known_uneven: tuple[torch.dtype, str | None] | None = None
+        self.remembered: dict[Any, Any] = {}
+        """What a backend has derived from addresses and shapes, by whatever it likes; empty but for watched weights."""
 
     def watched(self) -> None:
         """Somebody else looks before each step whether a weight was replaced or moved, and calls this when one may have
         been: until then nothing is compared again. 256 addresses take 30 us, more than the rest of a layer's calls."""
         self._is_watched, self._known_uneven = True, None
-        self._known.clear()
-        self._shapes.clear()
+        self.remembered.clear()
+
+    def remember(self, key: Any, derived: Any) -> None:
+        """Have `derived` in `remembered` as long as the weights are watched and nobody says that one was moved."""
+        if self._is_watched:
+            if len(self.remembered) >= MAX_REMEMBERED:
+                self.remembered.clear()
+            self.remembered[key] = derived
 
     def shape(self, part: str) -> tuple[int, int]:
         """[outputs, inputs] of an expert's weight."""
-        if (known := self._shapes.get(part)) is not None:
-            return known
         weight = self._parts[part][0]["weight"]
         assert weight is not None
-        shape = weight.shape[0], weight.shape[1]
-        if self._is_watched:
-            self._shapes[part] = shape
-        return shape
+        return weight.shape[0], weight.shape[1]
 
     def addresses(self, part: str, name: str) -> Addresses | None:
         """The address of each expert's tensor; None where the experts have no such tensor. Does not wait."""
-        try:
-            return self._known[part, name]
-        except KeyError:
-            found = self._read_addresses(part, name)
-        if self._is_watched:
-            self._known[part, name] = found
-        return found
-
-    def _read_addresses(self, part: str, name: str) -> Addresses | None:
         tensors = [parameters[name] for parameters in self._parts[part]]
         if tensors[0] is None:
             return None

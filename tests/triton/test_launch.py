@@ -129,7 +129,7 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch):
         def __init__(self, kernel, options, args) -> None:
             self.kernel = kernel
 
-        def __call__(self, device, grid, args) -> None:
+        def run(self, device, x, y, z, *args) -> None:
             assert device == current[-1]
             self.kernel.run(*args)
 

@@ -114,8 +114,6 @@ class TritonPagedAttention:
         self._overlap = overlap
         self._step: StepMetadata | None = None
         self._planes: _Planes | None = None
-        self._partials: tuple[tuple[int, int], tuple[Tensor, Tensor, Tensor]] | None = None
-        """From the step's first layer to its last; (how many lines of which head dim, the tensors)."""
         self._kinds: dict[int, _Kind] = {}
 
     def supports(
@@ -143,7 +141,7 @@ class TritonPagedAttention:
 
     def plan(self, step: StepMetadata) -> None:
         """Keep the step; the rest happens on the device, in `run`."""
-        self._step, self._partials = step, None
+        self._step = step
 
     def run(
         self,
@@ -187,17 +185,17 @@ class TritonPagedAttention:
         if step.num_decode:
             splits = row_parts(step, spec, kind.decode.tiles)
             num_parts = step.num_decode * kind.num_heads * splits if splits > 1 else 1
-            parts = self._partials_of(out_TX, num_parts, spec.head_dim)
-            decode, programs = kind.decode, self._programs
+            # fp32 memory also where nothing is split: one kernel for both cases
+            parts = partials(out_TX, num_parts, spec.head_dim)
             attend_decode(
-                q_TKGH, keys, values, out_TX, step, spec, decode, parts, lse_TN, splits=splits, programs=programs
-            )
+                q_TKGH, keys, values, out_TX, step, spec, kind.decode, parts, lse_TN, splits=splits,
+                programs=self._programs,
+            )  # fmt: skip
+            del parts
         if num_tokens > step.num_decode:
             of, cut = kind.of, kind.cut
             attend_prefill(q_TKGH, keys, values, out_TX, step, spec, of, cut, lse_TN)
             attend_slices(q_TKGH, keys, values, out_TX, step, spec, of, cut, lse_TN, programs=self._programs)
-        if 2 * layer + 2 == len(planes.values):
-            self._partials = None  # the last layer: the memory can be released
         return out_TX
 
     def _planes_of(self, kv_cache: Tensor) -> _Planes:
@@ -208,12 +206,6 @@ class TritonPagedAttention:
 
     def _forget_planes(self, cache: object) -> None:
         self._planes = None
-
-    def _partials_of(self, like: Tensor, num_parts: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Memory that the step's layers use in turn; in fp32 also where nothing is split, for one kernel."""
-        if self._partials is None or self._partials[0] != (num_parts, head_dim):
-            self._partials = (num_parts, head_dim), partials(like, num_parts, head_dim)
-        return self._partials[1]
 
     def _kind_of(self, layer: int, q_TKGH: Tensor, kv_cache: Tensor, spec: AttendSpec, *, has_lse: bool) -> _Kind:
         """What `layer` is computed with; made once."""

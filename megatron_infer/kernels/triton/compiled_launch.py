@@ -20,51 +20,51 @@ from torch import Tensor
 
 MAX_KNOWN = 4096
 """Keys of one kernel; numbers that Triton specialises for and that differ with every step must not fill the memory."""
+WITHOUT_WRAPPER = "3.6."
+"""Versions of Triton whose launchers are called below their wrapper, which allocates memory that our kernels need none
+of; with others what Triton itself calls is called."""
 
 
 class CompiledLaunches:
     """Launches of one kernel with the same compiled-in values and options, for arguments of the same types."""
 
-    __slots__ = ("_hooks", "_kernel", "_known", "_options", "_run", "_types")
+    __slots__ = ("_is_direct", "_kernel", "_known", "_options", "_types", "run")
 
     def __init__(self, kernel: Any, options: dict[str, Any], args: tuple[Any, ...]) -> None:
         """args: those of a launch, for their types."""
-        from triton import knobs
+        import triton
         from triton.runtime import driver
 
         self._kernel, self._options = kernel, options
         self._types = tuple(map(_type_of, args))
-        self._known: dict[tuple[Any, ...], tuple[Any, int, Any]] = {}
-        self._hooks = knobs.runtime
-        space = {"known": self._known, "stream_of": driver.active.get_current_stream}
-        exec(_source(kernel, args), space)  # from names and places of parameters alone
-        self._run: Callable[..., tuple[Any, ...] | None] = space["run"]
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        space = {"known": self._known, "stream_of": driver.active.get_current_stream, "hooks": triton.knobs.runtime}
+        self._is_direct = triton.__version__.startswith(WITHOUT_WRAPPER)
+        exec(_source(kernel, args, is_direct=self._is_direct), space)  # from names and places of parameters alone
+        self.run: Callable[..., tuple[Any, ...] | None] = space["run"]
+        """run(device, x, y, z, *arguments): launches on the thread's current device and returns None, or launches
+        nothing and returns what `search` takes. AttributeError and TypeError: an argument is of another type."""
 
-    def __call__(self, device: int, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-        """Launch on `device`, the thread's current one. grid: three numbers."""
-        enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
-        if not ((enter is not None and enter.calls) or (leave is not None and leave.calls)):
-            try:
-                key = self._run(device, *grid, *args)
-            except (AttributeError, TypeError):  # an argument of another type than at first
-                key = ()
-            if key is None:
-                return
-        else:
-            key = ()
+    def search(self, key: tuple[Any, ...], grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        """Launch through Triton, and remember what it found. key: what `run` gave; empty: nothing is remembered."""
         compiled = self._kernel.run(*args, grid=grid, warmup=False, **self._options)
-        if key and compiled is not None and tuple(map(_type_of, args)) == self._types:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[key] = compiled.run, compiled.function, compiled.packed_metadata
+        if not key or compiled is None or tuple(map(_type_of, args)) != self._types:
+            return
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        launcher, kernel = compiled.run, (compiled.function, compiled.packed_metadata)
+        if not self._is_direct:
+            self._known[key] = launcher, *kernel
+        elif not (launcher.global_scratch_size or launcher.profile_scratch_size):
+            self._known[key] = launcher.launch, *kernel, launcher.launch_cooperative_grid, launcher.launch_pdl
 
 
 def _type_of(value: Any) -> type:
     return Tensor if isinstance(value, Tensor) else type(value)
 
 
-def _source(kernel: Any, args: tuple[Any, ...]) -> str:
-    """run(device, x, y, z, *arguments): launches and returns None, or returns the key under which nothing is known."""
+def _source(kernel: Any, args: tuple[Any, ...], *, is_direct: bool) -> str:
+    """The function `CompiledLaunches.run`."""
     names = [f"a{place}" for place in range(len(args))]
     lines, key, aligned, given = [], ["device"], [], []
     for name, parameter, value in zip(names, kernel.params, args, strict=False):
@@ -86,15 +86,22 @@ def _source(kernel: Any, args: tuple[Any, ...]) -> str:
         each = " ".join(f"{name} & 15," for name in aligned)
         key.append(f"({' | '.join(aligned)}) & 15 and ({each})")
     given += ["None"] * (len(kernel.params) - len(args))  # compiled in
+    of_kernel = of_call = ["function", "metadata"]
+    if is_direct:
+        of_kernel = [*of_kernel, "cooperative", "pdl"]
+        of_call = ["function", "cooperative", "pdl", "None", "None", "metadata"]
     return "\n    ".join(
         [
             f"def run(device, x, y, z, {', '.join(names)}):",
+            "enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook",
+            "if (enter is not None and enter.calls) or (leave is not None and leave.calls):",
+            "    return ()",
             *lines,
             f"key = ({', '.join(key)},)",
             "found = known.get(key)",
             "if found is None:",
             "    return key",
-            "launch, function, metadata = found",
-            f"launch(x, y, z, stream_of(device), function, metadata, None, None, None, {', '.join(given)})",
+            f"launch, {', '.join(of_kernel)} = found",
+            f"launch(x, y, z, stream_of(device), {', '.join([*of_call, 'None, None, None', *given])})",
         ]
     )

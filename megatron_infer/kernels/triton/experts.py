@@ -15,7 +15,7 @@ together, X inputs and Y outputs of a product.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -175,42 +175,68 @@ class TritonExperts:
         return counts
 
     def add(self, ops: Ops, x_TD: Tensor, choice: ExpertChoice, weights: ExpertWeights, out_TD: Tensor) -> None:
-        (num_tokens, width), experts = x_TD.shape, weights.num_experts
+        num_tokens = x_TD.shape[0]
         if not num_tokens:
             return
         assert out_TD.is_contiguous() and x_TD.stride(-1) == 1
         (num_runs, num_all), top_k = choice.count_CE.shape, choice.ids_TK.shape[1]
-        num_pairs = num_tokens * top_k
-        block_m, *rest = tile_sizes(num_pairs, num_all, x_TD.dtype)
-        max_tiles = min(num_pairs, num_pairs // block_m + experts)
-        token_P, place_P, tile_I3 = (
-            x_TD.new_empty(count, dtype=torch.int32) for count in (num_pairs, num_pairs, 3 * max_tiles)
-        )
+        kind = num_tokens, top_k, num_all, x_TD.dtype
+        if (plan := weights.remembered.get(kind)) is None:
+            plan = _plan(weights, *kind)
+            weights.remember(kind, plan)
+        num_pairs, max_tiles, sort_pairs, fc1, fc2, add_up, parts = plan
+        first, experts = weights.first, weights.num_experts
+        token_P = x_TD.new_empty(num_pairs, dtype=torch.int32)
+        place_P = x_TD.new_empty(num_pairs, dtype=torch.int32)
+        tile_I3 = x_TD.new_empty(3 * max_tiles, dtype=torch.int32)
         weight_P = x_TD.new_empty(num_pairs, dtype=torch.float32)
-        sort_pairs, add_up, parts = _around(top_k, experts, block_m, width)
         sort_pairs(
             (experts,), choice.ids_TK, choice.weight_TK, choice.count_CE, token_P, weight_P, place_P,
-            tile_I3, num_tokens, num_runs, num_all, weights.first, experts, max_tiles,
+            tile_I3, num_tokens, num_runs, num_all, first, experts, max_tiles,
         )  # fmt: skip
+        pairs = tile_I3, token_P, weight_P
+        middle_PF = weights.activate(ops, fc1.run(x_TD, num_pairs, max_tiles, pairs))
+        product_PD = fc2.run(middle_PF, num_pairs, max_tiles, pairs)
+        add_up((num_tokens, parts), product_PD, choice.ids_TK, place_P, out_TD, first, experts, out_TD.shape[1])
 
-        def linear(x: Tensor, part: str, *, gather: bool) -> Tensor:
-            where, biases = weights.addresses(part, "weight"), weights.addresses(part, "bias")
-            assert where is not None
-            num_outputs, num_inputs = weights.shape(part)
-            out = x.new_empty((num_pairs, num_outputs))
-            programs, product = _product(
-                x.dtype, (block_m, *rest), num_outputs, gather, biases is not None, where.aligned
-            )
-            product(
-                (max_tiles, programs),
-                x, out, where.table, where.table if biases is None else biases.table, tile_I3, token_P, weight_P,
-                x.stride(0), num_inputs, num_outputs,
-            )  # fmt: skip
-            return out
 
-        middle_PF = weights.activate(ops, linear(x_TD, "fc1", gather=True))
-        product_PD = linear(middle_PF, "fc2", gather=False)
-        add_up((num_tokens, parts), product_PD, choice.ids_TK, place_P, out_TD, weights.first, experts, width)
+class _Product(NamedTuple):
+    """fc1 or fc2 of all experts, for steps of one height of tiles."""
+
+    kernel: Launcher
+    programs: int
+    """Of a tile of pairs."""
+    weights: Tensor
+    biases: Tensor
+    """Tables of addresses; that of the weights where there are no biases."""
+    num_outputs: int
+    num_inputs: int
+
+    def run(self, x: Tensor, num_pairs: int, max_tiles: int, pairs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """pairs: tiles, tokens and weights, as they were sorted."""
+        kernel, programs, weights, biases, num_outputs, num_inputs = self
+        out = x.new_empty((num_pairs, num_outputs))
+        kernel((max_tiles, programs), x, out, weights, biases, *pairs, x.stride(0), num_inputs, num_outputs)
+        return out
+
+
+def _plan(
+    weights: ExpertWeights, num_tokens: int, top_k: int, num_all: int, dtype: torch.dtype
+) -> tuple[int, int, Launcher, _Product, _Product, Launcher, int]:
+    """(pairs, most tiles, the sort, both products, the sum, programs of a token's sum) of a step."""
+    num_pairs = num_tokens * top_k
+    sizes = tile_sizes(num_pairs, num_all, dtype)
+    max_tiles = min(num_pairs, num_pairs // sizes[0] + weights.num_experts)
+    products = []
+    for part in ("fc1", "fc2"):
+        where, biases = weights.addresses(part, "weight"), weights.addresses(part, "bias")
+        assert where is not None
+        num_outputs, num_inputs = weights.shape(part)
+        programs, kernel = _product(dtype, sizes, num_outputs, part == "fc1", biases is not None, where.aligned)
+        bias_table = where.table if biases is None else biases.table
+        products.append(_Product(kernel, programs, where.table, bias_table, num_outputs, num_inputs))
+    sort_pairs, add_up, parts = _around(top_k, weights.num_experts, sizes[0], weights.shape("fc2")[0])
+    return num_pairs, max_tiles, sort_pairs, products[0], products[1], add_up, parts
 
 
 @functools.cache

@@ -132,9 +132,15 @@ class Launcher:
         if _LISTENERS or (device := current_device_of(args[0])) is None:
             _launch_heard(self.kernel, grid, args, self.options)
             return
-        if self._compiled is None:
-            self._compiled = CompiledLaunches(self.kernel, self.options, args)
-        self._compiled(device, (x, y, z), args)
+        compiled = self._compiled
+        if compiled is None:
+            compiled = self._compiled = CompiledLaunches(self.kernel, self.options, args)
+        try:
+            key = compiled.run(device, x, y, z, *args)
+        except (AttributeError, TypeError):  # an argument of another type than at first
+            key = ()
+        if key is not None:
+            compiled.search(key, (x, y, z), args)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -6,11 +6,9 @@ projection; a matrix has one axis. The rest is as in `elementwise`. Not yet run 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -92,18 +90,36 @@ class TritonNorms:
             x = x.contiguous()
             strides = x.stride()
         shape = x.shape
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        *axes, width = shape
-        if not (num_rows := math.prod(axes)) or not width:
+        width, num_rows, num_1, num_2, stride_1, stride_2 = shape[-1], shape[0], 1, 1, 0, 0
+        if len(shape) > 2:
+            assert len(shape) <= 4
+            num_1, num_2 = (*shape[1:-1], 1)[:2]
+            stride_1, stride_2 = (*strides[1:-1], 0)[:2]
+            num_rows *= num_1 * num_2
+        out = x.new_empty(shape)
+        if not num_rows or not width:
             return out
-        assert 2 <= len(shape) <= 4 and (residual is None or residual.is_contiguous())
+        assert residual is None or residual.is_contiguous()
         key = width, centered, zero_centered, weight is not None, bias is not None, residual is not None
         if (found := self._launchers.get(key)) is None:
             found = self._launchers[key] = self._made(*key)
         rows, kernel = found
-        given = x if residual is None else residual, x if weight is None else weight, x if bias is None else bias
-        sizes, strides = (*axes, 1, 1)[1:3], (*strides[:-1], 0, 0)[:3]
-        kernel((cdiv(num_rows, rows),), x, *given, out, num_rows, *sizes, *strides, width, eps)
+        kernel(
+            (cdiv(num_rows, rows),),
+            x,
+            x if residual is None else residual,
+            x if weight is None else weight,
+            x if bias is None else bias,
+            out,
+            num_rows,
+            num_1,
+            num_2,
+            strides[0],
+            stride_1,
+            stride_2,
+            width,
+            eps,
+        )
         return out
 
     def _made(
