@@ -68,7 +68,9 @@ class Call:
 
 INFER = "kernels/flashinfer_attention.py"
 ATTN, MAMBA = "kernels/flash_attn_attention.py", "kernels/mamba_ssm_scan.py"
-REGION, FP8 = "memory/regions/saver.py", "models/fp8.py"
+REGION, FP8, GRAPHS = "memory/regions/saver.py", "models/fp8.py", "cuda_graphs/graph_pool.py"
+PRIVATE, GRAPH = "torch/_C/__init__.pyi", "torch/cuda/graphs.py:CUDAGraph"
+SYMMETRIC = "torch/distributed/_symmetric_memory/__init__.py"
 CALLS = {
     "flashinfer-python": [
         # `plan` hands its keywords on
@@ -117,8 +119,22 @@ CALLS = {
             for kind in ("fp8", "mxfp8", "fp8_block_scaling")
         ),
     ],
+    "torch": [
+        Call(GRAPHS, "__init__", "torch.cuda.MemPool", ("torch/cuda/memory.py:MemPool.__init__",)),
+        Call(GRAPHS, "reset", "torch.cuda.MemPool", ("torch/cuda/memory.py:MemPool.__init__",)),
+        Call(GRAPHS, "capture", "torch.cuda.graph", ("torch/cuda/graphs.py:graph.__init__",)),
+        Call(GRAPHS, "capture", "self._pool.use_count", (f"{PRIVATE}:_MemPool.use_count",)),
+        Call(GRAPHS, "_undone_on_failure", "self._pool.use_count", (f"{PRIVATE}:_MemPool.use_count",)),
+        Call(GRAPHS, "_undone_on_failure", "graph.reset", (f"{GRAPH}.reset",)),
+        Call(GRAPHS, "_undone_on_failure", "torch._C._cuda_endAllocateToPool", (f"{PRIVATE}:_cuda_endAllocateToPool",)),
+        Call(GRAPHS, "_undone_on_failure", "torch._C._cuda_releasePool", (f"{PRIVATE}:_cuda_releasePool",)),
+        Call(GRAPHS, "_capture_cell", "graph.capture_begin", (f"{GRAPH}.capture_begin",)),
+        Call(GRAPHS, "_capture_cell", "graph.capture_end", (f"{GRAPH}.capture_end",)),
+        Call("kernels/symmetric_allreduce.py", "buffer", "symmetric.empty", (f"{SYMMETRIC}:empty",)),
+        Call("kernels/symmetric_allreduce.py", "buffer", "symmetric.rendezvous", (f"{SYMMETRIC}:rendezvous",)),
+    ],
 }  # fmt: skip
-"""Package -> what is called of it, but for Triton's language (`triton_calls`)."""
+"""Package -> what is called of it. Triton's language: `triton_calls`. Of torch: what is private, or of CUDA graphs."""
 TRITON = "triton"
 TRITON_FILES = tuple(f"triton/language/{name}.py" for name in ("core", "math", "standard", "random"))
 
