@@ -31,9 +31,6 @@ ROPE = "flashinfer/rope.py:apply_rope_with_cos_sin_cache_inplace"
 WITH_KVCACHE = "flash_attn/flash_attn_interface.py:flash_attn_with_kvcache"
 VARLEN = "flash_attn/flash_attn_interface.py:flash_attn_varlen_func"
 WITH_KVCACHE_3 = "hopper/flash_attn_interface.py:flash_attn_with_kvcache"
-UPDATE = "mamba_ssm/ops/triton/selective_state_update.py:selective_state_update"
-CHUNK_SCAN = "mamba_ssm/ops/triton/ssd_combined.py:mamba_chunk_scan_combined"
-CONV, CONV_UPDATE = (f"causal_conv1d/causal_conv1d_interface.py:causal_conv1d_{name}" for name in ("fn", "update"))
 SAVER = "torch_memory_saver/entrypoint.py:TorchMemorySaver"
 TE = "transformer_engine/pytorch"
 # A file that moved between versions: the first that is there.
@@ -67,7 +64,7 @@ class Call:
 
 
 INFER = "kernels/flashinfer_attention.py"
-ATTN, MAMBA = "kernels/flash_attn_attention.py", "kernels/mamba_ssm_scan.py"
+ATTN = "kernels/flash_attn_attention.py"
 REGION, FP8, GRAPHS = "memory/regions/saver.py", "models/fp8.py", "cuda_graphs/graph_pool.py"
 PRIVATE, GRAPH = "torch/_C/__init__.pyi", "torch/cuda/graphs.py:CUDAGraph"
 SYMMETRIC = "torch/distributed/_symmetric_memory/__init__.py"
@@ -90,14 +87,6 @@ CALLS = {
     "flash-attn-3": [
         Call(ATTN, "decode", "self._attend", (WITH_KVCACHE_3,)),
         Call(ATTN, "ragged", "self._attend", (WITH_KVCACHE_3,)),
-    ],
-    "mamba-ssm": [
-        Call(MAMBA, "advance", "self.update", (UPDATE,)),
-        Call(MAMBA, "scan", "self.chunk_scan", (CHUNK_SCAN,)),
-    ],
-    "causal-conv1d": [
-        Call(MAMBA, "advance", "self.conv.causal_conv1d_update", (CONV_UPDATE,)),
-        Call(MAMBA, "_convolve", "self.conv.causal_conv1d_fn", (CONV,)),
     ],
     "torch-memory-saver": [
         Call(REGION, "__init__", "self._saver.region", (f"{SAVER}.region",)),

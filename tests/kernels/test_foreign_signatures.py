@@ -17,7 +17,7 @@ from fake_saver import Saver
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megatron_infer.kernels import flash_attn_attention, flashinfer_attention, mamba_ssm_scan
+from megatron_infer.kernels import flash_attn_attention, flashinfer_attention
 from megatron_infer.kernels.optional_packages import numbers
 from megatron_infer.memory.regions import saver
 
@@ -26,8 +26,6 @@ MODULES = {
     "flashinfer": "flashinfer-python",
     "flash_attn": "flash-attn",
     "flash_attn_interface": "flash-attn-3",
-    "mamba_ssm": "mamba-ssm",
-    "causal_conv1d": "causal-conv1d",
     "torch_memory_saver": "torch-memory-saver",
     "transformer_engine": "transformer-engine",
 }
@@ -35,8 +33,6 @@ OLDEST = {
     "flashinfer-python": flashinfer_attention.MIN_VERSION,
     "flash-attn": flash_attn_attention.MIN_VERSION,
     "flash-attn-3": flash_attn_attention.MIN_VERSION,
-    "mamba-ssm": mamba_ssm_scan.MIN_VERSION,
-    "causal-conv1d": mamba_ssm_scan.CONV_MIN_VERSION,
     "torch-memory-saver": saver.MIN_VERSION,
     "transformer-engine": (2, 4, 0),
     "triton": (3, 6, 0),
@@ -115,7 +111,7 @@ def _modules_in(path: Path) -> set[str]:
 def _is_about_modules(node: ast.AST) -> bool:
     """An import by name, or an assignment to a name like MODULE."""
     if isinstance(node, ast.Call):
-        return ast.unparse(node.func).endswith(("import_module", "import_below", "missing"))
+        return ast.unparse(node.func).endswith(("import_module", "missing"))
     return isinstance(node, ast.Assign) and "MODULE" in ast.unparse(node.targets[0])
 
 
@@ -175,10 +171,6 @@ FAKES = [
     ("flash-attn", foreign.WITH_KVCACHE, fakes.flash_attn_with_kvcache),
     ("flash-attn", foreign.VARLEN, fakes.flash_attn_varlen_func),
     ("flash-attn-3", foreign.WITH_KVCACHE_3, fakes.flash_attn_3_with_kvcache),
-    ("mamba-ssm", foreign.UPDATE, fakes.selective_state_update),
-    ("mamba-ssm", foreign.CHUNK_SCAN, fakes.mamba_chunk_scan_combined),
-    ("causal-conv1d", foreign.CONV, fakes.causal_conv1d_fn),
-    ("causal-conv1d", foreign.CONV_UPDATE, fakes.causal_conv1d_update),
     ("torch-memory-saver", f"{foreign.SAVER}.region", Saver.region.__wrapped__),
     ("torch-memory-saver", f"{foreign.SAVER}.pause", Saver.pause),
     ("torch-memory-saver", f"{foreign.SAVER}.resume", Saver.resume),

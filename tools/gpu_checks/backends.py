@@ -241,13 +241,3 @@ def rope(ctx: Context) -> Result:
         compare.require(f"{kind}: the rotation is {chosen}'s", chosen == "flashinfer")
         _hold_replayed(ctx, compare, "rotation", kind, use_flashinfer_fused_rope=True)
     return compare.result()
-
-
-@check(
-    "mamba_ssm_engine",
-    group="backends",
-    promise="an engine on mamba-ssm's scan, where it is installed, answers like one on the default kernels in bf16",
-    budget_s=60,
-)
-def mamba_ssm(ctx: Context) -> Result:
-    return _hold(ctx, "mamba_ssm", backend_candidates.SCAN, ctx.pick(("hybrid", "mamba"), ("mamba",)))
