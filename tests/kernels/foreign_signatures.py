@@ -31,9 +31,6 @@ ROPE = "flashinfer/rope.py:apply_rope_with_cos_sin_cache_inplace"
 WITH_KVCACHE = "flash_attn/flash_attn_interface.py:flash_attn_with_kvcache"
 VARLEN = "flash_attn/flash_attn_interface.py:flash_attn_varlen_func"
 WITH_KVCACHE_3 = "hopper/flash_attn_interface.py:flash_attn_with_kvcache"
-UPDATE = "mamba_ssm/ops/triton/selective_state_update.py:selective_state_update"
-CHUNK_SCAN = "mamba_ssm/ops/triton/ssd_combined.py:mamba_chunk_scan_combined"
-CONV, CONV_UPDATE = (f"causal_conv1d/causal_conv1d_interface.py:causal_conv1d_{name}" for name in ("fn", "update"))
 SAVER = "torch_memory_saver/entrypoint.py:TorchMemorySaver"
 TE = "transformer_engine/pytorch"
 # A file that moved between versions: the first that is there.
@@ -67,8 +64,10 @@ class Call:
 
 
 INFER = "kernels/flashinfer_attention.py"
-ATTN, MAMBA = "kernels/flash_attn_attention.py", "kernels/mamba_ssm_scan.py"
-REGION, FP8 = "memory/regions/saver.py", "models/fp8.py"
+ATTN = "kernels/flash_attn_attention.py"
+REGION, FP8, GRAPHS = "memory/regions/saver.py", "models/fp8.py", "cuda_graphs/graph_pool.py"
+PRIVATE, GRAPH = "torch/_C/__init__.pyi", "torch/cuda/graphs.py:CUDAGraph"
+SYMMETRIC = "torch/distributed/_symmetric_memory/__init__.py"
 CALLS = {
     "flashinfer-python": [
         # `plan` hands its keywords on
@@ -88,14 +87,6 @@ CALLS = {
     "flash-attn-3": [
         Call(ATTN, "decode", "self._attend", (WITH_KVCACHE_3,)),
         Call(ATTN, "ragged", "self._attend", (WITH_KVCACHE_3,)),
-    ],
-    "mamba-ssm": [
-        Call(MAMBA, "advance", "self.update", (UPDATE,)),
-        Call(MAMBA, "scan", "self.chunk_scan", (CHUNK_SCAN,)),
-    ],
-    "causal-conv1d": [
-        Call(MAMBA, "advance", "self.conv.causal_conv1d_update", (CONV_UPDATE,)),
-        Call(MAMBA, "_convolve", "self.conv.causal_conv1d_fn", (CONV,)),
     ],
     "torch-memory-saver": [
         Call(REGION, "__init__", "self._saver.region", (f"{SAVER}.region",)),
@@ -117,8 +108,22 @@ CALLS = {
             for kind in ("fp8", "mxfp8", "fp8_block_scaling")
         ),
     ],
+    "torch": [
+        Call(GRAPHS, "__init__", "torch.cuda.MemPool", ("torch/cuda/memory.py:MemPool.__init__",)),
+        Call(GRAPHS, "reset", "torch.cuda.MemPool", ("torch/cuda/memory.py:MemPool.__init__",)),
+        Call(GRAPHS, "capture", "torch.cuda.graph", ("torch/cuda/graphs.py:graph.__init__",)),
+        Call(GRAPHS, "capture", "self._pool.use_count", (f"{PRIVATE}:_MemPool.use_count",)),
+        Call(GRAPHS, "_undone_on_failure", "self._pool.use_count", (f"{PRIVATE}:_MemPool.use_count",)),
+        Call(GRAPHS, "_undone_on_failure", "graph.reset", (f"{GRAPH}.reset",)),
+        Call(GRAPHS, "_undone_on_failure", "torch._C._cuda_endAllocateToPool", (f"{PRIVATE}:_cuda_endAllocateToPool",)),
+        Call(GRAPHS, "_undone_on_failure", "torch._C._cuda_releasePool", (f"{PRIVATE}:_cuda_releasePool",)),
+        Call(GRAPHS, "_capture_cell", "graph.capture_begin", (f"{GRAPH}.capture_begin",)),
+        Call(GRAPHS, "_capture_cell", "graph.capture_end", (f"{GRAPH}.capture_end",)),
+        Call("kernels/symmetric_allreduce.py", "buffer", "symmetric.empty", (f"{SYMMETRIC}:empty",)),
+        Call("kernels/symmetric_allreduce.py", "buffer", "symmetric.rendezvous", (f"{SYMMETRIC}:rendezvous",)),
+    ],
 }  # fmt: skip
-"""Package -> what is called of it, but for Triton's language (`triton_calls`)."""
+"""Package -> what is called of it. Triton's language: `triton_calls`. Of torch: what is private, or of CUDA graphs."""
 TRITON = "triton"
 TRITON_FILES = tuple(f"triton/language/{name}.py" for name in ("core", "math", "standard", "random"))
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import fake_packages as fakes
 import foreign_signatures as foreign
 import pytest
+import torch
 from fake_saver import Saver
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from megatron_infer.kernels import flash_attn_attention, flashinfer_attention, mamba_ssm_scan
+from megatron_infer.kernels import flash_attn_attention, flashinfer_attention
 from megatron_infer.kernels.optional_packages import numbers
 from megatron_infer.memory.regions import saver
 
@@ -25,8 +26,6 @@ MODULES = {
     "flashinfer": "flashinfer-python",
     "flash_attn": "flash-attn",
     "flash_attn_interface": "flash-attn-3",
-    "mamba_ssm": "mamba-ssm",
-    "causal_conv1d": "causal-conv1d",
     "torch_memory_saver": "torch-memory-saver",
     "transformer_engine": "transformer-engine",
 }
@@ -34,13 +33,12 @@ OLDEST = {
     "flashinfer-python": flashinfer_attention.MIN_VERSION,
     "flash-attn": flash_attn_attention.MIN_VERSION,
     "flash-attn-3": flash_attn_attention.MIN_VERSION,
-    "mamba-ssm": mamba_ssm_scan.MIN_VERSION,
-    "causal-conv1d": mamba_ssm_scan.CONV_MIN_VERSION,
     "torch-memory-saver": saver.MIN_VERSION,
     "transformer-engine": (2, 4, 0),
     "triton": (3, 6, 0),
+    "torch": (2, 11, 0),
 }
-"""Of each package, as its module refuses older ones; Transformer Engine's and Triton's as requirements/ has it."""
+"""Of each package, as its module refuses older ones; of the last three as requirements/ has it."""
 CALLS = [(package, call) for package, calls in foreign.CALLS.items() for call in calls]
 
 
@@ -67,7 +65,7 @@ def test_every_call_of_tritons_language_binds_in_every_version():
 
 @pytest.mark.parametrize("package", OLDEST)
 def test_the_oldest_version_admitted_is_recorded_and_none_that_is_not_admitted(package):
-    files = (foreign.ROOT / "requirements" / name for name in ("gpu.txt", "nvidia.txt"))
+    files = (foreign.ROOT / "requirements" / name for name in ("core.txt", "gpu.txt", "nvidia.txt"))
     lines = [line.split(";")[0].strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     ranges = {one.name: one.specifier for one in map(Requirement, filter(lambda line: line[:1].isalpha(), lines))}
     for functions in RECORDED[package].values():
@@ -113,7 +111,7 @@ def _modules_in(path: Path) -> set[str]:
 def _is_about_modules(node: ast.AST) -> bool:
     """An import by name, or an assignment to a name like MODULE."""
     if isinstance(node, ast.Call):
-        return ast.unparse(node.func).endswith(("import_module", "import_below", "missing"))
+        return ast.unparse(node.func).endswith(("import_module", "missing"))
     return isinstance(node, ast.Assign) and "MODULE" in ast.unparse(node.targets[0])
 
 
@@ -173,10 +171,6 @@ FAKES = [
     ("flash-attn", foreign.WITH_KVCACHE, fakes.flash_attn_with_kvcache),
     ("flash-attn", foreign.VARLEN, fakes.flash_attn_varlen_func),
     ("flash-attn-3", foreign.WITH_KVCACHE_3, fakes.flash_attn_3_with_kvcache),
-    ("mamba-ssm", foreign.UPDATE, fakes.selective_state_update),
-    ("mamba-ssm", foreign.CHUNK_SCAN, fakes.mamba_chunk_scan_combined),
-    ("causal-conv1d", foreign.CONV, fakes.causal_conv1d_fn),
-    ("causal-conv1d", foreign.CONV_UPDATE, fakes.causal_conv1d_update),
     ("torch-memory-saver", f"{foreign.SAVER}.region", Saver.region.__wrapped__),
     ("torch-memory-saver", f"{foreign.SAVER}.pause", Saver.pause),
     ("torch-memory-saver", f"{foreign.SAVER}.resume", Saver.resume),
@@ -193,7 +187,7 @@ def test_stand_ins_take_what_the_real_functions_take_in_every_version(package, n
         assert set(ours) <= set(real), version
 
 
-@pytest.mark.parametrize(("module", "package"), MODULES.items())
+@pytest.mark.parametrize(("module", "package"), [*MODULES.items(), ("torch", "torch")])
 def test_an_installed_package_takes_every_call(module, package):
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or "stand_ins" in spec.origin:
@@ -217,3 +211,14 @@ def test_the_installed_triton_takes_every_call():
     for where, node, scopes in foreign.triton_calls():
         reason = foreign.refusal(node, scopes, ast.unparse(node.func), installed[foreign.triton_name(node)])
         assert reason is None, f"{where}: {reason}"
+
+
+def test_calls_of_symmetric_memory_bind_to_the_installed_torch():
+    """Its operators are compiled, and there is a schema of each on every machine."""
+    path, found = foreign.OURS / "kernels" / "symmetric_allreduce.py", []
+    for node, _ in foreign.nodes_with_scopes(foreign.parsed(path)):
+        if (name := ast.unparse(node.func)).startswith("torch.ops.symm_mem."):
+            arguments = getattr(torch.ops.symm_mem, name.rpartition(".")[2]).default._schema.arguments
+            assert len(node.args) == len(arguments) and not node.keywords, f"{name}: {arguments}"
+            found.append(name)
+    assert found
