@@ -561,7 +561,7 @@ def make_runner(
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     params = RowParams(sizes.max_requests + 1, shape.vocab_size)
     drafter = None if draft is None else draft.drafter(device, sizes, store, builder.rows, params, chosen)
-    model = adopted if drafter is None else drafter.around(adopted)
+    model = adopted if drafter is None or drafter.target is None else drafter.target
     sampler = (Sampler if drafter is None else drafter.verifying_sampler)(
         params,
         padded_vocab_size=shape.padded_vocab_size,

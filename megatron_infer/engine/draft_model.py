@@ -15,6 +15,7 @@ from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import ModelShape, mtp_shape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.errors import ConfigError, ModelError
+from megatron_infer.kernels.base import PagedModel
 from megatron_infer.kernels.select import ChosenKernels
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import CacheStore, DraftCache
@@ -27,7 +28,7 @@ from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.speculative.model_drafter import ModelDrafter
-from megatron_infer.speculative.mtp import MTPModel
+from megatron_infer.speculative.mtp import MTPModel, MTPTarget
 from megatron_infer.speculative.residual import DraftSampler
 from megatron_infer.weights.derived import DerivedCaches, packed_weights
 
@@ -166,7 +167,8 @@ class DraftModel:
     ) -> ModelDrafter:
         """rows, params: those of the model's builder and sampler. kernels: the model's."""
         cache = DraftCache(store)
-        return _drafter(self.adopted, self.adopted, self.kernels, self.is_residual, device, sizes, cache, rows, params)
+        parts = (device, sizes, cache, rows, params)
+        return _drafter(self.adopted, self.adopted, self.kernels, self.is_residual, *parts)
 
     def register_derived(self, derived: DerivedCaches) -> None:
         """Copies of the draft model's weights are renewed and released with those of the model's."""
@@ -198,14 +200,15 @@ class MTPDraft:
         """See `DraftModel.drafter`."""
         cache, kernels = DraftCache(store), replace(kernels, lora=None, scan=None)
         model = MTPModel(self.adopted, cache, rows)
-        return _drafter(model, self.adopted, kernels, self.is_residual, device, sizes, cache, rows, params)
+        parts = (device, sizes, cache, rows, params)
+        return _drafter(model, self.adopted, kernels, self.is_residual, *parts, target=MTPTarget(self.adopted, model))
 
     def register_derived(self, derived: DerivedCaches) -> None:
         """Nothing: its weights are packed and renewed with the model's."""
 
 
 def _drafter(
-    model: AdoptedModel | MTPModel,
+    model: PagedModel,
     adopted: AdoptedModel,
     kernels: ChosenKernels,
     is_residual: bool,
@@ -214,8 +217,10 @@ def _drafter(
     cache: DraftCache,
     rows: RowTensors,
     params: RowParams,
+    *,
+    target: PagedModel | None = None,
 ) -> ModelDrafter:
-    """model: what drafts. adopted: the model whose dtype, positions and vocabulary it has."""
+    """model: what drafts. adopted: the model whose dtype, positions and vocabulary it has. target: see ModelDrafter."""
     builder = BatchBuilder(
         device,
         sizes,
@@ -232,4 +237,4 @@ def _drafter(
         kernels=kernels.sampling,
     )
     sampler.kept = [] if is_residual else None
-    return ModelDrafter(model, builder, for_group(sampler, adopted.tp_group), kept=sampler.kept)
+    return ModelDrafter(model, builder, for_group(sampler, adopted.tp_group), kept=sampler.kept, target=target)

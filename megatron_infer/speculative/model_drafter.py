@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import PagedModel
-from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, StepSampler
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
-from megatron_infer.speculative.mtp import MTPModel, MTPTarget
 from megatron_infer.speculative.residual import Proposals, ResidualSampler
 
 
@@ -37,21 +35,20 @@ class ModelDrafter:
 
     def __init__(
         self,
-        model: PagedModel | MTPModel,
+        model: PagedModel,
         builder: BatchBuilder,
         sampler: StepSampler,
         *,
         kept: list[tuple[Tensor, Tensor]] | None = None,
+        target: PagedModel | None = None,
     ) -> None:
         """builder: shares the rows of the model's. sampler: draws by the parameters of these rows. kept: where it puts
-        the distributions that it draws from, see `residual.DraftSampler`; None: it does not."""
+        the distributions that it draws from, see `residual.DraftSampler`; None: it does not. target: the model,
+        with what it computes for the drafts behind each step; None: `model` computes all tokens of a step itself."""
+        self.target = target
         self._model, self._builder, self._sampler, self._kept = model, builder, sampler, kept
         self.proposals: Proposals | None = None
         """The drafts of the last run with their distributions, where these are kept."""
-
-    def around(self, adopted: AdoptedModel) -> PagedModel:
-        """The model whose tokens these drafts are for, as the runner drives it."""
-        return MTPTarget(adopted, self._model) if isinstance(self._model, MTPModel) else adopted
 
     @property
     def verifying_sampler(self) -> Callable[..., Sampler]:
@@ -66,8 +63,8 @@ class ModelDrafter:
         if self._kept is not None:
             self._kept.clear()  # a run that failed has left what it drew
         drafting = [chunk for chunk in plan.prefill if chunk.drafts_on_device]
-        first, is_mtp = len(plan.decode), isinstance(self._model, MTPModel)
-        if is_mtp:
+        first = len(plan.decode)
+        if self.target is not None:
             self._write_rows(_first_step(plan, drafting), table_writes)
             if not drafting:
                 return None
@@ -83,7 +80,7 @@ class ModelDrafter:
                 hidden_RD = hidden_RD.index_select(0, self._builder.device.to_device(np.array(at)))
             drawn.append(self._draw(hidden_RD, batch, going, place))
             drafting, first = going, 0
-            if is_mtp and place + 1 == max(len(chunk.drafts) for chunk in going):
+            if self.target is not None and place + 1 == max(len(chunk.drafts) for chunk in going):
                 break
             hidden_TD, batch = self._forward(_later_step(plan, going, place + 1))
         return self._by_chunk(plan, drawn)
