@@ -83,6 +83,18 @@ def decode_windows(decoder: AudioDecoder, windows: Sequence[Window]) -> list[Sou
     return [sounds[index] for index in range(len(windows))]
 
 
+def decode_each(decoder: AudioDecoder, windows: Sequence[Window]) -> list[Sound | Exception]:
+    """`decode_windows`, of which a window that cannot be decoded is an error alone: where a call fails, its halves are
+    decoded by themselves."""
+    try:
+        return [*decode_windows(decoder, windows)]
+    except Exception as error:  # whatever a library's decoder raises
+        if len(windows) == 1:
+            return [error]
+    half = len(windows) // 2
+    return [*decode_each(decoder, windows[:half]), *decode_each(decoder, windows[half:])]
+
+
 def _decode_together(decoder: AudioDecoder, windows: Sequence[Window]) -> list[Sound]:
     longest = max(len(window.tokens) for window in windows)
     tokens_BT = torch.zeros(len(windows), longest, dtype=torch.int64)

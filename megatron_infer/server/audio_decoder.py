@@ -155,8 +155,7 @@ class DecoderServer:
             writer.close()
 
     async def _decode(self, batch: list[tuple[asyncio.StreamWriter, Decode]]) -> None:
-        """In one call; where that fails, in halves, so that only those windows fail that cannot be decoded."""
-        from megatron_infer.audio.decoder import decode_windows
+        from megatron_infer.audio.decoder import decode_each
 
         windows = [
             Window(
@@ -172,24 +171,17 @@ class DecoderServer:
             for _, one in batch
         ]
         self._call_began = time.monotonic()
-        try:
-            sounds = await asyncio.to_thread(decode_windows, self._opened.decoder, windows)
-            answers: list[Message] = [
-                Sound(one.id, sound.astype("<f4").tobytes()) for (_, one), sound in zip(batch, sounds, strict=True)
-            ]
-        except Exception as error:  # whatever a library's decoder raises
-            if len(batch) > 1:
-                await self._decode(batch[: len(batch) // 2])
-                await self._decode(batch[len(batch) // 2 :])
-                return
-            log.error("a window of %d tokens cannot be decoded", len(windows[0].tokens), exc_info=error)
-            reason = str(error) if isinstance(error, InferenceError) else "the server's log has the reason"
-            answers = [Failed(one.id, reason) for _, one in batch]
-        finally:
-            self._call_began = None
-        for (writer, _), answer in zip(batch, answers, strict=True):
-            if not writer.is_closing():
-                writer.write(_frame(answer))
+        sounds = await asyncio.to_thread(decode_each, self._opened.decoder, windows)
+        self._call_began = None
+        for (writer, one), sound in zip(batch, sounds, strict=True):
+            if writer.is_closing():
+                continue
+            if not isinstance(sound, Exception):
+                writer.write(_frame(Sound(one.id, sound.astype("<f4").tobytes())))
+                continue
+            log.error("a window of %d tokens cannot be decoded", len(one.tokens), exc_info=sound)
+            reason = str(sound) if isinstance(sound, InferenceError) else "the server's log has the reason"
+            writer.write(_frame(Failed(one.id, reason)))
 
 
 # ------------------------------------------------------------------ the client

@@ -10,16 +10,29 @@ from types import SimpleNamespace
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 import torch
-from audio_case import NUM_SPEECH, TEXTS, decoding, make_engine, speech_model, text_tokenizer, write_voice
+from audio_case import (
+    NUM_SPEECH,
+    TEXTS,
+    decoding,
+    equal,
+    make_engine,
+    make_pipeline,
+    requests,
+    speech_model,
+    text_tokenizer,
+    write_voice,
+)
 from server_case import serving
 
-from megatron_infer.audio.blocks import Window
+from megatron_infer.audio.blocks import BlockSchedule, Window
 from megatron_infer.audio.decoder import OpenedDecoder, decode_windows
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.audio.voices import encode_voice
 from megatron_infer.errors import ModelError
+from megatron_infer.pipelines import AudioGeneratorPipeline, GenerationStatus, TextTokenizer
 from megatron_infer.server import audio_decoder
 from megatron_infer.server.audio_decoder import AudioDecoderClient, Decode, DecoderServer, Failed, Hello, Sound, _frame
 from megatron_infer.server.http_errors import ApiError
@@ -32,17 +45,17 @@ SAMPLING = {"seed": 4, "max_tokens": 60}
 
 
 class Faulty:
-    """`tones`, whose `fault` befalls every batch with the token BAD, or with `always` every batch."""
+    """`tones`, whose `fault` befalls every batch with the token `bad`, or with `always` every batch."""
 
-    def __init__(self, fault: str = "", *, always: bool = False) -> None:
-        self.fault, self.always, self.go_on = fault, always, threading.Event()
+    def __init__(self, fault: str = "", *, bad: int = BAD, always: bool = False) -> None:
+        self.fault, self.bad, self.always, self.go_on = fault, bad, always, threading.Event()
 
     def __getattr__(self, name: str):
         return getattr(TONES.decoder, name)
 
     def decode(self, tokens_BT, lengths_B, mask_BTT):
         sound_BS = TONES.decoder.decode(tokens_BT, lengths_B, mask_BTT)
-        if not (self.always or (tokens_BT == BAD).any()):
+        if not (self.always or (tokens_BT == self.bad).any()):
             return sound_BS
         if self.fault == "error":
             raise ArithmeticError("secret of a library")
@@ -80,6 +93,27 @@ def test_a_window_that_cannot_be_decoded_fails_alone_among_those_of_its_batch(fa
     assert reason in answers[2].message and "secret" not in answers[2].message
     (alone,) = decode_windows(TONES.decoder, [window(4, 5)])
     assert answers[4].samples == alone.astype("<f4").tobytes() and server.call_s == 0
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("error", "secret of a library"), *REASONS[1:]])
+def test_a_request_of_a_pipeline_fails_alone_and_what_was_heard_stands(fault, reason):
+    asked = requests()
+    whole = make_pipeline().generate(asked)
+    heard = [set(one.tokens) for one in whole]
+    bad = next(
+        token for token in whole[1].tokens[6:] if token not in (*whole[1].tokens[:5], *heard[0], *heard[2], *heard[3])
+    )
+    engine, tokenizer = make_engine(), TextTokenizer(text_tokenizer())
+    opened, schedule = Faulty(fault, bad=bad).opened(), BlockSchedule(chunk_size=(5, 10), buffer=4)
+    pipeline = AudioGeneratorPipeline.of_engine(engine, tokenizer, speech_model(), opened, schedule=schedule)
+    outputs = pipeline.generate(asked)
+    assert equal([outputs[0], *outputs[2:]], [whole[0], *whole[2:]]) and all(one.error is None for one in outputs[2:])
+    failed = outputs[1]
+    assert failed.final_status is GenerationStatus.FAILED and failed.is_last
+    assert isinstance(failed.error, ModelError) and reason.partition("1 x")[0] in str(failed.error)
+    assert failed.tokens == whole[1].tokens[: len(failed.tokens)] and len(failed.tokens) >= 5
+    assert np.array_equal(failed.audio, whole[1].audio[: len(failed.audio)])
+    assert not engine.has_unfinished() and not pipeline._contexts
 
 
 @pytest.fixture(scope="module")

@@ -134,6 +134,20 @@ def test_curl_pipes_samples_as_a_player_reads_them(server, expected):
     assert curl.returncode == 0 and played == pcm16(expected[TEXTS[0]].audio)
 
 
+@pytest.mark.skipif(shutil.which("aplay") is None, reason="not installed: alsa-utils")
+@pytest.mark.parametrize(("kind", "flags"), [("pcm", ("-r", "16000", "-f", "S16_LE")), ("wav", ())])
+def test_aplay_plays_what_curl_gets(kind, flags, server):
+    """On the device null. The header of a stream's WAV, whose length is not known, is one that it takes."""
+    url, data = f"{server.url}/v1/audio/speech", json.dumps(body(response_format=kind))
+    ask = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-d", data]
+    with subprocess.Popen(ask, stdout=subprocess.PIPE) as curl:
+        played = subprocess.run(
+            ["aplay", "-D", "null", *flags], stdin=curl.stdout, capture_output=True, text=True, timeout=60
+        )
+    assert (curl.returncode, played.returncode) == (0, 0), played.stderr
+    assert "Signed 16 bit Little Endian, Rate 16000 Hz, Mono" in played.stderr
+
+
 def test_two_ranks_under_torchrun_serve_the_same_sound(folder, expected):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     one = Server(folder, "--tp", "2", launcher=launcher)
