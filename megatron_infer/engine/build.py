@@ -188,7 +188,8 @@ def build_engine(
     loop = StepLoop(scheduler, executor, weights, output_processor, grammars, config, observers, verifier)
     kv_dtype = config.kv_dtype_of(adopted.shape)
     drafting = {} if setup.draft is None else {"draft": setup.draft.adopted, "draft_shape": setup.draft.shape}
-    kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype, **drafting)
+    dtypes = {"kv_dtype": kv_dtype, "weight_dtype": config.weight_dtype.value}
+    kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, **dtypes, **drafting)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox)
@@ -276,10 +277,13 @@ def set_up_model(
 def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) -> ChosenKernels:
     """The backends that run a model, without adapters. Raises ConfigError for an option that is not possible."""
     shape = adopted.shape
+    if config.weight_dtype != "auto" and (reason := adopted.unpackable()) is not None:
+        raise ConfigError(f'weight_dtype={config.weight_dtype.value!r}: {reason}; leave it "auto"')
     asked = {
         "attention": config.attention_backend.value,
         "sampling": config.sampling_backend.value,
         "linear": config.linear_backend.value,
+        "weight_dtype": config.weight_dtype.value,
         "fused_rope": config.use_flashinfer_fused_rope,
         "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
     }

@@ -382,6 +382,13 @@ class AdoptedModel:
         if self.heads is not None:
             yield from self.heads.weights()
 
+    def unpackable(self) -> str | None:
+        """Why linears would not use packed copies of their weights; None: all do."""
+        if self.fp8 is not None:
+            return "the model's products are in FP8, by its trainer's recipe"
+        foreign = self.foreign_layer()
+        return None if foreign is None else f"{foreign} is of a class of its own, which multiplies by its own weights"
+
     def refresh_scan_weights(self) -> None:
         """Derive the weights of the Mamba scans again; needed after every change of the model's parameters."""
         for _, mixer in self._mixers:
