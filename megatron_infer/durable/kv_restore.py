@@ -264,7 +264,7 @@ class KVArchive:
         draft: AdoptedModel | None = None,
         draft_shape: ModelShape | None = None,
     ) -> None:
-        """kv_dtype, weight_dtype: see `describe`. draft: the model that drafts, which may be `adopted`; None: none does.
+        """kv_dtype, weight_dtype: see `describe`. draft: the model that drafts, which may be `adopted`; None: none.
         draft_shape: of what drafts."""
         self._adopted, self._store, self._scheduler, self._draft = adopted, store, scheduler, draft
         self._weights, self._groups, self._draft_shape = weights, rank_group.groups, draft_shape
