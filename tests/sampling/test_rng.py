@@ -66,7 +66,7 @@ def test_seeds_that_differ_in_one_bit_give_unrelated_sequences():
 
 
 def test_seeds_of_children_are_what_python_integers_give():
-    """They stay what they are: a group that was saved continues with them."""
+    """A change of them would change every seeded sample of a group but the first."""
     for seed in (0, 9, 2**64 - 1):
         for child in (1, 2, 1000):
             wanted = slow_mix((slow_mix(seed ^ CHILD) + slow_mix(child) * CHILD) % 2**64)
