@@ -11,9 +11,9 @@ from megatron_infer.scheduler.step_plan import StepPlan
 SMOOTHING = 0.05
 """Weight of a new reading."""
 REPORT_STEPS = 16
-"""Steps between two reports of new costs; each of the first steps is reported."""
+"""Steps between two reports of new costs; the first ones are reported each."""
 OUTLIER = 1.5
-"""A step counts as taking at most this many times the mean of its size."""
+"""A step that takes this many times the mean of its size counts as taking so much."""
 
 
 @dataclass(slots=True)
