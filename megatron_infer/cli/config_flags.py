@@ -7,8 +7,9 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -155,12 +156,13 @@ def flag_of(name: str) -> str:
     return "--" + RENAMED.get(name, name).replace("_", "-")
 
 
-def field_docs() -> dict[str, str]:
+def field_docs() -> Mapping[str, str]:
     """The docstring of each option of InferenceConfig, as one line."""
     return docs_of(InferenceConfig)
 
 
-def docs_of(config: type) -> dict[str, str]:
+@cache
+def docs_of(config: type) -> Mapping[str, str]:
     """The docstring of each field of a dataclass, as one line."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []

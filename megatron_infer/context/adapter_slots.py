@@ -42,8 +42,8 @@ class AdapterSlots:
         return adapted(root, name, self.versions[name][1])
 
     def put(self, name: str, digest: str) -> None:
-        """An adapter is loaded, or has another content: a version of it. Its slot is written again; nothing may be in
-        flight. Versions of a name rise, also over an unload."""
+        """Give an adapter that was loaded, or whose content was replaced, its next version. Its slot is written again;
+        nothing may be in flight. Versions of a name rise, also across an unload."""
         loaded = self.versions.get(name)
         number = self._last_version.pop(name, self._oldest_version) if loaded is None else loaded[0]
         self.versions[name] = number + 1, digest
@@ -51,7 +51,7 @@ class AdapterSlots:
             self._loads[slot] = name
 
     def raise_version(self, name: str, number: int) -> None:
-        """Count on from `number` if it is higher: loaded tokens carry it."""
+        """Make `number` the version if it is higher: tokens of loaded requests were drawn with it."""
         if number > self.versions[name][0]:
             self.versions[name] = number, self.versions[name][1]
 

@@ -178,7 +178,7 @@ class DynamicInferenceContext:
         return lease
 
     def catch_up(self, lease: Lease, tokens: Sequence[int], planned: int) -> int:
-        """Move to published blocks behind those `lease` has published -> how many of `tokens` are planned or found now.
+        """Let `lease` take the published blocks that continue its own -> how many of `tokens` are planned or found now.
 
         planned: leading tokens whose computation is planned; the result is that or more, and never all of `tokens`.
         An own block that is planned in part or whole is replaced too: a step in flight still writes and reads the old
@@ -285,7 +285,7 @@ class DynamicInferenceContext:
         return find_published(self.pool, lease, tokens, self.block_size)
 
     def _publish(self, lease: Lease, tokens: Sequence[int], num_tokens: int, *, may_move: bool) -> None:
-        """may_move: to the block that has the content already; else stop there."""
+        """may_move: the lease takes the block that has the content already; else publishing stops there."""
         if not lease.publishes or not self.prefix_caching:
             return
         size, digests = self.block_size, lease.digests
@@ -293,7 +293,7 @@ class DynamicInferenceContext:
             preimage = lease.preimage(column, tokens, size)
             digest = digest_of(preimage)
             owner = self.pool.publish(lease.blocks[column], digest, preimage)
-            if owner is None:  # what follows would have the digests of what follows that other content
+            if owner is None:  # the digests of later blocks would be those behind that other content
                 lease.publishes = False
                 return
             if owner != lease.blocks[column]:

@@ -22,7 +22,7 @@ class _LeaseStates:
     gains_by_waiting: bool = False
     """The step being planned writes a state that lets it skip more."""
     hashed: list[bytes] = field(default_factory=list)
-    """The lease's digests when they were last cut back, so that a prompt in chunks is not hashed to its end by each."""
+    """The lease's digests before they were last cut back, so that not every chunk of a prompt hashes it to its end."""
     keep_at: set[int] = field(default_factory=set)
     """Positions, multiples of block_size, behind which a state is to be kept."""
     pending: dict[int, int] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class StateCache:
         return self._pool.lookup(hashed[column], preimage_of(prev, tokens[column * size : position]))
 
     def _stop_at_state(self, lease: Lease, blocks: list[int], *, first: int, beyond: int) -> None:
-        """Cut found blocks behind the last one with a state; where they end is where other prompts part: keep one."""
+        """Cut found blocks behind the last one with a state; keep one where they end, which is where prompts part."""
         states, slots, size, num_found = self._by_row[lease.row], self.slots, self._block_size, len(blocks)
         num_usable, states.gains_by_waiting = 0, False
         if slots.any_behind(blocks):

@@ -59,7 +59,7 @@ class StateSlots:
         return slot
 
     def attach(self, slot: int, block: int, *, evict_first: bool) -> bool:
-        """Cache the pending state in `slot` behind published `block`; False, and the slot is free, if it has one.
+        """Cache the pending state in `slot` behind published `block`; False, and the slot is free, if that has a state.
 
         evict_first: it is the next to be evicted until a lease loads it.
         """

@@ -104,7 +104,7 @@ class RequestIntake:
         requests = self._input.build(request_id, ids, params, salt=salt)
         if len(drawn) != len(requests):
             raise RequestError(f"{len(drawn)} sequences to continue, the request has n={len(requests)}")
-        requests[0].siblings = ()  # each sequence has tokens of its own to begin with
+        requests[0].siblings = ()  # each sequence begins with tokens of its own
         for request, one in zip(requests, drawn, strict=True):
             request.tokens += one.token_ids
             if one.finish_reason is not None:

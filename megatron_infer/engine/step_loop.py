@@ -46,10 +46,10 @@ class StepObserver(Protocol):
 
 
 class StepLoop:
-    """Runs one step at a time. With `overlap` a step is committed after the next one is launched; with
-    `max_steps_in_flight` after so many less one.
+    """Runs one step at a time. With `overlap` a step is committed after the next one is launched, with
+    `max_steps_in_flight` = n after n - 1 further ones.
 
-    With several pipeline stages as many steps are in flight, or one more with `overlap`; they are committed in order.
+    With p pipeline stages p steps are in flight, or p + 1 with `overlap`; they are committed in order.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class StepLoop:
         self.backlog: list[RequestOutput] = []
         """Outputs that the next step hands out."""
         self.was_idle = True
-        """After the last step, or before the first: the same on every rank, which `is_idle` is not while the leader
-        has requests that the other ranks do not have yet."""
+        """Whether all was idle after the last step; True before the first. Equal on every rank, unlike `is_idle`: the
+        leader may have requests that the other ranks do not have yet."""
         self._scheduler, self._executor, self._weights, self._grammars = scheduler, executor, weights, grammars
         self._observers, self._check_invariants, self._verifier = tuple(observers), config.check_invariants, verifier
         one_stage = config.max_steps_in_flight + bool(config.overlap) - 1

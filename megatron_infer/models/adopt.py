@@ -240,7 +240,7 @@ class AdoptedModel:
             experts.grouped.watched()
 
     def has_same_modules(self) -> bool:
-        """Whether hooks and methods of instances are all that changed: a forward that calls the modules runs them."""
+        """Whether only hooks and methods of instances changed: a forward that calls the modules runs them."""
         return self._census.difference(Census(self.live), calls=False) is None
 
     def changed_module(self) -> tuple[str, str] | None:
@@ -312,7 +312,7 @@ class AdoptedModel:
     ) -> Tensor:
         """`hidden` in any mode: the step's kernels and the caller decide about autograd and dropout.
 
-        around(run, *arguments) calls each layer's run in the place of a plain call.
+        around(run, *arguments) is called for each layer in the place of run(*arguments).
         """
         if self.fp8 is not None:
             self.fp8.padding_T1 = step.padding_T1 if self.fp8.scale_is_shared and step.is_padded else None

@@ -96,8 +96,8 @@ class Census:
     def is_intact(self) -> bool:
         """Whether nothing has changed: no module or parameter was replaced, no class, hook or attribute is another.
 
-        Cheap enough for every step. False may be for nothing that counts, such as an attribute of the trainer's:
-        `difference` says. A cast shows in the addresses of the weights.
+        Cheap enough for every step. False may have a cause that does not count, such as an attribute of the
+        trainer's: `difference` tells. A cast shows in the addresses of the weights.
         """
         modules: list[Any] = list(map(call, self._modules))
         if None in modules:

@@ -148,7 +148,7 @@ def _bind(module: Any, operations: LayerOps, classes: dict[type, type]) -> None:
 
 
 def _norm_before(layer: Any, name: str, *, part: str, norm: str, add: str, first: tuple[Any, str]) -> FusedNorm | None:
-    """The norm before a part of a layer; None where the layer has no such part, which then has no norm and no addition.
+    """The norm before a part of a layer; None where the layer has no such part: neither norm nor addition.
 
     first: the part's first linear and its name; Transformer Engine's linear may have the norm inside.
     """

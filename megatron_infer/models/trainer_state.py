@@ -65,7 +65,7 @@ def evaluation(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def train_mode(chain: Sequence[Any], *, dropout: bool, auxiliary_losses: bool = True) -> Iterator[None]:
-    """Train mode, and afterwards every module's own; a model that is in train mode keeps modules that are not.
+    """Train mode inside, each module's own mode afterwards; a model in train mode keeps its modules in eval mode.
 
     chain: see `wrapper_chain`; a wrapper's own mode says nothing, a new one is in train mode. dropout False: every
     dropout of modules and configs is 0. auxiliary_losses False: routers compute none.

@@ -14,21 +14,21 @@ from megatron_infer.scheduler.step_plan import ON_DEVICE
 LONGEST_RUN = 16
 """Longer runs count as this long."""
 TABLE_PRIOR, TABLE_FORGETTING = 8.0, 0.995
-"""Drafts that what is assumed of a run's length counts as, and the weight of earlier drafts at each new one."""
+"""The assumed share of kept drafts weighs as much as this many drafts; each new draft scales earlier ones by this."""
 REQUEST_PRIOR, REQUEST_FORGETTING = 2.0, 0.97
-"""The same of what sets a request apart from the others."""
+"""The same two figures for how one request differs from the others."""
 LEAST_CHANCE = 0.05
-"""Drafts that are kept more seldom are not considered, but for the first of a proposal: a draft model may have other
-weights by now, and only what is verified tells."""
+"""A draft with a smaller chance to be kept is not considered, except the first of a proposal: the weights of a draft
+model may have changed, which only a verified draft shows."""
 MARK_UP = 1.1
-"""What drafts add to a step counts this many times: it is known with an error, and what is underestimated is chosen
-most."""
+"""The time that drafts add to a step is multiplied by this: it is an estimate, and an estimate that is too low is
+chosen most often."""
 PROBE_SHARE = 0.01
-"""Share of the time that is spent on drafts that are not expected to pay, so that costs are not stale."""
+"""Share of the time that goes to drafts that are not expected to pay, so that the measured costs stay current."""
 PLAIN_EVERY = 50
-"""Steps with drafts after which one of as many rows goes without, to measure it."""
+"""After this many steps with drafts, one step of as many rows runs without drafts and is measured."""
 NUM_FORGOTTEN = 64
-"""Requests recorded beyond those that run before the ended ones are dropped."""
+"""With more records than this, those of ended requests are dropped."""
 
 
 class Proposal(NamedTuple):
@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
     source: str = ""
     """What proposed them; how often drafts are kept is learned for each source."""
     run: int = 0
-    """Length of the run of last tokens that they followed where it stood before; 0: not found by a run."""
+    """How many of the last tokens also stood at the earlier place that these were copied from; 0: not copied."""
 
 
 NO_PROPOSAL = Proposal()
@@ -89,7 +89,7 @@ class _Share:
 
 @dataclass(slots=True)
 class _Record:
-    """A request's drafts beside what was expected of them, and its latest proposal."""
+    """How a request's drafts did, what was expected of them, and its latest proposal."""
 
     tried: float = 0.0
     kept: float = 0.0
@@ -117,11 +117,11 @@ class _Probes:
 
 
 class DraftDepth:
-    """Drafts as many tokens as make tokens a second the most.
+    """Chooses how many tokens to draft: as many as give the most tokens per second.
 
-    A draft that extends a run of r tokens is kept as often as others that extended a run of r: the draft behind it
-    extends one of r + 1. A proposal that is not verified is compared with the token that is drawn, so that nothing
-    has to be tried to learn how often drafts are kept. Deterministic in its calls and in `costs`, as the scheduler is.
+    A draft that extends a run of r tokens is expected to be kept as often as others that extended a run of r; the draft
+    behind it extends a run of r + 1. A proposal that is not verified is compared with the token that is drawn, so that
+    the share of kept drafts is learned without trials. Deterministic in its calls and in `costs`, as the scheduler is.
     """
 
     def __init__(self, *, learns_unverified: bool = True) -> None:
@@ -156,7 +156,7 @@ class DraftDepth:
         return depths
 
     def expected(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
-        """What `of` would return but for measurements, without counting a step."""
+        """What `of` would return if it did not also measure; no step is counted."""
         return self._expected(requests, proposals)[1]
 
     def proposed(self, request: Request, proposal: Proposal) -> None:

@@ -41,7 +41,7 @@ class SpecDecodeMetrics:
     num_accepted: int = 0
     """Drafts that became tokens of their request."""
     drafted_per_position: list[int] = field(default_factory=list)
-    """Both by place among the drafts of their step."""
+    """This and the next: by a draft's place among the drafts of its request in the step."""
     accepted_per_position: list[int] = field(default_factory=list)
     proposals_per_depth: list[int] = field(default_factory=list)
     """Proposals by how many of their tokens a step verified, from 0: the depths that were chosen."""
@@ -168,7 +168,7 @@ class DraftPlanner:
             self.depth.costs = costs
 
     def _depths_of(self, requests: Sequence[Request], proposals: Sequence[Proposal], *, counts: bool) -> list[int]:
-        """Tokens of each proposal to verify. counts: a step does so."""
+        """Tokens of each proposal to verify. counts: a step is planned with them."""
         depth = self.depth
         if depth is None:
             return [len(proposal.tokens) for proposal in proposals]

@@ -15,7 +15,7 @@ LOOKAHEAD = 8
 """Waiting requests that do not fit which one step looks past: bounds the host work of a step with a long queue."""
 
 PATIENCE_STEPS = 32
-"""Steps of being paused that make evicting a request as dear as one eviction before."""
+"""This many steps of being paused raise the price of evicting a request as much as one earlier eviction does."""
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
@@ -43,8 +43,8 @@ MIN_SHARE_TOKENS = 64
 """Prompt tokens that one of several micro-batches takes at least: a forward of fewer takes as long."""
 
 SHARES_PER_MICRO_BATCH = 2
-"""Shares for each micro-batch into which waiting prompts are cut: while the first and the last of them are computed
-some pipeline stages have nothing to do, so more of them waste less, and cost more forwards."""
+"""Shares per micro-batch that waiting prompts are cut into. Some pipeline stages have nothing to do while the first and
+the last share are computed: more shares waste less time and take more forwards."""
 
 
 def decode_share(num_decoding: int, num_idle: int, *, num_micro_batches: int, num_in_flight: int) -> int:

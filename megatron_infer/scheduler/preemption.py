@@ -39,7 +39,7 @@ class PreemptionPolicy:
     Older means a smaller `sort_key`: the smaller priority number, or the earlier arrival within a priority. Among the
     requests that may be evicted those of the largest priority number go first, and then by price.
 
-    No request starves but behind smaller priorities. The oldest live request is never evicted, keeps its blocks and
+    No request starves, except behind smaller priorities. The oldest live one is never evicted, keeps its blocks and
     gets the first free one; alone it fits the pool, and when all are stuck another is evicted: so it finishes, and the
     next is the oldest. Take the oldest unfinished request R. While it is live it is the oldest of the live, and
     finishes. While it waits, it is queued before all that were never evicted; at most MAX_OVERTAKEN are admitted past
@@ -72,9 +72,9 @@ class PreemptionPolicy:
     # ------------------------------------------------------------------ once per step
 
     def make_room(self) -> None:
-        """Afterwards every decoding request has room for its next token, or the pool a block for each that has not.
+        """Ensure that each decoding request has room for its next token, or that the pool has a free block for it.
 
-        No request stays paused beside a free block, so that an admission takes nothing from the paused.
+        No request stays paused while a block is free, so that an admission takes no block that a paused one needs.
         """
         context, running_set = self._context, self._running_set
         needy = [request for request in running_set.decoding if needs_block(request)]
@@ -89,18 +89,18 @@ class PreemptionPolicy:
         for request in stuck:
             if request.status is Status.RUNNING:
                 running_set.pause(request)
-        # A block that is still free belongs to the paused; without one only victims of the step before may resume as
-        # they are: this step's must stay paused until they are idle.
+        # Blocks that are still free go to the paused. Without one only victims of the step before may resume as they
+        # are: those of this step must stay paused until they are idle.
         former = [request for request in chosen if request.status is Status.PAUSED]
         self._grow(running_set.paused if context.num_free_blocks else former)
         now = running_set.stats.steps
         self._paused_since = {request: self._paused_since.get(request, now) for request in running_set.paused}
 
     def make_way(self, among: Collection[Request] | None) -> bool:
-        """Evict a request, as none of `among` (None: of all) can run and nothing is in flight; False: that is no help.
+        """Evict one request, as none of `among` (None: all) can run and nothing is in flight; False: it would not help.
 
-        Those not in `among` go first, the younger before. Else it is one of the paused, which all wait for blocks of
-        each other; one that frees nothing if all are such.
+        Requests that are not in `among` go first, the youngest of them. Else a paused one goes, as all paused requests
+        wait for each other's blocks: one that frees blocks, if there is any.
         """
         live, paused = self._running_set.live(), self._running_set.paused
         if others := [] if among is None else [request for request in live if request not in among]:

@@ -208,10 +208,10 @@ class PrefillPlanner:
         return True
 
     def _may_wait(self, request: Request, lease: Lease) -> bool:
-        """In the next step it can skip what this one computes for another, unless that state is evicted before.
+        """Whether it waits a step: in the next one it can skip what this one computes for another, if the state stays.
 
-        It waits again only if its last wait has halved what it has to compute: a few times at most, however many
-        others there are whose prompt is a little longer each, and not at all for one whose state is never there.
+        It waits again only if its last wait has halved what it has to compute. So it waits a few times at most, however
+        many others have a slightly longer prompt each, and does not wait again for a state that was evicted.
         """
         left = len(request.tokens) - lease.cached
         if request in self._waited and 2 * left > self._waited[request]:

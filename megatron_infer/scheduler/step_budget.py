@@ -4,8 +4,8 @@ from __future__ import annotations
 
 GROWTH_STEPS = 64
 MAX_GROWTH_STEPS = 4096
-"""Committed steps after which a budget that was halved is doubled again: twice as many, up to the most, each time that
-was too early."""
+"""Committed steps after which a halved budget is doubled again, at first and at most: the number doubles each time that
+it was too small."""
 
 
 class StepBudget:

@@ -158,18 +158,18 @@ def cast(model: Any, donor: Any) -> Undo:
 
 def compiled_module(model: Any, donor: Any) -> Undo:
     before = model.decoder.layers[1]
-    model.decoder.layers[1] = torch.compile(before)
+    model.decoder.layers[1] = torch.compile(before, backend="eager")  # inductor takes a second to import
     return lambda: model.decoder.layers.__setitem__(1, before)
 
 
 def compiled_forward(model: Any, donor: Any) -> Undo:
     layer = model.decoder.layers[1]
-    return setting(layer, "forward", torch.compile(layer.forward))
+    return setting(layer, "forward", torch.compile(layer.forward, backend="eager"))
 
 
 def compiled_in_place(model: Any, donor: Any) -> Undo:
     layer = model.decoder.layers[1]
-    layer.compile()
+    layer.compile(backend="eager")
     return lambda: setattr(layer, "_compiled_call_impl", None)
 
 

@@ -9,7 +9,7 @@ from world import World
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
 from megatron_infer.scheduler import policy
-from megatron_infer.scheduler.request import CacheUse, FinishReason, Status
+from megatron_infer.scheduler.request import CacheUse, FinishReason, Status, VersionSpan
 from megatron_infer.scheduler.step_plan import StepResult
 from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
@@ -115,6 +115,17 @@ def test_step_looks_past_a_bounded_number_of_requests_that_do_not_fit():
             world.add(endless(f"large{i}", 72, 2))
         world.add(endless("small", 3, 2))
         assert [chunk.request.id for chunk in world.step().prefill] == admitted
+
+
+def test_readmitted_request_computes_its_known_tokens_before_it_decodes():
+    for computed, chunks, starts in ((4, [(4, 3)], []), (5, [(5, 2)], []), (6, [], [6])):
+        world = World(num_blocks=20, block_size=4)
+        request = endless("a", 4, 9)
+        request.tokens += [7, 8, 9]
+        request.history.spans.append(VersionSpan(0, 0, 0, 0))
+        assert world.scheduler.readmit(request, computed)
+        plan = world.scheduler.schedule()
+        assert [(chunk.start, chunk.n) for chunk in plan.prefill] == chunks and list(plan.decode_starts) == starts
 
 
 # ------------------------------------------------------------------ decode, stop, length

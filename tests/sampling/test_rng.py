@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_infer.sampling.rng import derive_seed, mix, uniform
 
-GAMMA = 0x9E3779B97F4A7C15
+GAMMA, CHILD = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 
 
 def chi_square(values: np.ndarray, bins: int) -> float:
@@ -30,12 +30,13 @@ def test_mix_gives_the_published_splitmix64_sequence():
     ]
 
 
-def test_uniform_is_what_python_integers_give():
-    def slow_mix(x):
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
-        return x ^ (x >> 31)
+def slow_mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
 
+
+def test_uniform_is_what_python_integers_give():
     for seed in (0, 1, 2**63, 2**64 - 1):
         for position in (0, 1, 77, 2**31 - 1):
             wanted = (slow_mix((slow_mix(seed) + GAMMA * (position + 1)) % 2**64) >> 11) / 2**53
@@ -62,6 +63,14 @@ def test_seeds_that_differ_in_one_bit_give_unrelated_sequences():
     for bit in range(64):
         other = uniform(np.full(20_000, 42 ^ (1 << bit), dtype=np.uint64), positions)
         assert abs(np.corrcoef(base, other)[0, 1]) < 0.035, f"bit {bit}"
+
+
+def test_seeds_of_children_are_what_python_integers_give():
+    """A change of them would change every seeded sample of a group but the first."""
+    for seed in (0, 9, 2**64 - 1):
+        for child in (1, 2, 1000):
+            wanted = slow_mix((slow_mix(seed ^ CHILD) + slow_mix(child) * CHILD) % 2**64)
+            assert derive_seed(seed, child) == wanted
 
 
 def test_children_have_their_own_seeds_and_the_first_keeps_the_groups():
