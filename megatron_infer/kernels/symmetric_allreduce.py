@@ -1,10 +1,16 @@
 """Sums of small tensors over the GPUs of one host through memory that all of them map (torch's symmetric memory).
 
-A decode step sums a few KiB twice per layer. NCCL's ring takes one hop per rank for it; here every rank reads the parts
-of the others over NVLink in one kernel. Parts are added in order of rank, so that all ranks get the same bits, which is
-tested before the first use. Larger tensors go through NCCL. One stream at a time: a second one would deadlock.
+A decode step sums a few KiB to a few MiB twice per layer. NCCL's ring takes one hop per rank for it; here it is one
+kernel over NVLink:
 
-Not yet run on a GPU.
+    up to 256 KiB   one shot: every rank reads the parts of all others
+    up to 8 MiB     two shots: every rank sums its share of the elements, then reads the others' shares
+
+Parts are added in order of rank, so that all ranks get the same bits, and an element has the same bits by either way
+and at any place. Both are tested before the first use. Larger tensors go through NCCL. One stream at a time: a second
+one would deadlock. torch's multimem sum is not used: the order in which a switch adds is not known.
+
+Not yet run on a GPU. Source: torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu.
 """
 
 from __future__ import annotations
@@ -20,12 +26,18 @@ from torch import Tensor
 
 log = logging.getLogger("megatron_infer")
 
-MAX_BYTES = 1 << 18
+ONE_SHOT_BYTES = 1 << 18
 """Above it every rank would read more than in a ring."""
+MAX_BYTES = 1 << 23
+"""512 tokens of 8192 in 16 bit."""
+TWO_SHOT_RANKS = (2, 4, 8)
+"""Sizes of groups for which torch has the kernel."""
 ALIGN_BYTES = 16
 """Bytes that the kernel loads at a time."""
 DTYPES = (torch.bfloat16, torch.float32)
 PROBE_SIZES = (8, 1000, 4096)
+TWO_SHOT_PROBES = (ONE_SHOT_BYTES + ALIGN_BYTES, 3 * ONE_SHOT_BYTES + 5 * ALIGN_BYTES, MAX_BYTES)
+"""Bytes, not all of which are the same number of words for each rank."""
 
 
 class SharedMemory(Protocol):
@@ -35,8 +47,11 @@ class SharedMemory(Protocol):
         """Memory that every rank of `group` maps; collective."""
         ...
 
-    def sum_into(self, shared: Tensor, group: Any, out: Tensor) -> None:
-        """out = the sum of all ranks' `shared`; collective, enqueued on the current stream."""
+    def sum_into(self, shared: Tensor, group: Any, out: Tensor, *, two_shots: bool) -> None:
+        """out = the sum of all ranks' `shared`, which may be overwritten; collective, enqueued on the current stream.
+
+        NotImplementedError: it has no sum in two shots.
+        """
         ...
 
 
@@ -50,27 +65,37 @@ class TorchSharedMemory:
         symmetric.rendezvous(shared, group)
         return shared
 
-    def sum_into(self, shared: Tensor, group: Any, out: Tensor) -> None:
-        torch.ops.symm_mem.one_shot_all_reduce_out(shared, "sum", group.group_name, out)
+    def sum_into(self, shared: Tensor, group: Any, out: Tensor, *, two_shots: bool) -> None:
+        ops = torch.ops.symm_mem
+        if two_shots and (group.size() not in TWO_SHOT_RANKS or not hasattr(ops, "two_shot_all_reduce_out")):
+            raise NotImplementedError(f"torch has no sum in two shots over {group.size()} ranks")
+        sum_out = ops.two_shot_all_reduce_out if two_shots else ops.one_shot_all_reduce_out
+        sum_out(shared, "sum", group.group_name, out)
 
 
 class SymmetricSum:
     """Small sums of one dtype over one group; made on all of its ranks by `connect`."""
 
-    __slots__ = ("_group", "_memory", "shared")
+    __slots__ = ("_group", "_memory", "max_bytes", "shared")
 
     def __init__(self, group: Any, memory: SharedMemory, shared: Tensor) -> None:
         self._group, self._memory, self.shared = group, memory, shared
+        self.max_bytes = MAX_BYTES
+        """Most bytes of a tensor; ONE_SHOT_BYTES where larger ones cannot be had."""
 
     def takes(self, x: Tensor) -> bool:
-        return x.dtype is self.shared.dtype and x.nbytes <= MAX_BYTES and not x.nbytes % ALIGN_BYTES
+        return x.dtype is self.shared.dtype and x.nbytes <= self.max_bytes and not x.nbytes % ALIGN_BYTES
 
     def sum_of(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in x where it is contiguous."""
+        return self.sum_by(x, two_shots=x.nbytes > ONE_SHOT_BYTES)
+
+    def sum_by(self, x: Tensor, *, two_shots: bool) -> Tensor:
+        """`sum_of` by the one way or the other."""
         flat = x.contiguous().view(-1)
         shared = self.shared[: flat.numel()]
         shared.copy_(flat)
-        self._memory.sum_into(shared, self._group, flat)
+        self._memory.sum_into(shared, self._group, flat, two_shots=two_shots)
         return flat.view(x.shape)
 
 
@@ -96,7 +121,10 @@ def connect(
     connected = SymmetricSum(group, memory, shared)
     if (refused := _any_rank(group, device, _wrong(connected, group, dtype, device))) is not None:
         return None, refused
-    log.info("sums up to %d bytes over %d ranks go through symmetric memory", MAX_BYTES, group.size())
+    if (refused := _any_rank(group, device, _other_bits(connected, group, dtype, device))) is not None:
+        connected.max_bytes = ONE_SHOT_BYTES
+        log.info("sums over %d bytes go through the process group: %s", ONE_SHOT_BYTES, refused)
+    log.info("sums up to %d bytes over %d ranks go through symmetric memory", connected.max_bytes, group.size())
     return connected, ""
 
 
@@ -130,8 +158,7 @@ def _any_rank(group: Any, device: torch.device, reason: str | None) -> str | Non
 def _wrong(connected: SymmetricSum, group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why its results are wrong: they differ between ranks in some bit, or are no sums; None: they are right."""
     for size in PROBE_SIZES:
-        generator = torch.Generator().manual_seed(size * group.size() + group.rank())
-        part = torch.randn(size, generator=generator).to(dtype).to(device)
+        part = _part(size, group, dtype, device)
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part, group=group)
         mine = connected.sum_of(part.clone())
@@ -143,3 +170,22 @@ def _wrong(connected: SymmetricSum, group: Any, dtype: torch.dtype, device: torc
         if not torch.allclose(mine.double(), wanted, rtol=0.02, atol=0.05):
             return "it gives wrong sums"
     return None
+
+
+def _other_bits(connected: SymmetricSum, group: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why sums in two shots cannot be used: there are none, or their bits are not those of one shot; None: they can."""
+    are_same = True
+    try:
+        for num_bytes in TWO_SHOT_PROBES:  # all of them on every rank, whatever it sees
+            part = _part(num_bytes // dtype.itemsize, group, dtype, device)
+            one, two = (connected.sum_by(part.clone(), two_shots=two_shots) for two_shots in (False, True))
+            are_same &= torch.equal(one, two)
+    except NotImplementedError as error:
+        return str(error)
+    return None if are_same else "sums in two shots have other bits than those in one"
+
+
+def _part(size: int, group: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """This rank's part of a sum that is tried."""
+    generator = torch.Generator().manual_seed(size * group.size() + group.rank())
+    return torch.randn(size, generator=generator).to(dtype).to(device)

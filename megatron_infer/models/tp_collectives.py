@@ -25,7 +25,8 @@ class Reducer:
 
     A ring adds the parts of different ranges of a tensor in different orders, so that a token's sum would depend on the
     other tokens of the step. On a CPU parts are added in order of rank, in fp32. (Two parts have one order only.) On
-    GPUs small tensors are summed through symmetric memory, in order of rank, and the others by NCCL, in its own order.
+    GPUs tensors up to a few MiB are summed through symmetric memory, in order of rank, and the others by NCCL, in its
+    own order.
     """
 
     __slots__ = ("_small", "group", "rank", "size")

@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # what no kernel has written may be slow to multiply
     shallow, deep = options.layers
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, stubbed(Path(folder)):
