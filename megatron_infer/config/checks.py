@@ -150,6 +150,11 @@ def _check_exact(config: InferenceConfig) -> None:
             f"kv_cache_dtype={config.kv_cache_dtype.value!r} excludes batch_invariant=True: a training forward does "
             'not round keys and values; leave it "auto"'
         )
+    if config.weight_dtype.value != "auto":
+        raise ConfigError(
+            f"weight_dtype={config.weight_dtype.value!r} excludes batch_invariant=True: a training forward does not "
+            'round weights; leave it "auto"'
+        )
 
 
 def _check_batching(config: InferenceConfig) -> None:
@@ -251,6 +256,24 @@ def check_draft(config: InferenceConfig, shape: ModelShape, draft: ModelShape) -
         raise ConfigError(
             f"speculative: the draft model has {draft.max_position:,} positions, max_sequence_length is {length:,}; "
             f"set max_sequence_length={draft.max_position}, or take another draft model"
+        )
+
+
+def check_mtp(shape: ModelShape) -> None:
+    """Raise ConfigError where the model of `shape` has no MTP layer that could draft for it."""
+    if not shape.num_mtp_layers:
+        raise ConfigError(
+            "speculative: method 'mtp' drafts with the model's own MTP layers, and this model has none "
+            "(mtp_num_layers); take method 'ngram', or 'draft' with a draft model"
+        )
+    if shape.is_stage:
+        raise ConfigError(
+            "speculative: method 'mtp' on several pipeline stages is not built: the first stage would need the "
+            "drafts of the last; use tensor parallelism, or method 'ngram'"
+        )
+    if shape.state is not None:
+        raise ConfigError(
+            "speculative: method 'mtp' for a model with recurrent states is not built; take method 'ngram'"
         )
 
 

@@ -89,7 +89,7 @@ class ForeignModel:
     """`models.adopt.AdoptedModel` for a model of one's own: nothing is adopted, its `execute` computes each step."""
 
     is_first_stage = is_last_stage = True
-    fp8 = routing = tp_group = None
+    fp8 = routing = tp_group = heads = None
     num_adoptions = 1
     ssm_specs: Sequence[Any] = ()
     linears: Mapping[str, Any] = {}
@@ -178,6 +178,9 @@ class ForeignModel:
     def has_changed(self) -> bool:
         """Whether modules changed; weights are watched by themselves."""
         return False
+
+    def weights_watched(self) -> None:
+        """Nothing is kept that depends on the weights' addresses."""
 
     def changed_module(self) -> None:
         return None

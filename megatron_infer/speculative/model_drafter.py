@@ -5,6 +5,9 @@
       ...
     step k    the same, at draft k: its keys and values alone
 
+An MTP layer (`speculative.mtp`) draws its drafts in the same way, and computes all the rest behind the model: its first
+step is the rows that draft alone, and it has no last one.
+
 Its keys and values lie under the block ids of the model's, and of each block both models have computed the same tokens.
 So a block that is shared, copied, swapped or saved is one for both. Drafts are drawn with the parameters, seed and
 position of the draw that verifies them: a draft model like the model proposes what the model will draw.
@@ -37,9 +40,12 @@ class ModelDrafter:
         sampler: StepSampler,
         *,
         kept: list[tuple[Tensor, Tensor]] | None = None,
+        target: PagedModel | None = None,
     ) -> None:
         """builder: shares the rows of the model's. sampler: draws by the parameters of these rows. kept: where it puts
-        the distributions that it draws from, see `residual.DraftSampler`; None: it does not."""
+        the distributions that it draws from, see `residual.DraftSampler`; None: it does not. target: the model,
+        with what it computes for the drafts behind each step; None: `model` computes all tokens of a step itself."""
+        self.target = target
         self._model, self._builder, self._sampler, self._kept = model, builder, sampler, kept
         self.proposals: Proposals | None = None
         """The drafts of the last run with their distributions, where these are kept."""
@@ -58,7 +64,13 @@ class ModelDrafter:
             self._kept.clear()  # a run that failed has left what it drew
         drafting = [chunk for chunk in plan.prefill if chunk.drafts_on_device]
         first = len(plan.decode)
-        hidden_TD, batch = self._forward(_first_step(plan, drafting), table_writes)
+        if self.target is not None:
+            self._write_rows(_first_step(plan, drafting), table_writes)
+            if not drafting:
+                return None
+            first, (hidden_TD, batch) = 0, self._forward(_later_step(plan, drafting, 0))
+        else:
+            hidden_TD, batch = self._forward(_first_step(plan, drafting), table_writes)
         drawn: list[Tensor] = []
         for place in range(max((len(chunk.drafts) for chunk in drafting), default=0)):
             going = [chunk for chunk in drafting if len(chunk.drafts) > place]
@@ -68,12 +80,23 @@ class ModelDrafter:
                 hidden_RD = hidden_RD.index_select(0, self._builder.device.to_device(np.array(at)))
             drawn.append(self._draw(hidden_RD, batch, going, place))
             drafting, first = going, 0
+            if self.target is not None and place + 1 == max(len(chunk.drafts) for chunk in going):
+                break
             hidden_TD, batch = self._forward(_later_step(plan, going, place + 1))
         return self._by_chunk(plan, drawn)
 
     def _forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]] = ()) -> tuple[Tensor, Batch]:
         batch = self._builder.build(plan, table_writes)
         return self._model.hidden(batch), batch
+
+    def _write_rows(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> None:
+        """Write block-table entries and the tokens of admitted requests, without a step."""
+        rows, stage = self._builder.rows, self._builder.device.to_device
+        table = {row * rows.max_blocks + column: block for row, column, block in table_writes}
+        if table:
+            at, block = np.array(list(table), dtype=np.int64), np.array(list(table.values()), dtype=np.int32)
+            rows.flat_table.index_copy_(0, stage(at), stage(block))
+        rows.admit(plan)
 
     def _draw(self, hidden_RD: Tensor, batch: Batch, chunks: Sequence[PrefillChunk], place: int) -> Tensor:
         """Draw draft number `place` of these chunks into the token pool."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -500,3 +501,19 @@ def test_with_all_prefills_every_step_hits_a_graph(gpt, settings):
     assert answers(engine, work(9)) == expected
     check_used(engine)
     assert not pool_of(engine).counts.eager and pool_of(engine).counts.replays == engine.stats().counters["steps"]
+
+
+@pytest.mark.parametrize("feature", ["plain", "prefix", "overlap"])
+def test_captured_steps_keep_what_an_mtp_layer_drafts_from(feature):
+    """Prompts and every other request are in captured steps; the drafts behind them are as good as without graphs."""
+    from test_mtp import MTP, knowing
+
+    model = knowing(max_sequence_length=64)
+    requests = [(one, replace(params, speculate=number % 2 == 0)) for number, (one, params) in enumerate(work(10))]
+    eager = make_engine(model, speculative=MTP, **FEATURES[feature])
+    engine = make_engine(model, speculative=MTP, **FEATURES[feature], **GRAPHS)
+    for _ in range(2):
+        assert answers(engine, requests) == answers(eager, requests)
+    assert pool_of(engine).counts.replays > 4, pool_of(engine).counts
+    for found in (engine.spec_decode_metrics(), eager.spec_decode_metrics()):
+        assert found.num_accepted == found.num_drafted > 20, found

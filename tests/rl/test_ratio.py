@@ -85,3 +85,12 @@ def test_ratio_is_exactly_one_in_exact_mode_with_drafts(kind):
     worst, num_carried = largest_deviation(model, temperature=0.05, batch_invariant=True, speculative=drafts)
     assert num_carried > 5
     assert worst == 0.0
+
+
+def test_ratio_is_exactly_one_in_exact_mode_with_an_mtp_layer():
+    """The trainer's forward runs the layer only where there are labels, and scores are of the model alone."""
+    model = tiny_gpt(init_method_std=0.2, mtp_num_layers=1).train()
+    drafts = {"method": "mtp", "adaptive": False}
+    worst, num_carried = largest_deviation(model, temperature=0.05, batch_invariant=True, speculative=drafts)
+    assert num_carried > 5
+    assert worst == 0.0
