@@ -289,6 +289,47 @@ def test_the_check_of_flashinfers_workspace_compares_its_results_with_tritons(mo
     assert result.status == wanted and result.figure.startswith("3 cases"), result
 
 
+FOREIGN = ("flashinfer", "flash_attn", "flash_attn_graphs", "flashinfer_graphs", "prompts", "rope", "sync.flashinfer")
+"""Functions of gpu_checks.backends, and one of gpu_checks.sync."""
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("check", FOREIGN)
+def test_checks_of_packages_that_are_not_here_run_on_stand_ins_of_them(monkeypatch, check):
+    for folder in (ROOT / "tools", ROOT / "tools" / "bench"):
+        monkeypatch.syspath_prepend(str(folder))
+    fake_packages.install(monkeypatch, "flashinfer", "flash_attn", "flash_attn_interface")
+    from gpu_checks import backends, sync
+    from gpu_checks.context import make_context
+
+    from megatron_infer.kernels import (
+        backend_candidates,
+        flash_attn_attention,
+        flash_attn_prompts,
+        flashinfer_attention,
+        flashinfer_rope,
+        select,
+    )
+
+    monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr(select, "_library_if", lambda *args: (None, "not here"))  # as on a GPU
+    monkeypatch.setattr(select.packing, "unavailable", lambda dtype: "not here")
+    if check == "prompts":  # attention alone is chosen as on Hopper
+        monkeypatch.setattr(backend_candidates, "_to_try", lambda candidates, device, forced: candidates)
+        for name in ("OPS", "STEP", "SAMPLING"):
+            monkeypatch.setattr(backend_candidates, name, ())
+    if check == "flash_attn_graphs":  # version 2's stand-in reads numbers
+        monkeypatch.setattr(flash_attn_attention, "no_version_3", lambda device: None)
+    modules = (flashinfer_attention, flash_attn_attention, flash_attn_prompts, flashinfer_rope)
+    for module in modules:
+        monkeypatch.setattr(module, "unavailable", lambda device, dtype: None)
+    for module in (fake_packages, flashinfer_attention, flash_attn_attention, flashinfer_rope):
+        monkeypatch.setattr(module, "DTYPES", (torch.float32, torch.float16, torch.bfloat16))
+    module, _, name = check.rpartition(".")
+    result = getattr(sync if module else backends, name)(make_context(rehearse=True, quick=False))
+    assert result.status == "ok", result
+
+
 @pytest.mark.triton
 def test_a_run_that_is_killed_leaves_what_it_had_found_and_no_check_running(tmp_path):
     (tmp_path / "planted_checks.py").write_text(

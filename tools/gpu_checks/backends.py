@@ -21,6 +21,10 @@ BLOCKS_OF_256: dict[str, Any] = {"block_size_tokens": 256, "buffer_size_gb": 0.2
 OPTIONS: dict[str, dict[str, Any]] = {"flash_attn": BLOCKS_OF_256}
 
 
+def _dtype(ctx: Context) -> torch.dtype:
+    return ctx.pick(torch.bfloat16, torch.float32)
+
+
 def _engine_on(ctx: Context, name: str, kind: str, dtype: torch.dtype) -> Any:
     """An engine that is forced onto one backend for the operations that it has."""
     with environment(BACKEND_VARIABLE, name):
@@ -28,7 +32,7 @@ def _engine_on(ctx: Context, name: str, kind: str, dtype: torch.dtype) -> Any:
 
 
 def _hold(ctx: Context, name: str, candidates: Any, kinds: tuple[str, ...]) -> Result:
-    dtype = ctx.pick(torch.bfloat16, torch.float32)
+    dtype = _dtype(ctx)
     if not any(candidate.name == name for candidate in candidates):
         raise Unavailable(f"this version has no backend {name}")
     found, reasons = backend_candidates.available(candidates, ctx.device, dtype, forced=name)
@@ -51,8 +55,8 @@ def _add_alike(ctx: Context, compare: Comparison, label: str, got: list[Any], wa
 
 def _hold_replayed(ctx: Context, compare: Comparison, label: str, kind: str, **options: Any) -> Any:
     """Bits of replayed steps against those of the same padded steps run as they are -> the engine that replayed."""
-    work = workload(ctx, logprobs=1, count=8)
-    model = make_model(kind, torch.bfloat16, ctx.device)
+    work = workload(ctx, logprobs=1, count=ctx.pick(8, 2))
+    model = make_model(kind, _dtype(ctx), ctx.device)
     engine = graphed(ctx, model, **options)
     got = answers(engine, work)
     same(compare, f"{label} {kind}", got, answers(graphed(ctx, model, captures=False, **options), work))
@@ -146,7 +150,7 @@ def workspace(ctx: Context) -> Result:
 
 
 def _hold_graphs(ctx: Context, name: str) -> Result:
-    found, reasons = backend_candidates.available(backend_candidates.ATTENTION, ctx.device, torch.bfloat16, forced=name)
+    found, reasons = backend_candidates.available(backend_candidates.ATTENTION, ctx.device, _dtype(ctx), forced=name)
     if not found:
         raise Unavailable(reasons[name])
     compare = Comparison("difference")
@@ -165,19 +169,19 @@ def _hold_graphs(ctx: Context, name: str) -> Result:
     budget_s=60,
 )
 def prompts(ctx: Context) -> Result:
-    if (reason := flash_attn_prompts.unavailable(ctx.device, torch.bfloat16)) is not None:
+    if (reason := flash_attn_prompts.unavailable(ctx.device, _dtype(ctx))) is not None:
         raise Unavailable(reason)
     compare = Comparison("share of answers that part")
-    for kind in ("attention", "windows"):
-        work = workload(ctx, logprobs=CHOICES, count=8)
-        model = make_model(kind, torch.bfloat16, ctx.device)
+    for kind in ctx.pick(("attention", "windows"), ("windows",)):
+        work = workload(ctx, logprobs=CHOICES, count=ctx.pick(8, 2))
+        model = make_model(kind, _dtype(ctx), ctx.device)
         wanted = answers(make_engine(model, ctx.device, attention_backend="triton", **BLOCKS_OF_256), work)
         engine = make_engine(model, ctx.device, **BLOCKS_OF_256)
         _add_alike(ctx, compare, f"prompts {kind}", answers(engine, work), wanted)
         rows = {row.operation: row.chosen for row in engine.kernels.rows}
         chosen = rows.get("attention, decode"), rows.get("attention, prefill")
         compare.require(f"{kind}: decode and prefill run on {chosen}", chosen == ("triton", "flash_attn_3"))
-        _hold_replayed(ctx, compare, "prompts", kind, **BLOCKS_OF_256)
+        _hold_replayed(ctx, compare, "prompts", kind, **BLOCKS_OF_256 | ctx.pick({}, {"num_cuda_graphs": 2}))
     return compare.result()
 
 
@@ -190,7 +194,7 @@ def prompts(ctx: Context) -> Result:
 )
 def speed(ctx: Context) -> Result:
     """8 kv heads of 128 with 4 query heads each, in bf16, blocks of 256."""
-    dtype = ctx.pick(torch.bfloat16, torch.float32)
+    dtype = _dtype(ctx)
     sizes: dict[str, Any] = {"head_dim": 128, "group_size": 4, "num_kv_heads": 8, "block_size": 256}
     sizes = ctx.pick(sizes, {"head_dim": 16, "group_size": 2, "num_kv_heads": 1})
     length, num_rows = ctx.pick((8192, 64), (20, 2))
@@ -227,12 +231,12 @@ def _milliseconds(ctx: Context, backend: Any, case: AttentionCase) -> float:
     budget_s=60,
 )
 def rope(ctx: Context) -> Result:
-    dtype = torch.bfloat16
+    dtype = _dtype(ctx)
     if (reason := flashinfer_rope.unavailable(ctx.device, dtype)) is not None:
         raise Unavailable(reason)
     compare = Comparison("share of answers that part")
     for kind in ("attention", "windows"):
-        work = workload(ctx, logprobs=CHOICES, count=8)
+        work = workload(ctx, logprobs=CHOICES, count=ctx.pick(8, 2))
         model = make_model(kind, dtype, ctx.device)
         wanted = answers(make_engine(model, ctx.device), work)
         engine = make_engine(model, ctx.device, use_flashinfer_fused_rope=True)

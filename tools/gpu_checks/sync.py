@@ -81,10 +81,12 @@ def replayed(ctx: Context) -> Result:
     budget_s=60,
 )
 def flashinfer(ctx: Context) -> Result:
-    if (reason := flashinfer_attention.unavailable(ctx.device, torch.bfloat16)) is not None:
+    dtype = ctx.pick(torch.bfloat16, torch.float32)
+    if (reason := flashinfer_attention.unavailable(ctx.device, dtype)) is not None:
         raise Unavailable(reason)
-    model = make_model("attention", torch.bfloat16, ctx.device)
-    waits = _hold(ctx, make_engine(model, ctx.device, overlap=True, attention_backend="flashinfer"), 20)
+    model = make_model("attention", dtype, ctx.device)
+    engine = make_engine(model, ctx.device, overlap=True, attention_backend="flashinfer")
+    waits = _hold(ctx, engine, ctx.pick(20, 2))
     compare = Comparison("difference")
     compare.require(f"waits {waits}", sum(waits.values()) <= 1.0)
     return compare.result(waits_per_step=waits)
