@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 import torch
 from lora_cases import merged, random_adapter
@@ -384,6 +387,28 @@ def test_an_adapter_is_read_while_the_engine_steps(model, adapters, alone, tmp_p
     while engine.has_unfinished():
         outputs |= {output.request_id: account(output) for output in engine.step()}
     assert list(outputs.values()) == [alone["a0"], alone["a1"]]
+
+
+def test_two_engines_that_read_at_once_leave_the_interpreters_turns_as_they_were(model, adapters, monkeypatch):
+    """The one that began first ends first."""
+    before, events = sys.getswitchinterval(), [threading.Event(), threading.Event()]
+    readers = [engine_of(model).controls.adapters._reader for _ in events]
+    tensors = {"x.lora_A.weight": torch.ones(1, 1)}
+    begun = threading.Barrier(3)
+
+    def read(name, *_, **__):
+        begun.wait(20)
+        events[int(name)].wait(20)
+        return adapters["a0"]
+
+    monkeypatch.setattr("megatron_infer.lora.reader.read_adapter", read)
+    futures = [reader.begin(str(number), tensors, None) for number, reader in enumerate(readers)]
+    begun.wait(20)
+    assert sys.getswitchinterval() < before
+    for event, future in zip(events, futures, strict=True):
+        event.set()
+        future.result(20)
+    assert sys.getswitchinterval() == before
 
 
 def test_a_change_can_be_undone(model, adapters):
