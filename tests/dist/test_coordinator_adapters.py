@@ -260,3 +260,12 @@ def test_what_was_read_for_a_coordinator_that_is_lost_is_given_up():
     for came, message in list(replica._inbox):
         replica._apply(came, message)
     assert not loads and not replica._commands._queues, "a command of the lost coordinator is not carried out"
+
+
+@pytest.mark.parametrize("stamp", [float("nan"), float("inf")])
+def test_a_stamp_that_no_other_could_be_above_is_refused(stamp):
+    world = World()
+    world.replica(b"odd", adapter_changes=loaded("a", "x", at=stamp))
+    (refused,) = [m for m in world.take(b"odd") if isinstance(m, protocol.Refused)]
+    assert "stamps are no finite numbers" in refused.message
+    assert world.core.broadcasts.in_force.adapters == {} and world.core.broadcasts.in_force.stamp() < 1e11
