@@ -179,7 +179,8 @@ def test_requests_that_wait_at_a_replica_whose_content_grows_old_go_to_the_other
     assert len(fast.backlog) + len(slow.backlog) == 5 and world.core.dispatch.num_waiting == 5
 
 
-def test_requests_that_wait_for_a_load_go_on_when_the_replica_that_loads_dies():
+@pytest.mark.parametrize("leaves", ["dies", "drains"])
+def test_requests_that_wait_for_a_load_go_on_when_the_replica_that_loads_leaves(leaves):
     world = World()
     world.client()
     world.replica(b"first", adapters={"a": "x"}, adapter_changes=loaded("a", "x"))
@@ -190,7 +191,10 @@ def test_requests_that_wait_for_a_load_go_on_when_the_replica_that_loads_dies():
     world.replica(b"loads")
     world.submit(1, adapter="a")
     assert runs(world, b"loads") == runs(world, b"cannot") == []
-    world.core.unreachable(b"loads", "gone")
+    if leaves == "dies":
+        world.core.unreachable(b"loads", "gone")
+    else:
+        world.core.receive(b"loads", protocol.Goodbye(draining=True))
     assert runs(world, b"cannot") == ["a"], "it refuses the request itself"
     world.core.check()
 
