@@ -261,8 +261,10 @@ class CoordinatorCore:
             self.counts.replicas_lost += 1
             num_running = len(replica.running)
             log.warning("replica %s is gone: %s; %d of its requests go elsewhere", replica.name, why, num_running)
+        if self.dispatch.router is not None:
+            self.dispatch.router.leave(replica.peer)
+        self._update_availability()  # a command that waited for its answer alone is in force now
         self.dispatch.lose(replica)
-        self._update_availability()
         self.dispatch.reopen()  # requests may have waited for an adapter that it was about to have
 
     def _registered(self) -> list[ReplicaState]:
