@@ -9,6 +9,7 @@ CoordinatorCore           peers, their heartbeats, which replicas take requests
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -260,8 +261,10 @@ class CoordinatorCore:
             self.counts.replicas_lost += 1
             num_running = len(replica.running)
             log.warning("replica %s is gone: %s; %d of its requests go elsewhere", replica.name, why, num_running)
+        if self.dispatch.router is not None:
+            self.dispatch.router.leave(replica.peer)
+        self._update_availability()  # a command that waited for its answer alone is in force now
         self.dispatch.lose(replica)
-        self._update_availability()
         self.dispatch.reopen()  # requests may have waited for an adapter that it was about to have
 
     def _registered(self) -> list[ReplicaState]:
@@ -293,6 +296,8 @@ def _what_is_wrong(replica: ReplicaState, register: protocol.Register) -> str:
         return f"capacity {register.capacity}, block size {register.block_size}; both are 1 to {MAX_SIZE:,}"
     if register.limits and not all(register.limits.get(name, 0) > 0 for name in ("max_sequence_length", "vocab_size")):
         return "limits without max_sequence_length and vocab_size, which are at least 1"
+    if not all(math.isfinite(stamp) for stamp, _ in register.adapter_changes.values()):
+        return "changes of adapters whose stamps are no finite numbers"
     if register.policy not in {policy.value for policy in Policy} or not 0.0 <= register.alpha <= 1.0:
         return f"policy {register.policy[:40]!r} with alpha {register.alpha}"
     return ""

@@ -146,9 +146,7 @@ class Dispatcher:
         self._reassign(backlog)
 
     def lose(self, replica: ReplicaState) -> None:
-        """Reassign all requests of a replica that is gone from `replicas`, with the tokens that it sent."""
-        if self.router is not None:
-            self.router.leave(replica.peer)
+        """Reassign all requests of a replica that is gone from `replicas` and the router, with the tokens it sent."""
         self._reassign([*replica.running.values(), *_drained(replica.backlog)])
 
     # ------------------------------------------------------------------ outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from concurrent.futures import Future
 
@@ -179,7 +180,8 @@ def test_requests_that_wait_at_a_replica_whose_content_grows_old_go_to_the_other
     assert len(fast.backlog) + len(slow.backlog) == 5 and world.core.dispatch.num_waiting == 5
 
 
-def test_requests_that_wait_for_a_load_go_on_when_the_replica_that_loads_dies():
+@pytest.mark.parametrize("leaves", ["dies", "drains"])
+def test_requests_that_wait_for_a_load_go_on_when_the_replica_that_loads_leaves(leaves):
     world = World()
     world.client()
     world.replica(b"first", adapters={"a": "x"}, adapter_changes=loaded("a", "x"))
@@ -190,7 +192,10 @@ def test_requests_that_wait_for_a_load_go_on_when_the_replica_that_loads_dies():
     world.replica(b"loads")
     world.submit(1, adapter="a")
     assert runs(world, b"loads") == runs(world, b"cannot") == []
-    world.core.unreachable(b"loads", "gone")
+    if leaves == "dies":
+        world.core.unreachable(b"loads", "gone")
+    else:
+        world.core.receive(b"loads", protocol.Goodbye(draining=True))
     assert runs(world, b"cannot") == ["a"], "it refuses the request itself"
     world.core.check()
 
@@ -260,3 +265,146 @@ def test_what_was_read_for_a_coordinator_that_is_lost_is_given_up():
     for came, message in list(replica._inbox):
         replica._apply(came, message)
     assert not loads and not replica._commands._queues, "a command of the lost coordinator is not carried out"
+
+
+@pytest.mark.parametrize("stamp", [float("nan"), float("inf")])
+def test_a_stamp_that_no_other_could_be_above_is_refused(stamp):
+    world = World()
+    world.replica(b"odd", adapter_changes=loaded("a", "x", at=stamp))
+    (refused,) = [m for m in world.take(b"odd") if isinstance(m, protocol.Refused)]
+    assert "stamps are no finite numbers" in refused.message
+    assert world.core.broadcasts.in_force.adapters == {} and world.core.broadcasts.in_force.stamp() < 1e11
+
+
+class _Engine:
+    """A replica that does what it is told, with a list in the place of a thread."""
+
+    def __init__(self):
+        self.adapters, self.reported, self.before = {}, {}, {}
+        self.book, self.commands, self.runs, self.incarnation = CommandsInForce(), [], [], 0
+
+    def carry_out(self, command):
+        args, value = command.args, {}
+        name, had = args["name"], self.adapters.get(args["name"])
+        if command.command in ("load_adapter", "unload_adapter"):
+            self.before[args.get("change")] = name, had
+            self.adapters.pop(name, None)
+        if command.command == "load_adapter":
+            if args.get("digest") not in (None, args["path"]):
+                return FAILED
+            self.adapters[name], value = args["path"], {"digest": args["path"]}
+        elif command.command == "undo_adapter" and (found := self.before.pop(args["change"], None)) is not None:
+            self.adapters |= {found[0]: found[1]}
+            self.adapters = {one: digest for one, digest in self.adapters.items() if digest is not None}
+        self.book.record(command.command, args, value, stamp=command.stamp)
+        return protocol.Answer(ok=True, value=value)
+
+
+class _Fleet:
+    """Three of them that come and go, under coordinators that are lost and started again."""
+
+    def __init__(self, seed):
+        self.random, self.num_runs = random.Random(seed), 0
+        self.world = World(policy=self.random.choice(["round_robin", "longest_prefix"]))
+        self.world.client()
+        self.engines = {f"r{number}".encode(): _Engine() for number in range(3)}
+
+    def live(self):
+        return [peer for peer, engine in self.engines.items() if engine.incarnation]
+
+    def deliver(self):
+        """No request comes to an engine that has reported an older content of its adapter."""
+        is_outdated = self.world.core.broadcasts.in_force.is_outdated
+        for peer in self.live():
+            engine = self.engines[peer]
+            for message in self.world.take(peer):
+                if isinstance(message, protocol.Command):
+                    engine.commands.append(message)
+                elif isinstance(message, protocol.Run):
+                    engine.runs.append(message)
+                    self.num_runs += 1
+                    name = message.params.get("adapter")
+                    assert name not in engine.reported or not is_outdated(name, engine.reported[name]), (peer, name)
+        self.world.core.check()
+
+    def join(self, peer):
+        engine = self.engines[peer]
+        engine.commands, engine.runs, engine.reported = [], [], dict(engine.adapters)
+        book = {"adapter_changes": dict(engine.book.adapters), "undone": list(engine.book.undone)}
+        engine.incarnation = self.world.replica(peer, adapters=engine.reported, **book)
+
+    def leave(self, peer):
+        self.engines[peer].incarnation = 0
+        self.world.core.unreachable(peer, "gone")
+
+    def restart(self):
+        self.world.begin()
+        self.world.inboxes.clear()
+        self.world.client()
+        for engine in self.engines.values():
+            engine.incarnation = 0
+
+    def execute(self, peer, *, may_fail):
+        engine = self.engines[peer]
+        command = engine.commands.pop(0)
+        answer = FAILED if may_fail and self.random.random() < 0.15 else engine.carry_out(command)
+        engine.reported = dict(engine.adapters)
+        beat(self.world, peer, engine.incarnation, **engine.reported)
+        self.deliver()
+        self.world.core.receive(peer, protocol.Done(command.number, engine.incarnation, answer))
+
+    def finish(self, peer):
+        engine = self.engines[peer]
+        number = engine.runs.pop(0).number
+        self.world.core.receive(peer, protocol.Output(number, engine.incarnation, [], True))
+
+    def change(self, number, changes):
+        """A client's command; it undoes or settles the latest load."""
+        command = self.random.choice(["load_adapter"] * 4 + ["unload_adapter", "undo_adapter", "settle_adapter"])
+        args = {"name": self.random.choice("ab")}
+        if command == "load_adapter":
+            changes.append(str(number))
+            args |= {"path": self.random.choice("xyz"), "replace": True, "change": changes[-1]}
+        elif command in ("undo_adapter", "settle_adapter"):
+            args["change"] = changes.pop() if changes else "none"
+        self.world.core.receive(b"client", protocol.Control(number, command, args, 5.0))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_whatever_happens_no_older_content_answers_and_no_request_waits_for_ever(first):
+    num_runs = 0
+    for seed in range(first, first + 20):
+        fleet, changes = _Fleet(seed), []
+        draw = fleet.random
+        for number in range(80):
+            live, event = fleet.live(), draw.random()
+            away = [peer for peer in fleet.engines if peer not in live]
+            told = [peer for peer in live if fleet.engines[peer].commands]
+            busy = [peer for peer in live if fleet.engines[peer].runs]
+            if event < 0.12 and away:
+                fleet.join(draw.choice(away))
+            elif event < 0.18 and live:
+                fleet.leave(draw.choice(live))
+            elif event < 0.2:
+                fleet.restart()
+            elif event < 0.35:
+                fleet.change(number, changes)
+            elif event < 0.6:
+                fleet.world.submit(number, adapter=draw.choice(["a", "b", None]))
+            elif event < 0.75 and busy:
+                fleet.finish(draw.choice(busy))
+            elif told:
+                fleet.execute(draw.choice(told), may_fail=True)
+            fleet.deliver()
+        for peer in [one for one in fleet.engines if one not in fleet.live()]:
+            fleet.join(peer)
+        fleet.deliver()
+        while ready := [peer for peer, engine in fleet.engines.items() if engine.commands or engine.runs]:
+            if fleet.engines[ready[0]].commands:
+                fleet.execute(ready[0], may_fail=False)
+            else:
+                fleet.finish(ready[0])
+            fleet.deliver()
+        assert fleet.world.core.dispatch.num_waiting == 0, seed
+        num_runs += fleet.num_runs
+    assert num_runs > 100

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 import torch
 from lora_cases import merged, random_adapter
@@ -249,6 +252,26 @@ def test_running_requests_keep_or_recompute_when_their_adapter_is_replaced(runni
     assert (again.outputs[0].token_ids == changed.token_ids[at:]) or running == "keep"
 
 
+def test_a_request_starts_over_where_a_version_of_its_adapter_drew_nothing(model, adapters):
+    """Though both replacements say "keep": its keys would be of a content that no span names."""
+    engine = engine_of(model)
+    engine.load_adapter("a", adapters["a0"])
+    engine.add_request(PROMPT, greedy("a", max_tokens=20), stream="final")
+    for _ in range(6):
+        engine.step()
+    for name in ("a1", "a2"):
+        engine.load_adapter("a", adapters[name], replace=True, running="keep")
+    outputs = []
+    while engine.has_unfinished():
+        outputs = engine.step()
+    one = outputs[0].outputs[0]
+    assert [span.adapter_version for span in one.spans] == [1, 3]
+    at, fresh = one.spans[1].first_token, engine_of(model)
+    fresh.load_adapter("a", adapters["a2"])
+    again = fresh.generate([PROMPT + one.token_ids[:at]], greedy("a", max_tokens=20 - at))[0]
+    assert 0 < at < 20 and again.outputs[0].token_ids == one.token_ids[at:]
+
+
 def test_a_prompt_that_is_half_computed_starts_over_when_its_adapter_is_replaced(model, adapters, alone):
     """Its spans name the version that has drawn its tokens alone."""
     engine = engine_of(model, max_tokens=32, enable_chunked_prefill=True)
@@ -384,6 +407,28 @@ def test_an_adapter_is_read_while_the_engine_steps(model, adapters, alone, tmp_p
     while engine.has_unfinished():
         outputs |= {output.request_id: account(output) for output in engine.step()}
     assert list(outputs.values()) == [alone["a0"], alone["a1"]]
+
+
+def test_two_engines_that_read_at_once_leave_the_interpreters_turns_as_they_were(model, adapters, monkeypatch):
+    """The one that began first ends first."""
+    before, events = sys.getswitchinterval(), [threading.Event(), threading.Event()]
+    readers = [engine_of(model).controls.adapters._reader for _ in events]
+    tensors = {"x.lora_A.weight": torch.ones(1, 1)}
+    begun = threading.Barrier(3)
+
+    def read(name, *_, **__):
+        begun.wait(20)
+        events[int(name)].wait(20)
+        return adapters["a0"]
+
+    monkeypatch.setattr("megatron_infer.lora.reader.read_adapter", read)
+    futures = [reader.begin(str(number), tensors, None) for number, reader in enumerate(readers)]
+    begun.wait(20)
+    assert sys.getswitchinterval() < before
+    for event, future in zip(events, futures, strict=True):
+        event.set()
+        future.result(20)
+    assert sys.getswitchinterval() == before
 
 
 def test_a_change_can_be_undone(model, adapters):

@@ -349,6 +349,45 @@ def test_an_engine_that_is_lost_while_it_reads_does_not_keep_an_adapter_from_the
     unload(case, "left")
 
 
+def test_requests_of_an_engine_that_is_lost_go_on_with_their_adapter_elsewhere(case, root):
+    """The engine that joins gets the adapters from the coordinator; it is lost in the middle of its requests."""
+    from coordinator_case import replica
+
+    def params(name):
+        return SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, adapter=name)
+
+    alone, paths = make_engine(), {"one": "a0", "two": "a1"}
+    for name, path in paths.items():
+        alone.load_adapter(name, root / path)
+        load(case, name, path)
+    names = [None, "one", "two"] * 6
+    want = {name: alone.generate([PROMPT], params(name))[0].outputs[0].token_ids for name in set(names)}
+    assert len({tuple(tokens) for tokens in want.values()}) == 3
+    core, engine, is_lost, is_busy = case.coordinator.core, make_engine(), threading.Event(), threading.Event()
+    step, resent = engine.step, core.counts.resent
+
+    def step_until_busy():
+        if engine.num_steps > 15 and len(engine.output_processor) >= 3:
+            is_busy.set()
+            is_lost.wait(20)
+        return step()
+
+    engine.step = step_until_busy
+    commands = AdapterCommands(engine, root=str(root)).commands()
+    with ThreadPoolExecutor(len(names)) as pool:
+        with replica(case.coordinator.address, engine, name="r9", control=False, adapter_commands=commands) as joined:
+            wait_for(lambda: sorted(info.name for info in engine.adapters()) == ["one", "two"])
+            wait_for(lambda: len(core.stats()["replicas"]) == 3)
+            replies = [pool.submit(tokens_of, case, name, max_tokens=80) for name in names]
+            assert is_busy.wait(20)
+            joined.stop()
+            is_lost.set()
+        assert [reply.result(60) for reply in replies] == [want[name] for name in names]
+    assert core.counts.resent >= resent + 3
+    for name in paths:
+        unload(case, name)
+
+
 @pytest.mark.long
 def test_replies_are_those_of_the_version_that_they_name_while_adapters_change(case, root, offline):
     """Six names over two slots of two engines, each changed by a client of its own; `tools/bench/lora_soak.py` is the
