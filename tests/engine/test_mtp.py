@@ -25,6 +25,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.models.adopt import adopt
+from megatron_infer.pipelines.config import PipelineConfig
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 from megatron_infer.speculative.model_drafter import ModelDrafter
 from megatron_infer.speculative.mtp import MTPModel
@@ -343,6 +344,10 @@ def test_commands_serve_a_checkpoint_with_an_mtp_layer(tmp_path, capsys, monkeyp
     assert main(["plan", str(tmp_path / "with"), "--speculative", "mtp", "--json"]) == 0
     sizes = json.loads(capsys.readouterr().out)["sizes"]
     assert sizes["draft_block_bytes"]["value"] * 3 == sizes["block_bytes"]["value"] * 2
+    tree = {"model_path": str(tmp_path / "with"), "speculative_method": "mtp", "max_length": 128}
+    resolved = PipelineConfig(**tree).resolved
+    assert resolved.sizes.draft_block_bytes * 3 == resolved.sizes.block_bytes * 2
+    assert resolved.estimate.cache == resolved.sizes.kv_bytes
     served = llm.LLM(str(tmp_path / "with"), config={**BASE, "speculative": MTP}, dtype="float32")
     served.generate([[5, 6, 7]], SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True))
     check_all_kept(served.engine)
@@ -350,6 +355,8 @@ def test_commands_serve_a_checkpoint_with_an_mtp_layer(tmp_path, capsys, monkeyp
     for config in ({**BASE, "speculative": MTP}, InferenceConfig(**BASE, speculative=MTP)):
         with pytest.raises(ConfigError, match="this model has none"):
             llm.LLM(str(tmp_path / "without"), config=config)
+    with pytest.raises(ConfigError, match="this model has none"):
+        PipelineConfig(**tree | {"model_path": str(tmp_path / "without")})
     assert main(["plan", str(tmp_path / "without"), "--speculative", "mtp"]) != 0
     assert "this model has none" in capsys.readouterr().err
 
