@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_infer.config.inference import PrefixCachingEvictionPolicy as PrefixCachingEvictionPolicy
     from megatron_infer.config.inference import SamplingChoice as SamplingChoice
     from megatron_infer.config.inference import StepRanges as StepRanges
+    from megatron_infer.config.inference import WeightDtype as WeightDtype
     from megatron_infer.config.lora import LoRAConfig as LoRAConfig
     from megatron_infer.config.mamba_state import MambaInferenceStateConfig as MambaInferenceStateConfig
     from megatron_infer.config.sampling_params import SamplingParams as SamplingParams
@@ -83,6 +84,7 @@ _HOMES = {
     "TokenSupport": "outputs.token_support",
     "UpdateReport": "rl.update_report",
     "VersionSpan": "scheduler.request",
+    "WeightDtype": "config.inference",
     "attach_lora": "lora.attach",
     "build_model": "model_loader.build",
     "open_source": "model_loader.sources",

@@ -69,6 +69,10 @@ class Teacher:
         end = np.zeros(3 * FRAME, np.float32)
         return np.concatenate([*(self._word(one, voice) for one in text.split()), end])
 
+    def num_frames(self, word: str, voice: str = "anna") -> int:
+        """Length of a word in every sentence."""
+        return len(self._word(word, voice)) // FRAME
+
     def _word(self, word: str, voice: str) -> np.ndarray:
         """float32 [whole frames * FRAME], from where it is heard to `GAP` frames behind where it ends."""
         if (word, voice) not in self._words:

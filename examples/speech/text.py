@@ -5,8 +5,10 @@ The grammar is also the judge's: `jsgf()` writes it in the Java Speech Grammar F
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 RULES: dict[str, str] = {
@@ -87,6 +89,15 @@ def plain(text: str) -> str:
 def held_out(count: int = 100) -> list[str]:
     """The sentences that no training sees."""
     return sentences(count, seed=1)
+
+
+def balanced(phrases: Iterator[list[str]], *, candidates: int = 8) -> Iterator[list[str]]:
+    """Of every `candidates` phrases the one whose rarest word came least: every word comes about as often."""
+    spoken = Counter[str]()
+    while drawn := list(itertools.islice(phrases, candidates)):
+        best = min(drawn, key=lambda words: min(spoken[word] for word in words))
+        spoken.update(best)
+        yield best
 
 
 def training(*, seed: int) -> Iterator[str]:

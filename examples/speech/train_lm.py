@@ -29,9 +29,9 @@ from pathlib import Path
 import numpy as np
 import text
 import torch
-from teacher import FRAME, VOICES, Teacher, write_wav
+from teacher import FRAME, RATE, VOICES, Teacher, write_wav
 from torch import Tensor
-from vocabulary import END, FIRST_SPEECH, VOICE_FRAMES, WORDS, tokenizer, write_description
+from vocabulary import END, FIRST_SPEECH, MARKS, VOICE_FRAMES, WORDS, tokenizer, write_description
 
 from megatron_infer import SamplingParams
 from megatron_infer.audio.codec import Codec, CodecDecoder
@@ -50,6 +50,8 @@ MAX_LENGTH = 768
 """Tokens of voice, text and speech together."""
 MAX_WORDS = (2, 5, 99)
 """The longest phrase of each stage of training, in words."""
+TEXT_WEIGHT = 3.0
+"""Weight of marks, words and the end in the loss: they are few, and each decides over a word's sound."""
 SHARE_WITHOUT_VOICE = 0.05
 LR, WARM_STEPS = 2e-3, 30
 VOICE_TEXT = "please open the small door"
@@ -64,10 +66,15 @@ Voices = dict[str, list[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Phrase:
-    words: str
+    words: list[str]
     voice: str
-    tokens: list[int]
-    """Speech tokens."""
+    sounds: list[list[int]]
+    """Speech tokens of each word; those of the silence at the end are the last word's."""
+
+    @property
+    def beginning(self) -> list[int]:
+        """What a voice's prompt holds."""
+        return list(itertools.chain(*self.sounds))[:VOICE_FRAMES]
 
 
 def describe(codec: Codec, *, quick: bool) -> ModelDescription:
@@ -108,21 +115,34 @@ def initialise(model: torch.nn.Module, *, seed: int) -> None:
 
 
 def phrases(codec: Codec, teacher: Teacher, *, per_stage: int, seed: int) -> list[list[Phrase]]:
-    """For each of `MAX_WORDS` phrases of at most as many words, of training sentences, in the teacher's voices."""
-    rng, made = random.Random(seed), list[list[Phrase]]()
-    source = text.training(seed=seed)
+    """For each of `MAX_WORDS` phrases of at most as many words, in random voices; words come about as often."""
+    rng, made, source = random.Random(seed), list[list[Phrase]](), text.training(seed=seed)
     for most in MAX_WORDS:
-        stage = []
-        for voice in itertools.islice(itertools.cycle(VOICES), per_stage):
-            words = next(source).split()
-            begin = rng.randrange(max(1, len(words) - most + 1))
-            phrase = " ".join(words[begin : begin + rng.randint(1, most)] if most < len(words) else words)
-            sound = torch.from_numpy(teacher.speak(phrase, voice))[None]
-            with torch.inference_mode():
-                tokens = codec.quantise(codec.frames(sound))[0].flatten().tolist()
-            stage.append(Phrase(phrase, voice, tokens))
+        stage = list[Phrase]()
+        for words in text.balanced(_cut(one.split(), most, rng) for one in source):
+            voice = rng.choice(list(VOICES))
+            stage.append(Phrase(words, voice, _sounds(codec, teacher, words, voice)))
+            if len(stage) == per_stage:
+                break
         made.append(stage)
     return made
+
+
+def _cut(words: list[str], most: int, rng: random.Random) -> list[str]:
+    """All of them, or where there are more than `most` as many in a row, or fewer."""
+    if len(words) <= most:
+        return words
+    begin = rng.randrange(len(words) - most + 1)
+    return words[begin : begin + rng.randint(1, most)]
+
+
+def _sounds(codec: Codec, teacher: Teacher, words: list[str], voice: str) -> list[list[int]]:
+    """The codec's tokens of a spoken phrase, cut where its words end."""
+    ends = list(itertools.accumulate(teacher.num_frames(word, voice) for word in words))
+    sound = torch.from_numpy(teacher.speak(" ".join(words), voice))[None]
+    with torch.inference_mode():
+        tokens = codec.quantise(codec.frames(sound))[0].flatten().tolist()
+    return [tokens[begin:end] for begin, end in itertools.pairwise([0, *ends[:-1], len(tokens)])]
 
 
 def stage_of(done: float, rng: random.Random) -> int:
@@ -134,8 +154,14 @@ def stage_of(done: float, rng: random.Random) -> int:
 def sequence(phrase: Phrase, voices: Voices, speech: SpeechModel, rng: random.Random) -> tuple[list[int], int]:
     """(token ids, how many of them are the prompt)."""
     voice = [] if rng.random() < SHARE_WITHOUT_VOICE else rng.choice(voices[phrase.voice])
-    prompt = speech.prompt_ids({"text": [WORDS.index(word) for word in phrase.words.split()]}, voice)
-    return [*prompt, *(FIRST_SPEECH + token for token in phrase.tokens), END], len(prompt)
+    words = [WORDS.index(word) for word in phrase.words]
+    prompt = speech.prompt_ids({"text": words}, voice)
+    answer = [
+        token
+        for mark, word, sound in zip(itertools.cycle(MARKS), words, phrase.sounds)
+        for token in (mark, word, *(FIRST_SPEECH + one for one in sound))
+    ]
+    return [*prompt, *answer, END], len(prompt)
 
 
 def train(
@@ -161,10 +187,13 @@ def train(
         while tokens < options.batch_tokens:
             drawn.append(sequence(rng.choice(made[stage_of(done, rng)]), voices, speech, rng))
             tokens += len(drawn[-1][0])
-        count = sum(len(ids) - start for ids, start in drawn)
+        weights = [torch.tensor([1.0 if one >= FIRST_SPEECH else TEXT_WEIGHT for one in ids[at:]]) for ids, at in drawn]
+        total = float(torch.cat(weights).sum())
 
-        def loss_of(scores: list[Tensor], _indices: list[int], count: int = count) -> Tensor:
-            return -torch.cat(scores).sum() / count
+        def loss_of(
+            scores: list[Tensor], indices: list[int], weights: list[Tensor] = weights, total: float = total
+        ) -> Tensor:
+            return -torch.cat([weights[at] * one for at, one in zip(indices, scores, strict=True)]).sum() / total
 
         with session.training():
             starts = [start for _, start in drawn]
@@ -226,10 +255,11 @@ def main() -> None:
         write_wav(options.out_dir / f"{name}.wav", teacher.speak(VOICE_TEXT, name)[: VOICE_FRAMES * FRAME])
     made = phrases(codec, teacher, per_stage=options.phrases, seed=options.seed)
     voices = {
-        name: [one.tokens[:VOICE_FRAMES] for one in made[-1] if one.voice == name and len(one.tokens) >= VOICE_FRAMES]
+        name: [one.beginning for one in made[-1] if one.voice == name and len(one.beginning) == VOICE_FRAMES]
         for name in VOICES
     }
-    print(f"lm: {sum(len(one.tokens) for stage in made for one in stage) * FRAME / 16_000 / 60:.0f} minutes of sound")
+    frames = sum(len(sound) for stage in made for one in stage for sound in one.sounds)
+    print(f"lm: {frames * FRAME / RATE / 60:.0f} minutes of sound")
     description = describe(codec, quick=options.quick)
     model = build_model(open_source(str(options.out_dir)) if options.resume else description)
     if not options.resume:

@@ -123,7 +123,7 @@ def _chunks(pipeline: AudioGeneratorPipeline, request: AudioGenerationRequest) -
         seconds += output.seconds
         yield output
         if output.error is not None:
-            raise ConfigError(f"the model failed: {output.error}")
+            raise output.error
     took = time.perf_counter() - began
     factor = f", {took / seconds:.2f} s a second" if seconds else ""
     note(f"{seconds:.2f} s of sound, the first after {first:.2f} s, all after {took:.2f} s{factor}")

@@ -150,6 +150,11 @@ def _check_exact(config: InferenceConfig) -> None:
             f"kv_cache_dtype={config.kv_cache_dtype.value!r} excludes batch_invariant=True: a training forward does "
             'not round keys and values; leave it "auto"'
         )
+    if config.weight_dtype.value != "auto":
+        raise ConfigError(
+            f"weight_dtype={config.weight_dtype.value!r} excludes batch_invariant=True: a training forward does not "
+            'round weights; leave it "auto"'
+        )
 
 
 def _check_batching(config: InferenceConfig) -> None:

@@ -166,6 +166,15 @@ class KVCacheDtype(str, Enum):
     """Eight bits: half the memory of bfloat16, half the bytes that decode reads; rounded, see `kernels.kv_rounding`."""
 
 
+class WeightDtype(str, Enum):
+    """The dtype of the copies of weights that linears multiply by."""
+
+    AUTO = "auto"
+    """The model's dtype."""
+    INT8 = "int8"
+    """Eight bits, with a scale for each 32 inputs of an output, on a CPU: see `kernels/native/int8.cpp`."""
+
+
 class GraphSizing(str, Enum):
     """The steps between sizes of CUDA graphs."""
 
@@ -278,6 +287,10 @@ class InferenceConfig:
     """The dtype of keys and values in the cache: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without
     scales: SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). fp8_e4m3 runs on Triton kernels
     from compute capability 8.9 on, elsewhere on torch operations. It excludes batch_invariant."""
+    weight_dtype: WeightDtype = WeightDtype.AUTO
+    """The dtype that linears multiply in: auto (the model's) or int8 (on a CPU; packed copies of the weights and the
+    inputs of linears are rounded to 8 bits, copies again after each update; see docs/int8_weights.md). The model's own
+    weights stay as they are. int8 excludes batch_invariant."""
     cuda_graph_sizing_distribution: GraphSizing = GraphSizing.EXPONENTIAL
     """The steps between sizes of graphs: exponential or linear. Acts only with CUDA graphs."""
     cuda_graph_max_tokens: int = 512
@@ -477,6 +490,7 @@ _ENUM_FIELDS: dict[str, type[Enum]] = {
     "linear_backend": LinearChoice,
     "step_ranges": StepRanges,
     "kv_cache_dtype": KVCacheDtype,
+    "weight_dtype": WeightDtype,
 }
 
 

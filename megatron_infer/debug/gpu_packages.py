@@ -14,10 +14,6 @@ from dataclasses import dataclass
 from importlib import metadata
 
 IMPORT_TIMEOUT_S = 90
-_SCAN = (
-    "from megatron_infer.kernels import mamba_ssm_scan as m, optional_packages as p; "
-    "p.import_below('mamba_ssm', m.OPERATIONS)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +42,6 @@ PACKAGES = (
         "flash_attn_interface",
         "the same on Hopper, in blocks of any size; prompts under attention_backend=auto",
     ),
-    Package("mamba-ssm", "mamba_ssm", "selective scan, where this package's own Triton kernels cannot", _SCAN),
-    Package("causal-conv1d", "causal_conv1d", "the convolution of mamba-ssm's scan"),
     Package(
         "transformer-engine",
         "transformer_engine",

@@ -40,17 +40,28 @@ from megatron_infer.weights.manager import WeightManager
 _SHAPE = ("num_layers", "num_attention_layers", "num_query_heads", "num_kv_heads", "head_dim", "hidden_size", "dtype")
 """Fields of ModelShape that keys and values of one rank depend on."""
 _ROTARY_POSITIONS = 64
+OF_MODEL = "auto"
+"""The weight_dtype that is not in a file."""
 
 
-def describe(shape: ModelShape, *, kv_dtype: str | None = None, draft: ModelShape | None = None) -> dict[str, Any]:
+def describe(
+    shape: ModelShape,
+    *,
+    kv_dtype: str | None = None,
+    weight_dtype: str = OF_MODEL,
+    draft: ModelShape | None = None,
+) -> dict[str, Any]:
     """What the saved memory of one rank depends on, as JSON values, with the recurrent state's where there is one.
 
-    kv_dtype: the cache's; included where it is not the model's. draft: the draft model's shape.
+    kv_dtype: the cache's, weight_dtype: the option; included where they are not the model's. draft: the draft model's
+    shape.
     """
     fields = asdict(shape)
     named = {name: fields[name] for name in _SHAPE}
     if kv_dtype not in (None, shape.dtype) and shape.num_attention_layers:
         named["kv_dtype"] = kv_dtype
+    if weight_dtype != OF_MODEL:
+        named["weight_dtype"] = weight_dtype
     state = fields["state"]
     if state is not None:
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
@@ -61,10 +72,17 @@ def describe(shape: ModelShape, *, kv_dtype: str | None = None, draft: ModelShap
 
 
 def difference(
-    shape: ModelShape, saved: Mapping[str, Any], *, kv_dtype: str | None = None, draft: ModelShape | None = None
+    shape: ModelShape,
+    saved: Mapping[str, Any],
+    *,
+    kv_dtype: str | None = None,
+    weight_dtype: str = OF_MODEL,
+    draft: ModelShape | None = None,
 ) -> str | None:
     """How a model of `shape` differs from the one described in a file; None when it does not."""
-    here = describe(shape, kv_dtype=kv_dtype, draft=draft)
+    here = describe(shape, kv_dtype=kv_dtype, weight_dtype=weight_dtype, draft=draft)
+    if weight_dtype != (was := saved.get("weight_dtype", OF_MODEL)):
+        return f"weight_dtype is {weight_dtype}, it was {was}"
     kept = here.get("kv_dtype", shape.dtype), saved.get("kv_dtype", saved.get("dtype"))
     if kept[0] != kept[1] and shape.dtype == saved.get("dtype"):
         return f"keys and values are kept in {kept[0]}, they were in {kept[1]}"
@@ -242,13 +260,15 @@ class KVArchive:
         rank_group: RankGroup,
         *,
         kv_dtype: str,
+        weight_dtype: str = OF_MODEL,
         draft: AdoptedModel | None = None,
         draft_shape: ModelShape | None = None,
     ) -> None:
-        """draft: the model that drafts, which may be `adopted`; None: none does. draft_shape: of what drafts."""
+        """kv_dtype, weight_dtype: see `describe`. draft: the model that drafts, which may be `adopted`; None: none.
+        draft_shape: of what drafts."""
         self._adopted, self._store, self._scheduler, self._draft = adopted, store, scheduler, draft
-        self._draft_shape = draft_shape
-        self._weights, self._groups, self._kv_dtype = weights, rank_group.groups, kv_dtype
+        self._weights, self._groups, self._draft_shape = weights, rank_group.groups, draft_shape
+        self._dtypes = {"kv_dtype": kv_dtype, "weight_dtype": weight_dtype}
         self._attends = rank_group.any_rank(store.layout.block_bytes + store.layout.draft_block_bytes > 0)
         self._digest: tuple[int, str] | None = None
 
@@ -260,7 +280,7 @@ class KVArchive:
     def describe(self, memory: Memory) -> dict[str, Any]:
         """What saved memory of this rank depends on, and how much of it there is."""
         return {
-            "shape": describe(self._adopted.shape, kv_dtype=self._kv_dtype, draft=self._draft_shape),
+            "shape": describe(self._adopted.shape, **self._dtypes, draft=self._draft_shape),
             "content": self._content(),
             "block_size": self._store.layout.block_size if memory.num_blocks else None,
             "num_blocks": memory.num_blocks,
@@ -288,7 +308,7 @@ class KVArchive:
         if memory.kv is None:
             return memory.unusable
         saved = memory.kv["shape"]
-        differs = difference(self._adopted.shape, saved, kv_dtype=self._kv_dtype, draft=self._draft_shape)
+        differs = difference(self._adopted.shape, saved, **self._dtypes, draft=self._draft_shape)
         if differs is not None:
             return differs
         if memory.kv["content"] != self._content():

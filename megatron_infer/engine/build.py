@@ -46,7 +46,7 @@ from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
-from megatron_infer.engine.build_drafts import make_drafts
+from megatron_infer.engine.build_drafts import make_drafts, make_synthetic, without_drafts
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
@@ -184,11 +184,12 @@ def build_engine(
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
     if drafts is not None and drafts.depth is not None and rank_group.groups.is_leader:
         observers.append(StepCostMeter(drafts.set_costs if rank_group.size == 1 else outbox.set_draft_costs))
-    verifier = None if drafts is None else Verifier(drafts)
+    verifier = None if drafts is None else Verifier(drafts, make_synthetic(config))
     loop = StepLoop(scheduler, executor, weights, output_processor, grammars, config, observers, verifier)
     kv_dtype = config.kv_dtype_of(adopted.shape)
     drafting = {} if setup.draft is None else {"draft": setup.draft.adopted, "draft_shape": setup.draft.shape}
-    kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, kv_dtype=kv_dtype, **drafting)
+    dtypes = {"kv_dtype": kv_dtype, "weight_dtype": config.weight_dtype.value}
+    kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, **dtypes, **drafting)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox)
@@ -276,10 +277,13 @@ def set_up_model(
 def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) -> ChosenKernels:
     """The backends that run a model, without adapters. Raises ConfigError for an option that is not possible."""
     shape = adopted.shape
+    if config.weight_dtype != "auto" and (reason := adopted.unpackable()) is not None:
+        raise ConfigError(f'weight_dtype={config.weight_dtype.value!r}: {reason}; leave it "auto"')
     asked = {
         "attention": config.attention_backend.value,
         "sampling": config.sampling_backend.value,
         "linear": config.linear_backend.value,
+        "weight_dtype": config.weight_dtype.value,
         "fused_rope": config.use_flashinfer_fused_rope,
         "kv_dtype": getattr(torch, config.kv_dtype_of(shape)),
     }
@@ -319,7 +323,7 @@ def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenc
         block_size=config.block_size_tokens,
         num_rows=sizes.max_requests,
         max_blocks_per_row=sizes.max_blocks_per_row,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=config.enable_prefix_caching and make_synthetic(config) is None,
         keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
         num_host_slots=num_host_slots,
         recurrent=agreed.recurrent,
@@ -411,7 +415,7 @@ def make_input_processor(
     adapters: Mapping[str, tuple[int, str]] | None,
 ) -> InputProcessor:
     """adapters: those loaded, live; None: the engine has none."""
-    sizes = setup.agreed.sizes
+    sizes, routing = setup.agreed.sizes, setup.runner.routing is not None
     limits = Limits(
         vocab_size=setup.adopted.shape.vocab_size,
         max_sequence_length=sizes.max_sequence_length,
@@ -419,7 +423,7 @@ def make_input_processor(
         chunked_prefill=config.enable_chunked_prefill,
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
-        unavailable={**({} if setup.runner.routing is not None else NO_ROUTING), **setup.adopted.unavailable},
+        unavailable={**({} if routing else NO_ROUTING), **without_drafts(config), **setup.adopted.unavailable},
         adapters=adapters,
         metadata_types=config.request_metadata_types,
     )

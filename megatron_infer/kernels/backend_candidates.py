@@ -34,14 +34,14 @@ ATTENTION: tuple[Candidate, ...] = (
 )
 PROMPTS: tuple[Candidate, ...] = (Candidate("flash_attn_3", "flash_attn_prompts"),)
 """What prompts prefer to the attention of decode rows, by what is known of its speed."""
-SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"), Candidate("mamba_ssm", "mamba_ssm_scan"))
+SCAN: tuple[Candidate, ...] = (Candidate("triton", "triton.scan"),)
 OPS: tuple[Candidate, ...] = (Candidate("triton", "triton.elementwise"),)
 STEP: tuple[Candidate, ...] = (Candidate("triton", "triton.step_gather"),)
 LORA: tuple[Candidate, ...] = (Candidate("triton", "triton.lora"),)
 SAMPLING: tuple[Candidate, ...] = (Candidate("triton", "triton.sampling"),)
 TRITON = "triton."
 """Prefix of modules that import triton, and are imported only where it can run."""
-NAMES = ("triton", "flashinfer", "flash_attn", "mamba_ssm")
+NAMES = ("triton", "flashinfer", "flash_attn")
 """Backends that the debugging variable may force besides the portable ones."""
 
 

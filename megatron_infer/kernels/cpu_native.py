@@ -28,6 +28,9 @@ MAX_HEAD_DIM = 512
 MAX_NORM_GROUP = 16384
 """Channels of one gated norm, whose products native/elementwise.cpp keeps on the stack."""
 PANELS = "native panels"
+INT8_PANELS = "native panels, int8"
+KERNELS = {PANELS: "mi_panel_linear", INT8_PANELS: "mi_int8_linear"}
+"""Layout of packed weights -> the linear that reads it, without its dtype."""
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -45,14 +48,14 @@ def point_at(struct: ctypes.Structure, owner: Any, names: Sequence[str]) -> None
         setattr(struct, name, array.ctypes.data)
 
 
-def _multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
+def multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether this CPU has products of `dtype`; it always has those of fp32."""
     return dtype is torch.float32 or bool(bind(library, "mi_has_bf16_dot", [], ctypes.c_int)())
 
 
 def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | None:
     """Weights in panels for `NativeOps.linear`; None where the CPU has no products of `dtype`."""
-    if not _multiplies(library, dtype):
+    if not multiplies(library, dtype):
         return None
     function = bind(library, f"mi_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int], ctypes.c_uint64)
     width = int(bind(library, "mi_panel_rows", [], ctypes.c_int)())
@@ -79,6 +82,33 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | Non
     )
 
 
+def int8_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout:
+    """Weights of `dtype` in 8 bits, with a scale for each 32 inputs of an output (native/int8.cpp), on any CPU."""
+    function = bind(library, f"mi_int8_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int], ctypes.c_uint64)
+    num_bytes = bind(library, "mi_int8_bytes", [_I, _I], _I)
+
+    def num_elements(weight: Tensor) -> int:
+        rows, inner = weight.shape
+        return int(num_bytes(inner, rows))
+
+    def pack(weight: Tensor, panels: Tensor | None) -> tuple[Tensor, int | None]:
+        weight = weight.contiguous()
+        rows, inner = weight.shape
+        size = num_elements(weight)
+        if panels is None or panels.numel() != size:
+            panels = torch.empty(size, dtype=torch.uint8)
+        checksum = function(weight.data_ptr(), panels.data_ptr(), inner, rows, torch.get_num_threads())
+        return panels, int(checksum)
+
+    return PackedLayout(
+        name=INT8_PANELS,
+        takes=lambda weight: weight.dtype is dtype and weight.is_contiguous(),
+        pack=pack,
+        num_elements=num_elements,
+        dtype=torch.uint8,
+    )
+
+
 class NativeOps(TorchOps):
     """C++ norms, activation and linears for one dtype; `TorchOps` runs the rest."""
 
@@ -97,9 +127,10 @@ class NativeOps(TorchOps):
 
         signature = [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int]
         self._linear = bind(library, f"mi_linear_{suffix}", signature)
-        self._most_tokens = LINEAR_TOKENS if _multiplies(library, dtype) else LINEAR_TOKENS_NO_DOT
-        panels = packed is not None and packed.layout.name == PANELS
-        self._panel_linear = bind(library, f"mi_panel_linear_{suffix}", signature) if panels else None
+        self._most_tokens = LINEAR_TOKENS if multiplies(library, dtype) else LINEAR_TOKENS_NO_DOT
+        kernel = None if packed is None else KERNELS.get(packed.layout.name)
+        self._panel_linear = None if kernel is None else bind(library, f"{kernel}_{suffix}", signature)
+        self._is_int8 = packed is not None and packed.layout.name == INT8_PANELS
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """From packed panels; without them oneDNN, the C++ linear for few tokens, or `F.linear`."""
@@ -112,6 +143,8 @@ class NativeOps(TorchOps):
             source, function = packed, self._panel_linear
         known = function is not None and x_TX.ndim == 2 and self._ours(x_TX, weight)
         if not known or not (bias is None or self._ours(x_TX, bias)):
+            if source is not weight and self._is_int8:
+                return self._int8_linear(x_TX, weight, bias)
             return F.linear(x_TX, weight, bias)
         tokens, (rows, inner) = x_TX.shape[0], weight.shape
         out = torch.empty(tokens, rows, dtype=self._dtype)
@@ -127,6 +160,12 @@ class NativeOps(TorchOps):
             torch.get_num_threads(),
         )
         return out
+
+    def _int8_linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`linear` for other forms of inputs: their products are rounded as those of plain inputs are."""
+        x = x_TX.reshape(-1, x_TX.shape[-1]).to(self._dtype).contiguous()
+        bias = None if bias is None else bias.to(self._dtype).contiguous()
+        return self.linear(x, weight, bias).view(*x_TX.shape[:-1], len(weight))
 
     def _ours(self, a: Tensor, b: Tensor) -> bool:
         dtype = self._dtype

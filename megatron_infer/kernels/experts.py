@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from megatron_infer.kernels.base import Ops
 
 Parameters = Mapping[str, Tensor | None]
+MAX_REMEMBERED = 1024
+"""Numbers of tokens that a backend keeps something for."""
 
 
 class Addresses(NamedTuple):
@@ -46,6 +48,23 @@ class ExpertWeights:
         self.num_experts, self.first, self.top_k, self.activate = len(fc1), first, top_k, activate
         self._tables: dict[tuple[str, str], tuple[tuple[int, ...], Tensor, Addresses]] = {}
         self._seen: tuple[tuple[int, ...], torch.dtype | None, str | None] = ((), None, None)
+        self._is_watched = False
+        self._known_uneven: tuple[torch.dtype, str | None] | None = None
+        self.remembered: dict[Any, Any] = {}
+        """What a backend has derived from addresses and shapes, by whatever it likes; empty but for watched weights."""
+
+    def watched(self) -> None:
+        """Somebody else looks before each step whether a weight was replaced or moved, and calls this when one may have
+        been: until then nothing is compared again. 256 addresses take 30 us, more than the rest of a layer's calls."""
+        self._is_watched, self._known_uneven = True, None
+        self.remembered.clear()
+
+    def remember(self, key: Any, derived: Any) -> None:
+        """Have `derived` in `remembered` as long as the weights are watched and nobody says that one was moved."""
+        if self._is_watched:
+            if len(self.remembered) >= MAX_REMEMBERED:
+                self.remembered.clear()
+            self.remembered[key] = derived
 
     def shape(self, part: str) -> tuple[int, int]:
         """[outputs, inputs] of an expert's weight."""
@@ -70,10 +89,15 @@ class ExpertWeights:
 
     def uneven(self, dtype: torch.dtype) -> str | None:
         """Why one kernel cannot run all experts; None: they have the same shapes, are contiguous and of `dtype`."""
+        known = self._known_uneven
+        if known is not None and known[0] is dtype:
+            return known[1]
         weights = [parameters["weight"] for experts in self._parts.values() for parameters in experts]
         now = tuple([weight.data_ptr() for weight in weights if weight is not None])
         if self._seen[:2] != (now, dtype):
             self._seen = now, dtype, self._look_for_uneven(dtype)
+        if self._is_watched:
+            self._known_uneven = dtype, self._seen[2]
         return self._seen[2]
 
     def _look_for_uneven(self, dtype: torch.dtype) -> str | None:
@@ -121,8 +145,7 @@ class RoutingRules:
         return f"{self.group_topk} groups of {size} experts" if self.group_topk * size < self.top_k else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertChoice:
+class ExpertChoice(NamedTuple):
     """The experts of each token, among those of all ranks, and the weights of their outputs."""
 
     ids_TK: Tensor

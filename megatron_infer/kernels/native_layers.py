@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_native import SUFFIXES, NativePagedAttention, bind
+from megatron_infer.kernels.cpu_native import INT8_PANELS, SUFFIXES, NativePagedAttention, bind
 from megatron_infer.kernels.native_lora import NativeLoRA
 from megatron_infer.kernels.packing import PackedLinears
 
@@ -112,7 +112,9 @@ class _LayerCall(ctypes.Structure):
         ("buffers", _P * 2),
         *((name, _P) for name in ("out", "keys", "values")),
         *((name, _I) for name in ("layer_bytes", "starts_residual")),
-        *((name, _P) for name in ("lora", "ns")),
+        ("lora", _P),
+        ("int8", _I),
+        ("ns", _P),
     ]
 
 
@@ -156,6 +158,7 @@ class NativeLayers:
         self._buffers = torch.empty(0, dtype=dtype)
         self._ns = (ctypes.c_int64 * len(KINDS))()
         self._call.ns = ctypes.addressof(self._ns)
+        self._call.int8 = packed.layout.name == INT8_PANELS
 
     def run(
         self,

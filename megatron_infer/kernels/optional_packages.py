@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib import metadata
-from types import ModuleType
 
 import torch
 
@@ -76,32 +74,3 @@ def dotted(parts: Sequence[int]) -> str:
 def first_line(error: Exception) -> str:
     """The first line of an error's message, short enough for a table."""
     return (str(error).strip().splitlines() or ["no message"])[0][:200]
-
-
-def import_below(package: str, modules: Sequence[str]) -> list[ModuleType]:
-    """Import modules of a package; where its own `__init__` fails, without running that.
-
-    In that case nothing of the package stays in `sys.modules`: for other code it is as broken as before. Raises what
-    the modules themselves raise.
-    """
-    before = set(sys.modules)
-    try:
-        importlib.import_module(package)
-    except Exception:
-        return _import_around(package, modules, before)
-    return [importlib.import_module(f"{package}.{name}") for name in modules]
-
-
-def _import_around(package: str, modules: Sequence[str], before: set[str]) -> list[ModuleType]:
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.submodule_search_locations is None:
-        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    stand_in = ModuleType(package)
-    stand_in.__path__ = list(spec.submodule_search_locations)
-    sys.modules[package] = stand_in
-    try:
-        return [importlib.import_module(f"{package}.{name}") for name in modules]
-    finally:
-        for name in set(sys.modules) - before:
-            if name == package or name.startswith(f"{package}."):
-                del sys.modules[name]

@@ -41,6 +41,8 @@ class PackedLayout:
     checksum, None where packing does not compute it)."""
     num_elements: Callable[[Tensor], int] | None = None
     """Elements of a weight's copy, a multiple of 64 bytes; None: `pack` finds the memory."""
+    dtype: torch.dtype | None = None
+    """Of the copies' memory; None: the weights'."""
 
 
 ONEDNN = PackedLayout(
@@ -123,7 +125,7 @@ class PackedLinears:
         sizes = [self.layout.num_elements(weight) for weight in self._weights]
         if sizes != [len(part) for part in self._arena]:
             self._arena = []
-            dtype = self._weights[0].dtype if self._weights else torch.uint8
+            dtype = self.layout.dtype or (self._weights[0].dtype if self._weights else torch.uint8)
             self._arena = list(huge_pages.empty(sum(sizes), dtype).split(sizes))
         return self._arena
 

@@ -18,10 +18,13 @@ from megatron_infer.kernels.attention_phases import PhasedAttention
 from megatron_infer.kernels.base import Argmax, AttendSpec, AttentionBackend, Ops, lowest_argmax
 from megatron_infer.kernels.checksum import content_sum
 from megatron_infer.kernels.cpu_native import (
+    KERNELS,
     PANELS,
     SUFFIXES,
     NativeOps,
     NativePagedAttention,
+    int8_layout,
+    multiplies,
     native_checksum,
     panel_layout,
 )
@@ -174,6 +177,21 @@ def _choose_linear(
         return BackendChoice("linear", packed.layout.name, reasons), packed
     reasons[packed.layout.name] = reason
     return BackendChoice("linear", "torch", reasons), packed
+
+
+def _int8_linear(
+    dtype: torch.dtype, library: ctypes.CDLL | None, asked: str, why_not: str
+) -> tuple[BackendChoice, packing.PackedLinears]:
+    """`_choose_linear` for weight_dtype=int8: it runs or is refused, as no other backend gives the same answers."""
+    if asked == "vendor":
+        raise ConfigError(
+            "weight_dtype='int8' excludes linear_backend='vendor': only the native kernels multiply in 8 bits; leave "
+            'linear_backend "auto"'
+        )
+    if library is None:
+        raise ConfigError(f"weight_dtype='int8' needs the native kernels: {why_not}; leave it \"auto\"")
+    layout = int8_layout(library, dtype)
+    return BackendChoice("linear", layout.name, {PANELS: "weight_dtype=int8"}), packing.PackedLinears(layout=layout)
 
 
 def _check_forced(operation: str, forced: str | None, missing: dict[str, str], *, by: str = BACKEND_VARIABLE) -> None:
@@ -459,15 +477,16 @@ def choose(
     attention: str = AUTO,
     sampling: str = AUTO,
     linear: str = AUTO,
+    weight_dtype: str = AUTO,
     fused_rope: bool | None = False,
     kv_dtype: torch.dtype | None = None,
 ) -> ChosenKernels:
     """The fastest backends that can run every layer in `specs` and `ssm_specs` here; either may be empty.
 
     conv_dtype and ssm_dtype: of the recurrent states; None: `dtype` and float32. kv_dtype: of the KV cache; None:
-    `dtype`. attention, sampling, linear, fused_rope: the options attention_backend, sampling_backend, linear_backend
-    and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises ConfigError if an option or
-    the debugging variable asks for what cannot run.
+    `dtype`. attention, sampling, linear, weight_dtype, fused_rope: the options attention_backend, sampling_backend,
+    linear_backend, weight_dtype and use_flashinfer_fused_rope. Never fails for lack of a compiler or a library. Raises
+    ConfigError if an option or the debugging variable asks for what cannot run.
     """
     device = torch.device(device)
     forced, in_torch = _forced_backend()
@@ -477,7 +496,10 @@ def choose(
         reasons["native"] = why_not or f"{BACKEND_VARIABLE}={forced}"
     if forced == "native" and library is None:
         raise ConfigError(f"{BACKEND_VARIABLE}=native, but: {reasons['native']}")
-    linear_row, packed = _choose_linear(device, dtype, forced, library, linear, reasons.get("native", ""))
+    if weight_dtype == AUTO:
+        linear_row, packed = _choose_linear(device, dtype, forced, library, linear, reasons.get("native", ""))
+    else:
+        linear_row, packed = _int8_linear(dtype, library, linear, reasons.get("native", ""))
     argmax: Argmax = lowest_argmax
     others, missing = backend_candidates.available(backend_candidates.OPS, device, dtype, forced=forced)
     ops: Ops
@@ -506,7 +528,8 @@ def choose(
     gathers, no_gather = backend_candidates.available(backend_candidates.STEP, device, dtype, forced=forced)
     if gathers or no_gather:
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
-    runs_layers = type(backend) is NativePagedAttention and packed.layout.name == PANELS
+    runs_layers = type(backend) is NativePagedAttention and packed.layout.name in KERNELS
+    runs_layers = runs_layers and library is not None and multiplies(library, dtype)
     checksum = content_sum if library is None else functools.partial(native_checksum, library)
     return ChosenKernels(
         ops=ops,

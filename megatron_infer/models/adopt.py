@@ -234,6 +234,11 @@ class AdoptedModel:
         self._census = now  # only attributes that do not count are others
         return False
 
+    def weights_watched(self) -> None:
+        """See `ExpertWeights.watched`."""
+        for experts in self._reading.experts:
+            experts.grouped.watched()
+
     def has_same_modules(self) -> bool:
         """Whether hooks and methods of instances are all that changed: a forward that calls the modules runs them."""
         return self._census.difference(Census(self.live), calls=False) is None
@@ -376,6 +381,13 @@ class AdoptedModel:
                 yield from layer.weights()
         if self.heads is not None:
             yield from self.heads.weights()
+
+    def unpackable(self) -> str | None:
+        """Why linears would not use packed copies of their weights; None: all do."""
+        if self.fp8 is not None:
+            return "the model's products are in FP8, by its trainer's recipe"
+        foreign = self.foreign_layer()
+        return None if foreign is None else f"{foreign} is of a class of its own, which multiplies by its own weights"
 
     def refresh_scan_weights(self) -> None:
         """Derive the weights of the Mamba scans again; needed after every change of the model's parameters."""

@@ -14,7 +14,7 @@ from megatron_infer.audio.blocks import SpeechBlocks
 from megatron_infer.audio.layout import FrameReader
 from megatron_infer.audio.speech_model import check_text
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.errors import RequestError
+from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.pipelines.text_generation import GenerationStatus, RequestID, TextContext, check_kind
 
 DEFAULT_SAMPLING = SamplingParams(max_tokens=None)
@@ -88,7 +88,8 @@ class AudioGenerationOutput:
     """Seconds since the request began."""
     buffer_speech_tokens: tuple[int, ...] = ()
     """What a request that continues this one is given; () before the last output."""
-    error: str | None = None
+    error: InferenceError | None = None
+    """Why it is FAILED; the sound before it stands."""
 
     @property
     def seconds(self) -> float:
@@ -121,7 +122,7 @@ class AudioContext:
     began: float = field(default_factory=time.monotonic)
     num_steps: int = 0
     """Calls of `execute` that it took part in."""
-    error: str | None = None
+    error: InferenceError | None = None
     is_done: bool = False
     """Whether its last output was returned."""
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_infer.audio.blocks import BlockSchedule, SpeechBlocks, Window
 from megatron_infer.audio.checks import check_decoder_of, check_schedule
-from megatron_infer.audio.decoder import OpenedDecoder, Sound, decode_windows
+from megatron_infer.audio.decoder import OpenedDecoder, Sound, decode_each
 from megatron_infer.audio.layout import FrameReader
 from megatron_infer.audio.meter import SpeechMeter
 from megatron_infer.audio.registry import open_decoder
@@ -23,7 +23,15 @@ from megatron_infer.audio.speech_model import SpeechModel
 from megatron_infer.audio.voices import encode_voices
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError, unknown_name
+from megatron_infer.errors import (
+    ConfigError,
+    DuplicateRequest,
+    InferenceError,
+    ModelError,
+    RequestError,
+    brief,
+    unknown_name,
+)
 from megatron_infer.metrics.definitions import engine_families
 from megatron_infer.metrics.registry import Family
 from megatron_infer.pipelines.audio_config import AudioGenerationConfig, own_decoders, schedule_of
@@ -225,13 +233,18 @@ class AudioGeneratorPipeline:
         windows = {context.request_id: context.blocks.next_window() for context in active}
         ready = [context for context in active if windows[context.request_id] is not None]
         self._meter.waiting(len(ready))
-        sounds = decode_windows(self.opened_decoder.decoder, [w for w in windows.values() if w is not None])
-        self._meter.waiting(0)
+        try:
+            sounds = decode_each(self.opened_decoder.decoder, [w for w in windows.values() if w is not None])
+        finally:
+            self._meter.waiting(0)
         outputs = {}
         for context, sound in zip(ready, sounds, strict=True):
             window = windows[context.request_id]
             assert window is not None
-            outputs[context.request_id] = self._output(context, window, sound)
+            if isinstance(sound, Exception):
+                outputs[context.request_id] = self._failed(context, sound)
+            else:
+                outputs[context.request_id] = self._output(context, window, sound)
         for context in active:
             if context.request_id not in outputs and context.blocks.is_done:
                 outputs[context.request_id] = self._output(context, None, np.zeros(0, dtype=np.float32))
@@ -263,6 +276,22 @@ class AudioGeneratorPipeline:
             final_status=context.text.status if is_last else GenerationStatus.ACTIVE,
             processing_time=elapsed,
             buffer_speech_tokens=blocks.carry() if is_last else (),
+            error=context.error,
+        )
+
+    def _failed(self, context: AudioContext, error: Exception) -> AudioGenerationOutput:
+        """The end of a request whose next block cannot be decoded."""
+        context.error = error if isinstance(error, InferenceError) else ModelError(f"no sound: {brief(error)}")
+        self.release(context.request_id)
+        return AudioGenerationOutput(
+            request_id=context.request_id,
+            audio=np.zeros(0, dtype=np.float32),
+            sample_rate=self.sample_rate,
+            chunk_id=context.blocks.block_counter,
+            is_last=True,
+            tokens=(),
+            final_status=GenerationStatus.FAILED,
+            processing_time=time.monotonic() - context.began,
             error=context.error,
         )
 

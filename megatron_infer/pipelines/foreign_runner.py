@@ -179,6 +179,9 @@ class ForeignModel:
         """Whether modules changed; weights are watched by themselves."""
         return False
 
+    def weights_watched(self) -> None:
+        """Nothing is kept that depends on the weights' addresses."""
+
     def changed_module(self) -> None:
         return None
 

@@ -68,6 +68,11 @@ def test_tokens_are_the_engines_and_sound_is_that_of_the_tokens(alone, voice_fil
         ("overlap", {"overlap": True}),
         ("no prefix cache", {"enable_prefix_caching": False}),
         ("eviction", {"buffer_size_gb": 0.00013, "batching": "mixed"}),
+        ("pause", {"buffer_size_gb": 0.00013, "paused_buffer_size_gb": 0.00006}),
+        ("two at once", {"max_queue_size_tg": 2}),
+        ("prompts beside two that decode", {"max_queue_size_tg": 4, "min_batch_size_tg": 2}),
+        ("prompts that wait for others", {"ce_delay_ms": 30.0}),
+        ("first decode", {"enable_prioritize_first_decode": True}),
     ],
 )
 def test_sound_is_the_same_in_company(kind, settings, alone, voice_file):
@@ -80,6 +85,8 @@ def test_sound_is_the_same_in_company(kind, settings, alone, voice_file):
     assert pipeline.engine.has_unfinished() is False and context.num_free_rows == 8
     if kind == "eviction":
         assert pipeline.engine.figures().evictions > 0
+    elif kind == "pause":
+        assert pipeline.engine.figures().pauses > 0
     elif settings.get("enable_prefix_caching", True):
         assert pipeline.engine.figures().prefix_hit_tokens >= 32 * 3
 
@@ -200,6 +207,53 @@ def test_figures_count_what_was_spoken():
     assert figures["megatron_infer_speech_first_chunks_total"] == 2
     assert figures["megatron_infer_speech_windows_total"] >= 4
     assert figures["megatron_infer_speech_decoder_queue"] == 0
+
+
+def steps_of(settings, count: int = 4) -> list[list[int]]:
+    """For each request the steps of the engine in which it drew, of so many that come at once."""
+    pipeline = make_pipeline(schedule=BlockSchedule(chunk_size=(1,)), **settings)
+    contexts = [pipeline.new_context(request) for request in requests(count, max_tokens=20)]
+    drew = {context.request_id: [] for context in contexts}
+    while any(not context.is_done for context in contexts):
+        before = {one.request_id: len(one.blocks.tokens) for one in contexts}
+        pipeline.execute(contexts)
+        for one in contexts:
+            if len(one.blocks.tokens) > before[one.request_id]:
+                drew[one.request_id].append(pipeline.engine.num_steps)
+    return list(drew.values())
+
+
+def test_at_most_max_queue_size_tg_are_spoken_at_once():
+    steps = steps_of({"max_queue_size_tg": 2})
+    assert min(one[0] for one in steps[2:]) > min(one[-1] for one in steps[:2])
+    assert max(one[0] for one in steps_of({})) < min(one[-1] for one in steps_of({}))
+
+
+def test_a_prompt_waits_while_min_batch_size_tg_are_spoken():
+    prompts = {"max_tokens": 48}  # of about one prompt
+    eager = steps_of(prompts)
+    patient = steps_of(prompts | {"min_batch_size_tg": 1})
+    assert max(one[0] for one in eager) < min(one[-1] for one in eager)
+    assert patient[1][0] > patient[0][-1]
+
+
+def test_rows_for_wandb_have_the_figures_of_speech():
+    class Writer:
+        rows: list[dict[str, float]] = []
+
+        def log(self, data):
+            self.rows.append(data)
+
+        def define_metric(self, name, step_metric=None):
+            pass
+
+    pipeline = make_pipeline(metrics_writer=Writer(), logging_step_interval=1)
+    whole = pipeline.generate(requests(2))
+    (again,) = pipeline.generate(requests(1, prefix="again"))
+    sound = sum(output.seconds for output in whole)
+    key = next(name for name in Writer.rows[-1] if name.endswith("speech_seconds_total"))
+    assert sound < Writer.rows[-1][key] <= sound + again.seconds
+    assert [row[key] for row in Writer.rows] == sorted(row[key] for row in Writer.rows)
 
 
 # ------------------------------------------------------------------ bad input

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +74,38 @@ def test_the_description_is_a_speech_model(tmp_path):
     assert tokenizer.token_id("<|end|>") == vocabulary.END == speech.end_token
     ids = speech.prompt_ids({"text": tokenizer.encode("she sold")}, [5, 6])
     first = vocabulary.FIRST_SPEECH
-    words = [vocabulary.WORDS.index("she"), vocabulary.WORDS.index("sold")]
-    assert ids == [first + 5, first + 6, vocabulary.VOICE_MARK, *words, vocabulary.TEXT_MARK]
+    she, sold = vocabulary.WORDS.index("she"), vocabulary.WORDS.index("sold")
+    zero, one = vocabulary.MARKS[:2]
+    assert ids == [first + 5, first + 6, vocabulary.VOICE_MARK, zero, she, one, sold, vocabulary.TEXT_MARK]
+    assert speech.speech_of([zero, she, first + 3, one, sold, first + 4, vocabulary.END]) == [3, 4]
+    assert set(speech.drawable()) >= {*vocabulary.MARKS, she, sold, first, vocabulary.END}
+
+
+def test_balanced_phrases_hold_every_word_about_as_often():
+    import text
+
+    drawn = {}
+    for name, source in (("plain", lambda one: one), ("balanced", text.balanced)):
+        phrases = source(one.split() for one in text.training(seed=0))
+        counts = Counter(word for words in itertools.islice(phrases, 600) for word in words)
+        drawn[name] = min(counts[word] for word in text.vocabulary())
+    assert drawn["balanced"] >= 2 * max(1, drawn["plain"]) and drawn["balanced"] >= 5
+
+
+def test_an_answer_says_each_word_before_its_sound(tmp_path):
+    import train_lm
+    import vocabulary
+
+    speech = vocabulary.write_description(tmp_path, SpeechFormat(vocab_size=8))
+    phrase = train_lm.Phrase(["she", "sold"], "anna", [[1, 2], [3]])
+    ids, start = train_lm.sequence(phrase, {"anna": [[7]]}, speech, random.Random(0))
+    (she, sold), (zero, one), first = (
+        map(vocabulary.WORDS.index, phrase.words),
+        vocabulary.MARKS[:2],
+        speech.first_token,
+    )
+    assert ids[start:] == [zero, she, first + 1, first + 2, one, sold, first + 3, vocabulary.END]
+    assert ids[start - 1] == vocabulary.TEXT_MARK and first + 7 in ids[:start]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +163,8 @@ def test_the_whole_of_it_in_seconds(tmp_path):
 
     say.append(f"{vocabulary.END}=-100")
     _run("-m", "megatron_infer.cli.main", "speak", str(folder), *say, "--output", str(sound))
-    assert sound.stat().st_size == 44 + 2 * 60 * 320
+    frames, rest = divmod(sound.stat().st_size - 44, 2 * 320)
+    assert rest == 0 and 0 < frames < 60  # words and marks among the 60 tokens have no sound
     said = _run(str(SCRIPTS / "judge.py"), str(folder), "--sentences", "1", "--systems", "teacher", "--voices", "anna")
     assert "| teacher | anna |" in said
 

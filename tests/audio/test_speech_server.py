@@ -134,6 +134,20 @@ def test_curl_pipes_samples_as_a_player_reads_them(server, expected):
     assert curl.returncode == 0 and played == pcm16(expected[TEXTS[0]].audio)
 
 
+@pytest.mark.skipif(shutil.which("aplay") is None, reason="not installed: alsa-utils")
+@pytest.mark.parametrize(("kind", "flags"), [("pcm", ("-r", "16000", "-f", "S16_LE")), ("wav", ())])
+def test_aplay_plays_what_curl_gets(kind, flags, server):
+    """On the device null. The header of a stream's WAV, whose length is not known, is one that it takes."""
+    url, data = f"{server.url}/v1/audio/speech", json.dumps(body(response_format=kind))
+    ask = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-d", data]
+    with subprocess.Popen(ask, stdout=subprocess.PIPE) as curl:
+        played = subprocess.run(
+            ["aplay", "-D", "null", *flags], stdin=curl.stdout, capture_output=True, text=True, timeout=60
+        )
+    assert (curl.returncode, played.returncode) == (0, 0), played.stderr
+    assert "Signed 16 bit Little Endian, Rate 16000 Hz, Mono" in played.stderr
+
+
 def test_two_ranks_under_torchrun_serve_the_same_sound(folder, expected):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     one = Server(folder, "--tp", "2", launcher=launcher)
@@ -221,3 +235,16 @@ def test_a_model_whose_vocabulary_lacks_the_speech_tokens_is_refused_at_start(fo
 
     assert main(["serve", str(tmp_path), "--port", "0", "--threads", "1", "--buffer-size-gb", "0.02"]) == 1
     assert "the model has 336 tokens and no speech tokens 300 to 363" in capfd.readouterr().err
+
+
+def test_weights_of_something_else_end_the_server_at_its_start(folder, tmp_path, capfd):
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    (tmp_path / "codec.safetensors").write_bytes(b"no weights")
+    codec = {"decoder": "codec", "decoder_weights": "codec.safetensors", "decoder_config": {}, "voices": {}}
+    (tmp_path / FILE).write_text(json.dumps(SPEECH | codec))
+    from megatron_infer.cli.main import main
+
+    assert main(["serve", str(tmp_path), "--port", "0", "--threads", "1", "--buffer-size-gb", "0.02"]) == 1
+    assert "codec.safetensors is no safetensors file" in capfd.readouterr().err

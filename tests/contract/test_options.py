@@ -46,6 +46,7 @@ OURS = {
     "linear_backend": ("LinearChoice", inference.LinearChoice.AUTO),
     "step_ranges": ("StepRanges", inference.StepRanges.OFF),
     "kv_cache_dtype": ("KVCacheDtype", inference.KVCacheDtype.AUTO),
+    "weight_dtype": ("WeightDtype", inference.WeightDtype.AUTO),
     "cuda_graph_sizing_distribution": ("GraphSizing", inference.GraphSizing.EXPONENTIAL),
     "cuda_graph_max_tokens": ("int", 512),
     "cuda_graph_all_prefills": ("bool", False),
@@ -101,6 +102,7 @@ ENUMS = {
     inference.BatchingPolicy: {"MIXED": "mixed", "PREFILL_FIRST": "prefill_first", "PHASED": "phased"},
     inference.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},
     inference.KVCacheDtype: {"AUTO": "auto", "FP8_E4M3": "fp8_e4m3"},
+    inference.WeightDtype: {"AUTO": "auto", "INT8": "int8"},
     inference.PreemptionMode: {"AUTO": "auto", "RECOMPUTE": "recompute", "SWAP": "swap"},
     inference.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},
 }

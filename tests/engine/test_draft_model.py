@@ -349,6 +349,7 @@ def test_a_draft_model_is_loaded_by_name(folders, capsys):
     assert sizes["draft_block_bytes"]["value"] * 3 == sizes["block_bytes"]["value"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_draft_like_the_target_is_accepted_entirely_through_random_events(model, twin, expected, seed):
     """Too few blocks, prefix hits, suspends, pauses and aborted requests, with and without overlap and chunks."""

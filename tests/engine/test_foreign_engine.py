@@ -1,4 +1,4 @@
-"""An engine on FlashInfer's, flash-attn's or mamba-ssm's kernels (stand-ins of them) answers as one on torch's."""
+"""An engine on FlashInfer's or flash-attn's kernels (stand-ins of them) answers as one on torch's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from megatron_infer.kernels import (
     flash_attn_prompts,
     flashinfer_attention,
     flashinfer_rope,
-    mamba_ssm_scan,
     select,
 )
-from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.replay_recorder import REPLAY
-from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+from megatron_infer.testing.tiny import tiny_gpt
 
 SHAPE = {"hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
 PROMPTS = [[(7 * i + j) % 120 for j in range(length)] for i, length in enumerate((3, 40, 19, 70))]
@@ -31,13 +29,12 @@ BASE |= {"enable_chunked_prefill": True, "check_invariants": True, "block_size_t
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch):
-    fake_packages.install(monkeypatch, "flashinfer", "flash_attn", "flash_attn_interface", "mamba_ssm", "causal_conv1d")
+    fake_packages.install(monkeypatch, "flashinfer", "flash_attn", "flash_attn_interface")
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1024)
-    for module in (flashinfer_attention, flash_attn_attention, flash_attn_prompts, flashinfer_rope, mamba_ssm_scan):
+    for module in (flashinfer_attention, flash_attn_attention, flash_attn_prompts, flashinfer_rope):
         monkeypatch.setattr(module, "unavailable", lambda device, dtype: None)
-    monkeypatch.setattr(mamba_ssm_scan, "conv_unavailable", lambda: None)
     # In 16 bits a near tie turns now and then; what is held here are indices, and fp32 shows them.
-    for module in (fake_packages, flashinfer_attention, flash_attn_attention, flashinfer_rope, mamba_ssm_scan):
+    for module in (fake_packages, flashinfer_attention, flash_attn_attention, flashinfer_rope):
         monkeypatch.setattr(module, "DTYPES", (torch.float32,))
 
 
@@ -135,14 +132,3 @@ def test_decode_rows_and_prompts_run_on_a_backend_each(on_hopper, replays, graph
     if graphs:
         pool = inspect(engine).runner.graphs.pool
         assert {shape.is_decode_only for shape in pool.captured} == {False, True} and not pool.refused
-
-
-def test_the_scan_of_mamba_ssm_gives_the_same_tokens(monkeypatch):
-    settings = {"attention_backend": "torch", "mamba_memory_ratio": 0.5}
-    model = tiny_hybrid("M*-M", **SHAPE)
-    monkeypatch.setenv(BACKEND_VARIABLE, "torch")
-    wanted, _ = answers(model, **settings)
-    monkeypatch.setenv(BACKEND_VARIABLE, "mamba_ssm")
-    got, rows = answers(model, **settings | {"attention_backend": "auto"})
-    assert rows["selective scan"] == "mamba_ssm"
-    assert got == wanted

@@ -67,6 +67,7 @@ def test_native_kernels_are_there_wherever_a_compiler_is():
         assert linear.chosen == PANELS or f"this CPU has no {dtype} products" in linear.reasons.values(), linear
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["plain", "bias", "layer norm", "hybrid"])
 def test_one_call_has_the_bits_of_many(monkeypatch, kind, dtype):
@@ -80,6 +81,7 @@ def test_one_call_has_the_bits_of_many(monkeypatch, kind, dtype):
     assert answers(engine_of(model)) == got
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["plain", "hybrid"])
 def test_one_call_has_the_bits_of_many_with_adapters(monkeypatch, kind, dtype):

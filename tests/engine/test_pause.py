@@ -76,6 +76,7 @@ def expected(model):
     return tokens_of(finish(engine))
 
 
+@pytest.mark.one_in(2)
 @every_kind
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("mode", ["keep", "retract"])
@@ -155,6 +156,7 @@ def change(model: torch.nn.Module, seed: int) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
+@pytest.mark.one_in(2)
 @every_kind
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("running", ["keep", "recompute"])

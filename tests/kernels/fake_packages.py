@@ -1,7 +1,7 @@
 """Stand-ins for NVIDIA's packages in plain torch on a CPU: what the documentation promises, and no more.
 
 They check what the real kernels check (dtypes, shapes, strides, devices of index arrays) so that a call which a GPU
-would refuse fails here. Written from flashinfer 0.7.2, flash-attn 2.8.3, mamba-ssm 2.3.2 and causal-conv1d 1.7.0.
+would refuse fails here. Written from flashinfer 0.7.2 and flash-attn 2.8.3.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -288,87 +287,6 @@ def flash_attn_3_with_kvcache(
     return out[:, None] if one_each else out
 
 
-# mamba-ssm and causal-conv1d
-
-
-def selective_state_update(
-    state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False, state_batch_indices=None
-):
-    rows, heads, dim = x.shape
-    assert z is None and dt_softplus and dt.shape == x.shape and dt_bias.shape == D.shape == (heads, dim)
-    assert A.shape == state.shape[1:] and B.shape == C.shape == (rows, B.shape[1], state.shape[-1])
-    assert A.stride(-1) == A.stride(-2) == dt.stride(-1) == dt_bias.stride(-1) == 0, "the slow kernel: one per channel"
-    assert state_batch_indices.shape == (rows,) and len(set(state_batch_indices.tolist())) == rows
-    repeat = heads // B.shape[1]
-    b, c = (part.double().repeat_interleave(repeat, dim=1) for part in (B, C))
-    step = F.softplus(dt.double() + dt_bias)
-    index = state_batch_indices.long()
-    new = state[index].double() * torch.exp(step[..., None] * A) + (step * x.double())[..., None] * b[:, :, None]
-    state[index] = new.to(state.dtype)
-    return ((new * c[:, :, None]).sum(-1) + x.double() * D).to(x.dtype)
-
-
-def mamba_chunk_scan_combined(
-    x,
-    dt,
-    A,
-    B,
-    C,
-    chunk_size,
-    D=None,
-    z=None,
-    dt_bias=None,
-    initial_states=None,
-    seq_idx=None,
-    cu_seqlens=None,
-    dt_softplus=False,
-    dt_limit=(0.0, float("inf")),
-    return_final_states=False,
-    return_varlen_states=False,
-):
-    batch, length, heads, dim = x.shape
-    assert seq_idx is None and cu_seqlens is None and dt_softplus and return_final_states
-    assert dt.shape == (batch, length, heads) and A.shape == dt_bias.shape == (heads,) and B.shape == C.shape
-    assert D.shape in ((heads,), (heads, dim)) and initial_states.shape == (batch, heads, dim, B.shape[-1])
-    state, repeat = initial_states.double(), heads // B.shape[2]
-    step = F.softplus(dt.double() + dt_bias)
-    out = torch.empty(x.shape, dtype=x.dtype)
-    for i in range(length):
-        b, c = (part[:, i].double().repeat_interleave(repeat, dim=1)[:, :, None] for part in (B, C))
-        now = step[:, i, :, None]
-        state = state * torch.exp(now * A[:, None])[..., None] + (now * x[:, i].double())[..., None] * b
-        out[:, i] = ((state * c).sum(-1) + x[:, i].double() * D.view(heads, -1)).to(x.dtype)
-    return out, state.float()
-
-
-def causal_conv1d_fn(
-    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
-    activation=None,
-):  # fmt: skip
-    channels, width = weight.shape
-    assert x.shape[1] == channels and channels % 8 == 0 and 2 <= width <= 4 and activation == "silu"
-    assert x.stride(1) == 1 and x.stride(2) % 8 == x.stride(0) % 8 == 0, "channels last"
-    assert initial_states.shape == (len(x), channels, width - 1) and initial_states.stride(1) == 1
-    assert initial_states.dtype is x.dtype
-    inputs = torch.cat((initial_states, x), dim=-1).double()
-    mixed = F.conv1d(inputs, weight.double()[:, None], None if bias is None else bias.double(), groups=channels)
-    return F.silu(mixed).to(x.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def causal_conv1d_update(
-    x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None
-):
-    channels, width = weight.shape
-    assert x.shape[1:] == (channels,) and conv_state.shape[1] == channels and conv_state.shape[2] >= width - 1
-    assert conv_state.dtype is x.dtype and activation == "silu" and 2 <= width <= 4
-    check_int32(conv_state_indices)
-    index = conv_state_indices.long()
-    inputs = torch.cat((conv_state[index], x[..., None]), dim=-1)
-    conv_state[index] = inputs[..., 1:]
-    mixed = (inputs[..., -width:].double() * weight).sum(-1)
-    return F.silu(mixed if bias is None else mixed + bias).to(x.dtype)
-
-
 MODULES = {
     "flashinfer": {"__version__": "0.7.2", "__path__": []},
     "flashinfer.decode": {"BatchDecodeWithPagedKVCacheWrapper": Decode},
@@ -380,16 +298,6 @@ MODULES = {
         "flash_attn_varlen_func": flash_attn_varlen_func,
     },
     "flash_attn_interface": {"flash_attn_with_kvcache": flash_attn_3_with_kvcache},
-    "mamba_ssm": {"__version__": "2.3.2", "__path__": []},
-    "mamba_ssm.ops": {"__path__": []},
-    "mamba_ssm.ops.triton": {"__path__": []},
-    "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": selective_state_update},
-    "mamba_ssm.ops.triton.ssd_combined": {"mamba_chunk_scan_combined": mamba_chunk_scan_combined},
-    "causal_conv1d": {
-        "__version__": "1.7.0",
-        "causal_conv1d_fn": causal_conv1d_fn,
-        "causal_conv1d_update": causal_conv1d_update,
-    },
 }
 
 

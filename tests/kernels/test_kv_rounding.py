@@ -72,6 +72,7 @@ def test_a_cache_of_the_activations_dtype_is_not_touched():
     assert torch.equal(pages.view(16, 2, 8)[[5, 0, 15]], x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings", [{"rotary_dim": 64}, {"window": 24, "sinks": True}, {"head_dim": 80}])

@@ -122,6 +122,27 @@ def test_a_capture_is_the_state_that_a_cut_there_leaves(native_library, dtype, c
             assert same(late.state(CAPTURED + i - 2), short.state()), f"capture behind {n} tokens of a later slice"
 
 
+@pytest.mark.parametrize(("dtype", "conv_dtype"), KINDS)
+@pytest.mark.parametrize("name", SPECS)
+def test_a_row_that_verifies_drafts_keeps_the_state_behind_each_of_them(native_library, name, dtype, conv_dtype):
+    """A state behind each token but the last, or behind some, in rows of few tokens (16 for the kernel) and of more."""
+    for count in (2, 5, 8, 16, 17, 20):
+        places = (40 + count // 2,) if count == 5 else tuple(range(41, min(40 + count, 49)))
+        plain = Sequence(native_library, SPECS[name], dtype, conv_dtype)
+        plain.step(0, 40)
+        wanted, states = [], []
+        for place in range(40, 40 + count):
+            wanted.append(plain.step(place, place + 1))
+            states.append(plain.state())
+        for threads, beside in ((1, 0), (2, 4)):
+            once = Sequence(native_library, SPECS[name], dtype, conv_dtype, threads)
+            once.step(0, 40, beside=beside)
+            assert torch.equal(once.step(40, 40 + count, captures=places, beside=beside), torch.cat(wanted))
+            assert same(once.state(), states[-1]), count
+            for index, place in enumerate(places):
+                assert same(once.state(CAPTURED + index), states[place - 41]), (count, place)
+
+
 def test_going_on_from_a_captured_state_gives_the_same_bits(native_library):
     sequence = Sequence(native_library, SPEC, torch.float32, torch.float32)
     want = sequence.step(0, TOTAL, captures=(96,))

@@ -12,7 +12,7 @@ from paged_case import check_case, make_case
 
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_native import NativePagedAttention
+from megatron_infer.kernels.cpu_native import SUFFIXES, NativePagedAttention, int8_layout
 from megatron_infer.kernels.native_sampling import NativeSampling
 
 pytestmark = pytest.mark.long
@@ -72,3 +72,45 @@ def test_draws_are_those_of_this_cpus_own_kernels(library, native_library):
         assert torch.equal(there.argmax(logits)[0], here.argmax(logits)[0])
         token = logits.argmax(-1)
         torch.testing.assert_close(there.score(logits, token, 3)[0], here.score(logits, token, 3)[0])
+
+
+@pytest.fixture(scope="module", params=["x86-64", *TARGETS, "icelake-server", "alderlake"])
+def int8_library(request, tmp_path_factory) -> ctypes.CDLL:
+    """The linears in 8 bits for a CPU without AVX2, with it, with AVX-512, with VNNI and with AVX-VNNI."""
+    more = {"icelake-server": {"avx512_vnni", "avx512vbmi"}, "alderlake": {"avx_vnni", "vaes"}}
+    flags = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()
+    if missing := (TARGETS | more).get(request.param, {"sse2"}) - flags:
+        pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_build, "SOURCES", ("int8.cpp", "panels.cpp", "linear.cpp", "team.cpp"))
+        work = tmp_path_factory.mktemp(request.param)
+        try:
+            path = native_build._compile(native_build.find_compiler(), f"-march={request.param}", work)
+        except native_build.NativeUnavailable as error:
+            pytest.skip(str(error))
+    library = ctypes.CDLL(str(path))
+    library.has_fma = request.param != "x86-64"
+    return library
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linears_in_8_bits_have_the_bits_of_this_cpus_own(int8_library, native_library, dtype):
+    torch.manual_seed(0)
+    weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((77, 578), (77,), (37, 578)))
+    weight[3], weight[5, :32], x[4] = 0, 1e-5, 1e3 * x[4]
+    x[6, :64] = 127  # the largest sums of products that there are
+    weight[9, :64] = 127
+    found = []
+    for library in (int8_library, native_library):
+        packed, signature = int8_layout(library, dtype), [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3]
+        linear = library[f"mi_int8_linear_{SUFFIXES[dtype]}"]
+        linear.argtypes = [*signature, *[ctypes.c_int64] * 3, ctypes.c_int]
+        panels, _ = packed.pack(weight, None)
+        out = torch.empty(37, 77, dtype=dtype)
+        linear(x.data_ptr(), 578, panels.data_ptr(), bias.data_ptr(), out.data_ptr(), 37, 578, 77, 2)
+        found.append(out)
+    there, here = (out.double() for out in found)
+    if int8_library.has_fma:
+        assert torch.equal(there, here)
+    else:  # some codes are those of a neighbour
+        assert ((there - here).norm(dim=1) < 1e-2 * here.norm(dim=1)).all()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from lora_cases import merged, random_adapter
+from model_kinds import buffers
+from rehearsal import DRAFTS, check_drafted, rehearse
 
 from megatron_infer import DynamicInferenceEngine, InferenceConfig, LoRAConfig, SamplingParams
 from megatron_infer.context.adapter_slots import MAX_FORGOTTEN, AdapterSlots
@@ -92,6 +94,11 @@ def test_an_adapter_computes_what_the_merged_model_does(kind):
         assert (got_scores - want_scores).abs().max() < (1e-5 if adapter else 1e-9), (kind, adapter)
 
 
+NUM_BLOCKS = 10
+"""Of a pool that three requests fill before they end."""
+TIGHT = buffers(tiny_gpt(), blocks=NUM_BLOCKS, block_size=16, max_requests=8)
+PAUSES = buffers(tiny_gpt(), blocks=NUM_BLOCKS, paused_blocks=4, block_size=16, max_requests=8)
+SWAPS = TIGHT | {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}
 SCHEDULES = {
     "together": {},
     "chunks": {"enable_chunked_prefill": True, "max_tokens": 24},
@@ -99,9 +106,32 @@ SCHEDULES = {
     "few rows": {"max_requests": 4, **CACHED},
     "in flight": {"overlap": True, "max_steps_in_flight": 2},
     "one slot": {"max_loras": 1, **CACHED},
-    "tiny pool": {"buffer_size_gb": 0.0006, "paused_buffer_size_gb": 0.0003, "max_requests": 8},
-    "swapped": {"buffer_size_gb": 0.0006, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01, "max_requests": 8},
+    "tiny pool": {**PAUSES, "max_requests": 8},
+    "swapped": {**SWAPS, "max_requests": 8},
     "phased": {"batching": "phased", "min_batch_size_tg": 2, "max_queue_size_tg": 4},
+    "drafts": DRAFTS,
+    "drafts, prefixes, chunks, one slot": {
+        **DRAFTS,
+        **CACHED,
+        "enable_chunked_prefill": True,
+        "max_tokens": 40,
+        "max_loras": 1,
+    },
+    "chunks, prefixes, in flight": {
+        "enable_chunked_prefill": True,
+        "max_tokens": 24,
+        "max_steps_in_flight": 3,
+        **CACHED,
+    },
+    "prefixes, swapped, few rows": {**SWAPS, "max_requests": 4, **CACHED},
+    "tiny pool, chunks, in flight, one slot": {
+        **PAUSES,
+        "max_requests": 8,
+        "enable_chunked_prefill": True,
+        "max_tokens": 24,
+        "overlap": True,
+        "max_loras": 1,
+    },
 }
 
 
@@ -112,6 +142,7 @@ def test_a_request_has_the_bits_that_it_has_alone(schedule, model, adapters, alo
     for adapter in adapters.values():
         engine.load_adapter(adapter.name, adapter)
     names = [None, *NAMES, *reversed(NAMES), None]
+    rehearse(engine, [PROMPT] * len(alone), [tokens for tokens, _ in alone.values()])
     for _ in range(2):
         outputs = engine.generate([PROMPT] * len(names), [greedy(name, logprobs=0) for name in names])
         for name, output in zip(names, outputs, strict=True):
@@ -119,8 +150,12 @@ def test_a_request_has_the_bits_that_it_has_alone(schedule, model, adapters, alo
             assert output.outputs[0].spans[0].adapter_version == (0 if name is None else 1)
     context = inspect(engine).context
     assert context.adapters.num_loads >= len(NAMES) and len(context.adapters.resident) <= 3
+    counters = engine.stats().counters
+    check_drafted(engine)
     if "enable_prefix_caching" in SCHEDULES[schedule]:
-        assert engine.stats().counters["prefix_hits"] > 8
+        assert counters["prefix_hits"] > 8
+    if "buffer_size_gb" in SCHEDULES[schedule]:
+        assert counters["paused"] + counters["evicted"] + counters["swapped_out"] > 0
 
 
 @pytest.mark.parametrize("mode", ("persist", "offload", "recompute", "pause"))

@@ -37,6 +37,7 @@ def equal(a, b):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["llama_all_biases", "qwen3", "qwen2_window_from_layer", "llama3_rope", "gpt2"])
 @pytest.mark.parametrize("with_plan", [True, False])
 def test_save_then_load_is_exact(case, with_plan, tmp_path):

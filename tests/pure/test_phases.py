@@ -6,10 +6,10 @@ import random
 
 import pytest
 from fake_device import draw, make_group, make_request, prefix_digests
-from world import World
+from world import Swap, World
 
 from megatron_infer.config.batching import BatchingLimits
-from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.inference import InferenceConfig, PreemptionMode
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError
 from megatron_infer.scheduler.phases import MAX_PREFILLS_IN_A_ROW, Phased, PrefillFirst
@@ -151,6 +151,21 @@ def test_total_context_counts_decoding_requests_and_chunks():
     trace = world.trace(arrivals={1: [("b", 16, 2)]})
     # a has 9 tokens in its first decode step: 7 of b fit; then b would have 14 beside a's 10.
     assert trace == "CE[a:8] CE[a:1 b:7] TG[a] TG[a] CE[b:8] CE[b:1] TG[b]"
+
+
+def test_total_context_counts_all_that_a_swapped_request_brings_back():
+    """c comes back with 11 tokens beside b, which has 14 by then; within fewer than 25 it waits until b has ended."""
+    swap = Swap(slots=64, mode=PreemptionMode.SWAP)
+    for limit, beside in ((24, ([],)), (25, (["b"], []))):
+        world = OrderedWorld(num_blocks=16, block_size=2, paused_limit=0, swap=swap, limits={"max_total_tokens": limit})
+        for name, max_new in (("a", 8), ("b", 16), ("c", 16)):
+            world.ask(name, 6, max_new)
+        found = []
+        while world.scheduler.has_unfinished:
+            plan = world.step()
+            if any(chunk.start for chunk in plan.prefill):
+                found.append([request.id for request in plan.decode])
+        assert tuple(found) == beside and world.scheduler.stats.swapped_in == len(beside)
 
 
 def test_no_more_requests_run_than_rows():

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import fake_packages
 import pytest
 import torch
 
@@ -112,9 +113,9 @@ def test_every_check_runs_on_a_cpu_with_nothing_that_a_gpu_machine_may_lack(tmp_
     by_status: dict[str, list[str]] = {}
     for row in report["checks"]:
         by_status.setdefault(row["status"], []).append(row["name"])
-    packages = {f"{name}_engine" for name in ("flashinfer", "flash_attn", "mamba_ssm")} | {"flash_attn_graphs"}
+    packages = {f"{name}_engine" for name in ("flashinfer", "flash_attn")} | {"flash_attn_graphs"}
     packages |= {"flashinfer_rope", "speed_peer", "fp8_training_model"}
-    packages |= {"no_sync_flashinfer", "flashinfer_graphs", "flash_attn_3_prompts"}
+    packages |= {"no_sync_flashinfer", "flashinfer_graphs", "flashinfer_workspace", "flash_attn_3_prompts"}
     assert set(by_status.get("skipped", ())) <= packages | {"sync_is_noticed"}, result.stdout
     assert report["rehearsal"] and report["facts"]["packages"]["torch"]
     assert "# A rehearsal" in (tmp_path / "report.md").read_text()
@@ -216,6 +217,76 @@ def test_a_shape_that_a_small_device_has_no_room_for_is_skipped_and_fails_on_a_l
     ctx.total = 80 << 30
     with pytest.raises(type(error), match=r"^no"), speed._fits(ctx, "llama-8b"):
         raise error
+
+
+class LateDevice:
+    """As much of torch.cuda as the check of the last stage uses: a device that is done with a step 20 ms later."""
+
+    def __init__(self) -> None:
+        self.busy_until, self.ends = 0.0, []
+        device = self
+
+        class Event:
+            def record(self):
+                self.at = device.busy_until
+                device.ends.append(self)
+
+            def query(self):
+                return time.perf_counter() >= self.at
+
+        self.Event = Event
+
+    def _sleep(self, cycles):
+        self.busy_until = max(self.busy_until, time.perf_counter()) + 0.02
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("reads_first", "wanted"), [(False, "ok"), (True, "failed")])
+def test_a_last_stage_that_reads_a_step_before_it_launches_the_next_fails_its_check(monkeypatch, reads_first, wanted):
+    for folder in (ROOT / "tools", ROOT / "tools" / "bench"):
+        monkeypatch.syspath_prepend(str(folder))
+    from gpu_checks import sync
+    from gpu_checks.context import Context
+
+    from megatron_infer.runner.in_flight import LocalStep
+
+    class ReadsFirst(sync.StageRunner):
+        def sample(self, step, masks=None):
+            drawn = self._thread.submit(lambda: self._draw(step, masks))
+            step.result = self._thread.submit(lambda: self._send_result(step, drawn))
+
+    device, read, number = LateDevice(), LocalStep.read, iter(range(10_000))
+
+    def late(step):
+        if device.ends:  # else it is of the engine without stages
+            time.sleep(max(0.0, device.ends[next(number)].at - time.perf_counter()))
+        return read(step)
+
+    monkeypatch.setattr(LocalStep, "read", late)
+    if reads_first:
+        monkeypatch.setattr(sync, "StageRunner", ReadsFirst)
+    result = sync.last_stage(Context(torch.device("cpu"), device))
+    assert result.status == wanted and (result.details["share"] >= 0.8) is not reads_first, result
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("factor", "wanted"), [(1.0, "ok"), (1.1, "failed")])
+def test_the_check_of_flashinfers_workspace_compares_its_results_with_tritons(monkeypatch, factor, wanted):
+    """With a stand-in of FlashInfer, in fp16, as Triton's interpreter is wrong in bf16."""
+    for folder in (ROOT / "tools", ROOT / "tools" / "bench"):
+        monkeypatch.syspath_prepend(str(folder))
+    fake_packages.install(monkeypatch, "flashinfer")
+    from gpu_checks import backends
+    from gpu_checks.context import make_context
+
+    monkeypatch.setattr(backends.flashinfer_attention, "unavailable", lambda device, dtype: None)
+    monkeypatch.setattr(backends.flashinfer_attention, "WORKSPACE_BYTES", 1024)
+    run = backends.flashinfer_attention.FlashInferAttention.run
+    monkeypatch.setattr(
+        backends.flashinfer_attention.FlashInferAttention, "run", lambda *args, **more: run(*args, **more) * factor
+    )
+    result = backends.workspace(make_context(rehearse=True, quick=False))
+    assert result.status == wanted and result.figure.startswith("3 cases"), result
 
 
 @pytest.mark.triton

@@ -12,8 +12,8 @@ from gpu_checks.engines import CPU, answers, make_engine, make_model, workload
 from gpu_checks.graphs import BACKEND_VARIABLE, environment, graphed, same
 from gpu_checks.models import CHOICES, compare_tokens
 from gpu_checks.registry import OK, Comparison, Result, Target, Unavailable, check
-from gpu_checks.steps import AttentionCase, attention_case
-from megatron_infer.kernels import backend_candidates, flash_attn_prompts, flashinfer_rope
+from gpu_checks.steps import AttentionCase, Row, attention_case, error_of
+from megatron_infer.kernels import backend_candidates, flash_attn_prompts, flashinfer_attention, flashinfer_rope
 from megatron_infer.testing.inspect import inspect
 
 # flash-attn 2 takes blocks of 256 tokens only.
@@ -118,6 +118,33 @@ def flashinfer_graphs(ctx: Context) -> Result:
     return _hold_graphs(ctx, "flashinfer")
 
 
+@check(
+    "flashinfer_workspace",
+    group="backends",
+    promise="plans of large steps fit FlashInfer's workspace, where it is installed; results agree with Triton's",
+    budget_s=60,
+)
+def workspace(ctx: Context) -> Result:
+    """64 query heads of 128: many decode rows, and slices whose keys it cuts, take the most partial sums."""
+    dtype = ctx.pick(torch.bfloat16, torch.float16)
+    if (reason := flashinfer_attention.unavailable(ctx.device, dtype)) is not None:
+        raise Unavailable(reason)
+    triton = next(one for one in ctx.backends(backend_candidates.ATTENTION, dtype) if one.name == "triton")
+    compare = Comparison("difference over the largest entry")
+    heads = ctx.pick({"head_dim": 128, "group_size": 8, "num_kv_heads": 8}, {"head_dim": 64, "num_kv_heads": 1})
+    many, keys, queries = ctx.pick((256, 512, 256), (2, 30, 5))
+    steps: dict[str, tuple[list[Row], int]] = {
+        "decode": ([(1, keys + row) for row in range(many)], many),
+        "slices": ([(queries, 4 * keys + row) for row in range(max(2, many // 16))], 0),
+        "mixed": ([(1, keys)] * many + [(queries, 4 * keys)] * 2, many),
+    }
+    for name, (rows, num_decode) in steps.items():
+        case = attention_case(rows, ctx.device, dtype, num_decode=num_decode, **heads)
+        out = case.run(flashinfer_attention.make(ctx.device, dtype))[0]
+        compare.add(name, error_of(out, case.run(triton)[0].cpu()), 2e-2)
+    return compare.result(workspace_bytes=flashinfer_attention.WORKSPACE_BYTES)
+
+
 def _hold_graphs(ctx: Context, name: str) -> Result:
     found, reasons = backend_candidates.available(backend_candidates.ATTENTION, ctx.device, torch.bfloat16, forced=name)
     if not found:
@@ -214,13 +241,3 @@ def rope(ctx: Context) -> Result:
         compare.require(f"{kind}: the rotation is {chosen}'s", chosen == "flashinfer")
         _hold_replayed(ctx, compare, "rotation", kind, use_flashinfer_fused_rope=True)
     return compare.result()
-
-
-@check(
-    "mamba_ssm_engine",
-    group="backends",
-    promise="an engine on mamba-ssm's scan, where it is installed, answers like one on the default kernels in bf16",
-    budget_s=60,
-)
-def mamba_ssm(ctx: Context) -> Result:
-    return _hold(ctx, "mamba_ssm", backend_candidates.SCAN, ctx.pick(("hybrid", "mamba"), ("mamba",)))

@@ -33,6 +33,9 @@ class StandIn:
         def synchronize(self) -> None:
             assert self._at, "the event was never recorded"
 
+        def query(self) -> bool:
+            return bool(self._at)
+
         def elapsed_time(self, other: StandIn.Event) -> float:
             return max(other._at - self._at, 1e-6) * 1e3
 
@@ -41,6 +44,9 @@ class StandIn:
 
     def empty_cache(self) -> None:
         pass
+
+    def _sleep(self, cycles: int) -> None:
+        assert cycles > 0
 
     def mem_get_info(self) -> tuple[int, int]:
         """(free, total): as if the process had 64 GiB."""

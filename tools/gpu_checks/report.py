@@ -23,8 +23,6 @@ PACKAGES = (
     "transformers",
     "flashinfer-python",
     "flash-attn",
-    "mamba-ssm",
-    "causal-conv1d",
     "transformer-engine",
     "torch-memory-saver",
 )

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from gpu_checks.context import Context
-from gpu_checks.engines import make_engine, make_model
-from gpu_checks.graphs import graphed
+from gpu_checks.engines import answers, make_engine, make_model, workload
+from gpu_checks.graphs import graphed, same
 from gpu_checks.registry import Comparison, Result, Unavailable, check
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.kernels import flashinfer_attention
+from megatron_infer.parallel.stage_runner import StageRunner
+from megatron_infer.testing.inspect import inspect
+
+BUSY_CYCLES = 40_000_000
+"""Of the device, in each step: about 20 ms, many times what the host needs for a launch."""
 
 
 def _decoding(engine: Any, count: int, steps: int) -> None:
@@ -102,3 +108,55 @@ def noticed(ctx: Context) -> Result:
         raised = True
     compare.require("item() passed unnoticed", raised)
     return compare.result()
+
+
+class LastStage:
+    """`StageLink` of the last of two stages, with all layers: nothing comes from the first, nobody hears the result.
+
+    Each step keeps the device busy; noted is whether it still was when the next step had been launched.
+    """
+
+    rank, is_first, is_last = 1, False, True
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._ends: list[Any] = []
+        self.was_busy: list[bool] = []
+
+    def compare(self, numbers: Any) -> Any:
+        return np.array([numbers, numbers])
+
+    def receive(self, num_tokens: int, *, routing_width: int) -> tuple[None, None, None]:
+        self._ctx.cuda._sleep(BUSY_CYCLES)
+        return None, None, None
+
+    def send(self, hidden_TD: Any, num_tokens: int, **more: Any) -> None:
+        assert more["failure"] is None, more["failure"]
+        if self._ends:
+            self.was_busy.append(not self._ends[-1].query())
+        self._ends.append(self._ctx.cuda.Event())
+        self._ends[-1].record()
+
+    def send_result(self, message: Any) -> None:
+        pass
+
+
+@check(
+    "last_stage_launches",
+    group="sync",
+    promise="the last pipeline stage launches a step while its device is busy with the one before, and draws the same",
+    budget_s=25,
+)
+def last_stage(ctx: Context) -> Result:
+    compare = Comparison("difference")
+    model = make_model("attention", ctx.pick(torch.bfloat16, torch.float32), ctx.device)
+    work = workload(ctx, count=ctx.pick(4, 2), logprobs=1)
+    wanted = answers(make_engine(model, ctx.device, overlap=True), work)
+    engine, link = make_engine(model, ctx.device, overlap=True), LastStage(ctx)
+    executor = inspect(engine).executor
+    executor.runner = StageRunner(executor.runner, link)
+    same(compare, "last stage", answers(engine, work), wanted)
+    share = sum(link.was_busy) / max(1, len(link.was_busy))
+    compare.require(f"{share:.0%} of {len(link.was_busy)} steps were launched in time", ctx.rehearse or share >= 0.8)
+    compare.require("nothing was launched", bool(link.was_busy))
+    return compare.result(share=share)

@@ -17,6 +17,8 @@ extern "C" {
                                    int64_t dim, float eps, int threads);                                                   \
     void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,        \
                                   int64_t tokens, int64_t inner, int64_t rows, int threads);                               \
+    void mi_int8_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,         \
+                                 int64_t tokens, int64_t inner, int64_t rows, int threads);                                \
     void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads);                           \
     void mi_lora_##SUFFIX(const mi::LoraWeights* weights, const mi::LoraStep* step, void* y, const void* x,                \
                           int64_t y_stride, int64_t x_stride);

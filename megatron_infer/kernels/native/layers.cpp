@@ -30,6 +30,7 @@ struct LayerCall {  // mirrored in native_layers.py
     int64_t layer_bytes;     // from one layer's keys to the next one's
     int64_t starts_residual; // the first norm sets the residual
     const LoraStep* lora;    // null: no token has an adapter
+    int64_t int8;            // the copies of the linears' weights are in 8 bits (int8.cpp)
     int64_t* ns;             // time of each kind of operation, added up
 };
 
@@ -43,6 +44,7 @@ struct Kernels;
         static constexpr auto norm = mi_rms_norm_##SUFFIX;   \
         static constexpr auto add_norm = mi_rms_norm_wide_##SUFFIX; \
         static constexpr auto linear = mi_panel_linear_##SUFFIX;    \
+        static constexpr auto int8_linear = mi_int8_linear_##SUFFIX; \
         static constexpr auto silu_mul = mi_silu_mul_##SUFFIX;      \
         static constexpr auto lora = mi_lora_##SUFFIX;              \
     };
@@ -71,7 +73,8 @@ static void run_op(const LayerCall& call, const LayerOp& op, const T* x, T* out,
             K::norm(x, nullptr, op.weight, out, call.tokens, op.inner, (float)op.eps, threads);
             return;
         case kLinear:
-            K::linear(x, op.inner, op.weight, op.bias, out, call.tokens, op.inner, op.outer, threads);
+            (call.int8 ? K::int8_linear : K::linear)(x, op.inner, op.weight, op.bias, out, call.tokens, op.inner, op.outer,
+                                                     threads);
             return;
         case kAttend: {
             const int64_t dim = op.spec->head_dim, at = op.layer * call.layer_bytes;

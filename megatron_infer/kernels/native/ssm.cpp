@@ -39,6 +39,7 @@ struct ScanCall {  // once per layer; strides in elements
 
 constexpr int64_t kStretch = 256;  // tokens whose work rows are computed, then scanned, while they are in L2
 constexpr int64_t kTile = 32;      // tokens whose B and C stay in L1 for all lines of a head
+constexpr int64_t kFew = 16;       // tokens of a row whose B and C stay in L1 beside states that are not copied there
 constexpr int kBlock = 4 * W;      // channels convolved together
 constexpr int kMaxTaps = 8;
 constexpr int64_t kSerialElements = 32768;  // state entries below which a parallel region costs more than it saves
@@ -367,9 +368,48 @@ struct Recur : Scan {
         }
     }
 
+    // The same for a whole row of a few tokens, of which drafts are the usual case: each state is read once, and stored from
+    // registers wherever it is kept.
+    void run_few(const Piece& piece, int64_t head, int64_t begin, int64_t end) const {
+        const int64_t slot = step.slot[piece.row], first_line = head * spec.head_dim, count = piece.to;
+        const bool zeros = fresh(piece.row);
+        const Inputs in = inputs_of(piece, head);
+        for (int64_t p = begin; p < end; p += L) {
+            const int real = (int)(end - p < L ? end - p : L);
+            vf h[L][V] = {};
+            auto keep_in = [&](int64_t to) {
+#pragma GCC unroll 4
+                for (int q = 0; q < L; ++q)
+                    if (q < real) store_state(to, first_line + p + q, h[q]);
+            };
+#pragma GCC unroll 4
+            for (int q = 0; q < L; ++q)
+                if (q < real && !zeros) load_state(slot, first_line + p + q, h[q]);
+            int64_t capture = piece.capture;
+            for (int64_t first = 0; first < count; first += kTokens) {
+                const int tokens = (int)(count - first < kTokens ? count - first : kTokens);
+                vf parts[16] = {};
+                for (int t = 0; t < tokens; ++t) {
+                    const int64_t token = first + t, at = token * work_stride, size = token * step_stride;
+                    advance(h, in.x + at + p, in.dt[size], in.decay[size], in.b + at, in.c + at, parts + t * L);
+                    if (capture < piece.captures && step.capture_tokens[capture] == token + 1)
+                        keep_in(step.capture_slot[capture++]);
+                }
+                float sums[16];
+                sums_of(parts, sums);
+                for (int t = 0; t < tokens; ++t)
+                    finish(piece, first + t, head, p, real, in.x + (first + t) * work_stride + p, sums + t * L);
+            }
+            keep_in(slot);
+        }
+    }
+
     void run(const Piece& piece, int64_t head, int64_t begin, int64_t end, float* tile) const {
-        if (step.q_len[piece.row] == 1)
+        const int64_t count = step.q_len[piece.row];
+        if (count == 1)
             run_one(piece, head, begin, end);
+        else if (count <= kFew && piece.to - piece.from == count)
+            run_few(piece, head, begin, end);
         else
             run_many(piece, head, begin, end, tile);
     }

@@ -122,8 +122,8 @@ def attend_tile(
 
 def partials(like: Tensor, num_parts: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """(weighted values, greatest scores, sums of weights) of `num_parts` lines; `partial_bytes` bytes together."""
-    acc = like.new_empty(num_parts * head_dim, dtype=torch.float32)
-    top, total = like.new_empty(2, num_parts, dtype=torch.float32).unbind()
+    memory = like.new_empty(num_parts * (head_dim + 2), dtype=torch.float32)
+    acc, top, total = memory.split_with_sizes((num_parts * head_dim, num_parts, num_parts))
     return acc, top, total
 
 

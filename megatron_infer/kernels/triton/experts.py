@@ -14,7 +14,8 @@ together, X inputs and Y outputs of a product.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +25,7 @@ from torch import Tensor
 from megatron_infer.kernels.base import Ops
 from megatron_infer.kernels.experts import ExpertChoice, ExpertWeights, RoutingRules
 from megatron_infer.kernels.triton import routing
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, Launcher, cdiv, power_of_2
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128
 """Pairs of a tile; powers of two."""
@@ -174,49 +175,90 @@ class TritonExperts:
         return counts
 
     def add(self, ops: Ops, x_TD: Tensor, choice: ExpertChoice, weights: ExpertWeights, out_TD: Tensor) -> None:
-        (num_tokens, width), experts = x_TD.shape, weights.num_experts
+        num_tokens = x_TD.shape[0]
         if not num_tokens:
             return
         assert out_TD.is_contiguous() and x_TD.stride(-1) == 1
         (num_runs, num_all), top_k = choice.count_CE.shape, choice.ids_TK.shape[1]
-        num_pairs, device = num_tokens * top_k, x_TD.device
-        block_m, *rest = tile_sizes(num_pairs, num_all, x_TD.dtype)
-        max_tiles = min(num_pairs, num_pairs // block_m + experts)
-
-        def ints(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        token_P, place_TK, tile_I3 = ints(num_pairs), ints(num_tokens, top_k), ints(max_tiles, 3)
-        weight_P = torch.empty(num_pairs, dtype=torch.float32, device=device)
-        launch(
-            _sort_pairs, (experts,), choice.ids_TK, choice.weight_TK, choice.count_CE, token_P, weight_P, place_TK,
-            tile_I3, num_tokens, num_runs, num_all, weights.first, experts, max_tiles,
-            TOP_K=top_k, BLOCK_K=power_of_2(top_k), BLOCK=SORT_TOKENS, RUNS=COUNT_RUNS,
-            BLOCK_E=max(16, power_of_2(experts)), BLOCK_M=block_m, num_warps=4,
+        kind = num_tokens, top_k, num_all, x_TD.dtype
+        if (plan := weights.remembered.get(kind)) is None:
+            plan = _plan(weights, *kind)
+            weights.remember(kind, plan)
+        num_pairs, max_tiles, sort_pairs, fc1, fc2, add_up, parts = plan
+        first, experts = weights.first, weights.num_experts
+        token_P = x_TD.new_empty(num_pairs, dtype=torch.int32)
+        place_P = x_TD.new_empty(num_pairs, dtype=torch.int32)
+        tile_I3 = x_TD.new_empty(3 * max_tiles, dtype=torch.int32)
+        weight_P = x_TD.new_empty(num_pairs, dtype=torch.float32)
+        sort_pairs(
+            (experts,), choice.ids_TK, choice.weight_TK, choice.count_CE, token_P, weight_P, place_P,
+            tile_I3, num_tokens, num_runs, num_all, first, experts, max_tiles,
         )  # fmt: skip
+        pairs = tile_I3, token_P, weight_P
+        middle_PF = weights.activate(ops, fc1.run(x_TD, num_pairs, max_tiles, pairs))
+        product_PD = fc2.run(middle_PF, num_pairs, max_tiles, pairs)
+        add_up((num_tokens, parts), product_PD, choice.ids_TK, place_P, out_TD, first, experts, out_TD.shape[1])
 
-        def linear(x: Tensor, part: str, *, gather: bool) -> Tensor:
-            where, biases = weights.addresses(part, "weight"), weights.addresses(part, "bias")
-            assert where is not None
-            num_outputs, num_inputs = weights.shape(part)
-            block_n, block_k, num_warps, num_stages = rest
-            out = x.new_empty(num_pairs, num_outputs)
-            launch(
-                _grouped_linear, (max_tiles, cdiv(num_outputs, block_n)),
-                x, out, where.table, where.table if biases is None else biases.table, tile_I3, token_P, weight_P,
-                x.stride(0), num_inputs, num_outputs,
-                GATHER=gather, HAS_BIAS=biases is not None, ALIGNED=where.aligned, PRECISION=precision(x.dtype),
-                BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
-            )  # fmt: skip
-            return out
 
-        middle_PF = weights.activate(ops, linear(x_TD, "fc1", gather=True))
-        product_PD = linear(middle_PF, "fc2", gather=False)
-        block = min(1024, max(16, power_of_2(width)))
-        launch(
-            _add_up, (num_tokens, cdiv(width, block)), product_PD, choice.ids_TK, place_TK, out_TD,
-            weights.first, experts, width, TOP_K=top_k, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+class _Product(NamedTuple):
+    """fc1 or fc2 of all experts, for steps of one height of tiles."""
+
+    kernel: Launcher
+    programs: int
+    """Of a tile of pairs."""
+    weights: Tensor
+    biases: Tensor
+    """Tables of addresses; that of the weights where there are no biases."""
+    num_outputs: int
+    num_inputs: int
+
+    def run(self, x: Tensor, num_pairs: int, max_tiles: int, pairs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """pairs: tiles, tokens and weights, as they were sorted."""
+        kernel, programs, weights, biases, num_outputs, num_inputs = self
+        out = x.new_empty((num_pairs, num_outputs))
+        kernel((max_tiles, programs), x, out, weights, biases, *pairs, x.stride(0), num_inputs, num_outputs)
+        return out
+
+
+def _plan(
+    weights: ExpertWeights, num_tokens: int, top_k: int, num_all: int, dtype: torch.dtype
+) -> tuple[int, int, Launcher, _Product, _Product, Launcher, int]:
+    """(pairs, most tiles, the sort, both products, the sum, programs of a token's sum) of a step."""
+    num_pairs = num_tokens * top_k
+    sizes = tile_sizes(num_pairs, num_all, dtype)
+    max_tiles = min(num_pairs, num_pairs // sizes[0] + weights.num_experts)
+    products = []
+    for part in ("fc1", "fc2"):
+        where, biases = weights.addresses(part, "weight"), weights.addresses(part, "bias")
+        assert where is not None
+        num_outputs, num_inputs = weights.shape(part)
+        programs, kernel = _product(dtype, sizes, num_outputs, part == "fc1", biases is not None, where.aligned)
+        bias_table = where.table if biases is None else biases.table
+        products.append(_Product(kernel, programs, where.table, bias_table, num_outputs, num_inputs))
+    sort_pairs, add_up, parts = _around(top_k, weights.num_experts, sizes[0], weights.shape("fc2")[0])
+    return num_pairs, max_tiles, sort_pairs, products[0], products[1], add_up, parts
+
+
+@functools.cache
+def _around(top_k: int, experts: int, block_m: int, width: int) -> tuple[Launcher, Launcher, int]:
+    """(the sort before the products, the sum behind them, programs of a token's sum)."""
+    sort = {"BLOCK_K": power_of_2(top_k), "BLOCK": SORT_TOKENS, "RUNS": COUNT_RUNS}
+    sort |= {"BLOCK_E": max(16, power_of_2(experts)), "BLOCK_M": block_m}
+    block = min(1024, max(16, power_of_2(width)))
+    add_up = Launcher(_add_up, TOP_K=top_k, BLOCK=block, num_warps=4)
+    return Launcher(_sort_pairs, TOP_K=top_k, **sort, num_warps=4), add_up, cdiv(width, block)
+
+
+@functools.cache
+def _product(
+    dtype: torch.dtype, sizes: tuple[int, ...], num_outputs: int, gather: bool, has_bias: bool, aligned: bool
+) -> tuple[int, Launcher]:
+    """(programs of a tile of pairs, the kernel). sizes: `tile_sizes`."""
+    block_m, block_n, block_k, num_warps, num_stages = sizes
+    branch = {"GATHER": gather, "HAS_BIAS": has_bias, "ALIGNED": aligned, "PRECISION": precision(dtype)}
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return cdiv(num_outputs, block_n), Launcher(_grouped_linear, **branch, **blocks, **options)
 
 
 def precision(dtype: torch.dtype) -> str:

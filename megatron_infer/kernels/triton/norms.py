@@ -6,14 +6,14 @@ projection; a matrix has one axis. The rest is as in `elementwise`. Not yet run 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, overlapping, power_of_2
+from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Launcher, cdiv, power_of_2
 
 TILE = 1024
 """Entries of one program of narrow rows."""
@@ -68,7 +68,11 @@ def row_tile(width: int) -> tuple[int, int, int]:
 
 
 class TritonNorms:
-    """kernels.base.Norms."""
+    """kernels.base.Norms. overlap: see `launch.overlapping`."""
+
+    def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
+        self._overlap = overlap
+        self._launchers: dict[tuple[int, bool, bool, bool, bool, bool], tuple[int, Launcher]] = {}
 
     def norm(
         self,
@@ -81,25 +85,51 @@ class TritonNorms:
         zero_centered: bool,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if x.stride(-1) != 1:
+        strides = x.stride()
+        if strides[-1] != 1:
             x = x.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        width = x.shape[-1]
-        if not x.numel():
+            strides = x.stride()
+        shape = x.shape
+        width, num_rows, num_1, num_2, stride_1, stride_2 = shape[-1], shape[0], 1, 1, 0, 0
+        if len(shape) > 2:
+            assert len(shape) <= 4
+            num_1, num_2 = (*shape[1:-1], 1)[:2]
+            stride_1, stride_2 = (*strides[1:-1], 0)[:2]
+            num_rows *= num_1 * num_2
+        out = x.new_empty(shape)
+        if not num_rows or not width:
             return out
-        num_rows = x.numel() // width
-        assert 2 <= x.ndim <= 4 and (residual is None or residual.is_contiguous())
-        rows, block, warps = row_tile(width)
-        given = x if residual is None else residual, x if weight is None else weight, x if bias is None else bias
-        sizes = (*x.shape[:-1], 1, 1)[1:3]
-        strides = (*x.stride()[:-1], 0, 0)[:3]
-        options = {"CENTERED": centered, "ZERO_CENTERED": zero_centered, "HAS_WEIGHT": weight is not None}
-        options |= {"HAS_BIAS": bias is not None, "ADD": residual is not None, "ROWS": rows, "BLOCK": block}
-        launch(
-            _norm, (cdiv(num_rows, rows),), x, *given, out, num_rows, *sizes, *strides, width, eps,
-            **options, **overlapping(x.device), num_warps=warps,
-        )  # fmt: skip
+        assert residual is None or residual.is_contiguous()
+        key = width, centered, zero_centered, weight is not None, bias is not None, residual is not None
+        if (found := self._launchers.get(key)) is None:
+            found = self._launchers[key] = self._made(*key)
+        rows, kernel = found
+        kernel(
+            (cdiv(num_rows, rows),),
+            x,
+            x if residual is None else residual,
+            x if weight is None else weight,
+            x if bias is None else bias,
+            out,
+            num_rows,
+            num_1,
+            num_2,
+            strides[0],
+            stride_1,
+            stride_2,
+            width,
+            eps,
+        )
         return out
+
+    def _made(
+        self, width: int, centered: bool, zero_centered: bool, has_weight: bool, has_bias: bool, adds: bool
+    ) -> tuple[int, Launcher]:
+        """(rows of a program, the kernel)."""
+        rows, block, warps = row_tile(width)
+        options = {"CENTERED": centered, "ZERO_CENTERED": zero_centered, "HAS_WEIGHT": has_weight}
+        options |= {"HAS_BIAS": has_bias, "ADD": adds, "ROWS": rows, "BLOCK": block}
+        return rows, Launcher(_norm, **options, **self._overlap, num_warps=warps)
 
 
 def aot_variants() -> list[AotVariant]:
