@@ -281,6 +281,15 @@ def test_adaptive_depth_stops_where_drafts_do_not_pay(guesser):
     assert 0 < adaptive.spec_decode_metrics().num_drafted < 0.8 * full.spec_decode_metrics().num_drafted
 
 
+def test_a_synthetic_acceptance_pays_for_the_layers_steps(guesser, monkeypatch):
+    calls, hidden = [], MTPModel.hidden
+    monkeypatch.setattr(MTPModel, "hidden", lambda self, batch: calls.append(batch) or hidden(self, batch))
+    engine = drafting(guesser, speculative=MTP | {"synthetic_acceptance_rate": 1.0})
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=21, ignore_eos=True))
+    found = engine.spec_decode_metrics()
+    assert found.num_accepted == found.num_drafted == len(calls) == 16
+
+
 def test_n_grams_come_first_where_both_are_asked_for(model):
     prompts = [[7, 8, 9, 10] * 5, [20, 21, 22] * 6, [90]]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
