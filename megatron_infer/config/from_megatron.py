@@ -77,7 +77,6 @@ MODEL_KEYWORDS_OF_0_16 = (
 )
 """Keywords of 0.16 without a field here: the engine reads them off the model; enable_cuda_graph is not read there."""
 UNSUPPORTED: dict[str, tuple[object, str]] = {
-    "num_speculative_tokens": (0, "speculative=SpeculativeConfig(method='mtp', num_speculative_tokens=...) drafts so"),
     "use_synchronous_zmq_collectives": (False, "the ranks of an engine agree over process groups, not over ZMQ"),
     "disable_ep_consensus": (False, "the ranks of an engine plan each step together, none can leave that out"),
     "ep_consensus_interval": (20, "the ranks of an engine plan each step together, whatever the interval"),
@@ -130,6 +129,8 @@ def config_values(config: object) -> dict[str, Any]:
         elif name == "offload_kv_cache":  # 0.16
             kept = "persist" if given.get("unified_memory_level") else "recompute"
             values["kv_cache_management_mode"] = "offload" if value else kept
+        elif name == "num_speculative_tokens":  # MTP layers draft them
+            values["speculative"] = {"method": "mtp", name: value} if value else None
         elif name == "async_sched_mode":
             values["overlap"] = True if _plain(value) == "async" else None  # "legacy" is the default there
         elif name == "logprobs_mode":
@@ -197,7 +198,8 @@ def _unkept(name: str, value: object, why: str) -> RequestError:
 
 
 def _is_known(name: str) -> bool:
-    return name in KEYWORDS_OF_0_16 or name == "offload_kv_cache" or any(name in new for new in FIELDS_SINCE.values())
+    renamed = {*KEYWORDS_OF_0_16, "offload_kv_cache", "num_speculative_tokens"}
+    return name in renamed or any(name in new for new in FIELDS_SINCE.values())
 
 
 def _state_config(config: object) -> MambaInferenceStateConfig:

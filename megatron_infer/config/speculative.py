@@ -53,7 +53,7 @@ class SpeculativeConfig:
     the same."""
     synthetic_acceptance_rate: float | None = None
     """For benchmarks: a draft is kept with this probability if all before it are, whatever is drawn, and tokens mean
-    nothing. Without a draft model the last token is drafted again, always. None: drafts are verified."""
+    nothing. Without a draft model or MTP layer the last token is drafted again, always. None: drafts are verified."""
 
     def __new__(cls, *args: object, **kwargs: object) -> SpeculativeConfig:
         """Refuse an unknown keyword, with the reason or the nearest known one."""

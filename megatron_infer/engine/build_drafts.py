@@ -62,7 +62,7 @@ def make_drafts(
     chosen = [proposers[name]() for name in asked.methods]
     if is_synthetic:
         log.warning("synthetic_acceptance_rate: tokens of this engine mean nothing; it publishes no cached prefix")
-        chosen = [SyntheticProposer() if asked.draft_model is None else DeviceProposer()]
+        chosen = [DeviceProposer() if asked.drafts_on_device else SyntheticProposer()]
     return DraftPlanner(
         context,
         chosen[0] if len(chosen) == 1 else FirstProposer(chosen),

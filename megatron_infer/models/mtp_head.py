@@ -26,7 +26,7 @@ from megatron_infer.models.layer_programs import with_programs
 from megatron_infer.models.tp_collectives import Reducer
 
 _LAYERS = ("transformer_layer", "mtp_model_layer")
-"""Name of the decoder layer in an MTP layer; from 0.17 on the second."""
+"""Name of the decoder layer in an MTP layer: of 0.16, and of later versions."""
 
 
 class MTPHead:

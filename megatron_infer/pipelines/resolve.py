@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from megatron_infer.config.capacity import GIB
+from megatron_infer.config.checks import check_mtp
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
-from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape
+from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
 from megatron_infer.config.sizing import DEFAULT_MAX_TOKENS
 from megatron_infer.config.speculative import speculative_of
 from megatron_infer.errors import ConfigError
@@ -349,12 +350,17 @@ def _estimator(
     if drafting is not None and draft is not None:
         packed += packed_bytes(draft, has_own_embedding=not drafting.tied_embeddings)
     is_fp8 = engine.get("kv_cache_dtype") == "fp8_e4m3"
+    kv_element_bytes = KV_DTYPE_BYTES[FP8_E4M3] if is_fp8 else shape.kv_dtype_bytes
+    drafts = speculative_of(engine.get("speculative"))
+    if drafts is not None and "mtp" in drafts.methods:
+        check_mtp(shape)
+        draft = mtp_shape(shape, kv_element_bytes=kv_element_bytes)
     return Estimator(
         shape=shape,
         free=machine.free_bytes // (1 if machine.is_cuda else on_host),
         utilization=asked.utilization,
         page_size=engine["block_size_tokens"],
-        kv_element_bytes=KV_DTYPE_BYTES[FP8_E4M3] if is_fp8 else shape.kv_dtype_bytes,
+        kv_element_bytes=kv_element_bytes,
         max_tokens=engine.get("max_tokens") or DEFAULT_MAX_TOKENS,
         draft=draft,
         packed=0 if machine.is_cuda else packed,

@@ -19,6 +19,7 @@ from megatron_infer.config import from_megatron as table
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.errors import ConfigError, RequestError
 
 VERSION = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
@@ -135,8 +136,11 @@ def test_values_move_over_under_our_names():
             async_sched_mode=Schedule.ASYNC,
             logprobs_mode="processed_logprobs",
             sampling_backend="flashinfer",
+            num_speculative_tokens=2,
         )
     )
+    assert config.speculative == SpeculativeConfig(method="mtp", num_speculative_tokens=2)
+    assert InferenceConfig.from_megatron(MegatronConfig()).speculative is None
     assert (config.block_size_tokens, config.buffer_size_gb) == (64, 2)
     assert config.kv_cache_management_mode == "offload"
     assert config.overlap and config.logprobs_mode == "processed"
@@ -146,7 +150,6 @@ def test_values_move_over_under_our_names():
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("num_speculative_tokens", 2),
         ("use_synchronous_zmq_collectives", True),
         ("disable_ep_consensus", True),
         ("ep_consensus_interval", 5),

@@ -15,8 +15,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionLayerSubmodules,
+    get_mtp_layer_spec_for_backend,
+)
 
 from megatron_infer.models import mcore_compat as mcore
+from megatron_infer.models import mtp_head
 from megatron_infer.models.activations import PLAIN
 from megatron_infer.models.adoption_checks import REFUSED_SETTINGS
 from megatron_infer.models.mamba_mixer import SlottedMambaMixer
@@ -173,6 +178,15 @@ def test_stack_specs_have_the_slots_we_fill():
     assert {"norm", "mixer", "mamba_bda", "sharded_state_dict_keys_map"} <= slots
     slots = {field.name for field in dataclasses.fields(mcore.TransformerLayerSubmodules)}
     assert {"input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"} <= slots
+
+
+def test_mtp_layers_have_the_parts_we_read():
+    slots = {field.name for field in dataclasses.fields(MultiTokenPredictionLayerSubmodules)}
+    assert {"enorm", "hnorm", "eh_proj", "layer_norm"} <= slots
+    assert len(slots & set(mtp_head._LAYERS)) == 1
+    assert {"transformer_layer_spec", "mtp_model_layer_spec"} & set(
+        inspect.signature(get_mtp_layer_spec_for_backend).parameters
+    )
 
 
 def test_the_stock_mixer_has_the_names_we_know_it_by():

@@ -37,6 +37,8 @@ NOT_RUN = {
     "from megatron_infer.server.ray_replicas import RayReplicas": "Ray; tests/dist/test_ray.py runs it with Ray",
     "from megatron_infer.server.ray_replicas import serve_application": "Ray Serve; tests/dist/test_ray.py likewise",
     "curl localhost:8000/generate": "Ray Serve",
+    "python examples/train_mtp.py": "20 minutes; tests/models/test_train_mtp.py runs it for a quarter of one",
+    "megatron-infer serve smollm2-mtp": "a trained layer; tests/models/test_train_mtp.py serves one",
     "megatron-infer serve voice/": "a speech model; tests/audio/test_speech_server.py runs it with one",
     "curl localhost:8000/v1/audio/speech": "a speech model",
     "speech = client.audio.speech": "a speech model; tests/audio/test_speech_server.py runs it with one",

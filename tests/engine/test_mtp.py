@@ -25,6 +25,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.models.adopt import adopt
+from megatron_infer.pipelines.config import PipelineConfig
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 from megatron_infer.speculative.model_drafter import ModelDrafter
 from megatron_infer.speculative.mtp import MTPModel
@@ -280,6 +281,15 @@ def test_adaptive_depth_stops_where_drafts_do_not_pay(guesser):
     assert 0 < adaptive.spec_decode_metrics().num_drafted < 0.8 * full.spec_decode_metrics().num_drafted
 
 
+def test_a_synthetic_acceptance_pays_for_the_layers_steps(guesser, monkeypatch):
+    calls, hidden = [], MTPModel.hidden
+    monkeypatch.setattr(MTPModel, "hidden", lambda self, batch: calls.append(batch) or hidden(self, batch))
+    engine = drafting(guesser, speculative=MTP | {"synthetic_acceptance_rate": 1.0})
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=21, ignore_eos=True))
+    found = engine.spec_decode_metrics()
+    assert found.num_accepted == found.num_drafted == len(calls) == 16
+
+
 def test_n_grams_come_first_where_both_are_asked_for(model):
     prompts = [[7, 8, 9, 10] * 5, [20, 21, 22] * 6, [90]]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -343,6 +353,10 @@ def test_commands_serve_a_checkpoint_with_an_mtp_layer(tmp_path, capsys, monkeyp
     assert main(["plan", str(tmp_path / "with"), "--speculative", "mtp", "--json"]) == 0
     sizes = json.loads(capsys.readouterr().out)["sizes"]
     assert sizes["draft_block_bytes"]["value"] * 3 == sizes["block_bytes"]["value"] * 2
+    tree = {"model_path": str(tmp_path / "with"), "speculative_method": "mtp", "max_length": 128}
+    resolved = PipelineConfig(**tree).resolved
+    assert resolved.sizes.draft_block_bytes * 3 == resolved.sizes.block_bytes * 2
+    assert resolved.estimate.cache == resolved.sizes.kv_bytes
     served = llm.LLM(str(tmp_path / "with"), config={**BASE, "speculative": MTP}, dtype="float32")
     served.generate([[5, 6, 7]], SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True))
     check_all_kept(served.engine)
@@ -350,6 +364,8 @@ def test_commands_serve_a_checkpoint_with_an_mtp_layer(tmp_path, capsys, monkeyp
     for config in ({**BASE, "speculative": MTP}, InferenceConfig(**BASE, speculative=MTP)):
         with pytest.raises(ConfigError, match="this model has none"):
             llm.LLM(str(tmp_path / "without"), config=config)
+    with pytest.raises(ConfigError, match="this model has none"):
+        PipelineConfig(**tree | {"model_path": str(tmp_path / "without")})
     assert main(["plan", str(tmp_path / "without"), "--speculative", "mtp"]) != 0
     assert "this model has none" in capsys.readouterr().err
 

@@ -1,0 +1,301 @@
+"""Train one multi-token prediction layer over a frozen SmolLM2 on a CPU, on what the model itself answers.
+
+    python examples/train_mtp.py smollm2-mtp                       20 minutes on two cores, then what was reached
+    megatron-infer serve smollm2-mtp --speculative mtp --num-speculative-tokens 1
+
+    prompts made here ──▶ the model's answers ──▶ its hidden states ──▶ MTP layer, trained to say what the model says
+                          a third of the time                           the rest of it                one token later
+
+The layer begins as the model's last one. Its loss is the cross entropy to the model's own distribution of the token
+after the next, over the tokens that occur in the answers, and the distance to the model's hidden state there. Nothing
+else of the model is trained. Legend: S positions, R sequences, D hidden, T tokens, V vocab (those that occur).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_infer import LLM, InferenceConfig, SamplingParams, SpeculativeConfig, open_source
+from megatron_infer.entrypoints.llm import chat_prompt
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import save_checkpoint
+
+TOPICS = """
+friendship; the moon; bread; learning to swim; the ocean; a garden; bees; time management; a good night's sleep;
+bicycles; the Roman Empire; volcanoes; a cup of tea; clean water; chess; music; stage fright; saving money; a lost
+dog; the rain; trees in winter; magnets; photosynthesis; the French Revolution; healthy food; running; reading; a
+lighthouse; email; a job interview; gravity; dinosaurs; the internet; kindness; a long journey; camping; painting;
+electricity; a small village; the human heart; weather; cooking rice; recycling; public libraries; birds; patience;
+a robot; travel by train; democracy; sharks; the desert; a birthday party; teamwork; the number zero; snow; coffee;
+a dragon; first aid; glaciers; writing well; the stock market; neighbours; whales; honesty; planets; cheese
+""".replace("\n", " ").split(";")
+FORMS = """
+What is {}?; Tell me a short story about {}.; Why does {} matter?; Give me three tips about {}.; Explain {} to a
+child.; Write a short poem about {}.; What should everyone know about {}?; Describe {} in two sentences.; What are
+the advantages and disadvantages of {}?; How did people think about {} a hundred years ago?; Write a letter to a
+friend about {}.; List five facts about {}.; What question about {} would you ask an expert?; Summarize what is
+known about {}.; Plan a lesson about {}.; How can I learn more about {}?
+""".replace("\n", " ").split(";")
+HELD_OUT = """
+What makes a good teacher?; Tell me a short story about a cat who lives in a theatre.; Why is grass green?; How do I
+prepare for an exam?; Explain how a fridge works.; Write an email to a colleague who is ill.; What is the best way
+to keep plants alive?; Describe a day at the beach.
+""".replace("\n", " ").split(";")
+"""Questions that are asked to measure, and of which nothing is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The model's answers behind their prompts."""
+
+    sequences: list[tuple[int, list[int]]]
+    """(tokens of the prompt, all tokens) of each."""
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(tokens) - num_prompt for num_prompt, tokens in self.sequences)
+
+
+def prompts(seed: int) -> list[str]:
+    """Every form about every topic, in random order."""
+    made = [form.strip().format(topic.strip()) for form, topic in itertools.product(FORMS, TOPICS)]
+    random.Random(seed).shuffle(made)
+    return made
+
+
+def sample(model: str, seconds: float, *, at_once: int, max_tokens: int, seed: int) -> Answers:
+    """What the model answers within that time; prompts come again with another seed once all were asked."""
+    llm = LLM(model, config={"max_requests": at_once, "buffer_size_gb": 0.5, "max_sequence_length": 512})
+    waiting = enumerate(itertools.cycle(prompts(seed)))
+    found: list[tuple[int, list[int]]] = []
+    engine, running, begun = llm.engine, 0, time.perf_counter()
+    while (spent := time.perf_counter() - begun) < seconds or (running and spent < 1.2 * seconds):
+        while running < at_once and spent < seconds:
+            number, prompt = next(waiting)
+            # half of them as they are served in the measurement, half with more variety
+            temperature = 0.0 if number % 2 else 0.8
+            params = SamplingParams(temperature=temperature, top_p=0.95, seed=number, max_tokens=max_tokens)
+            question = [{"role": "user", "content": prompt}]
+            engine.add_request(chat_prompt(llm.tokenizer, question), params, stream="final")
+            running += 1
+        for output in engine.step():
+            running -= 1
+            prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
+            if len(answer) > 1:  # the layer's first guess in it is the second token
+                found.append((len(prompt), [*prompt, *answer]))
+    return Answers(found, time.perf_counter() - begun)
+
+
+def with_mtp_layer(name: str) -> Any:
+    """The model in bfloat16 with an MTP layer that begins as its last layer."""
+    source = open_source(name)
+    description = source.config()
+    transformer = {**description.transformer, "mtp_num_layers": 1}
+    model = build_model(replace(description, transformer=transformer), dtype="bfloat16")
+    model.load_state_dict(build_model(source, dtype="bfloat16").state_dict(), strict=False)
+    model.requires_grad_(False)
+    layer, width = model.mtp.layers[0], model.config.hidden_size
+    layer.transformer_layer.load_state_dict(model.decoder.layers[-1].state_dict())
+    layer.final_layernorm.load_state_dict(model.decoder.final_layernorm.state_dict())
+    for norm in (layer.enorm, layer.hnorm):
+        norm.weight.fill_(1)
+    layer.eh_proj.weight.zero_()
+    layer.eh_proj.weight[:, :width].fill_diagonal_(1)  # the embedding of the next token
+    layer.eh_proj.weight[:, width:].fill_diagonal_(1)  # the hidden state
+    return model
+
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""(tokens [R, S], the rows of the layer that count [S, R], hidden states [S, R, D])."""
+
+
+class Batches:
+    """Sequences of similar length with the model's final hidden states, which are computed once."""
+
+    def __init__(self, model: Any, sequences: list[tuple[int, list[int]]], *, size: int) -> None:
+        ordered = sorted(sequences, key=lambda one: len(one[1]))
+        self._batches: list[Batch] = []
+        for begin in range(0, len(ordered), size):
+            some = ordered[begin : begin + size]
+            at_S = torch.arange(len(some[-1][1]))
+            tokens_RS = torch.tensor([one + [0] * (len(at_S) - len(one)) for _, one in some])
+            # rows whose next token but one is of the answer
+            counts = [(at_S >= num_prompt - 2) & (at_S < len(one) - 2) for num_prompt, one in some]
+            self._batches.append((tokens_RS, torch.stack(counts, dim=1), hidden_states(model, tokens_RS)))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def forever(self, seed: int) -> Iterator[Batch]:
+        """In another order each time."""
+        generator = random.Random(seed)
+        while True:
+            yield from generator.sample(self._batches, len(self._batches))
+
+
+@torch.inference_mode()
+def hidden_states(model: Any, tokens_RS: Tensor) -> Tensor:
+    """Behind the final norm, [S, R, D]."""
+    at_RS = torch.arange(tokens_RS.shape[1]).expand_as(tokens_RS)
+    embedded_SRD = model.embedding(input_ids=tokens_RS, position_ids=at_RS)
+    rotary = model.rotary_pos_emb(tokens_RS.shape[1])
+    return model.decoder(hidden_states=embedded_SRD, attention_mask=None, rotary_pos_emb=rotary)
+
+
+def loss_of(model: Any, batch: Batch, head_VD: Tensor, *, distance: float) -> tuple[Tensor, float]:
+    """(mean loss over a batch's answers, share of their positions whose likeliest token is the model's).
+
+    Row i of megatron-core's layer has hidden state i and token i + 1. It is compared with the model's hidden state of
+    token i + 1, from which the model draws token i + 2.
+    """
+    tokens_RS, counts_SR, hidden_SRD = batch
+    length = tokens_RS.shape[1]
+    at_RS = torch.arange(length).expand_as(tokens_RS)
+    out_SRD, _, _ = model.mtp.layers[0](
+        input_ids=tokens_RS,
+        position_ids=at_RS,
+        hidden_states=hidden_SRD.clone(),
+        attention_mask=None,
+        rotary_pos_emb=model.rotary_pos_emb(length),
+        embedding=model.embedding,
+    )
+    guess_TD, wanted_TD = out_SRD[counts_SR], hidden_SRD.roll(-1, 0)[counts_SR].clone()
+    with torch.no_grad():
+        wanted_TV = F.linear(wanted_TD, head_VD).float()
+    guess_TV = F.linear(guess_TD, head_VD).float()
+    agrees = (guess_TV.argmax(-1) == wanted_TV.argmax(-1)).float().mean().item()
+    entropy = F.cross_entropy(guess_TV, wanted_TV.softmax(-1))
+    return entropy + distance * F.smooth_l1_loss(guess_TD.float(), wanted_TD.float()), agrees
+
+
+def train(model: Any, batches: Batches, head_VD: Tensor, seconds: float, args: argparse.Namespace) -> list[float]:
+    """Train the MTP layer for that time -> the share of agreement of each step."""
+    layer = model.mtp.layers[0].requires_grad_(True).train()
+    weights = list(layer.parameters())
+    masters = [weight.detach().float() for weight in weights]  # bfloat16 would lose small updates
+    optimizer = torch.optim.AdamW(masters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    agreed: list[float] = []
+    begun = last = time.perf_counter()
+    for batch in batches.forever(args.seed):
+        done = (time.perf_counter() - begun) / seconds
+        if done >= 1 or len(agreed) == args.max_steps:
+            break
+        rate = min(1.0, (len(agreed) + 1) / 30) * (1 - done) ** 0.8
+        optimizer.param_groups[0]["lr"] = args.lr * rate
+        loss, agrees = loss_of(model, batch, head_VD, distance=args.distance)
+        agreed.append(agrees)
+        loss.backward()
+        for weight, master in zip(weights, masters, strict=True):
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
+        if time.perf_counter() - last > 15:
+            last = time.perf_counter()
+            recent = statistics.mean(agreed[-20:])
+            print(
+                f"{last - begun:5.0f} s  step {len(agreed):5}  loss {loss.item():.3f}  agrees {recent:.3f}", flush=True
+            )
+    layer.requires_grad_(False).eval()
+    return agreed
+
+
+def measure(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Greedy answers to questions that were not trained, one at a time, with the layer and without."""
+    drafting = SpeculativeConfig(method="mtp", num_speculative_tokens=args.num_speculative_tokens, adaptive=False)
+    common = {"max_requests": 4, "buffer_size_gb": 0.25, "max_sequence_length": 512}
+    llms = {
+        name: LLM(str(directory), config=InferenceConfig(**common, speculative=one))
+        for name, one in (("off", None), ("mtp", drafting))
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=args.answer_tokens)
+    asked = [
+        chat_prompt(llms["off"].tokenizer, [{"role": "user", "content": " ".join(one.split())}]) for one in HELD_OUT
+    ]
+    rates: dict[str, list[float]] = {name: [] for name in llms}
+    for number in range(args.rounds + 1):
+        answers: dict[str, list[list[int]]] = {}
+        for name in list(llms) if number % 2 else list(llms)[::-1]:
+            begun = time.perf_counter()
+            answers[name] = [llms[name].generate([one], params)[0].outputs[0].token_ids for one in asked]
+            rates[name].append(sum(map(len, answers[name])) / (time.perf_counter() - begun))
+        assert answers["off"] == answers["mtp"], "other tokens with drafts"
+    rates = {name: each[1:] for name, each in rates.items()}  # the first round warms up
+    found = llms["mtp"].engine.spec_decode_metrics()
+    assert found is not None
+    pairs = zip(found.accepted_per_position, found.drafted_per_position, strict=True)
+    medians = {name: statistics.median(each) for name, each in rates.items()}
+    return {
+        "acceptance_by_position": [round(kept / max(1, drafted), 3) for kept, drafted in pairs],
+        "tokens_a_second": {name: round(rate, 1) for name, rate in medians.items()},
+        "ratio": round(medians["mtp"] / medians["off"], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where the model is written; it must not exist")
+    parser.add_argument("--model", default="smollm2", help="whose layer is trained")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of sampling and training")
+    parser.add_argument("--max-steps", type=int, default=None, help="of training; None: as the time allows")
+    parser.add_argument("--answers", type=Path, help="a file for the sampled answers, which is read where it exists")
+    parser.add_argument("--answer-tokens", type=int, default=160, help="the most of an answer")
+    parser.add_argument("--at-once", type=int, default=32, help="answers that are sampled together")
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a training step")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--distance", type=float, default=1.0, help="weight of the distance between hidden states")
+    parser.add_argument("--num-speculative-tokens", type=int, default=1, help="drafts a step in the measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="of the measurement, whose medians count")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.directory.exists():
+        raise SystemExit(f"{args.directory} exists; give a directory that does not")
+    torch.manual_seed(args.seed)
+    begun, seconds = time.perf_counter(), 60 * args.minutes
+    if args.answers is not None and args.answers.exists():
+        answers = Answers(json.loads(args.answers.read_text()), 0.0)
+    else:
+        answers = sample(args.model, seconds / 3, at_once=args.at_once, max_tokens=args.answer_tokens, seed=args.seed)
+        if args.answers is not None:
+            args.answers.write_text(json.dumps(answers.sequences))
+    print(f"{len(answers.sequences)} answers, {answers.num_tokens:,} tokens in {answers.seconds:.0f} s", flush=True)
+    model = with_mtp_layer(args.model)
+    batches = Batches(model, answers.sequences, size=args.batch)
+    occurring = sorted({token for _, one in answers.sequences for token in one})
+    head_VD = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    head_VD = (model.output_layer.weight if head_VD is None else head_VD)[occurring].detach().clone()
+    spent = time.perf_counter() - begun
+    print(f"hidden states computed after {spent:.0f} s; {len(occurring):,} tokens occur", flush=True)
+    agreed = train(model, batches, head_VD, max(seconds - spent, 1.0), args)
+    print(
+        f"{len(agreed)} steps; the likeliest token is the model's in {statistics.mean(agreed[-20:]):.3f} of positions"
+    )
+    description = open_source(args.model).config()
+    transformer = {**description.transformer, "mtp_num_layers": 1}
+    save_checkpoint(
+        model,
+        args.directory,
+        tokenizer=open_source(args.model).tokenizer(),
+        description=replace(description, transformer=transformer, dtype="bfloat16"),
+    )
+    print(json.dumps(measure(args.directory, args)))
+
+
+if __name__ == "__main__":
+    main()
