@@ -47,6 +47,14 @@ inline vf load(const bf16* p) {
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+// Past the caches, for what is not read soon; p is aligned to a vector. `stream_end` before others may read it.
+#if defined(__AVX512F__)
+inline void stream(float* p, vf v) { _mm512_stream_ps(p, (__m512)v); }
+inline void stream_end() { _mm_sfence(); }
+#else
+inline void stream(float* p, vf v) { store(p, v); }
+inline void stream_end() {}
+#endif
 inline void store(bf16* p, vf v) {
 #if MI_BF16_DOT
     __m256bh h = _mm512_cvtneps_pbh((__m512)v);

@@ -373,6 +373,9 @@ struct Recur : Scan {
     void run_few(const Piece& piece, int64_t head, int64_t begin, int64_t end) const {
         const int64_t slot = step.slot[piece.row], first_line = head * spec.head_dim, count = piece.to;
         const bool zeros = fresh(piece.row);
+        // A kept state is read only if the draft behind it fails: one of many, once.
+        const bool aligned = call.ssm_stride % W == 0 && (uintptr_t)call.ssm % (4 * W) == 0;
+        const bool streams = aligned && !call.ssm_is_bf16 && spec.state_dim == V * W;
         const Inputs in = inputs_of(piece, head);
         for (int64_t p = begin; p < end; p += L) {
             const int real = (int)(end - p < L ? end - p : L);
@@ -381,6 +384,15 @@ struct Recur : Scan {
 #pragma GCC unroll 4
                 for (int q = 0; q < L; ++q)
                     if (q < real) store_state(to, first_line + p + q, h[q]);
+            };
+            auto capture_in = [&](int64_t to) {
+                if (!streams) return keep_in(to);
+#pragma GCC unroll 4
+                for (int q = 0; q < L; ++q)
+                    if (q < real) {
+                        float* line = (float*)call.ssm + to * call.ssm_stride + (first_line + p + q) * spec.state_dim;
+                        for (int v = 0; v < V; ++v) stream(line + v * W, h[q][v]);
+                    }
             };
 #pragma GCC unroll 4
             for (int q = 0; q < L; ++q)
@@ -393,7 +405,7 @@ struct Recur : Scan {
                     const int64_t token = first + t, at = token * work_stride, size = token * step_stride;
                     advance(h, in.x + at + p, in.dt[size], in.decay[size], in.b + at, in.c + at, parts + t * L);
                     if (capture < piece.captures && step.capture_tokens[capture] == token + 1)
-                        keep_in(step.capture_slot[capture++]);
+                        capture_in(step.capture_slot[capture++]);
                 }
                 float sums[16];
                 sums_of(parts, sums);
@@ -402,6 +414,7 @@ struct Recur : Scan {
             }
             keep_in(slot);
         }
+        if (streams) stream_end();
     }
 
     void run(const Piece& piece, int64_t head, int64_t begin, int64_t end, float* tile) const {
