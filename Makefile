@@ -1,4 +1,4 @@
-# make demo | rl-demo | speech-demo | install | test | test-all | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
+# make demo | rl-demo | speech-demo | install | gpu | test | test-all | check-kernels | kernels-table | lint | bench | clean        (PYTHON=python3.12 make ... picks another interpreter)
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
@@ -34,7 +34,7 @@ SPEECH_DEMO ?= voice
 CODEC_MINUTES ?= 22
 MODEL_MINUTES ?= 12
 
-.PHONY: install demo rl-demo speech-demo test test-all check-kernels kernels-table lint format bench clean
+.PHONY: install demo rl-demo speech-demo gpu test test-all check-kernels kernels-table lint format bench clean
 
 install: $(VENV)/.installed
 
@@ -79,6 +79,11 @@ speech-demo: $(VENV)/.speech
 	$(BIN)/python examples/speech/train_lm.py --out-dir $(SPEECH_DEMO) --minutes $(MODEL_MINUTES)
 	$(BIN)/python examples/speech/judge.py $(SPEECH_DEMO) --sentences 10
 
+# For the owner of a GPU: installs what the machine can use into .venv-gpu, runs tools/gpu_check.py, writes a report.
+GPU_ARGS ?=
+gpu:
+	$(PYTHON) tools/gpu_setup.py $(GPU_ARGS)
+
 test: $(VENV)/.smollm2
 	$(TEST_ENV) $(PYTEST) --durations=10 $(PYTEST_ARGS)
 
@@ -113,4 +118,4 @@ bench: $(VENV)/.smollm2
 		--vs transformers --json bench.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json $(RL_DEMO) $(SPEECH_DEMO)
+	rm -rf $(VENV) .venv-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench.json $(RL_DEMO) $(SPEECH_DEMO)

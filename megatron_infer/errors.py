@@ -162,6 +162,12 @@ class RankFailure(InferenceError, RuntimeError):
         self.rank, self.phase, self.reason = rank, phase, reason
 
 
+def brief(error: BaseException) -> str:
+    """The kind of an error of a library, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Message for an unknown name, with the nearest known one if there is any."""
     close = difflib.get_close_matches(name, list(known), n=1)

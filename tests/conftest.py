@@ -1,10 +1,11 @@
-"""For every test: a home of its own, long cases, heavy files first, and a collector that leaves imports alone."""
+"""For every test: a home, Ctrl-C as Python has it, long cases, heavy files first, imports that no collection walks."""
 
 from __future__ import annotations
 
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -43,6 +44,7 @@ HEAVY = (
 
 def pytest_configure(config):
     gc.disable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell script ignores Ctrl-C
     # no key of a coordinator is left in the user's home, or found there; what is compiled stays where it is
     os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
     home = os.environ["HOME"] = tempfile.mkdtemp(prefix="home-of-tests-")
@@ -80,7 +82,9 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """What a file has imported and cached is not walked again by each later collection."""
+    """Ctrl-C must be as the test found it; what a file has imported is not walked by each later collection."""
+    left = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert left is signal.default_int_handler, f"the test left a handler of SIGINT behind: {left}"
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_infer.audio.blocks import Window
 from megatron_infer.audio.layout import SpeechFormat
+from megatron_infer.errors import ModelError
 
 Sound = np.ndarray
 """float32 [samples], mono, between -1 and 1."""
@@ -68,7 +69,8 @@ def decode_windows(decoder: AudioDecoder, windows: Sequence[Window]) -> list[Sou
     """What is heard of each window, in order; windows that can be are decoded in one call.
 
     Those of one length always can. Shorter ones are padded where padding cannot be heard: behind the tokens of a
-    decoder that does not look ahead, or where a mask hides it.
+    decoder that does not look ahead, or where a mask hides it. Raises ModelError for sound of another length than the
+    tokens', and for samples that are no numbers.
     """
     can_pad = decoder.takes_mask or decoder.right_context == 0
     groups: dict[int, list[int]] = {}
@@ -91,10 +93,19 @@ def _decode_together(decoder: AudioDecoder, windows: Sequence[Window]) -> list[S
     with torch.inference_mode():
         sound_BS = decoder.decode(tokens_BT, lengths_B, mask_BTT).numpy()
     per_token = decoder.samples_per_token
+    wanted = (len(windows), int(longest * per_token))
+    if sound_BS.shape != wanted:
+        got = " x ".join(map(str, sound_BS.shape))
+        raise ModelError(
+            f"the audio decoder gave {got} samples for {len(windows)} x {longest} tokens, it must be "
+            f"{wanted[0]} x {wanted[1]}: samples_per_token is {per_token}"
+        )
     heard = []
     for row, window in enumerate(windows):
         begin, end = window.num_before * per_token, (window.num_before + window.num_new) * per_token
         heard.append(np.ascontiguousarray(sound_BS[row, int(begin) : int(end)]))
+        if not np.isfinite(heard[-1]).all():
+            raise ModelError("the audio decoder gave samples that are no numbers (NaN or infinite)")
     return heard
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.errors import ConfigError, InferenceError, ModelError, unknown_name
+from megatron_infer.errors import ConfigError, InferenceError, ModelError, brief, unknown_name
 
 if TYPE_CHECKING:
     from megatron_infer.audio.decoder import OpenedDecoder
@@ -56,7 +56,8 @@ def open_decoder(
 ) -> OpenedDecoder:
     """weights: a file or directory. config: arguments of the decoder's opener. own: see `check_decoder`.
 
-    Raises ConfigError as `check_decoder` does and for an unknown key, ModelError for weights of something else.
+    Raises ConfigError as `check_decoder` does and for an unknown key, ModelError for weights of something else and for
+    an opener that fails.
     """
     check_decoder(name, weights, own)
     if own and name in own:
@@ -68,11 +69,15 @@ def open_decoder(
     for key in config or {}:
         if key not in known:
             raise ConfigError(f"audio_decoder_config: {unknown_name(f'option of {name}', key, known)}")
-    if not weights:
-        return opener(**(config or {}))
+    given = {"weights": Path(weights).expanduser()} if weights else {}
+    where = f"audio_decoder_weights {weights}" if weights else f"audio_decoder {name}"
     try:
-        return opener(weights=Path(weights).expanduser(), **(config or {}))
+        opened = opener(**given, **(config or {}))
     except InferenceError:
         raise
-    except (OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise ModelError(f"audio_decoder_weights {weights}: {error}") from error
+    except Exception as error:  # whatever a library or a function of one's own raises
+        raise ModelError(f"{where} cannot be opened: {brief(error)}") from error
+    for part in ("decoder", "format", "encoder"):
+        if not hasattr(opened, part):
+            raise ModelError(f"{where}: its function returns a {type(opened).__name__}, it must be an OpenedDecoder")
+    return opened

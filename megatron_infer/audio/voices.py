@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_infer.audio.wav import read_wav, resample
-from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.errors import ConfigError, ModelError, RequestError, brief
 
 if TYPE_CHECKING:
     from megatron_infer.audio.decoder import OpenedDecoder
@@ -47,7 +47,8 @@ def read_voice(path: str) -> tuple[np.ndarray, int]:
 def encode_voice(path: str, opened: OpenedDecoder) -> tuple[int, ...]:
     """A WAV file -> speech tokens, frame after frame. Another sample rate is resampled, and the log says so.
 
-    Raises RequestError for what is no voice, ConfigError for a decoder that cannot encode.
+    Raises RequestError for what is no voice, ConfigError for a decoder that cannot encode, ModelError for an encoder
+    that fails or gives no tokens of the decoder's.
     """
     if opened.encoder is None:
         raise ConfigError(f"voice {path}: this audio decoder has no encoder; give the voice's tokens instead")
@@ -56,7 +57,16 @@ def encode_voice(path: str, opened: OpenedDecoder) -> tuple[int, ...]:
     if rate != wanted:
         log.warning("voice %s has %s Hz and is resampled to %s", path, f"{rate:,}", f"{wanted:,}")
         sound = resample(sound, rate, wanted)
-    return tuple(opened.encoder.encode(sound))
+    try:
+        tokens = tuple(int(token) for token in opened.encoder.encode(sound))
+    except Exception as error:  # whatever a library's encoder raises
+        raise ModelError(f"voice {path} cannot be encoded: {brief(error)}") from error
+    wrong = [token for token in tokens if not 0 <= token < opened.format.vocab_size]
+    if wrong or len(tokens) % opened.format.codebooks:
+        got = f"token {wrong[0]}" if wrong else f"{len(tokens)} tokens"
+        limits = f"frames of {opened.format.codebooks} tokens from 0 to {opened.format.vocab_size - 1:,}"
+        raise ModelError(f"voice {path}: the encoder gives {got}; it must be {limits}")
+    return tokens
 
 
 def _too_long(path: str, got: str) -> RequestError:

@@ -39,7 +39,7 @@ from megatron_infer.cli.bench_workload import (
     parse_range,
     run_engine,
 )
-from megatron_infer.cli.config_flags import SPECULATIVE_DESTS, given
+from megatron_infer.cli.config_flags import SPECULATIVE_DESTS, SYNTHETIC, add_bench_only_options, given
 from megatron_infer.cli.loading import add_model_options, describe, has_chat_template, load_llm, note, positive_int
 from megatron_infer.cli.prompts import read_jobs, to_token_ids
 from megatron_infer.config.sampling_params import SamplingParams
@@ -92,6 +92,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="also run with a suspend and resume every N steps, in the mode of --kv-cache-management-mode; 0: never",
     )
+    add_bench_only_options(parser)
     parser.add_argument("--rounds", type=positive_int, default=3, metavar="N")
     parser.add_argument(
         "--vs",
@@ -125,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.background_load < 1:
         raise ConfigError(f"--background-load is {args.background_load:g}, it must be from 0 to below 1")
     names = _peer_names(args.vs)
-    beside_off = OFF in names
-    if beside_off and given(args).get("speculative") is None:
+    beside_off, drafting = OFF in names, given(args).get("speculative") or {}
+    if beside_off and not drafting:
         raise ConfigError("--vs off is this engine without --speculative, which is not given; add --speculative ngram")
     pythons, sizes = parse_pythons(args.peer_python, [name for name in names if name != OFF]), _sizes(args)
     engines, facts = _load_engines(args, beside_off=beside_off)
@@ -151,9 +152,8 @@ def run(args: argparse.Namespace) -> int:
     }
     with contextlib.ExitStack() as stack:
         planned = list(workloads.values())
-        starting = peers_of(
-            args.model, pythons, shape=shape, device=device, threads=settings["threads"], workloads=planned
-        )
+        where = {"shape": shape, "device": device, "threads": settings["threads"], "workloads": planned}
+        starting = peers_of(args.model, pythons, **where, assistant=drafting.get("draft_model"))
         peers = stack.enter_context(starting) if pythons else []
         report["ceiling"] = asdict(ceiling := measure_ceiling(shape.dtype, device))
         company = stack.enter_context(_background(args.background_load))
@@ -169,11 +169,11 @@ def run(args: argparse.Namespace) -> int:
                 run_engine(ours.engine, SamplingParams, workload.head())
             for peer in peers:
                 peer.warm_up(workload.head())
-            before = llm.engine.spec_decode_metrics()
+            before, synthetic = llm.engine.spec_decode_metrics(), drafting.get(SYNTHETIC)
             results = interleave(runners, workload, args.rounds)
             found = summarize_column(results, workload, llm.engine, ceiling)
             if before is not None:
-                found["speculation"] = summarize_drafts(before, llm.engine.spec_decode_metrics())
+                found["speculation"] = summarize_drafts(before, llm.engine.spec_decode_metrics(), synthetic)
             if args.suspend_every > 0:
                 found["suspend"] = summarize_suspensions(results[SUSPENDING], results[OURS], every=args.suspend_every)
             report["columns"][name] = found

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,11 @@ class Transformers:
     """transformers' `generate`: batches of `concurrency` prompts in their order, left-padded, each to its longest
     answer; tokens beyond a request's own length do not count. The warm-up chooses a batch size's faster attention."""
 
+    @property
+    def drafting(self) -> Mapping[str, Any]:
+        """Arguments of `generate` that make it draft."""
+        return {}
+
     def __init__(self, settings: dict[str, Any]) -> None:
         import torch
         import transformers
@@ -249,12 +254,19 @@ class Transformers:
         if settings["device"] == "cpu":
             torch.set_num_threads(settings["threads"])
         self.version = transformers.__version__
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        self.model = load(settings["model"], dtype=getattr(torch, settings["dtype"])).to(settings["device"]).eval()
+        self.model = self.load(settings["model"], settings)
         # The model's own generation defaults (sampling, end of sequence) would change the workload.
         self.model.generation_config = transformers.GenerationConfig(do_sample=False)
         self._attention: dict[int, str] = {}
         """Batch size -> the attention that its warm-up chose."""
+
+    @staticmethod
+    def load(path: str, settings: dict[str, Any]) -> Any:
+        import torch
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings["dtype"]))
+        return model.to(settings["device"]).eval()
 
     def warm_up(self, work: dict[str, Any]) -> None:
         seconds = {}
@@ -285,7 +297,9 @@ class Transformers:
             mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.model.device)
             lengths = {"max_new_tokens": max(wanted), "min_new_tokens": max(wanted)}
             with torch.inference_mode():
-                drawn = self.model.generate(ids, attention_mask=mask, **lengths, pad_token_id=0, eos_token_id=None)
+                drawn = self.model.generate(
+                    ids, attention_mask=mask, **lengths, **self.drafting, pad_token_id=0, eos_token_id=None
+                )
             rows = drawn[:, longest:].tolist()
             outputs += [row[:n] for row, n in zip(rows, wanted, strict=True)]
         return outputs
@@ -294,21 +308,35 @@ class Transformers:
 class TransformersLookup(Transformers):
     """The same with `prompt_lookup_num_tokens`: it drafts what followed the last tokens where they stood before."""
 
+    @property
+    def drafting(self) -> Mapping[str, Any]:
+        return {"prompt_lookup_num_tokens": 10}  # the number in transformers' documentation
+
     def run(self, work: dict[str, Any]) -> list[list[int]]:
         if work["concurrency"] > 1:
             raise Unsupported("generate drafts for one prompt at a time")
-        self.model.generation_config.prompt_lookup_num_tokens = NUM_LOOKED_UP
         return super().run(work)
 
 
-NUM_LOOKED_UP = 10
-"""The number in transformers' documentation."""
+class TransformersAssisted(TransformersLookup):
+    """The same with `assistant_model`: another model drafts, or the model itself where none is given."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self._assistant = self.load(settings.get("assistant", settings["model"]), settings)
+
+    @property
+    def drafting(self) -> Mapping[str, Any]:
+        return {"assistant_model": self._assistant}
+
+
 ENGINES: dict[str, Any] = {
     "vllm": VLLM,
     "openvino": OpenVINO,
     "llama.cpp": LlamaCpp,
     "transformers": Transformers,
     "transformers-lookup": TransformersLookup,
+    "transformers-assisted": TransformersAssisted,
 }
 
 

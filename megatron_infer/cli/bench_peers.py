@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.bench_workload import CpuClock, RunResult, Workload, processes_below
 from megatron_infer.cli.loading import note
@@ -22,7 +22,10 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.utils.openmp import SPIN_COUNT
 
-PEERS = ("vllm", "openvino", "llama.cpp", "transformers", "transformers-lookup")
+if TYPE_CHECKING:
+    from megatron_infer.model_loader.sources import ModelSource
+
+PEERS = ("vllm", "openvino", "llama.cpp", "transformers", "transformers-lookup", "transformers-assisted")
 ADAPTER = Path(__file__).with_name("bench_adapter.py")
 TIMEOUT_S = 900.0
 """For loading (vLLM compiles, OpenVINO converts), and for one run of a workload."""
@@ -154,13 +157,17 @@ def peers_of(
     device: str,
     threads: int,
     workloads: Sequence[Workload],
+    assistant: str | None = None,
 ) -> Iterator[list[Peer]]:
-    """The peers, loaded and sized for the workloads; ended afterwards. They load at the same time."""
+    """The peers, loaded and sized for the workloads; ended afterwards. They load at the same time.
+
+    assistant: the model that drafts for those to which a model can be given for it; None: the model itself.
+    """
     lengths = [len(p) + n for w in workloads for p, n in zip(w.prompts, w.output_lens, strict=True)]
     rows = max(w.concurrency * w.num_samples for w in workloads)
     with tempfile.TemporaryDirectory(prefix="megatron-infer-bench-") as scratch, contextlib.ExitStack() as stack:
         settings = {
-            **_weights_for_peers(model, pythons, shape.dtype, Path(scratch)),
+            **weights_for_peers(model, pythons, shape.dtype, Path(scratch), assistant=assistant),
             "dtype": shape.dtype,
             "device": device,
             "threads": threads,
@@ -181,26 +188,35 @@ def peers_of(
         yield peers
 
 
-def _weights_for_peers(model: str, names: Mapping[str, str], dtype: str, scratch: Path) -> dict[str, str]:
+def weights_for_peers(
+    model: str, names: Collection[str], dtype: str, scratch: Path, *, assistant: str | None = None
+) -> dict[str, str]:
     """Paths of the same weights for engines that read Hugging Face directories, and for llama.cpp."""
-    from megatron_infer.model_loader.hf_export import write_hugging_face
-    from megatron_infer.model_loader.sources import GGUFSource, HFDirectory, open_source
+    from megatron_infer.model_loader.sources import GGUFSource, open_source
 
     source = open_source(model)
     paths = {}
     if set(names) - {"llama.cpp"}:
-        folder = scratch / "model"
-        if isinstance(source, HFDirectory):
-            folder = Path(source.path)
-        else:
-            write_hugging_face(source, folder, dtype=dtype)
-        paths["model"] = str(folder.absolute())
+        paths["model"] = _hugging_face(source, scratch / "model", dtype)
+    if assistant is not None and "transformers-assisted" in names:
+        paths["assistant"] = _hugging_face(open_source(assistant), scratch / "assistant", dtype)
     if "llama.cpp" in names:
         if not isinstance(source, GGUFSource):
             raise ConfigError(f"--vs llama.cpp reads .gguf files, {model} is none; give one, or leave llama.cpp out")
         paths["gguf"] = str(scratch / "model.gguf")
         write_gguf(Path(source.path), Path(paths["gguf"]), dtype)
     return paths
+
+
+def _hugging_face(source: ModelSource, folder: Path, dtype: str) -> str:
+    """Its own directory, or `folder`, where its weights are written."""
+    from megatron_infer.model_loader.hf_export import write_hugging_face
+    from megatron_infer.model_loader.sources import HFDirectory
+
+    if isinstance(source, HFDirectory):
+        return str(Path(source.path).absolute())
+    write_hugging_face(source, folder, dtype=dtype)
+    return str(folder.absolute())
 
 
 def write_gguf(source: Path, target: Path, dtype: str) -> None:

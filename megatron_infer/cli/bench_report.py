@@ -78,8 +78,9 @@ def ratio(engines: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def summarize_drafts(before: Any, after: Any) -> dict[str, Any]:
-    """What was drafted and kept between two `SpecDecodeMetrics`, by place too."""
+def summarize_drafts(before: Any, after: Any, synthetic: float | None = None) -> dict[str, Any]:
+    """What was drafted and kept between two `SpecDecodeMetrics`, by place too. synthetic: the rate at which drafts were
+    kept whatever was drawn."""
     drafted, kept = (
         [new - old for new, old in zip(getattr(after, name), getattr(before, name), strict=True)]
         for name in ("drafted_per_position", "accepted_per_position")
@@ -92,6 +93,7 @@ def summarize_drafts(before: Any, after: Any) -> dict[str, Any]:
         "accepted_per_position": kept,
         "tokens_per_verification": 1 + sum(kept) / max(1, steps),
         "seconds_drafting": after.seconds_drafting - before.seconds_drafting,
+        "synthetic_acceptance_rate": synthetic,
     }
 
 
@@ -101,7 +103,8 @@ def render_drafts(found: Mapping[str, Any]) -> str:
         return "nothing was drafted"
     pairs = zip(found["accepted_per_position"], found["drafted_per_position"], strict=True)
     places = " ".join(f"{kept / drafted:.0%}" for kept, drafted in pairs if drafted)
-    return (
+    rate = found["synthetic_acceptance_rate"]
+    return ("" if rate is None else f"SYNTHETIC: drafts kept at rate {rate:g}, tokens mean nothing; ") + (
         f"drafts: {found['num_accepted']:,} of {found['num_drafted']:,} kept, by position {places}; "
         f"{found['tokens_per_verification']:.1f} tokens a verification; {found['seconds_drafting']:.2f} s of drafting"
     )

@@ -38,6 +38,8 @@ SPECULATIVE_DESTS = {
     item.name: f"{DEST_PREFIX}speculative_{item.name}" for item in dataclasses.fields(SpeculativeConfig)
 }
 """Field of SpeculativeConfig -> where its flag's value is."""
+SYNTHETIC = "synthetic_acceptance_rate"
+"""Field of SpeculativeConfig that only `bench` takes."""
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +110,8 @@ def _add_speculative_options(group: Any) -> None:
     """`--speculative METHOD`, and a flag for each other field of SpeculativeConfig."""
     docs = docs_of(SpeculativeConfig)
     for item in dataclasses.fields(SpeculativeConfig):
+        if item.name == SYNTHETIC:
+            continue
         is_text = item.type in ("str", "Any")
         parsing: dict[str, Any] = {"metavar": item.name.upper()} if is_text else {}
         if item.name == "method":
@@ -123,6 +127,13 @@ def _add_speculative_options(group: Any) -> None:
             help=f"{what} (default {default})".replace("%", "%%"),
             **parsing,
         )
+
+
+def add_bench_only_options(parser: argparse.ArgumentParser) -> None:
+    """`--synthetic-acceptance-rate`."""
+    parsing: dict[str, Any] = {"type": _named(float, "X"), "metavar": "X", "default": argparse.SUPPRESS}
+    text = docs_of(SpeculativeConfig)[SYNTHETIC].replace("%", "%%")
+    parser.add_argument(f"--{SYNTHETIC.replace('_', '-')}", dest=SPECULATIVE_DESTS[SYNTHETIC], help=text, **parsing)
 
 
 def _methods(text: str) -> str | tuple[str, ...]:

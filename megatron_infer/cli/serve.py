@@ -13,6 +13,7 @@ from megatron_infer.cli.coordinator import add_key_option, key_from
 from megatron_infer.cli.loading import add_run_options, note
 from megatron_infer.cli.pipeline_flags import LAYOUT, add_pipeline_options, pipeline_from
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.speculative import refuse_synthetic
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig, read_config_file, server_config_from
 from megatron_infer.utils.stderr_log import log_to_stderr
@@ -158,6 +159,7 @@ def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> EngineOpt
     config = InferenceConfig.from_dict(file.get("engine", {})).to_dict() if "engine" in file else {}
     config = {name: config[name] for name in file.get("engine", {})}
     config |= given(args)
+    refuse_synthetic(config.get("speculative"), "a server")
     return EngineOptions(
         model=model,
         config={name: value.value if isinstance(value, Enum) else value for name, value in config.items()},

@@ -259,6 +259,24 @@ def check_draft(config: InferenceConfig, shape: ModelShape, draft: ModelShape) -
         )
 
 
+def check_mtp(shape: ModelShape) -> None:
+    """Raise ConfigError where the model of `shape` has no MTP layer that could draft for it."""
+    if not shape.num_mtp_layers:
+        raise ConfigError(
+            "speculative: method 'mtp' drafts with the model's own MTP layers, and this model has none "
+            "(mtp_num_layers); take method 'ngram', or 'draft' with a draft model"
+        )
+    if shape.is_stage:
+        raise ConfigError(
+            "speculative: method 'mtp' on several pipeline stages is not built: the first stage would need the "
+            "drafts of the last; use tensor parallelism, or method 'ngram'"
+        )
+    if shape.state is not None:
+        raise ConfigError(
+            "speculative: method 'mtp' for a model with recurrent states is not built; take method 'ngram'"
+        )
+
+
 def check_draft_weights(name: str, draft: ModelShape, available_bytes: int) -> None:
     """Raise CapacityError for a draft model whose weights are larger than the free memory."""
     needed = draft.num_parameters * draft.kv_dtype_bytes

@@ -77,7 +77,7 @@ MODEL_KEYWORDS_OF_0_16 = (
 )
 """Keywords of 0.16 without a field here: the engine reads them off the model; enable_cuda_graph is not read there."""
 UNSUPPORTED: dict[str, tuple[object, str]] = {
-    "num_speculative_tokens": (0, "MTP heads are not adopted; speculative=SpeculativeConfig() drafts n-grams"),
+    "num_speculative_tokens": (0, "speculative=SpeculativeConfig(method='mtp', num_speculative_tokens=...) drafts so"),
     "use_synchronous_zmq_collectives": (False, "the ranks of an engine agree over process groups, not over ZMQ"),
     "disable_ep_consensus": (False, "the ranks of an engine plan each step together, none can leave that out"),
     "ep_consensus_interval": (20, "the ranks of an engine plan each step together, whatever the interval"),

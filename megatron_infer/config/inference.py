@@ -20,7 +20,7 @@ from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.from_megatron import config_values
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
-from megatron_infer.config.model_shape import FP8_E4M3, ModelShape
+from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
 from megatron_infer.config.request_metadata import dtype_name
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import add_graphs, budget_of, resolve_sizes
@@ -455,7 +455,10 @@ class InferenceConfig:
         budget = budget_of(self, shape, available_bytes)
         for message in (*checks.without_effect_on(self, shape), *filter(None, [budget.note])):
             warnings.warn(message, ConfigWarning, stacklevel=2)
-        if draft is not None:
+        if self.speculative is not None and "mtp" in self.speculative.methods:
+            checks.check_mtp(shape)
+            draft = mtp_shape(shape, kv_element_bytes=KV_DTYPE_BYTES[self.kv_dtype_of(shape)])
+        elif draft is not None:
             checks.check_draft(self, shape, draft)
         sizes = resolve_sizes(self, shape, budget, tensor_parallel_size=tensor_parallel_size, draft=draft)
         if sizes.max_sequence_length < self.max_sequence_length != InferenceConfig.max_sequence_length:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 CACHE_LINE = 64
@@ -106,6 +106,19 @@ class ModelShape:
     """None: the model has no experts."""
     is_stage: bool = False
     """One of several pipeline stages: it may lack attention layers or states, or both, that other stages have."""
+    num_mtp_layers: int = 0
+    """Multi-token prediction layers, which `num_layers` does not count."""
+
+
+def mtp_shape(shape: ModelShape, *, kv_element_bytes: int) -> ModelShape:
+    """An MTP layer of the model as the model that drafts: one layer of keys and values, and in the bytes of further
+    ones each token's hidden state. Its parameters count among the model's.
+
+    Example: 3 KV heads of 64 in bf16 are 768 bytes of a token, a hidden state of 576 is 1,152: 1 + 2 layers.
+    """
+    layer_bytes = 2 * shape.num_kv_heads * shape.head_dim * kv_element_bytes
+    count = 1 + -(-shape.hidden_size * shape.kv_dtype_bytes // layer_bytes)
+    return replace(shape, num_layers=count, num_attention_layers=count, num_parameters=0, num_mtp_layers=0)
 
 
 def heads_per_rank(num_heads: int, tensor_parallel_size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,7 +26,6 @@ _SWITCHES = (
     "return_sampled_logprobs",
     "return_support",
     "return_routing",
-    "speculate",
     "skip_special_tokens",
     "detokenize",
 )
@@ -101,8 +100,9 @@ class SamplingParams:
     metadata: Mapping[str, Scalar] | None = None
     """Label -> number or bool, one for each entry of the engine's request_metadata_types: what `engine.on_logits` hooks
     get, and `RequestOutput.metadata`. None: the engine has no such types."""
-    speculate: bool = True
-    """False: draw one by one on an engine that drafts tokens. Changes no token."""
+    speculate: bool | None = None
+    """False: draw one by one on an engine that drafts tokens. True: draft; an engine that drafts none refuses the
+    request. None: as the engine does. Changes no token."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
@@ -120,6 +120,8 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(f"{name} is True or False, got {_show(value)}")
+        if not isinstance(self.speculate, bool | None):
+            raise RequestError(f"speculate is True, False or None, got {_show(self.speculate)}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -141,6 +143,13 @@ class SamplingParams:
         return cls(**values)
 
     @classmethod
+    def from_saved(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Those of a request that an engine has accepted: where it asked for drafts, an engine without them may go on
+        with it, since its tokens are the same."""
+        params = cls.from_dict(values)
+        return replace(params, speculate=None) if params.speculate else params
+
+    @classmethod
     def from_megatron(cls, params: object, *, num_prompt_tokens: int | None = None) -> SamplingParams:
         """Parameters from megatron-core's own, 0.16 to 0.19, or from a mapping of its fields.
 
@@ -150,13 +159,13 @@ class SamplingParams:
         return cls(**sampling_values(params, num_prompt_tokens))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as a JSON value, metadata only if it is given; `from_dict` of it, also after a trip through JSON,
+        """Every field as a JSON value, some only if they are given; `from_dict` of it, also after a trip through JSON,
         equals these parameters."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         if self.logit_bias is not None:
             plain["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
-        for name in ("metadata", "adapter"):  # most engines take none, and earlier versions read the files of these
+        for name in ("metadata", "adapter", "speculate"):  # rarely given, and earlier versions read files without
             if plain[name] is None:
                 del plain[name]
         if self.structured is not None:

@@ -8,10 +8,9 @@ from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
 
-METHODS = ("ngram", "grammar", "draft")
+METHODS = ("ngram", "grammar", "draft", "mtp")
 NOT_BUILT = {
     "standalone": "this method is named 'draft' here",
-    "mtp": "heads that predict several tokens are not adopted",
     "eagle": "megatron-core has no EAGLE heads",
 }
 """Method that is known elsewhere -> why it is refused."""
@@ -20,9 +19,6 @@ OTHER_VERIFICATIONS = {
     "greedy": "same_tokens at temperature 0 is greedy; set the temperature of the request",
     "typical-acceptance": "it changes the distribution that tokens are drawn from",
     "logit-comparison": "it changes the distribution that tokens are drawn from",
-}
-OTHER_FIELDS = {
-    "synthetic_acceptance_rate": "drafts are kept only where they equal what is drawn",
 }
 LARGEST_NGRAM = 16
 
@@ -37,7 +33,8 @@ class SpeculativeConfig:
 
     method: str | tuple[str, ...] = "ngram"
     """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that
-    structured output forces. draft: what `draft_model` draws. Several: the first that proposes anything."""
+    structured output forces. draft: what `draft_model` draws. mtp: what the model's own MTP layer draws. Several: the
+    first that proposes anything; draft and mtp exclude each other."""
     num_speculative_tokens: int = 4
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     ngram_max: int = 4
@@ -52,14 +49,16 @@ class SpeculativeConfig:
     False: always as many as are found."""
     verification: str = "same_tokens"
     """same_tokens: a draft is kept where it equals the token that is drawn at its position. residual: classic rejection
-    of a draft model's drafts: other tokens, of the same distribution. For drafts without one both are the same."""
+    of what a draft model or MTP layer drafts: other tokens, of the same distribution. For drafts without one both are
+    the same."""
+    synthetic_acceptance_rate: float | None = None
+    """For benchmarks: a draft is kept with this probability if all before it are, whatever is drawn, and tokens mean
+    nothing. Without a draft model the last token is drafted again, always. None: drafts are verified."""
 
     def __new__(cls, *args: object, **kwargs: object) -> SpeculativeConfig:
         """Refuse an unknown keyword, with the reason or the nearest known one."""
         known = [item.name for item in fields(cls)]
         for name in kwargs:
-            if name in OTHER_FIELDS:
-                raise ConfigError(f"speculative: {name} is not possible: {OTHER_FIELDS[name]}; leave it out")
             if name not in known:
                 raise ConfigError(unknown_name("SpeculativeConfig field", name, known))
         return super().__new__(cls)
@@ -76,14 +75,38 @@ class SpeculativeConfig:
             )
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"speculative: adaptive is {self.adaptive!r}, it must be True or False")
+        if {"draft", "mtp"} <= set(self.methods):
+            raise ConfigError(
+                f"speculative: method is {self.method!r}: one model draws a step's drafts; leave 'draft' or 'mtp' out"
+            )
+        self._check_synthetic()
         _int("num_speculative_tokens", self.num_speculative_tokens, 1, None, "for none leave speculative None")
         _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "2 is usual")
         _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
+
+    def _check_synthetic(self) -> None:
+        rate = self.synthetic_acceptance_rate
+        if rate is None:
+            return
+        if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0.0 <= rate <= 1.0:
+            raise ConfigError(
+                f"speculative: synthetic_acceptance_rate is {rate!r}, it must be a number of 0 to 1, or None to verify"
+            )
+        if self.verification != "same_tokens":
+            raise ConfigError(
+                f"speculative: verification {self.verification!r} with synthetic_acceptance_rate, which verifies "
+                "nothing; leave one of them out"
+            )
 
     @property
     def methods(self) -> tuple[str, ...]:
         """In the order in which they are asked."""
         return (self.method,) if isinstance(self.method, str) else self.method
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether a model draws drafts, which the host learns with the step's other outputs."""
+        return not {"draft", "mtp"}.isdisjoint(self.methods)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which `speculative_of` takes back; a live draft model is only named."""
@@ -114,6 +137,17 @@ def speculative_of(value: object) -> SpeculativeConfig | None:
         f"speculative is {value!r} ({type(value).__name__}), it must be a SpeculativeConfig, a mapping of its fields "
         'or None; SpeculativeConfig(method="ngram") drafts from prompt and answer'
     )
+
+
+def refuse_synthetic(speculative: object, who: str) -> None:
+    """Raise ConfigError for options whose tokens mean nothing. who: takes tokens for what the model answers."""
+    asked = speculative_of(speculative)
+    rate = None if asked is None else asked.synthetic_acceptance_rate
+    if rate is not None:
+        raise ConfigError(
+            f"speculative: synthetic_acceptance_rate is {rate}, so that tokens mean nothing; {who} takes no such "
+            "engine: it is for benchmarks; leave it None"
+        )
 
 
 def _choice(name: str, value: object, known: tuple[str, ...], refused: Mapping[str, str]) -> None:

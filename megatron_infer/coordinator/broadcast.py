@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +30,8 @@ MAX_CHANGES = 64
 MAX_UNLOADED = 1024
 """Names of unloaded adapters that are kept, so that replicas which were away unload them, too."""
 AdapterChange = tuple[float, dict[str, Any] | None]
-"""When an adapter was changed last (time.time()), and the arguments that loaded it; None: it was unloaded."""
+"""The stamp of an adapter's last change (`CommandsInForce.stamp`), and the arguments that loaded it; None: it was
+unloaded."""
 log = logging.getLogger("megatron_infer.coordinator")
 CATCH_UP_S = 300.0
 """Seconds that a replica that joins has for each of them."""
@@ -54,6 +56,13 @@ class CommandsInForce:
         """Those of INVERSE that were carried out or ended."""
         self._adopted: set[str] = set()
         """Adapters whose change is one of an earlier coordinator's commands."""
+        self._last_stamp = 0.0
+
+    def stamp(self) -> float:
+        """Of a change that a coordinator begins: above those of all changes that it knows of. Clocks of replicas do not
+        matter."""
+        self._last_stamp = max(time.time(), math.nextafter(self._last_stamp, math.inf))
+        return self._last_stamp
 
     def adopt(
         self, commands: dict[str, dict[str, Any]], version: int, adapters: Mapping[str, AdapterChange]
@@ -65,10 +74,26 @@ class CommandsInForce:
         self.commands |= {name: args for name, args in commands.items() if name in INVERSE and name not in self.decided}
         if not self.is_version_set:
             self.weight_version = max(self.weight_version, version)
+        self._last_stamp = max([self._last_stamp, *(at for at, _ in adapters.values())])
         newer = [name for name, change in adapters.items() if self._is_newer(name, change)]
         self.adapters |= {name: adapters[name] for name in newer}
         self._adopted.update(newer)
         return newer
+
+    def adopt_undone(self, undone: Iterable[str]) -> list[tuple[str, str]]:
+        """Take changes that a replica has undone for an earlier coordinator -> (adapter, change) of those that were
+        adopted of another replica, which have to be undone there."""
+        self.undone += [change for change in undone if change not in self.undone]
+        adopted = ((name, str((self.adapters[name][1] or {}).get("change"))) for name in self._adopted)
+        found = [(name, change) for name, change in adopted if change in self.undone]
+        for name, _ in found:
+            self._put_adapter(name, None)
+        return found
+
+    def is_outdated(self, name: str, digest: str) -> bool:
+        """Whether an adapter is in force with another content."""
+        _, loaded = self.adapters.get(name, (0.0, None))
+        return loaded is not None and loaded.get("digest") not in (None, digest)
 
     def _is_newer(self, name: str, change: AdapterChange) -> bool:
         at, loaded = change
@@ -79,10 +104,10 @@ class CommandsInForce:
         is_same = (loaded or {}).get("digest") == (known[1] or {}).get("digest")
         return name in self._adopted and at > known[0] and not is_same
 
-    def record(self, command: str, args: dict[str, Any], value: Any = None) -> None:
+    def record(self, command: str, args: dict[str, Any], value: Any = None, *, stamp: float = 0.0) -> None:
         """A command was carried out. value: of a replica that did."""
         if command in ADAPTER_COMMANDS:
-            self._record_adapter(command, args, value)
+            self._record_adapter(command, args, value, stamp)
         if command in INVERSE:
             self.commands[command] = args
             self.decided.add(command)
@@ -98,12 +123,12 @@ class CommandsInForce:
         elif command in ("finish_weights", "cancel_weights"):  # a cancel restores the old version
             self.weight_version, self.is_version_set = version, True
 
-    def _record_adapter(self, command: str, args: dict[str, Any], value: Any) -> None:
+    def _record_adapter(self, command: str, args: dict[str, Any], value: Any, stamp: float) -> None:
         name, change, known = str(args.get("name")), args.get("change"), self.adapters.get(str(args.get("name")))
         if command == "undo_adapter":
             self.undone.append(str(change))
             name, known = self._before.pop(str(change), (name, known))
-            self._put_adapter(name, None if known is None else (time.time(), known[1]))
+            self._put_adapter(name, None if known is None else (stamp, known[1]))
             return
         if command == "settle_adapter":
             self._before.pop(str(change), None)
@@ -119,7 +144,7 @@ class CommandsInForce:
             # A replica that joins has to find the same content in the directory.
             digest = value.get("digest") if isinstance(value, dict) else None
             loaded = args | {"replace": True, "digest": digest}
-        self._put_adapter(name, (time.time(), loaded))
+        self._put_adapter(name, (stamp, loaded))
 
     def _put_adapter(self, name: str, change: AdapterChange | None) -> None:
         self.adapters.pop(name, None)
@@ -129,12 +154,14 @@ class CommandsInForce:
         unloaded = [one for one, (_, loaded) in self.adapters.items() if loaded is None]
         if len(unloaded) > MAX_UNLOADED:
             del self.adapters[unloaded[0]]
+            self._adopted.discard(unloaded[0])
 
 
 @dataclass(slots=True, eq=False)
 class _Broadcast:
     client: bytes
     control: Control
+    stamp: float
     deadline: float
     waiting: dict[bytes, str]
     """Replicas that have not answered, by peer, with their names."""
@@ -164,11 +191,12 @@ class Broadcasts:
         self._num_started += 1
         number = self._num_started
         timeout_s = max(0.0, control.timeout_s)
-        broadcast = _Broadcast(client, control, self._clock() + timeout_s, {}, {})
+        stamp = self.in_force.stamp()
+        broadcast = _Broadcast(client, control, stamp, self._clock() + timeout_s, {}, {})
         self._running[number] = broadcast
         for replica in replicas:
             broadcast.waiting[replica.peer] = replica.name
-            self._send_command(replica, number, control)
+            self._send_command(replica, number, control, stamp)
         self._finish_if_answered(number)
 
     def catch_up(self, replica: ReplicaState, others: Iterable[ReplicaState]) -> None:
@@ -177,6 +205,7 @@ class Broadcasts:
         other replicas get the adapters that it has by them."""
         assert replica.register is not None
         carried, in_force, changes = replica.register.in_force, self.in_force, replica.register.adapter_changes
+        undone = in_force.adopt_undone(replica.register.undone)
         newer = in_force.adopt(carried, replica.register.set_version, changes)
         missed = [one for one in in_force.commands.items() if one[0] not in carried or replica.state == "running"]
         if replica.state != "running":
@@ -186,8 +215,10 @@ class Broadcasts:
             if loaded is not None and loaded.get("change") in in_force.undone:
                 missed.append(("undo_adapter", {"name": name, "change": loaded["change"]}))
         self._send_missed(replica, missed + self._missed_adapters(replica, in_force.adapters))
+        undos = [("undo_adapter", {"name": name, "change": change}) for name, change in undone]
         for other in others:
-            self._send_missed(other, self._missed_adapters(other, newer) if other is not replica else ())
+            if other is not replica:
+                self._send_missed(other, undos + self._missed_adapters(other, newer))
         for broadcast in self._running.values():
             broadcast.joined.append(replica)
 
@@ -208,7 +239,16 @@ class Broadcasts:
             self._catching_up[self._num_started] = replica, str(args["name"]) if command == "load_adapter" else None
             if command == "load_adapter" and replica.view is not None:
                 replica.view.loading.append(str(args["name"]))
-            self._send_command(replica, self._num_started, Control(0, command, args, CATCH_UP_S))
+            stamp, _ = self.in_force.adapters.get(str(args.get("name")), (0.0, None))
+            self._send_command(replica, self._num_started, Control(0, command, args, CATCH_UP_S), stamp)
+
+    def _drop_outdated(self, replica: ReplicaState, name: str) -> None:
+        """A replica cannot load what is in force: it unloads an older content, so that requests find none there."""
+        if (digest := replica.adapters.get(name)) is not None and self.in_force.is_outdated(name, digest):
+            self._num_started += 1
+            self._catching_up[self._num_started] = replica, None
+            control = Control(0, "unload_adapter", {"name": name, "abort": True}, CATCH_UP_S)
+            self._send_command(replica, self._num_started, control, 0.0)  # is no decision: any other one is newer
 
     def answer(self, peer: bytes, number: int, answer: Answer) -> None:
         broadcast = self._running.get(number)
@@ -217,6 +257,8 @@ class Broadcasts:
             log.warning("replica %s does not do what the others have done: %s", replica.name, answer.message)
         if replica is not None and replica.view is not None and name is not None:
             replica.view.loading.remove(name)
+            if not answer.ok:
+                self._drop_outdated(replica, name)
         if broadcast is None or peer not in broadcast.waiting:
             return  # past the deadline: the client has its result
         broadcast.answers[_free_name(broadcast.waiting.pop(peer), broadcast.answers)] = answer
@@ -238,8 +280,8 @@ class Broadcasts:
                 message = f"no answer to {control.command} within {control.timeout_s:g} s"
                 self.answer(peer, number, Answer(ok=False, kind="TransitionTimeout", message=message))
 
-    def _send_command(self, replica: ReplicaState, number: int, control: Control) -> None:
-        command = Command(number, replica.incarnation, control.command, control.args, control.timeout_s)
+    def _send_command(self, replica: ReplicaState, number: int, control: Control, stamp: float) -> None:
+        command = Command(number, replica.incarnation, control.command, control.args, control.timeout_s, stamp)
         self._send(replica.peer, command)
 
     def _finish_if_answered(self, number: int) -> None:
@@ -257,7 +299,7 @@ class Broadcasts:
         done = [answer.value for answer in broadcast.answers.values() if answer.ok]
         if broadcast.answers and not done:
             return
-        self.in_force.record(control.command, control.args, done[0] if done else None)
+        self.in_force.record(control.command, control.args, done[0] if done else None, stamp=broadcast.stamp)
         for replica in broadcast.joined:
             if control.command in HELD:
                 self._send_missed(replica, [(control.command, control.args)])

@@ -30,8 +30,8 @@ class ReplicaCommands:
         """further: commands besides the engine's methods, by name. None: every command is refused but
         adapter_commands, which are taken in any case."""
         self._further, self._adapter_commands = further, adapter_commands or {}
-        self._queues: dict[tuple[int, str], deque[_Queued]] = {}
-        """Commands for an adapter, in order; the first one waits for its directory to be read. By incarnation, name."""
+        self._queues: dict[str, deque[_Queued]] = {}
+        """Commands for an adapter, in order; the first one waits for its directory to be read. By name."""
         self.in_force = CommandsInForce()
 
     def execute(
@@ -52,18 +52,15 @@ class ReplicaCommands:
                 return None
             answer = queued
         if answer.ok:
-            self.in_force.record(command.command, command.args, answer.value)
+            self.in_force.record(command.command, command.args, answer.value, stamp=command.stamp)
         return answer
 
     def _adapter_command(
         self, engine: EngineAdapter, command: protocol.Command, came: float, again: Callable[[], None]
     ) -> protocol.Answer | None:
         own = {**(self._further or {}), **self._adapter_commands}
-        key = command.incarnation, str(command.args.get("name"))
-        for old in [one for one in self._queues if one[0] != command.incarnation]:
-            for queued in self._queues.pop(old):
-                self._forget(own, queued)
-        queue = self._queues.setdefault(key, deque())
+        name = str(command.args.get("name"))
+        queue = self._queues.setdefault(name, deque())
         mine = next((one for one in queue if one.command is command), None)
         if mine is None:
             mine = _Queued(command, came, again)
@@ -88,11 +85,18 @@ class ReplicaCommands:
         if queue:
             queue[0].again()
         else:
-            del self._queues[key]
+            del self._queues[name]
         if (waiting := next((one[0] for one in self._queues.values() if one[0].waits_to_read), None)) is not None:
             waiting.waits_to_read = False
             waiting.again()
         return answer
+
+    def forget_waiting(self) -> None:
+        """The coordinator whose commands wait is gone: none of them is carried out, and what was read is given up."""
+        own, queues = {**(self._further or {}), **self._adapter_commands}, list(self._queues.values())
+        self._queues.clear()
+        for queued in (one for queue in queues for one in queue):
+            self._forget(own, queued)
 
     @staticmethod
     def _forget(own: Mapping[str, Callable[..., Any]], queued: _Queued) -> None:

@@ -20,7 +20,7 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import Broadcasts
 from megatron_infer.coordinator.dispatch import Dispatcher
 from megatron_infer.coordinator.peers import ClientState, CoordinatorOptions, ReplicaState
-from megatron_infer.coordinator.router import Availability, Router
+from megatron_infer.coordinator.router import Availability, ReplicaView, Router
 
 log = logging.getLogger("megatron_infer.coordinator")
 
@@ -179,7 +179,7 @@ class CoordinatorCore:
         replica.view = router.join(
             replica.peer, capacity=register.capacity, block_size=register.block_size, root=register.root
         )
-        replica.adapters = replica.view.adapters = register.adapters
+        replica.adapters = register.adapters
         log.info("replica %s joined: %s, %d requests at once", replica.name, register.model, register.capacity)
         self.broadcasts.catch_up(replica, self._registered())
         self._update_availability()
@@ -197,9 +197,9 @@ class CoordinatorCore:
         replica.stats = beat.stats or replica.stats
         assert self.dispatch.router is not None
         self.dispatch.router.set_root(replica.peer, beat.root)
-        replica.adapters = replica.view.adapters = beat.adapters
-        if (beat.state, beat.weight_version) != (replica.state, replica.weight_version):
-            replica.state, replica.weight_version = beat.state, beat.weight_version
+        now = beat.state, beat.weight_version, beat.adapters
+        if now != (replica.state, replica.weight_version, replica.adapters):
+            replica.state, replica.weight_version, replica.adapters = now
             self._update_availability()
 
     def _prefix_news(self, replica: ReplicaState, news: protocol.PrefixNews) -> None:
@@ -215,24 +215,33 @@ class CoordinatorCore:
         )
 
     def _update_availability(self) -> None:
-        """A replica that drains or has old weights takes no requests; a paused one, only if none is running."""
+        """A replica that drains or has old weights takes no requests; a paused one, only if none is running; one with
+        an older content of an adapter none of that adapter."""
         opened, closed = False, []
         for replica in self._replicas.values():
             if replica.view is None:
                 continue
+            gained, lost = self._update_adapters(replica, replica.view)
             before = replica.view.availability
             if replica.draining or replica.weight_version < self.broadcasts.in_force.weight_version:
                 replica.view.availability = Availability.CLOSED
             else:
                 is_running = replica.state == "running"
                 replica.view.availability = Availability.OPEN if is_running else Availability.RESERVE
-            opened |= before is Availability.CLOSED is not replica.view.availability
-            if before is not Availability.CLOSED is replica.view.availability:
+            opened |= gained or before is Availability.CLOSED is not replica.view.availability
+            if lost or before is not Availability.CLOSED is replica.view.availability:
                 closed.append(replica)
         for replica in closed:
             self.dispatch.clear_backlog(replica)
-        if opened:
+        if opened or closed:
             self.dispatch.reopen()
+
+    def _update_adapters(self, replica: ReplicaState, view: ReplicaView) -> tuple[bool, bool]:
+        """-> whether the replica has more adapters with the content in force than before, and fewer."""
+        is_outdated, before = self.broadcasts.in_force.is_outdated, view.adapters
+        view.outdated = {name for name, digest in replica.adapters.items() if is_outdated(name, digest)}
+        view.adapters = {name: digest for name, digest in replica.adapters.items() if name not in view.outdated}
+        return not view.adapters.items() <= before.items(), not before.items() <= view.adapters.items()
 
     def _goodbye(self, replica: ReplicaState, goodbye: protocol.Goodbye) -> None:
         if not goodbye.draining:
@@ -252,6 +261,8 @@ class CoordinatorCore:
             num_running = len(replica.running)
             log.warning("replica %s is gone: %s; %d of its requests go elsewhere", replica.name, why, num_running)
         self.dispatch.lose(replica)
+        self._update_availability()
+        self.dispatch.reopen()  # requests may have waited for an adapter that it was about to have
 
     def _registered(self) -> list[ReplicaState]:
         return [replica for replica in self._replicas.values() if replica.view is not None]

@@ -264,7 +264,7 @@ class Dispatcher:
         longest = max(self._replicas.values(), key=lambda other: len(other.backlog))
         while longest.backlog:
             request = longest.backlog.pop_last()  # the last: those before it start soon, where their prefix is cached
-            if not request.ended and request.adapter is not None and request.adapter not in replica.adapters:
+            if not request.ended and request.adapter is not None and request.adapter not in replica.view.adapters:
                 longest.backlog.push(request)
                 return None
             if not request.ended:

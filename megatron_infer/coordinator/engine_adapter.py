@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.speculative import refuse_synthetic
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.coordinator import protocol
 from megatron_infer.errors import InferenceError
@@ -72,11 +73,12 @@ class EngineAdapter(Protocol):
 
 
 def info_of(engine: Any) -> EngineInfo:
-    """The description of an engine now."""
+    """The description of an engine now. Raises ConfigError for one whose tokens mean nothing."""
     if hasattr(engine, "replica_info"):
         info: EngineInfo = engine.replica_info()
         return info
     config = engine.config
+    refuse_synthetic(config.speculative, "a server")
     return EngineInfo(
         block_size=config.block_size_tokens,
         capacity=engine.sizes.max_requests,

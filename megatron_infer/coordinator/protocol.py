@@ -319,6 +319,8 @@ class Register(_Message):
     """Loaded LoRA adapters: name -> hash of the content."""
     adapter_changes: dict[str, tuple[float, dict[str, Any] | None]] = {}
     """Adapters that a coordinator's commands have changed, see `broadcast.AdapterChange`."""
+    undone: list[str] = []
+    """Changes of adapters that were undone."""
 
 
 class Beat(_Message):
@@ -361,11 +363,14 @@ class Control(_Message):
 
 
 class Command(_Message):
+    """stamp: orders the changes of an adapter; see `broadcast.CommandsInForce.stamp`."""
+
     number: int
     incarnation: int
     command: str
     args: dict[str, Any]
     timeout_s: float
+    stamp: float = 0.0
 
 
 class Answer(_Message):

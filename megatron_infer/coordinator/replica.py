@@ -191,6 +191,7 @@ class Replica:
     def _apply(self, came: float, message: protocol.Message | int | None) -> None:
         if isinstance(message, int):
             self._abort_all()
+            self._commands.forget_waiting()
             self._incarnation = message
             if message:
                 self._register()
@@ -211,7 +212,7 @@ class Replica:
         fields = {name: getattr(info, name) for name in protocol.Register.__struct_fields__ if hasattr(info, name)}
         in_force = self._commands.in_force
         fields |= {"in_force": in_force.commands, "set_version": in_force.weight_version}
-        fields |= {"adapter_changes": in_force.adapters}
+        fields |= {"adapter_changes": in_force.adapters, "undone": list(in_force.undone)}
         self.connection.send(protocol.Register(incarnation=self._incarnation, **fields))
         if self._prefix_events is not None:
             self._send_prefix_news(self._prefix_events.everything())

@@ -8,7 +8,7 @@ request will publish count as held until it ends.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -121,7 +121,9 @@ class ReplicaView:
     root: bytes
     table: PrefixTable
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Loaded LoRA adapters: name -> hash of the content."""
+    """Loaded LoRA adapters with the content in force: name -> its hash."""
+    outdated: Collection[str] = ()
+    """Those that are loaded with another content."""
     loading: list[str] = field(default_factory=list)
     """Adapters that the others have and it is about to have."""
     availability: Availability = Availability.OPEN
@@ -211,15 +213,15 @@ class Router:
     def choose(self, tokens: bytes, *, salt: str = "", adapter: str | None = None) -> Route | None:
         """A replica for a prompt (int32 token ids; b"" if unknown); None: no replica takes requests.
 
-        adapter: one that the replica should have loaded; None where one is about to have it, else any replica where
-        none has.
+        adapter: one that the replica should have loaded; None where one is about to have it, else any replica without
+        an older content where none has.
         """
         candidates = self._candidates()
         if adapter is not None:
             having = [view for view in candidates if adapter in view.adapters]
             if not having and any(adapter in view.loading for view in candidates):
                 return None
-            candidates = having or candidates
+            candidates = having or [view for view in candidates if adapter not in view.outdated]
         if not candidates:
             return None
         if self.policy is Policy.ROUND_ROBIN:

@@ -159,7 +159,7 @@ def replay(path: str | Path, engine: DynamicInferenceEngine) -> list[RequestOutp
                     f"{event['step']} ({event['kind']} {event['id']!r}); was it recorded with another configuration?"
                 )
         if event["kind"] == "add":
-            params = dataclasses.replace(SamplingParams.from_dict(event["params"]), seed=event["seed"])
+            params = dataclasses.replace(SamplingParams.from_saved(event["params"]), seed=event["seed"])
             prompt = {"prompt_token_ids": event["tokens"], "cache_salt": event.get("salt", "")}
             engine.add_request(prompt, params, request_id=event["id"], stream="final")
         else:

@@ -196,7 +196,7 @@ def decode_request(
     record: Mapping[str, Any], numbers: Numbers, *, tokenizer: TextCodec | None, now: float
 ) -> SavedRequest:
     """The request that `encode_request` described; it is in no scheduler and its texts are not made yet."""
-    params, prompt_ids = SamplingParams.from_dict(record["params"]), numbers.get_ints(record["prompt_ids"])
+    params, prompt_ids = SamplingParams.from_saved(record["params"]), numbers.get_ints(record["prompt_ids"])
     stop_ids = frozenset(numbers.get_ints(record["stop_ids"]))
     codec = tokenizer if params.detokenize else None
     sequences: list[SequenceState] = []

@@ -262,9 +262,12 @@ class KVArchive:
         kv_dtype: str,
         weight_dtype: str = OF_MODEL,
         draft: AdoptedModel | None = None,
+        draft_shape: ModelShape | None = None,
     ) -> None:
-        """kv_dtype, weight_dtype: see `describe`. draft: the model that drafts; None: none does."""
+        """kv_dtype, weight_dtype: see `describe`. draft: the model that drafts, which may be `adopted`; None: none
+        does. draft_shape: of what drafts."""
         self._adopted, self._store, self._scheduler, self._draft = adopted, store, scheduler, draft
+        self._draft_shape = draft_shape
         self._weights, self._groups = weights, rank_group.groups
         self._dtypes = {"kv_dtype": kv_dtype, "weight_dtype": weight_dtype}
         self._attends = rank_group.any_rank(store.layout.block_bytes + store.layout.draft_block_bytes > 0)
@@ -321,14 +324,10 @@ class KVArchive:
         block_size = memory.kv.get("block_size") or in_blocks
         return KVReturn(memory.tensors, self._scheduler, self._store, block_size=block_size)
 
-    @property
-    def _draft_shape(self) -> ModelShape | None:
-        return None if self._draft is None else self._draft.shape
-
     def _content(self) -> str:
         """The digest of all weights, computed once per update of them (versions may repeat)."""
         update = self._weights.num_updates
         if self._digest is None or self._digest[0] != update:
-            draft = "" if self._draft is None else content_digest(self._draft)
+            draft = "" if self._draft in (None, self._adopted) else content_digest(self._draft)
             self._digest = (update, content_digest(self._adopted) + draft)
         return self._digest[1]

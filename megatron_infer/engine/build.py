@@ -46,12 +46,12 @@ from megatron_infer.durable.snapshot import Archive
 from megatron_infer.durable.snapshot_manager import SnapshotManager
 from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
-from megatron_infer.engine.build_drafts import make_drafts
+from megatron_infer.engine.build_drafts import make_drafts, make_synthetic, without_drafts
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, measured_costs
-from megatron_infer.engine.draft_model import DraftModel, make_draft
+from megatron_infer.engine.draft_model import DraftModel, MTPDraft, make_draft
 from megatron_infer.engine.executor import Executor
 from megatron_infer.engine.logits_hooks import LogitsHooks
 from megatron_infer.engine.profile import MethodRanges, StepProfiler, mark_always
@@ -121,7 +121,7 @@ class ModelSetup:
     logits_hooks: LogitsHooks
     bank: AdapterBank | None
     """Adapters; None: the engine has none."""
-    draft: DraftModel | None
+    draft: DraftModel | MTPDraft | None
     """None: no model drafts."""
 
 
@@ -184,12 +184,12 @@ def build_engine(
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
     if drafts is not None and drafts.depth is not None and rank_group.groups.is_leader:
         observers.append(StepCostMeter(drafts.set_costs if rank_group.size == 1 else outbox.set_draft_costs))
-    verifier = None if drafts is None else Verifier(drafts)
+    verifier = None if drafts is None else Verifier(drafts, make_synthetic(config))
     loop = StepLoop(scheduler, executor, weights, output_processor, grammars, config, observers, verifier)
     kv_dtype = config.kv_dtype_of(adopted.shape)
-    draft = None if setup.draft is None else setup.draft.adopted
     dtypes = {"kv_dtype": kv_dtype, "weight_dtype": config.weight_dtype.value}
-    kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, **dtypes, draft=draft)
+    drafting = {} if setup.draft is None else {"draft": setup.draft.adopted, "draft_shape": setup.draft.shape}
+    kv_archive = KVArchive(adopted, runner.store, scheduler, weights, rank_group, **dtypes, **drafting)
     archive = Archive(input_processor, output_processor, scheduler, weights, kv_archive, rank_group)
     snapshots = SnapshotManager(archive, input_processor, output_processor, scheduler, rank_group)
     intake = RequestIntake(input_processor, output_processor, scheduler, loop, snapshots, outbox)
@@ -248,7 +248,7 @@ def set_up_model(
         bank = AdapterBank(adopted, config.lora, lora[0])
     agree_on_config(config, rank_group.lockstep)
     draft = make_draft(config, adopted, own_device, tokenizer, kernels_for, rank_group)
-    agreed = agreed_sizes(config, adopted.shape, own_device, rank_group, None if draft is None else draft.shape)
+    agreed = agreed_sizes(config, adopted.shape, own_device, rank_group, draft)
     if config.batch_invariant and (reason := inexact_part(adopted)) is not None:
         raise NotImplementedError(f"batch_invariant=True: {reason}; leave it False")
     kernels = kernels_for(adopted, config, own_device)
@@ -290,7 +290,7 @@ def kernels_for(adopted: AdoptedModel, config: InferenceConfig, device: Device) 
     chosen = (select.choose_exact if config.batch_invariant else functools.partial(select.choose, **asked))(
         device.torch,
         getattr(torch, shape.dtype),
-        specs=adopted.specs,
+        specs=[*adopted.specs, *([] if adopted.heads is None else [adopted.heads.spec])],
         block_size=config.block_size_tokens,
         ssm_specs=adopted.ssm_specs,
         conv_dtype=None if shape.state is None else getattr(torch, shape.state.conv_dtype),
@@ -323,7 +323,7 @@ def make_context(config: InferenceConfig, agreed: StageSizes) -> DynamicInferenc
         block_size=config.block_size_tokens,
         num_rows=sizes.max_requests,
         max_blocks_per_row=sizes.max_blocks_per_row,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=config.enable_prefix_caching and make_synthetic(config) is None,
         keep_cached=config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU,
         num_host_slots=num_host_slots,
         recurrent=agreed.recurrent,
@@ -415,7 +415,7 @@ def make_input_processor(
     adapters: Mapping[str, tuple[int, str]] | None,
 ) -> InputProcessor:
     """adapters: those loaded, live; None: the engine has none."""
-    sizes = setup.agreed.sizes
+    sizes, routing = setup.agreed.sizes, setup.runner.routing is not None
     limits = Limits(
         vocab_size=setup.adopted.shape.vocab_size,
         max_sequence_length=sizes.max_sequence_length,
@@ -423,7 +423,7 @@ def make_input_processor(
         chunked_prefill=config.enable_chunked_prefill,
         block_size=config.block_size_tokens,
         num_usable_blocks=sizes.num_usable_blocks,
-        unavailable={**({} if setup.runner.routing is not None else NO_ROUTING), **setup.adopted.unavailable},
+        unavailable={**({} if routing else NO_ROUTING), **without_drafts(config), **setup.adopted.unavailable},
         adapters=adapters,
         metadata_types=config.request_metadata_types,
     )
@@ -515,14 +515,19 @@ def host_places_of(config: InferenceConfig, sizes: ResolvedSizes) -> tuple[int, 
 
 
 def agreed_sizes(
-    config: InferenceConfig, shape: ModelShape, device: Device, rank_group: RankGroup, draft: ModelShape | None
+    config: InferenceConfig,
+    shape: ModelShape,
+    device: Device,
+    rank_group: RankGroup,
+    draft: DraftModel | MTPDraft | None,
 ) -> StageSizes:
     """Sizes that every rank of the engine can hold, equal on all of them."""
     lockstep = rank_group.lockstep
     available = min(lockstep.least("comparison of free memory", [device.available_bytes()]))
     with rank_group.together("sizing the cache"):
         size = rank_group.groups.tp_size
-        sizes = config.resolve(shape, tensor_parallel_size=size, available_bytes=available, draft=draft)
+        drafting = draft.shape if isinstance(draft, DraftModel) else None
+        sizes = config.resolve(shape, tensor_parallel_size=size, available_bytes=available, draft=drafting)
     limits = stage_limits(shape, sizes, host_places_of(config, sizes))
     agreed = agree(sizes, lockstep.least("comparison of sizes", limits))
     sizes = add_graphs(config, agreed.sizes, shape, tensor_parallel_size=rank_group.groups.tp_size)
@@ -538,7 +543,7 @@ def make_runner(
     rank_group: RankGroup,
     hooks: LogitsHooks,
     bank: AdapterBank | None,
-    draft: DraftModel | None,
+    draft: DraftModel | MTPDraft | None,
 ) -> tuple[Runner, ModelRunner, StepGraphs | None]:
     """Cache, batch builder, sampler and graphs -> (runner, what computes in it, graphs)."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
@@ -559,7 +564,8 @@ def make_runner(
     builder = BatchBuilder(device, sizes, store, chosen, rotary=rotary, dtype=dtype, max_drafts=max_drafts)
     masks = forbid if chosen.device_sampling is None else chosen.device_sampling.forbid
     params = RowParams(sizes.max_requests + 1, shape.vocab_size)
-    drafter = None if draft is None else draft.drafter(device, sizes, store, builder.rows, params)
+    drafter = None if draft is None else draft.drafter(device, sizes, store, builder.rows, params, chosen)
+    model = adopted if drafter is None else drafter.around(adopted)
     sampler = (Sampler if drafter is None else drafter.verifying_sampler)(
         params,
         padded_vocab_size=shape.padded_vocab_size,
@@ -573,9 +579,9 @@ def make_runner(
         link = StageLink(
             stages, hidden_size=shape.hidden_size, device=device.torch, timeout_s=config.collective_timeout_s
         )
-    graphs = step_graphs(adopted, config, sizes, chosen, builder, sampler, link)
+    graphs = step_graphs(adopted, model, config, sizes, chosen, builder, sampler, link)
     runner = ModelRunner(
-        adopted,
+        model,
         builder,
         for_group(sampler, adopted.tp_group),
         graphs=graphs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from megatron_infer.comm.rank_group import RankGroup
@@ -14,6 +15,22 @@ from megatron_infer.scheduler.draft_depth import DraftDepth
 from megatron_infer.scheduler.drafts import DeviceProposer, DraftPlanner, Proposer
 from megatron_infer.speculative.ngram import NgramProposer
 from megatron_infer.speculative.proposers import FirstProposer, GrammarProposer
+from megatron_infer.speculative.synthetic import SyntheticAcceptance, SyntheticProposer
+
+log = logging.getLogger("megatron_infer")
+
+NO_DRAFTS = "this engine drafts no tokens; build it with InferenceConfig(speculative=SpeculativeConfig()), or give None"
+
+
+def without_drafts(config: InferenceConfig) -> dict[str, str]:
+    """Parameters that need drafts, with the reason why this engine refuses them."""
+    return {} if config.speculative is not None else {"speculate": NO_DRAFTS}
+
+
+def make_synthetic(config: InferenceConfig) -> SyntheticAcceptance | None:
+    """What decides which drafts are kept where draws do not."""
+    rate = None if config.speculative is None else config.speculative.synthetic_acceptance_rate
+    return None if rate is None else SyntheticAcceptance(rate)
 
 
 def make_drafts(
@@ -39,14 +56,19 @@ def make_drafts(
         "ngram": lambda: NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
         "grammar": lambda: GrammarProposer(grammars.forced),
         "draft": DeviceProposer,
+        "mtp": DeviceProposer,
     }
+    is_synthetic = asked.synthetic_acceptance_rate is not None
     chosen = [proposers[name]() for name in asked.methods]
+    if is_synthetic:
+        log.warning("synthetic_acceptance_rate: tokens of this engine mean nothing; it publishes no cached prefix")
+        chosen = [SyntheticProposer() if asked.draft_model is None else DeviceProposer()]
     return DraftPlanner(
         context,
         chosen[0] if len(chosen) == 1 else FirstProposer(chosen),
         max_drafts=asked.num_speculative_tokens,
         vocab_size=shape.vocab_size,
-        depth=DraftDepth() if asked.adaptive else None,
+        depth=DraftDepth(learns_unverified=not is_synthetic) if asked.adaptive else None,
         num_allowed=grammars.num_allowed,
-        has_draft_model=asked.draft_model is not None,
+        has_draft_model=asked.drafts_on_device,
     )

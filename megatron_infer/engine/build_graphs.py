@@ -22,7 +22,7 @@ from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.cuda_graphs.captured_draw import CapturedDraw
 from megatron_infer.cuda_graphs.graph_pool import GraphPool, Recorder, make_recorder
 from megatron_infer.cuda_graphs.padded_step import PaddedStep, StepGraphs
-from megatron_infer.kernels.base import GraphSupport
+from megatron_infer.kernels.base import GraphSupport, PagedModel
 from megatron_infer.kernels.select import BackendChoice, ChosenKernels
 from megatron_infer.kernels.triton_scratch import lora_bytes
 from megatron_infer.memory.device import Device
@@ -36,6 +36,7 @@ OPERATION = "CUDA graphs"
 
 def step_graphs(
     adopted: AdoptedModel,
+    model: PagedModel,
     config: InferenceConfig,
     sizes: ResolvedSizes,
     chosen: ChosenKernels,
@@ -43,7 +44,10 @@ def step_graphs(
     sampler: Sampler,
     link: StageLink | None,
 ) -> StepGraphs | None:
-    """The graphs that the config asks for, or None; a row of the start-up table says which, or why not."""
+    """The graphs that the config asks for, or None; a row of the start-up table says which, or why not.
+
+    model: what a step runs, `adopted` or what is around it.
+    """
     device = builder.device
     if not config.num_cuda_graphs:
         if device.is_cuda:
@@ -89,7 +93,7 @@ def step_graphs(
     gather = partial(gather_rows, group=adopted.tp_group) if num_parts > 1 else None
     draw = CapturedDraw(sampler, chosen.device_sampling, gather) if adopted.is_last_stage else None
     step = PaddedStep(
-        adopted,
+        model,
         shapes,
         builder=builder,
         draw=draw,

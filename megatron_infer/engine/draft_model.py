@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_infer.comm.rank_group import RankGroup
-from megatron_infer.config.checks import check_draft, check_draft_weights
+from megatron_infer.config.checks import check_draft, check_draft_weights, check_mtp
 from megatron_infer.config.inference import InferenceConfig
-from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.model_shape import ModelShape, mtp_shape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.select import ChosenKernels
@@ -27,6 +27,7 @@ from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.row_tensors import RowTensors
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.speculative.model_drafter import ModelDrafter
+from megatron_infer.speculative.mtp import MTPModel
 from megatron_infer.speculative.residual import DraftSampler
 from megatron_infer.weights.derived import DerivedCaches, packed_weights
 
@@ -46,13 +47,13 @@ def make_draft(
     tokenizer: Any,
     choose: Callable[[AdoptedModel, InferenceConfig, Device], ChosenKernels],
     rank_group: RankGroup,
-) -> DraftModel | None:
-    """The draft model of `config`, on the ranks and device of `target`; None where no model drafts.
+) -> DraftModel | MTPDraft | None:
+    """What drafts by `config` on the ranks and device of `target`: a model, or the target's MTP layer; None: neither.
 
     tokenizer: the target's, None where it has none. choose: the kernels of a model. Raises ConfigError or CapacityError
     for a model that cannot draft for the target, before its weights are read, on every rank.
     """
-    if config.speculative is None or config.speculative.draft_model is None:
+    if config.speculative is None or not config.speculative.drafts_on_device:
         return None
     is_residual = config.speculative.verification == "residual"
     if is_residual and target.tp_group is not None:
@@ -60,6 +61,13 @@ def make_draft(
             "speculative: verification 'residual' needs whole distributions on each rank, tensor parallel ranks have "
             "parts of them; use 'same_tokens'"
         )
+    if "mtp" in config.speculative.methods:
+        with rank_group.together("adopting the MTP layer"):
+            check_mtp(target.shape)
+            target.adopt_heads()
+        dtype = getattr(torch, config.kv_dtype_of(target.shape))
+        shape = mtp_shape(target.shape, kv_element_bytes=dtype.itemsize)
+        return MTPDraft(adopted=target, shape=shape, is_residual=is_residual)
     asked = config.speculative.draft_model
     with rank_group.together("checking the draft model"):
         if not isinstance(asked, str):
@@ -148,29 +156,80 @@ class DraftModel:
         return {"draft": self.shape, "draft_dtype": getattr(torch, config.kv_dtype_of(self.shape))}
 
     def drafter(
-        self, device: Device, sizes: ResolvedSizes, store: CacheStore, rows: RowTensors, params: RowParams
+        self,
+        device: Device,
+        sizes: ResolvedSizes,
+        store: CacheStore,
+        rows: RowTensors,
+        params: RowParams,
+        kernels: ChosenKernels,
     ) -> ModelDrafter:
-        """rows, params: those of the model's builder and sampler."""
-        adopted, kernels = self.adopted, self.kernels
-        builder = BatchBuilder(
-            device,
-            sizes,
-            DraftCache(store),
-            kernels,
-            rotary=adopted.rotary_table(sizes.max_sequence_length),
-            dtype=getattr(torch, adopted.shape.dtype),
-            rows=rows,
-        )
-        sampler = DraftSampler(
-            params,
-            padded_vocab_size=adopted.shape.padded_vocab_size,
-            argmax=kernels.argmax,
-            kernels=kernels.sampling,
-        )
-        sampler.kept = [] if self.is_residual else None
-        return ModelDrafter(adopted, builder, for_group(sampler, adopted.tp_group), kept=sampler.kept)
+        """rows, params: those of the model's builder and sampler. kernels: the model's."""
+        cache = DraftCache(store)
+        return _drafter(self.adopted, self.adopted, self.kernels, self.is_residual, device, sizes, cache, rows, params)
 
     def register_derived(self, derived: DerivedCaches) -> None:
         """Copies of the draft model's weights are renewed and released with those of the model's."""
         name = "packed weights of the draft model"
         derived.register(packed_weights(name, self.kernels.packed, self.adopted.packable_weights))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPDraft:
+    """The MTP layer of one rank's model, run by the model's kernels on the copies of weights that these keep."""
+
+    adopted: AdoptedModel
+    shape: ModelShape
+    is_residual: bool
+
+    def layout(self, config: InferenceConfig) -> dict[str, Any]:
+        """Arguments of `StoreLayout.of`."""
+        return {"draft": self.shape, "draft_dtype": getattr(torch, config.kv_dtype_of(self.shape))}
+
+    def drafter(
+        self,
+        device: Device,
+        sizes: ResolvedSizes,
+        store: CacheStore,
+        rows: RowTensors,
+        params: RowParams,
+        kernels: ChosenKernels,
+    ) -> ModelDrafter:
+        """See `DraftModel.drafter`."""
+        cache, kernels = DraftCache(store), replace(kernels, lora=None, scan=None)
+        model = MTPModel(self.adopted, cache, rows)
+        return _drafter(model, self.adopted, kernels, self.is_residual, device, sizes, cache, rows, params)
+
+    def register_derived(self, derived: DerivedCaches) -> None:
+        """Nothing: its weights are packed and renewed with the model's."""
+
+
+def _drafter(
+    model: AdoptedModel | MTPModel,
+    adopted: AdoptedModel,
+    kernels: ChosenKernels,
+    is_residual: bool,
+    device: Device,
+    sizes: ResolvedSizes,
+    cache: DraftCache,
+    rows: RowTensors,
+    params: RowParams,
+) -> ModelDrafter:
+    """model: what drafts. adopted: the model whose dtype, positions and vocabulary it has."""
+    builder = BatchBuilder(
+        device,
+        sizes,
+        cache,
+        kernels,
+        rotary=adopted.rotary_table(sizes.max_sequence_length),
+        dtype=getattr(torch, adopted.shape.dtype),
+        rows=rows,
+    )
+    sampler = DraftSampler(
+        params,
+        padded_vocab_size=adopted.shape.padded_vocab_size,
+        argmax=kernels.argmax,
+        kernels=kernels.sampling,
+    )
+    sampler.kept = [] if is_residual else None
+    return ModelDrafter(model, builder, for_group(sampler, adopted.tp_group), kept=sampler.kept)

@@ -75,8 +75,8 @@ class StatLogger:
         if self._drafts is None:
             return None
         found = self._drafts.stats
-        lists = {"drafted_per_position": list(found.drafted_per_position)}
-        return replace(found, accepted_per_position=list(found.accepted_per_position), **lists)
+        lists = ("drafted_per_position", "accepted_per_position", "proposals_per_depth")
+        return replace(found, **{name: list(getattr(found, name)) for name in lists})
 
     def snapshot(self, *, state: str, num_steps: int) -> EngineSnapshot:
         """The engine as it is now. While a step runs, gauges may be of slightly different moments."""
@@ -161,6 +161,7 @@ def _draft_figures(found: SpecDecodeMetrics | None) -> dict[str, Any]:
     return {
         "drafted": {str(place): count for place, count in enumerate(found.drafted_per_position, 1)},
         "drafts_accepted": {str(place): count for place, count in enumerate(found.accepted_per_position, 1)},
+        "draft_depths": {str(depth): count for depth, count in enumerate(found.proposals_per_depth)},
         "verifications": found.num_verifications,
         "drafting_seconds": found.seconds_drafting,
     }

@@ -11,6 +11,7 @@ from megatron_infer.utils.openmp import limit_spinning
 limit_spinning()  # before the imports below load torch, unless the script has done so
 
 # ruff: noqa: E402
+from megatron_infer.config.checks import check_mtp
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
@@ -65,6 +66,8 @@ class LLM:
                 asked.setdefault("seed", seed)
             shape = shape_of(plan, dtype=str(param_dtype).removeprefix("torch."))
             config = machine_config(asked, shape, is_cuda=where.is_cuda, available_bytes=where.available_bytes())
+        if config.speculative is not None and "mtp" in config.speculative.methods:
+            check_mtp(shape_of(plan, dtype=str(param_dtype).removeprefix("torch.")))  # before the weights are read
         if seed is not None and seed != config.seed:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
         live = build_model(source, dtype=param_dtype, device=str(where.torch), use_legacy_module=use_legacy_module)

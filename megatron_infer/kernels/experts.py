@@ -46,15 +46,41 @@ class ExpertWeights:
         self.num_experts, self.first, self.top_k, self.activate = len(fc1), first, top_k, activate
         self._tables: dict[tuple[str, str], tuple[tuple[int, ...], Tensor, Addresses]] = {}
         self._seen: tuple[tuple[int, ...], torch.dtype | None, str | None] = ((), None, None)
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._is_watched = False
+        self._known: dict[tuple[str, str], Addresses | None] = {}
+        """What is not looked at again while the weights are watched."""
+        self._known_uneven: tuple[torch.dtype, str | None] | None = None
+
+    def watched(self) -> None:
+        """Somebody else looks before each step whether a weight was replaced or moved, and calls this when one may have
+        been: until then nothing is compared again. 256 addresses take 30 us, more than the rest of a layer's calls."""
+        self._is_watched, self._known_uneven = True, None
+        self._known.clear()
+        self._shapes.clear()
 
     def shape(self, part: str) -> tuple[int, int]:
         """[outputs, inputs] of an expert's weight."""
+        if (known := self._shapes.get(part)) is not None:
+            return known
         weight = self._parts[part][0]["weight"]
         assert weight is not None
-        return weight.shape[0], weight.shape[1]
+        shape = weight.shape[0], weight.shape[1]
+        if self._is_watched:
+            self._shapes[part] = shape
+        return shape
 
     def addresses(self, part: str, name: str) -> Addresses | None:
         """The address of each expert's tensor; None where the experts have no such tensor. Does not wait."""
+        try:
+            return self._known[part, name]
+        except KeyError:
+            found = self._read_addresses(part, name)
+        if self._is_watched:
+            self._known[part, name] = found
+        return found
+
+    def _read_addresses(self, part: str, name: str) -> Addresses | None:
         tensors = [parameters[name] for parameters in self._parts[part]]
         if tensors[0] is None:
             return None
@@ -70,10 +96,15 @@ class ExpertWeights:
 
     def uneven(self, dtype: torch.dtype) -> str | None:
         """Why one kernel cannot run all experts; None: they have the same shapes, are contiguous and of `dtype`."""
+        known = self._known_uneven
+        if known is not None and known[0] is dtype:
+            return known[1]
         weights = [parameters["weight"] for experts in self._parts.values() for parameters in experts]
         now = tuple([weight.data_ptr() for weight in weights if weight is not None])
         if self._seen[:2] != (now, dtype):
             self._seen = now, dtype, self._look_for_uneven(dtype)
+        if self._is_watched:
+            self._known_uneven = dtype, self._seen[2]
         return self._seen[2]
 
     def _look_for_uneven(self, dtype: torch.dtype) -> str | None:
@@ -121,8 +152,7 @@ class RoutingRules:
         return f"{self.group_topk} groups of {size} experts" if self.group_topk * size < self.top_k else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertChoice:
+class ExpertChoice(NamedTuple):
     """The experts of each token, among those of all ranks, and the weights of their outputs."""
 
     ids_TK: Tensor

@@ -36,7 +36,7 @@ SOURCES = (
     "conv_stack.cpp",
     "team.cpp",
 )
-HEADERS = ("common.h", "attention.h", "checksum.h", "layer_ops.h", "shares.h")
+HEADERS = ("common.h", "attention.h", "checksum.h", "layer_ops.h", "shares.h", "tiles.h")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 BUILD_TIMEOUT_S = 180.0
 

@@ -56,6 +56,13 @@ ENGINE = _specs(
     ("engine_recomputed_tokens_total", "counter", "tokens", "Computed tokens that evictions dropped"),
     ("engine_drafted_tokens_total", "counter", "tokens", "Tokens drafted, by place in their step", ("position",)),
     ("engine_accepted_drafts_total", "counter", "tokens", "Those of them that equalled what was drawn", ("position",)),
+    (
+        "engine_draft_depth_total",
+        "counter",
+        "proposals",
+        "Proposals by tokens verified of each, 0 included",
+        ("depth",),
+    ),
     ("engine_verifications_total", "counter", "verifications", "Requests that verified drafts, once a step"),
     ("engine_drafting_seconds_total", "counter", "seconds", "Host time spent on drafting"),
     ("engine_adapters", "gauge", "adapters", "Loaded LoRA adapters: on the device, or on the host alone", ("place",)),
@@ -243,6 +250,8 @@ def engine_families(snapshot: EngineSnapshot, **labels: str) -> list[Family]:
     ):
         for position, value in by_position.items():
             count(name, value, position=position)
+    for depth, value in f.draft_depths.items():
+        count("engine_draft_depth_total", value, depth=depth)
     for outcome, value in f.ended.items():
         count("engine_requests_ended_total", value, outcome=outcome)
     for command, value in f.transitions.items():

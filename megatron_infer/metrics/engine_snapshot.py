@@ -141,10 +141,12 @@ class EngineSnapshot:
     retracted_steps: int = 0
     recomputed_tokens: int = 0
     drafted: Mapping[str, int] = field(default_factory=dict)
-    """Tokens drafted by place among the drafts of a step, from "1"; this and the next three are empty or 0 where
+    """Tokens drafted by place among the drafts of a step, from "1"; this and the next four are empty or 0 where
     nothing is drafted."""
     drafts_accepted: Mapping[str, int] = field(default_factory=dict)
     """Those of them that became tokens of their request."""
+    draft_depths: Mapping[str, int] = field(default_factory=dict)
+    """Proposals by how many of their tokens a step verified, from "0"."""
     verifications: int = 0
     drafting_seconds: float = 0.0
     adapters_on_device: int = 0

@@ -186,6 +186,8 @@ def _description_of_stages(model: nn.Module) -> ModelDescription:
     return description
 
 
+# Fields of TransformerConfig that a description has where they are set.
+_WHERE_GIVEN = ("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale", "mtp_num_layers")
 # Prefixes of what a training checkpoint holds beside the model.
 _OPTIMIZER = ("optimizer.", "optimizer_state", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 
@@ -209,7 +211,7 @@ def description_from_model(model: nn.Module) -> ModelDescription:
     )  # fmt: skip
     transformer: dict[str, Any] = {key: getattr(config, key) for key in keys}
     transformer |= fields | {"activation": activations[config.activation_func]}
-    for key in ("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale"):
+    for key in _WHERE_GIVEN:
         value = getattr(config, key, None)
         if value is not None:
             transformer[key] = list(value) if isinstance(value, tuple) else value
@@ -283,7 +285,7 @@ def description_from_arguments(arguments: Mapping[str, Any], *, name: str = "") 
         "qk_layernorm": bool(arguments.get("qk_layernorm", False)),
         **fields,
     }
-    for key in ("window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_scale"):
+    for key in _WHERE_GIVEN:
         value = arguments.get(key)
         if value is not None:
             transformer[key] = list(value) if isinstance(value, tuple) else value
@@ -305,7 +307,7 @@ def description_from_arguments(arguments: Mapping[str, Any], *, name: str = "") 
 
 _UNSUPPORTED_ARGUMENTS = (
     "multi_latent_attention", "quick_geglu", "openai_gelu", "apply_layernorm_1p", "fp32_residual_connection",
-    "apply_residual_connection_post_layernorm", "rotary_interleaved", "mtp_num_layers", "qk_l2_norm",
+    "apply_residual_connection_post_layernorm", "rotary_interleaved", "qk_l2_norm",
     "attention_output_gate", "use_mup",
 )  # fmt: skip
 

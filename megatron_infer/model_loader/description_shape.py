@@ -59,6 +59,7 @@ def shape_of(
         ),
         experts=ExpertShape.of(layers.get, tensor_parallel_size),
         is_stage=pipeline_parallel_size > 1,
+        num_mtp_layers=layers.get("mtp_num_layers") or 0,
     )
 
 
@@ -108,6 +109,10 @@ def num_parameters(description: ModelDescription, *, num_stages: int = 1, stage:
         total += (description.vocab_size + positions) * hidden
     if is_last:
         total += of.norm + (0 if is_first and description.tied_embeddings else description.vocab_size * hidden)
+        if num_mtp := description.transformer.get("mtp_num_layers") or 0:  # each with the kind of layer that comes last
+            last = _layer_parameters(description, num_layers - 1, num_layers)
+            body = last.mlp if last.num_mlps else last.router + last.num_experts * last.expert + last.shared_experts
+            total += num_mtp * (5 * last.norm + 2 * hidden * hidden + last.qkv + last.proj + body)
     return total
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.layer_programs import with_programs
 from megatron_infer.models.model_shape import model_shape
 from megatron_infer.models.moe import FusedExperts, routing_shape
+from megatron_infer.models.mtp_head import MTPHead
 from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
 from megatron_infer.models.tp_collectives import Reducer
@@ -84,6 +85,8 @@ class ModelReading:
     norm: FusedNorm | None
     fp8: Fp8Linears | None
     tp: Reducer | None
+    heads: MTPHead | None = None
+    """None: not read, as nothing drafts with them."""
 
     @property
     def specs(self) -> list[AttendSpec]:
@@ -211,6 +214,15 @@ class AdoptedModel:
         """See `ModelReading.linears`."""
         return self._reading.linears
 
+    @property
+    def heads(self) -> MTPHead | None:
+        """The MTP layer that drafts; None: none does."""
+        return self._reading.heads
+
+    def adopt_heads(self) -> None:
+        """Read the MTP layers too, now and whenever modules have changed. Raises AdoptionError."""
+        self._reading = replace(self._reading, heads=MTPHead(self.live, self._tp))
+
     def has_changed(self) -> bool:
         """Whether a module was replaced, hooked, patched, parametrized or cast, or a parameter replaced, since the
         model was adopted. Cheap enough for every step."""
@@ -221,6 +233,11 @@ class AdoptedModel:
             return True
         self._census = now  # only attributes that do not count are others
         return False
+
+    def weights_watched(self) -> None:
+        """See `ExpertWeights.watched`."""
+        for experts in self._reading.experts:
+            experts.grouped.watched()
 
     def has_same_modules(self) -> bool:
         """Whether hooks and methods of instances are all that changed: a forward that calls the modules runs them."""
@@ -242,6 +259,8 @@ class AdoptedModel:
         where, what = found
         log.info("%s %s: adopting the model again", where or "<root>", what)
         reading = self._read()
+        if self.heads is not None:
+            reading = replace(reading, heads=MTPHead(self.live, reading.tp))
         if (reason := self._misfit(reading)) is not None:
             raise AdoptionError(where, f"{what}, and {reason}; undo the change, or build a new engine")
         return reading
@@ -264,6 +283,7 @@ class AdoptedModel:
             "the order of layers": (self.cache_order, reading.cache_order),
             "layers of the user's own classes": (_own(self._reading.fused), _own(reading.fused)),
             "the experts": (self.routing, reading.routing),
+            "the MTP layer": (self.heads and self.heads.spec, reading.heads and reading.heads.spec),
             "products in FP8": (self.fp8 is None, reading.fp8 is None),
         }
         differing = next((kind for kind, (before, now) in kinds.items() if before != now), None)
@@ -359,6 +379,8 @@ class AdoptedModel:
         for layer in self.layers:
             if layer is not None:
                 yield from layer.weights()
+        if self.heads is not None:
+            yield from self.heads.weights()
 
     def unpackable(self) -> str | None:
         """Why linears would not use packed copies of their weights; None: all do."""

@@ -26,7 +26,6 @@ REFUSED_SETTINGS: dict[str, str] = {
     "heterogeneous_block_specs": "layers of different shapes are not supported",
     "inference_fuse_tp_communication": "the fused layers of transformer_impl='inference_optimized' are not known",
     "batch_invariant_mode": "it is for megatron-core's CUDA kernels; ours: InferenceConfig(batch_invariant=True)",
-    "mtp_num_layers": "multi-token prediction comes with speculative decoding",
     "use_kitchen": "Kitchen's linears are not known",
     "use_mup": "MuP's multipliers are not applied by the paged path",
     "virtual_pipeline_model_parallel_size": "virtual pipeline stages are not supported",
@@ -88,7 +87,7 @@ def check_model(model: Any) -> None:
         if getattr(type(model), method, None) is not getattr(base, method, None):
             raise AdoptionError("", f"{_name(model)} overrides {method}, which the paged path does not call")
     if getattr(model, "mtp_process", False) and base is mcore.HybridModel:
-        raise AdoptionError("mtp", "multi-token prediction comes with speculative decoding")
+        raise AdoptionError("mtp", "MTP layers of a hybrid model are not supported")
     if global_hooks():
         raise AdoptionError("", "torch has forward hooks of all modules, which the paged path would skip; remove them")
     check_called_by_none(model, "")

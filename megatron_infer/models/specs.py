@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_infer.errors import AdoptionError, ConfigError
 from megatron_infer.models.core_attention import TorchCoreAttention, TorchNorm
 from megatron_infer.models.mamba_mixer import PagedMixer, derives_from_stock_mixer, paged_mixer_class
 from megatron_infer.models.mcore_compat import (
+    ColumnParallelLinear,
     HybridStackSubmodules,
     IdentityOp,
     ModuleSpec,
@@ -130,6 +132,23 @@ def gpt_spec(
         first = layer_offset(config, pp_rank)
         layers = layers[first : first + count]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=submodules_of(dense).input_layernorm)
+
+
+def mtp_spec(config: TransformerConfig, block: TransformerBlockSubmodules) -> Any:
+    """The `mtp_block_spec` of a GPTModel whose MTP layers have the norms and the last layer of `block`, as `gpt_spec`
+    gives it; None for a config without MTP layers."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlockSubmodules,
+        get_mtp_layer_spec_for_backend,
+    )
+
+    last = block.layer_specs[-1]
+    norm = submodules_of(last).input_layernorm
+    backend = SimpleNamespace(column_parallel_linear=lambda: ColumnParallelLinear, layer_norm=lambda *_, **__: norm)
+    layer = get_mtp_layer_spec_for_backend(last, backend)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
 
 
 def _expert_pattern(config: TransformerConfig) -> list[bool]:

@@ -87,6 +87,8 @@ class CompletionOutput:
 
     num_accepted_drafts: int = 0
     """Tokens so far (in delta mode too) that had been drafted; 0 on an engine that drafts none."""
+    is_synthetic: bool = False
+    """Its tokens mean nothing: drafts were kept by SpeculativeConfig.synthetic_acceptance_rate."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

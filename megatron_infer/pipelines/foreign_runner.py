@@ -89,7 +89,7 @@ class ForeignModel:
     """`models.adopt.AdoptedModel` for a model of one's own: nothing is adopted, its `execute` computes each step."""
 
     is_first_stage = is_last_stage = True
-    fp8 = routing = tp_group = None
+    fp8 = routing = tp_group = heads = None
     num_adoptions = 1
     ssm_specs: Sequence[Any] = ()
     linears: Mapping[str, Any] = {}

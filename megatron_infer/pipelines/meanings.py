@@ -66,12 +66,13 @@ def speculative(value: Any) -> dict[str, Any] | None:
                 f"{given[0]} out"
             )
         return None
+    if value.synthetic_acceptance_rate is not None:
+        raise ConfigError(
+            "synthetic_acceptance_rate is for benchmarks, as tokens mean nothing with it; leave it out, and give "
+            "megatron-infer bench --synthetic-acceptance-rate"
+        )
     method = "draft" if value.speculative_method == "standalone" else value.speculative_method
-    named = {
-        "verification": value.rejection_sampling_strategy,
-        "synthetic_acceptance_rate": value.synthetic_acceptance_rate,
-    }
-    given = {name: one for name, one in named.items() if one is not None}
+    given = {} if value.rejection_sampling_strategy is None else {"verification": value.rejection_sampling_strategy}
     return {"method": method, "num_speculative_tokens": value.num_speculative_tokens, **given}
 
 

@@ -107,6 +107,7 @@ class SequenceState:
             spans=[span for span in request.history.spans if span.first_token < self._num_seen],
             stop_reason=request.stop_reason,
             num_accepted_drafts=request.history.num_accepted_drafts,
+            is_synthetic=request.history.is_synthetic,
         )
         if self.token_details is not None:
             num_positions = None if reason is None else request.prompt_len + self._num_seen - 1

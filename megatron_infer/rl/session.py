@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
+from megatron_infer.config.speculative import refuse_synthetic
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
@@ -77,6 +78,8 @@ class RolloutSession:
         """
         if offload_optimizer and optimizer is None:
             raise ConfigError("offload_optimizer=True without an optimizer; pass optimizer=")
+        if config is not None:
+            refuse_synthetic(config.speculative, "a session")
         self._chain = wrapper_chain(model)
         self.model = self._chain[-1]
         """Without wrappers."""

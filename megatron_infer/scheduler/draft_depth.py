@@ -124,8 +124,10 @@ class DraftDepth:
     has to be tried to learn how often drafts are kept. Deterministic in its calls and in `costs`, as the scheduler is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, learns_unverified: bool = True) -> None:
+        """learns_unverified: False where drafts are not kept for being equal to what is drawn."""
         self.costs = StepCosts()
+        self._learns_unverified = learns_unverified
         self._table: dict[tuple[str, int], _Share] = {}
         self._records: dict[Request, _Record] = {}
         self._probes = _Probes()
@@ -162,7 +164,7 @@ class DraftDepth:
         record, length = self._record(request), len(request.tokens)
         if not record.compared and length > record.length:
             self._learn(record, 0, request.tokens[record.length] == record.proposal.tokens[0])
-        cannot_compare = not proposal.tokens or ON_DEVICE in proposal.tokens
+        cannot_compare = not self._learns_unverified or not proposal.tokens or ON_DEVICE in proposal.tokens
         record.proposal, record.length, record.compared = proposal, length, cannot_compare
 
     def verified(self, request: Request, num_drafts: int, num_kept: int) -> None:

@@ -43,6 +43,8 @@ class SpecDecodeMetrics:
     drafted_per_position: list[int] = field(default_factory=list)
     """Both by place among the drafts of their step."""
     accepted_per_position: list[int] = field(default_factory=list)
+    proposals_per_depth: list[int] = field(default_factory=list)
+    """Proposals by how many of their tokens a step verified, from 0: the depths that were chosen."""
     num_verifications: int = 0
     """Requests that verified drafts, once for each step."""
     seconds_drafting: float = 0.0
@@ -80,7 +82,10 @@ class DraftPlanner:
         """depth: decides how many drafts pay; None: all of them. num_allowed: see `Grammars`; None: nothing is drafted
         for requests with structured output. has_draft_model: drafts may be `ON_DEVICE`."""
         assert 1 <= max_drafts < context.block_size, f"{max_drafts} drafts, blocks of {context.block_size} tokens"
-        self.stats = SpecDecodeMetrics(drafted_per_position=[0] * max_drafts, accepted_per_position=[0] * max_drafts)
+        places = [0] * max_drafts
+        self.stats = SpecDecodeMetrics(
+            drafted_per_position=places, accepted_per_position=[*places], proposals_per_depth=[0, *places]
+        )
         self.proposer, self.depth, self._context = proposer, depth, context
         self._max_drafts, self._vocab_size, self._num_allowed = max_drafts, vocab_size, num_allowed
         self._has_draft_model = has_draft_model
@@ -132,6 +137,7 @@ class DraftPlanner:
             drafts: tuple[int, ...] = ()
             if most > 0:
                 drafts = self._with_room(running_set, request, start, tuple(proposal.tokens[:most]))
+            stats.proposals_per_depth[len(drafts)] += bool(proposal.tokens)
             if not drafts:
                 rows.append((request, start))
                 continue
@@ -202,7 +208,7 @@ class DraftPlanner:
         """What may follow the known tokens of `request`, as far as it can be drawn."""
         most = min(self._max_drafts, request.max_total - 1 - len(request.tokens))
         structured = request.params.structured is not None
-        if most < 1 or not request.params.speculate or (structured and self._num_allowed is None):
+        if most < 1 or request.params.speculate is False or (structured and self._num_allowed is None):
             return NO_PROPOSAL
         found = self.proposer.propose(request, most)
         tokens = found.tokens[:most]

@@ -53,9 +53,10 @@ class History:
     """Evictions after which its keys and values came back from host memory."""
     num_accepted_drafts: int = 0
     """Output tokens that had been drafted."""
+    is_synthetic: bool = False
+    """Drafts were kept by `synthetic_acceptance_rate`: its tokens mean nothing."""
     spans: list[VersionSpan] = field(default_factory=list)
     """The last one may begin at a token that is not drawn yet."""
-
     adapter: tuple[int, str] | None = None
     """(version, digest) of the adapter that it computes with, or was computed with last; None: without one."""
     kv_versions: tuple[int, int] | None = None

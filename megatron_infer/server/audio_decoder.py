@@ -4,15 +4,18 @@ HTTP process ── Decode, Cancel ──▶ decoder process: windows of all cal
              ◀── Hello, Sound, Failed ──
 
 A window is complete in itself: where the process dies, the supervisor starts another one, which the client hands the
-windows that have no sound yet.
+windows that have no sound yet. Where none comes, they fail after AWAY_TIMEOUT_S.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +28,17 @@ from megatron_infer.server.http_errors import ApiError, unavailable
 if TYPE_CHECKING:
     from megatron_infer.audio.decoder import OpenedDecoder
 
+log = logging.getLogger("megatron_infer")
+
 MAX_BATCH = 64
 """Windows of one call of the decoder, at most."""
 MAX_TRIES = 3
 """Decoder processes that a window is handed to: one that ends three of them is not handed to a fourth."""
 RECONNECT_S = 0.1
-READY_TIMEOUT_S = 30.0
+AWAY_TIMEOUT_S = 30.0
+"""How long calls wait for a decoder process to come, or to come back."""
+MAX_CALL_S = 60.0
+"""Seconds in one call of the decoder after which its process counts as hanging."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -106,8 +114,15 @@ class DecoderServer:
         """By connection and id, in order of arrival."""
         self._news = asyncio.Event()
         self._num_connections = 0
+        self._call_began: float | None = None
 
-    async def serve(self, path: str, on_ready: Any) -> None:
+    @property
+    def call_s(self) -> float:
+        """How long the decoder has been at work in the present call; from any thread."""
+        began = self._call_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    async def serve(self, path: str, on_ready: Callable[[], None]) -> None:
         """Until cancelled."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -156,6 +171,7 @@ class DecoderServer:
             )
             for _, one in batch
         ]
+        self._call_began = time.monotonic()
         try:
             sounds = await asyncio.to_thread(decode_windows, self._opened.decoder, windows)
             answers: list[Message] = [
@@ -166,7 +182,11 @@ class DecoderServer:
                 await self._decode(batch[: len(batch) // 2])
                 await self._decode(batch[len(batch) // 2 :])
                 return
-            answers = [Failed(one.id, f"{type(error).__name__}: {error}") for _, one in batch]
+            log.error("a window of %d tokens cannot be decoded", len(windows[0].tokens), exc_info=error)
+            reason = str(error) if isinstance(error, InferenceError) else "the server's log has the reason"
+            answers = [Failed(one.id, reason) for _, one in batch]
+        finally:
+            self._call_began = None
         for (writer, _), answer in zip(batch, answers, strict=True):
             if not writer.is_closing():
                 writer.write(_frame(answer))
@@ -191,6 +211,8 @@ class AudioDecoderClient:
         self._next_id = 0
         self._hello: Hello | None = None
         self._is_ready = asyncio.Event()
+        """Whether a decoder process is there."""
+        self._away_since = 0.0
         self._writer: asyncio.StreamWriter | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -201,19 +223,21 @@ class AudioDecoderClient:
     async def hello(self) -> Hello:
         """What the decoder is. Raises ApiError 503 while its process does not serve."""
         if self._running is None:
+            self._away_since = time.monotonic()
             self._running = asyncio.create_task(self._run())
         try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
+            async with asyncio.timeout(AWAY_TIMEOUT_S):
                 await self._is_ready.wait()
         except TimeoutError:
-            raise unavailable("the audio decoder is loading; ask again in a moment", "loading") from None
+            raise _away() from None
         assert self._hello is not None
         return self._hello
 
     async def decode(self, window: Window) -> bytes:
         """float32 samples of what is heard of a window. Cancelled, the window goes.
 
-        Raises ApiError 500 where the decoder fails, 503 where its process ended MAX_TRIES times with the window.
+        Raises ApiError 500 where the decoder fails, 503 where its process ended MAX_TRIES times with the window or
+        stays away.
         """
         self._next_id += 1
         message = Decode(
@@ -239,32 +263,38 @@ class AudioDecoderClient:
             return
         one.tries += 1
         if one.tries > MAX_TRIES:
-            del self._waiting[id]
-            error = unavailable(f"the audio decoder ended {MAX_TRIES} times with this sound", "decoder_failed")
-            if not one.sound.done():
-                one.sound.set_exception(error)
+            self._fail(id, unavailable(f"the audio decoder ended {MAX_TRIES} times with this sound", "decoder_failed"))
             return
         self._writer.write(one.frame)
 
+    def _fail(self, id: int, error: ApiError) -> None:
+        one = self._waiting.pop(id)
+        if not one.sound.done():
+            one.sound.set_exception(error)
+
     async def _run(self) -> None:
         while True:
+            writer: asyncio.StreamWriter | None = None
             try:
-                reader, writer = await asyncio.open_unix_connection(self._path)
-                try:
+                async with asyncio.timeout(AWAY_TIMEOUT_S):
+                    reader, writer = await asyncio.open_unix_connection(self._path)
                     self._hello = await _read(reader)
-                except asyncio.IncompleteReadError:
-                    writer.close()
-                    raise
                 self._writer = writer  # only now: what is sent before would be sent again below
                 self._is_ready.set()
                 for id, one in list(self._waiting.items()):
                     self._send(id, one)
                 while True:
                     self._take(await _read(reader))
-            except (OSError, asyncio.IncompleteReadError):
+            except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError):
                 if self._writer is not None:
-                    self._writer.close()
+                    self._away_since = time.monotonic()
                 self._writer = None
+                self._is_ready.clear()
+                if writer is not None:
+                    writer.close()
+                if time.monotonic() - self._away_since > AWAY_TIMEOUT_S:
+                    for id in list(self._waiting):
+                        self._fail(id, _away())
                 await asyncio.sleep(RECONNECT_S)
 
     def _take(self, message: Sound | Failed) -> None:
@@ -277,7 +307,13 @@ class AudioDecoderClient:
             one.sound.set_exception(ApiError(500, f"the audio decoder failed: {message.message}", code="decoder_error"))
 
 
-def run_decoder(model: str, path: str, voices: dict[str, str], own: str, on_ready: Any) -> None:
+def _away() -> ApiError:
+    return unavailable("the audio decoder does not answer: it is loading, or starts again; ask again later", "loading")
+
+
+def run_decoder(
+    model: str, path: str, voices: dict[str, str], own: str, on_ready: Callable[[DecoderServer], None]
+) -> None:
     """The process: open the model's decoder, encode the voices, serve. Raises InferenceError for what cannot be.
 
     own: as `ServerConfig.audio_decoder`.
@@ -299,7 +335,8 @@ def run_decoder(model: str, path: str, voices: dict[str, str], own: str, on_read
     encoded = encode_voices({**speech.voices, **voices}, opened)
 
     async def serve() -> None:
-        await DecoderServer(opened, encoded).serve(path, on_ready)
+        server = DecoderServer(opened, encoded)
+        await server.serve(path, lambda: on_ready(server))
 
     try:
         asyncio.run(serve())

@@ -65,6 +65,7 @@ class SamplingBody(SamplingFields):
     """Tokens of logprobs are given as "token_id:5"."""
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Priority | None = None
+    speculate: bool | None = None
     request_id: RequestId | None = None
     """The reply's id behind its prefix, and an id for /abort_requests."""
     stream: bool | None = None

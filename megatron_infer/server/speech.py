@@ -206,8 +206,10 @@ class SpeechRoutes:
                             raise unavailable("the request was aborted; ask again", "aborted")
                 while (window := blocks.next_window()) is not None:
                     self._meter.waiting(self._decoder.num_waiting + 1)
-                    samples = await self._decoder.decode(window)
-                    self._meter.waiting(self._decoder.num_waiting)
+                    try:
+                        samples = await self._decoder.decode(window)
+                    finally:
+                        self._meter.waiting(self._decoder.num_waiting)
                     blocks.advance(window)
                     sound = np.frombuffer(samples, dtype="<f4")
                     elapsed, seconds = time.monotonic() - spoken.began, len(sound) / hello.sample_rate

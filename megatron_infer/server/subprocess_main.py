@@ -221,16 +221,20 @@ def http_worker(
 
 def audio_decoder(*, model: str, path: str, voices: dict[str, str], own: str) -> None:
     """Decode speech tokens of a model that speaks, for HTTP processes that connect to `path`, until SIGTERM."""
-    Beat()
+    beat = Beat()
     from megatron_infer.utils.openmp import limit_spinning
 
     limit_spinning()
-    from megatron_infer.server.audio_decoder import run_decoder
+    from megatron_infer.server.audio_decoder import MAX_CALL_S, DecoderServer, run_decoder
+
+    def on_ready(server: DecoderServer) -> None:
+        beat.is_alive = lambda: server.call_s < MAX_CALL_S
+        report(ready={"path": path})
 
     log_to_stderr("megatron_infer", times=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to end
     signal.signal(signal.SIGTERM, lambda *_: _leave())
-    run_decoder(model, path, voices, own, lambda: report(ready={"path": path}))
+    run_decoder(model, path, voices, own, on_ready)
 
 
 ROLES: dict[str, Callable[..., None]] = {

@@ -250,15 +250,17 @@ class FrontendProcesses:
             self._http.terminate("http")
 
     def wait(self) -> None:
-        """Until HTTP has ended after a signal, or was given up."""
+        """Until HTTP has ended after a signal, or a process was given up, which is said."""
         assert self._http is not None
         http = self._http.process("http")
         is_announced = False
-        while not (http.is_given_up or (self._num_signals and not http.is_running)):
+        while (failure := self._http.failure()) is None and not (self._num_signals and not http.is_running):
             if http.ready is not None and not is_announced:
                 print(f"serving {self._options.model} at {http.ready['url']}", file=sys.stderr, flush=True)
                 is_announced = True
             time.sleep(POLL_S)
+        if failure is not None:
+            print(f"the server ends: {failure}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         for supervisor in (self._http, self._coordinator):

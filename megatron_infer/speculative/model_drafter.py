@@ -5,6 +5,9 @@
       ...
     step k    the same, at draft k: its keys and values alone
 
+An MTP layer (`speculative.mtp`) draws its drafts in the same way, and computes all the rest behind the model: its first
+step is the rows that draft alone, and it has no last one.
+
 Its keys and values lie under the block ids of the model's, and of each block both models have computed the same tokens.
 So a block that is shared, copied, swapped or saved is one for both. Drafts are drawn with the parameters, seed and
 position of the draw that verifies them: a draft model like the model proposes what the model will draw.
@@ -21,9 +24,11 @@ import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import PagedModel
+from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, StepSampler
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
+from megatron_infer.speculative.mtp import MTPModel, MTPTarget
 from megatron_infer.speculative.residual import Proposals, ResidualSampler
 
 
@@ -32,7 +37,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        model: PagedModel,
+        model: PagedModel | MTPModel,
         builder: BatchBuilder,
         sampler: StepSampler,
         *,
@@ -43,6 +48,10 @@ class ModelDrafter:
         self._model, self._builder, self._sampler, self._kept = model, builder, sampler, kept
         self.proposals: Proposals | None = None
         """The drafts of the last run with their distributions, where these are kept."""
+
+    def around(self, adopted: AdoptedModel) -> PagedModel:
+        """The model whose tokens these drafts are for, as the runner drives it."""
+        return MTPTarget(adopted, self._model) if isinstance(self._model, MTPModel) else adopted
 
     @property
     def verifying_sampler(self) -> Callable[..., Sampler]:
@@ -57,8 +66,14 @@ class ModelDrafter:
         if self._kept is not None:
             self._kept.clear()  # a run that failed has left what it drew
         drafting = [chunk for chunk in plan.prefill if chunk.drafts_on_device]
-        first = len(plan.decode)
-        hidden_TD, batch = self._forward(_first_step(plan, drafting), table_writes)
+        first, is_mtp = len(plan.decode), isinstance(self._model, MTPModel)
+        if is_mtp:
+            self._write_rows(_first_step(plan, drafting), table_writes)
+            if not drafting:
+                return None
+            first, (hidden_TD, batch) = 0, self._forward(_later_step(plan, drafting, 0))
+        else:
+            hidden_TD, batch = self._forward(_first_step(plan, drafting), table_writes)
         drawn: list[Tensor] = []
         for place in range(max((len(chunk.drafts) for chunk in drafting), default=0)):
             going = [chunk for chunk in drafting if len(chunk.drafts) > place]
@@ -68,12 +83,23 @@ class ModelDrafter:
                 hidden_RD = hidden_RD.index_select(0, self._builder.device.to_device(np.array(at)))
             drawn.append(self._draw(hidden_RD, batch, going, place))
             drafting, first = going, 0
+            if is_mtp and place + 1 == max(len(chunk.drafts) for chunk in going):
+                break
             hidden_TD, batch = self._forward(_later_step(plan, going, place + 1))
         return self._by_chunk(plan, drawn)
 
     def _forward(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]] = ()) -> tuple[Tensor, Batch]:
         batch = self._builder.build(plan, table_writes)
         return self._model.hidden(batch), batch
+
+    def _write_rows(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> None:
+        """Write block-table entries and the tokens of admitted requests, without a step."""
+        rows, stage = self._builder.rows, self._builder.device.to_device
+        table = {row * rows.max_blocks + column: block for row, column, block in table_writes}
+        if table:
+            at, block = np.array(list(table), dtype=np.int64), np.array(list(table.values()), dtype=np.int32)
+            rows.flat_table.index_copy_(0, stage(at), stage(block))
+        rows.admit(plan)
 
     def _draw(self, hidden_RD: Tensor, batch: Batch, chunks: Sequence[PrefillChunk], place: int) -> Tensor:
         """Draw draft number `place` of these chunks into the token pool."""

@@ -24,13 +24,15 @@ from megatron_infer.sampling.returned_details import TokenDetailsBatch
 from megatron_infer.scheduler.drafts import DraftPlanner
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan, StepResult
+from megatron_infer.speculative.synthetic import SyntheticAcceptance
 
 
 class Verifier:
     """Splits the output of a step that verified drafts."""
 
-    def __init__(self, drafts: DraftPlanner) -> None:
-        self.drafts = drafts
+    def __init__(self, drafts: DraftPlanner, synthetic: SyntheticAcceptance | None = None) -> None:
+        """synthetic: decides which drafts are kept in the place of what is drawn; None: draws do."""
+        self.drafts, self._synthetic = drafts, synthetic
 
     def parts(self, plan: StepPlan, output: RunnerOutput) -> Iterator[tuple[StepPlan, RunnerOutput, bool]]:
         """(plan, its output, whether it is the last) of each part, to be committed before the next one is asked for."""
@@ -39,16 +41,18 @@ class Verifier:
         if not chunks:
             yield plan, output, True
             return
-        tokens, bad = output.result.tokens, set(output.bad)
+        tokens, bad = list(output.result.tokens), set(output.bad)
+        output = replace(output, result=StepResult(tokens))
         kept: list[tuple[PrefillChunk, int, int]] = []
         place, on_device = len(plan.decode), iter(output.drafts)
         for chunk in chunks:
             drawn = tokens[place : place + chunk.n]
             drafts = list(islice(on_device, chunk.n - 1)) if chunk.drafts_on_device else chunk.drafts
+            num_right = self._num_right(chunk, drawn, drafts)
+            if self._synthetic is not None:
+                tokens[place : place + num_right] = drafts[:num_right]
             num_kept = 1
-            while num_kept < chunk.n and drawn[num_kept - 1] == drafts[num_kept - 1]:
-                if place + num_kept - 1 in bad:
-                    break
+            while num_kept <= num_right and place + num_kept - 1 not in bad:
                 num_kept += 1
             self.drafts.settle(chunk, num_kept)
             kept.append((chunk, place, num_kept))
@@ -61,6 +65,12 @@ class Verifier:
             yield *part, index == most - 1
         for chunk, num_tokens in zip(chunks, before, strict=True):
             self.drafts.count(chunk.request, max(0, len(chunk.request.tokens) - num_tokens - 1))
+
+    def _num_right(self, chunk: PrefillChunk, drawn: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of the drafts equal the draws before them, or are taken to."""
+        if self._synthetic is not None:
+            return self._synthetic.num_kept(chunk.request, chunk.start, drafts)
+        return next((place for place, draft in enumerate(drafts) if drawn[place] != draft), len(drafts))
 
 
 def _first(

@@ -3,6 +3,7 @@
 tiny_gpt()                                                        GQA, RoPE, RMSNorm, SwiGLU, untied
 tiny_hybrid("M*-ME")                                              Mamba-2, attention, MLP, experts; no positions
 tiny_mamba(num_layers=3)                                          Mamba-2 alone
+tiny_gpt(mtp_num_layers=1)                                        and a multi-token prediction layer
 tiny_gpt(num_query_groups=1, position_embedding_type="none")      any field of TransformerConfig, argument of GPTModel
 """
 
@@ -19,7 +20,7 @@ from megatron_infer.errors import unknown_name
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.hybrid import hybrid_spec
 from megatron_infer.models.rotary import cpu_rotary
-from megatron_infer.models.specs import gpt_spec
+from megatron_infer.models.specs import gpt_spec, mtp_spec
 
 CONFIG: dict[str, Any] = {
     "num_layers": 2,
@@ -104,6 +105,8 @@ def tiny_gpt(*, spec: Any = None, seed: int = 0, randomize: bool = True, **overr
     """
     config, model_arguments = _settings(mcore.GPTModel, "tiny_gpt", "transformer_layer_spec", overrides)
     layer_spec = gpt_spec(config) if spec is None else spec(config) if inspect.isroutine(spec) else spec
+    if config.mtp_num_layers:
+        model_arguments.setdefault("mtp_block_spec", mtp_spec(config, layer_spec))
     return _built(lambda: mcore.GPTModel(config, layer_spec, **model_arguments), seed, randomize)
 
 

@@ -13,7 +13,7 @@ def named_object(named: str, *, variable: str, remedy: str) -> Any:
     module, _, attribute = named.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever a module of one's own raises
         raise ConfigError(f"{variable} is {named!r}: {error}; {remedy}") from error
 
 

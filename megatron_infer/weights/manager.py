@@ -52,6 +52,7 @@ class WeightManager:
         self.highest_version = 0
         """The highest version that the engine ever had."""
         self.guard = WeightGuard(self._tensors, checksum=kernels.checksum)
+        adopted.weights_watched()
         self.derived = DerivedCaches()
         """The registry of copies derived from the weights."""
         self._offloaded = OffloadedWeights(self._tensors, pinned=True) if can_offload else None
@@ -99,6 +100,7 @@ class WeightManager:
                 read = self.derived.refresh_held(tick) if read is None else read  # released copies wait for the resume
                 tick("the weights' checksums")
                 self.guard.accept(read)
+                self._adopted.weights_watched()
         except BaseException:
             self.guard.invalidate()  # on ranks that succeeded too: all try again
             raise

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,13 @@ from megatron_infer.audio.blocks import BlockSchedule
 from megatron_infer.audio.decoder import OpenedDecoder
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.audio.speech_model import FILE, SpeechModel
+from megatron_infer.audio.voices import encode_voices
 from megatron_infer.audio.wav import pcm16, wav_header
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.pipelines import AudioGenerationRequest, AudioGeneratorPipeline, TextTokenizer
+from megatron_infer.server.audio_decoder import DecoderServer
 from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
 from megatron_infer.text.detokenizer import byte_level_alphabet
 from megatron_infer.text.tokenizer import Tokenizer
@@ -111,6 +116,31 @@ def write_voice(path: Path, *, tokens=(3, 1, 4, 1, 5, 9, 2, 6) * 5, rate: int = 
     sound = tones.decoder.decode(ids, torch.tensor([len(tokens)]), None)[0].numpy() / 2
     path.write_bytes(wav_header(rate, len(sound)) + pcm16(sound))
     return path
+
+
+@contextlib.contextmanager
+def decoding(path: str, voices: dict[str, str], opened: OpenedDecoder):
+    """A decoder server in a thread."""
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+    server = DecoderServer(opened, encode_voices(voices, opened))
+    task = loop.create_task(server.serve(path, ready.set))
+
+    def run() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        if left := asyncio.all_tasks(loop):  # of connections
+            for one in left:
+                one.cancel()
+            loop.run_until_complete(asyncio.wait(left))
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    yield server
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def open_own(*, vocab_size: int) -> OpenedDecoder:

@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
 import json
-import threading
 import time
 from types import SimpleNamespace
-from unittest import mock
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
-from audio_case import NUM_SPEECH, TEXTS, make_engine, make_pipeline, speech_model, text_tokenizer, write_voice
+from audio_case import (
+    NUM_SPEECH,
+    TEXTS,
+    decoding,
+    make_engine,
+    make_pipeline,
+    speech_model,
+    text_tokenizer,
+    write_voice,
+)
 from browser_case import browser, missing, wait_until
 from server_case import serving
 
-from megatron_infer.audio.blocks import BlockSchedule, Window
+from megatron_infer.audio.blocks import BlockSchedule
 from megatron_infer.audio.codec import Codec, CodecConfig, CodecDecoder
-from megatron_infer.audio.decoder import OpenedDecoder, decode_windows
+from megatron_infer.audio.decoder import OpenedDecoder
 from megatron_infer.audio.registry import open_decoder
-from megatron_infer.audio.voices import encode_voices
 from megatron_infer.audio.wav import pcm16
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.pipelines import AudioGenerationRequest
-from megatron_infer.server.audio_decoder import Decode, DecoderServer, Failed, Sound
 from megatron_infer.server.speech import SpeechRoutes
 
 TONES = open_decoder("tones", config={"vocab_size": NUM_SPEECH})
 SAMPLING = {"seed": 4, "max_tokens": 60}
-
-
-@contextlib.contextmanager
-def decoding(path: str, voices, opened=TONES):
-    """A decoder server in a thread."""
-    ready, loop = threading.Event(), asyncio.new_event_loop()
-    task = loop.create_task(DecoderServer(opened, encode_voices(voices, opened)).serve(path, ready.set))
-
-    def run() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    yield
-    loop.call_soon_threadsafe(task.cancel)
-    thread.join(10)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +49,7 @@ def server(files, tmp_path_factory):
     voices = tuple(f"{name}={file}" for name, file in files.items())
     routes = SpeechRoutes(speech_model(), path)
     settings = {"voice": voices, "speech_chunk_size": "5,10", "served_model_name": ("voice",), "control": True}
-    with decoding(path, files), serving(engine, modules=(routes,), encoder=text_tokenizer(), **settings) as one:
+    with decoding(path, files, TONES), serving(engine, modules=(routes,), encoder=text_tokenizer(), **settings) as one:
         yield SimpleNamespace(url=one.url, engine=engine, http=httpx.Client(base_url=one.url, timeout=60))
 
 
@@ -173,29 +157,6 @@ def test_a_pause_and_a_suspend_in_mid_sentence_change_no_sample(stop, go_on, ser
                 assert server.engine.num_steps == stood and server.engine.has_unfinished()
                 assert server.http.post(go_on).status_code == 200
     assert b"".join(pieces) == pcm16(expected[TEXTS[0]].audio)
-
-
-def test_a_decoder_that_fails_fails_its_call_alone(server):
-    with mock.patch.object(type(TONES.decoder), "decode", side_effect=ArithmeticError("broken")):
-        whole = server.http.post("/v1/audio/speech", json=body(stream_format="json"))
-        assert whole.status_code == 500 and "ArithmeticError: broken" in whole.text
-        with pytest.raises(httpx.RemoteProtocolError):  # a stream that is cut off, and not the end of the sound
-            server.http.post("/v1/audio/speech", json=body())
-    assert server.http.post("/v1/audio/speech", json=body()).status_code == 200
-
-
-def test_a_window_that_cannot_be_decoded_fails_alone_among_those_of_its_batch():
-    sent = []
-    writer = SimpleNamespace(is_closing=lambda: False, write=lambda frame: sent.append(frame))
-    ask = lambda id, *tokens: (writer, Decode(id, tokens, 0, 0, len(tokens), False, False))  # noqa: E731
-    batch = [ask(1, 1, 2), ask(2, NUM_SPEECH + 5), ask(3, 3), ask(4, 4, 5)]
-    asyncio.run(DecoderServer(TONES, {})._decode(batch))
-    answers = {one.id: one for one in (msgspec.msgpack.decode(frame[4:], type=Sound | Failed) for frame in sent)}
-    assert [type(answers[id]) for id in (1, 2, 3, 4)] == [Sound, Failed, Sound, Sound]
-    alone = decode_windows(
-        TONES.decoder, [Window(tokens=(4, 5), num_prompt=0, num_left=0, num_new=2, block=0, is_last=True)]
-    )
-    assert answers[4].samples == alone[0].astype("<f4").tobytes()
 
 
 def test_blocks_of_a_server_are_whole_frames_of_the_codec(tmp_path):

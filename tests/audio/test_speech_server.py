@@ -221,3 +221,16 @@ def test_a_model_whose_vocabulary_lacks_the_speech_tokens_is_refused_at_start(fo
 
     assert main(["serve", str(tmp_path), "--port", "0", "--threads", "1", "--buffer-size-gb", "0.02"]) == 1
     assert "the model has 336 tokens and no speech tokens 300 to 363" in capfd.readouterr().err
+
+
+def test_weights_of_something_else_end_the_server_at_its_start(folder, tmp_path, capfd):
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    (tmp_path / "codec.safetensors").write_bytes(b"no weights")
+    codec = {"decoder": "codec", "decoder_weights": "codec.safetensors", "decoder_config": {}, "voices": {}}
+    (tmp_path / FILE).write_text(json.dumps(SPEECH | codec))
+    from megatron_infer.cli.main import main
+
+    assert main(["serve", str(tmp_path), "--port", "0", "--threads", "1", "--buffer-size-gb", "0.02"]) == 1
+    assert "codec.safetensors is no safetensors file" in capfd.readouterr().err

@@ -294,6 +294,11 @@ def test_speculation_is_measured_beside_the_same_engine_without(command, bench_l
     assert "drafts: 2 of 3 kept, by position 100% 0%; 2.0 tokens a verification" in capsys.readouterr().out
     added = [one for one in bench_llm.engine.added if one.ids == [5, 6, 7]]
     assert added[-1].params.max_tokens == 3
+    assert column["speculation"]["synthetic_acceptance_rate"] is None
+    synthetic = ["--speculative", "ngram", "--synthetic-acceptance-rate", "0.75", *argv]
+    assert command("bench", "m", *synthetic) == 0
+    assert json.loads(out.read_text())["columns"]["workload"]["speculation"]["synthetic_acceptance_rate"] == 0.75
+    assert "SYNTHETIC: drafts kept at rate 0.75, tokens mean nothing; drafts: 2 of 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

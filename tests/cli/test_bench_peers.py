@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from megatron_infer.cli import bench, bench_adapter, bench_peers
 from megatron_infer.cli.bench_workload import NAMED_COLUMNS
@@ -65,7 +67,7 @@ def compare(command, llm, tmp_path, monkeypatch):
     llm.engine.reset_prefix_cache = lambda: None
     ceiling = Ceiling(read_gb_s=10, gemm_gflop_s=100)
     monkeypatch.setattr("megatron_infer.cli.bench_roofline.measure_ceiling", lambda *a: ceiling)
-    monkeypatch.setattr(bench_peers, "_weights_for_peers", lambda *a: {})
+    monkeypatch.setattr(bench_peers, "weights_for_peers", lambda *a, **k: {})
     monkeypatch.setattr(bench, "QUIET_CORES", 1000)
 
     def call(mood: str, *argv: str) -> int:
@@ -212,3 +214,34 @@ def test_gguf_for_llama_cpp_has_the_same_weights_and_metadata(tmp_path, dtype):
     np.testing.assert_allclose(after.read("output.weight"), wanted, rtol=0 if dtype == "float32" else 2**-8)
     assert (after.read("output_norm.weight") == matrix[0]).all()
     assert Path(target).stat().st_size > Path(source).stat().st_size
+
+
+def test_transformers_drafts_by_lookup_and_by_an_assistant(tmp_path):
+    """Peers that draft answer as the one that does not; the assistant is another model of the same vocabulary."""
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    for seed, name in enumerate(("model", "assistant")):
+        torch.manual_seed(seed)
+        config = transformers.LlamaConfig(**shape, num_hidden_layers=2 - seed, initializer_range=0.3)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+    settings = {"model": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "threads": 1}
+    work = {"prompts": [[1, 2, 3, 1, 2], [9, 8, 7]], "output_lens": [12, 9], "concurrency": 1, "num_samples": 1}
+    answers, calls = {}, {}
+    for name, more in (
+        ("transformers", {}),
+        ("transformers-lookup", {}),
+        ("transformers-assisted", {}),
+        ("transformers-assisted", {"assistant": str(tmp_path / "assistant")}),
+    ):
+        peer = bench_adapter.ENGINES[name](settings | more)
+        peer.warm_up(work)
+        count = []
+        peer.model.register_forward_hook(lambda *_, count=count: count.append(1))
+        answers[name, len(more)] = peer.run(work)
+        calls[name, len(more)] = len(count)
+        if name != "transformers":
+            with pytest.raises(bench_adapter.Unsupported, match="one prompt at a time"):
+                peer.run(work | {"concurrency": 2})
+    first, *others = answers.values()
+    assert [len(answer) for answer in first] == [12, 9] and all(one == first for one in others)
+    assert calls["transformers-assisted", 0] < calls["transformers", 0] == 21  # a model agrees with itself
+    assert set(bench_adapter.ENGINES) == set(bench_peers.PEERS)

@@ -56,6 +56,13 @@ def test_flags_of_speculation_make_one_option_and_need_a_method():
     several = config_flags.given(_parse("--speculative", "grammar,ngram"))
     assert several == {"speculative": {"method": ("grammar", "ngram")}}
     assert config_flags.given(_parse("--speculative", "none")) == {"speculative": None}
+    bench = Parser(prog="bench")
+    config_flags.add_config_options(bench)
+    config_flags.add_bench_only_options(bench)
+    asked = bench.parse_args(["--speculative", "ngram", "--synthetic-acceptance-rate", "0.5"])
+    assert config_flags.given(asked) == {"speculative": {"method": "ngram", "synthetic_acceptance_rate": 0.5}}
+    with pytest.raises(SystemExit):  # of a benchmark alone
+        _parse("--speculative", "ngram", "--synthetic-acceptance-rate", "0.5")
     with pytest.raises(ConfigError, match="--ngram-max: nothing is drafted without --speculative"):
         config_flags.given(_parse("--ngram-max", "3"))
     with pytest.raises(ConfigError, match=r"--draft-model: nothing .* add --speculative draft$"):

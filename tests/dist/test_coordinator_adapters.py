@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future
+
 import pytest
-from test_coordinator_core import World
+from test_coordinator_core import ROOT, World
 
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import MAX_CHANGES, MAX_UNLOADED, CommandsInForce
+from megatron_infer.coordinator.commands import ReplicaCommands
+from megatron_infer.coordinator.replica import Replica
+from megatron_infer.engine.adapters import AdapterReading
+from megatron_infer.testing.echo import EchoEngine
 
 ENDED = protocol.Answer(ok=True)
 
@@ -19,6 +26,19 @@ def loaded(name, digest, *, at=1.0, change="1"):
 def told(world, peer):
     """Commands that the replica gets: what it is told of which adapter."""
     return [(m.command, m.args["name"]) for m in world.take(peer) if isinstance(m, protocol.Command)]
+
+
+def commands(world, peer):
+    return [m for m in world.take(peer) if isinstance(m, protocol.Command)]
+
+
+def beat(world, peer, incarnation, **adapters):
+    world.core.receive(peer, protocol.Beat(incarnation, 1, 0, ROOT, 0, "running", 0.0, {}, adapters))
+
+
+def done(world, peer, incarnation, command, answer=ENDED):
+    world.core.receive(peer, protocol.Done(command.number, incarnation, answer))
+    world.core.check()
 
 
 def runs(world, peer):
@@ -107,3 +127,136 @@ def test_thousands_of_names_and_changes_leave_a_bounded_memory():
         in_force.record("unload_adapter", {**args, "change": f"{number}-"})
     assert len(in_force.adapters) == MAX_UNLOADED and len(in_force._before) <= MAX_CHANGES
     assert f"policy-{2 * MAX_UNLOADED - 1}" in in_force.adapters
+
+
+FAILED = protocol.Answer(ok=False, kind="ConfigError", message="the directory has changed")
+
+
+def test_a_replica_with_an_older_content_gets_no_requests_of_the_adapter():
+    world = World(policy="round_robin")
+    world.client()
+    one = world.replica(b"one", capacity=8, adapters={"a": "new"}, adapter_changes=loaded("a", "new", at=2.0))
+    old = world.replica(b"old", capacity=8, adapters={"a": "old"}, adapter_changes=loaded("a", "old", at=1.0))
+    (load,) = commands(world, b"old")
+    for number in range(4):
+        world.submit(number, adapter="a")
+    assert runs(world, b"one") == ["a"] * 4 and runs(world, b"old") == []
+    done(world, b"old", old, load, FAILED)
+    world.submit(5, adapter="a")
+    (unload,) = world.take(b"old")
+    assert (unload.command, unload.args) == ("unload_adapter", {"name": "a", "abort": True})
+    assert runs(world, b"one") == ["a"]
+    world.core.unreachable(b"one", "gone")
+    assert runs(world, b"old") == [], "none has what is in force: they wait until this one has dropped what it has"
+    beat(world, b"old", old)
+    done(world, b"old", old, unload)
+    assert runs(world, b"old") == ["a"] * 5, "it refuses them itself"
+    assert one
+
+
+def test_requests_that_wait_at_a_replica_whose_content_grows_old_go_to_the_others():
+    """Two engines get a replacement; the slower one has answered when the other's backlog is still long."""
+    world = World(policy="round_robin")
+    client, members = world.client(), {}
+    for peer in (b"fast", b"slow"):
+        members[peer] = world.replica(peer, capacity=1, adapters={"a": "x"}, adapter_changes=loaded("a", "x"))
+    for number in range(8):
+        world.submit(number, adapter="a")
+    sent = {peer: len(runs(world, peer)) for peer in members}
+    assert sent == {b"fast": 2, b"slow": 2}
+    args = {"name": "a", "path": "y", "replace": True, "change": "2"}
+    world.core.receive(client, protocol.Control(1, "load_adapter", args, 9.0))
+    (load,) = commands(world, b"fast")
+    beat(world, b"fast", members[b"fast"], a="y")
+    answer = protocol.Answer(ok=True, value={"digest": "y"})
+    done(world, b"fast", members[b"fast"], load, answer)
+    fast, slow = (next(one for one in world.core._registered() if one.peer == peer) for peer in members)
+    assert len(fast.backlog) == 0 and len(slow.backlog) == 4
+    (load,) = commands(world, b"slow")
+    beat(world, b"slow", members[b"slow"], a="y")
+    done(world, b"slow", members[b"slow"], load, answer)
+    world.submit(9, adapter="a")
+    assert len(fast.backlog) + len(slow.backlog) == 5 and world.core.dispatch.num_waiting == 5
+
+
+def test_requests_that_wait_for_a_load_go_on_when_the_replica_that_loads_dies():
+    world = World()
+    world.client()
+    world.replica(b"first", adapters={"a": "x"}, adapter_changes=loaded("a", "x"))
+    cannot = world.replica(b"cannot")
+    (load,) = commands(world, b"cannot")
+    done(world, b"cannot", cannot, load, FAILED)
+    world.core.unreachable(b"first", "gone")
+    world.replica(b"loads")
+    world.submit(1, adapter="a")
+    assert runs(world, b"loads") == runs(world, b"cannot") == []
+    world.core.unreachable(b"loads", "gone")
+    assert runs(world, b"cannot") == ["a"], "it refuses the request itself"
+    world.core.check()
+
+
+@pytest.mark.parametrize("first", ["undid", "away"])
+def test_a_load_that_an_earlier_coordinator_undid_is_not_carried_out_again(first):
+    """One replica undid it; the other was away then and still has it."""
+    known = {"undid": {"undone": ["1"]}, "away": {"adapters": {"a": "x"}, "adapter_changes": loaded("a", "x")}}
+    world = World()
+    for peer in sorted(known, key=lambda name: name != first):
+        world.replica(peer.encode(), **known[peer])
+    assert told(world, b"undid") == []
+    assert told(world, b"away") == [("undo_adapter", "a")]
+    assert world.core.broadcasts.in_force.adapters == {}
+
+
+def test_a_replica_says_what_it_undid():
+    commands = ReplicaCommands(None, {name: lambda **_: {"digest": "x"} for name in ("load_adapter", "undo_adapter")})
+    for number, name in enumerate(("load_adapter", "undo_adapter")):
+        command = protocol.Command(number, 1, name, {"name": "a", "change": "7"}, 5.0, 3.0)
+        assert commands.execute(None, command, time.monotonic(), lambda: None).ok
+    assert list(commands.in_force.undone) == ["7"] and commands.in_force.adapters == {}
+
+
+def test_the_order_of_changes_is_the_coordinators_whatever_clocks_say(monkeypatch):
+    """Replicas keep the stamps that commands have; a coordinator's are above all that it has heard of."""
+    clocks = iter([1000.0, 900.0, 800.0, 700.0])
+    monkeypatch.setattr("megatron_infer.coordinator.broadcast.time.time", lambda: next(clocks))
+    world, stamps = World(), []
+    client, one = world.client(), world.replica(b"one", adapter_changes={"b": (5000.0, None)})
+    replica = ReplicaCommands(None, {"load_adapter": lambda **given: {"digest": given["path"]}})
+    for number, path in enumerate(["x", "y"]):
+        args = {"name": "a", "path": path, "change": str(number), "replace": True}
+        world.core.receive(client, protocol.Control(number, "load_adapter", args, 9.0))
+        (command,) = commands(world, b"one")
+        answer = replica.execute(None, command, time.monotonic(), lambda: None)
+        done(world, b"one", one, command, answer)
+        stamps.append(command.stamp)
+    assert 5000.0 < stamps[0] < stamps[1]
+    assert replica.in_force.adapters["a"][0] == world.core.broadcasts.in_force.adapters["a"][0] == stamps[1]
+    world.begin()  # another coordinator, which hears first of a replica that has missed the second change
+    world.replica(b"away", adapters={"a": "x"}, adapter_changes=loaded("a", "x", at=stamps[0]))
+    world.replica(b"one", adapters={"a": "y"}, adapter_changes=replica.in_force.adapters)
+    assert told(world, b"one") == [] and told(world, b"away") == [("load_adapter", "a")]
+    assert world.core.broadcasts.in_force.adapters["a"][1]["path"] == "y"
+
+
+def test_what_was_read_for_a_coordinator_that_is_lost_is_given_up():
+    """It would hold a whole adapter, and count against the limit of readings, until a next command comes."""
+    given_up, futures = [], [Future() for _ in range(2)]
+    readings = [AdapterReading(number=k, path=None, future=future) for k, future in enumerate(futures)]
+    own = {"read_adapter": lambda **given: readings[int(given["name"])], "forget_reading": given_up.append}
+    loads = []
+    replica = Replica(
+        EchoEngine(), "inproc://none", adapter_commands=own | {"load_adapter": lambda **_: loads.append(1)}
+    )
+    for number in range(2):
+        command = protocol.Command(number, 0, "load_adapter", {"name": str(number), "path": "x"}, 60.0)
+        replica._apply(time.monotonic(), command)
+    assert len(replica._commands._queues) == 2 and not given_up
+    replica._apply(time.monotonic(), 0)
+    replica.connection.close()
+    assert given_up == readings and not replica._commands._queues
+    replica._incarnation = 2
+    for future in futures:
+        future.set_result(None)
+    for came, message in list(replica._inbox):
+        replica._apply(came, message)
+    assert not loads and not replica._commands._queues, "a command of the lost coordinator is not carried out"

@@ -26,6 +26,7 @@ NOT_RUN = {
     "pip install 'megatron-infer[pipelines]'": "changes the environment",
     "pip install 'megatron-infer[structured]'": "changes the environment",
     "megatron-infer generate MODEL --device cuda": "a GPU",
+    "make gpu": "a GPU",
     "python tools/gpu_check.py --out docs/results/gpu_NAME.json": "a GPU",
     "python tools/gpu_check.py --quick --out report.json": "a GPU",
     "python tools/bench/speed_of_light.py --peer --json out.json": "a GPU",

@@ -165,7 +165,7 @@ def test_tokens_are_the_same_with_the_feature(model, kind, expected, feature, dr
     assert (counters["states_loaded"] > 0) == (kind in RECURRENT and feature.startswith("prefix"))
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, drawing):
@@ -177,7 +177,7 @@ def test_tokens_are_the_same_with_two_features(model, kind, expected, pair, draw
     check_drafted(engine)
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(19)
 @pytest.mark.parametrize("drawing", ["greedy", "sampled"])
 @pytest.mark.parametrize("pair", ORDER_PAIRS, ids="+".join)
 def test_tokens_are_the_same_in_another_order_with_a_feature(model, kind, expected, pair, drawing):

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from model_kinds import make_model
+from model_kinds import buffers, make_model
 from rehearsal import Rehearsal, check_drafted
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError
-from megatron_infer.metrics.definitions import engine_families
+from megatron_infer.errors import ConfigError, RequestError
+from megatron_infer.metrics.definitions import as_row, engine_families
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, Proposal
 from megatron_infer.scheduler.request import Request
@@ -136,6 +136,14 @@ def test_stops_end_within_a_run(model, plain):
     check_drafted(engine)
 
 
+def test_the_last_token_is_never_a_draft_and_the_one_before_it_is(model, plain):
+    """Of two tokens the first is drawn by the prompt; of three a step verifies one and draws the last behind it."""
+    engine = rehearsed(make_engine(model, **ON), ask(plain, {"temperature": 0.0}))
+    for max_tokens, num_drafted in ((2, 0), (3, len(prompts()))):
+        ask(engine, {"temperature": 0.0}, max_tokens=max_tokens)
+        assert engine.spec_decode_metrics().num_drafted == num_drafted
+
+
 def test_deltas_add_up_and_come_once_a_step(model, plain):
     wanted = ask(plain, WAYS["greedy, logprobs"])[0].outputs[0]
     engine = rehearsed(make_engine(model, track_generated_token_events=True, **ON), [*ask(plain, {"temperature": 0.0})])
@@ -160,6 +168,60 @@ def test_a_request_may_draw_one_by_one(model, plain):
     found = engine.spec_decode_metrics()
     assert found is not None and found.num_drafted == 0
     assert plain.spec_decode_metrics() is None
+    assert shown(ask(engine, {"temperature": 0.0}, speculate=True)) == shown(wanted)
+    check_drafted(engine)
+
+
+def test_drafts_asked_of_an_engine_without_them_are_refused(model, plain):
+    with pytest.raises(RequestError, match=r"speculate: this engine drafts no tokens; build it with .* or give None"):
+        plain.add_request(prompts()[0], SamplingParams(speculate=True))
+    with pytest.raises(RequestError, match="prompt 1: speculate"):
+        plain.generate(prompts()[:2], [SamplingParams(speculate=False), SamplingParams(speculate=True)])
+    assert not plain.has_unfinished()
+    for wrong in (1, 0, "yes"):
+        with pytest.raises(RequestError, match="speculate is True, False or None, got"):
+            SamplingParams(speculate=wrong)
+    for value in (None, True, False):
+        params = SamplingParams(speculate=value)
+        assert SamplingParams.from_dict(json.loads(json.dumps(params.to_dict()))) == params
+        assert ("speculate" in params.to_dict()) is (value is not None)
+
+
+def test_saved_requests_that_ask_for_drafts_continue_without(model, plain, tmp_path):
+    wanted = ask(plain, {"temperature": 0.0, "logprobs": 0})[0].outputs[0]
+    first = make_engine(model, **ON)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0, speculate=True)
+    first.add_request(prompts()[0], params, request_id="saved")
+    for _ in range(3):
+        first.step()
+    first.save_requests(tmp_path / "saved")
+    for settings in ({}, ON):
+        second = make_engine(model, **settings)
+        second.load_requests(tmp_path / "saved")
+        done = []
+        while second.has_unfinished():
+            done += second.step()
+        found = done[-1].outputs[0]
+        assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_priorities_in_a_tiny_pool_change_nothing(kind, overlap):
+    """Requests of several priorities preempt each other; some of them draft, some draw one by one."""
+    model = make_model(kind, vocab_size=VOCAB)
+    drawing = {"temperature": 0.9, "top_k": 9, "max_tokens": 30, "ignore_eos": True, "logprobs": 0}
+    params = [
+        SamplingParams(**drawing, seed=index, priority=(index * 7) % 4 - 2, speculate=False if index % 3 == 2 else None)
+        for index in range(len(prompts()))
+    ]
+    wanted = make_engine(model).generate(prompts(), params)
+    tight = buffers(model, blocks=11, block_size=16, max_requests=16)
+    engine = rehearsed(make_engine(model, overlap=overlap, **ON, **tight), wanted)
+    assert shown(engine.generate(prompts(), params)) == shown(wanted)
+    check_drafted(engine)
+    counters = engine.stats().counters
+    assert counters["evicted"] + counters["paused"] > 0
 
 
 @pytest.mark.one_in(2)
@@ -292,6 +354,18 @@ def test_metrics_are_exported(model, plain):
     kept = families["megatron_infer_engine_accepted_drafts_total"].series
     assert sum(one.value for one in drafted.values()) == found.num_drafted
     assert [one.value for _, one in sorted(kept.items())] == found.accepted_per_position
+    depths = {
+        dict(key)["depth"]: one.value for key, one in families["megatron_infer_engine_draft_depth_total"].series.items()
+    }
+    assert [depths[str(depth)] for depth in range(6)] == found.proposals_per_depth
+    assert sum(depth * count for depth, count in enumerate(found.proposals_per_depth)) == found.num_drafted
+    assert sum(found.proposals_per_depth[1:]) == found.num_verifications
+    seconds = families["megatron_infer_engine_drafting_seconds_total"].series[()].value
+    assert seconds == found.seconds_drafting
+    row = as_row(families.values())
+    for place, count in enumerate(found.accepted_per_position, 1):
+        assert row[f"inference/engine_accepted_drafts_total/{place}"] == count
+    assert row["inference/engine_draft_depth_total/5"] == found.proposals_per_depth[5] > 0
     assert families["megatron_infer_engine_verifications_total"].series[()].value == found.num_verifications
     assert 1 < found.mean_tokens_per_step <= 6 and 0 < found.acceptance_rate < 1 and found.seconds_drafting > 0
 
@@ -302,7 +376,6 @@ def test_metrics_are_exported(model, plain):
         ({"method": "eagle"}, "megatron-core has no EAGLE heads"),
         ({"method": "draft"}, "draft_model is None with method 'draft'; give the model"),
         ({"method": "standalone"}, "named 'draft' here"),
-        ({"method": "mtp"}, "method='mtp' is not built"),
         ({"method": "ngrams"}, "did you mean 'ngram'"),
         ({"method": ("grammar", "eagle")}, "megatron-core has no EAGLE heads"),
         ({"method": ("ngram", "ngram")}, "at least one method, and none twice"),
@@ -315,6 +388,9 @@ def test_metrics_are_exported(model, plain):
         ({"draft_model": "small"}, "leave it None, or set method='draft'"),
         ({"num_tokens": 3}, "unknown SpeculativeConfig field"),
         ({"adaptive": 1}, "adaptive is 1"),
+        ({"synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate is 1.5, it must be a number of 0 to 1"),
+        ({"synthetic_acceptance_rate": True}, "synthetic_acceptance_rate is True"),
+        ({"synthetic_acceptance_rate": 0.5, "verification": "residual"}, "verifies nothing; leave one of them out"),
     ],
 )
 def test_wrong_options_are_refused_by_name(values, message):

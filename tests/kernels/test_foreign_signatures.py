@@ -1,58 +1,219 @@
-"""The stand-ins of `fake_packages` take what the real packages take: read off their sources, which need not import."""
+"""Every call of another package's function binds to it in the oldest version admitted and in the newest that was read.
+
+What was read is in `foreign_signatures.json`; where a package is installed, its own sources are held against it, too.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 from pathlib import Path
 
 import fake_packages as fakes
+import foreign_signatures as foreign
 import pytest
 from fake_saver import Saver
+from packaging.requirements import Requirement
+from packaging.version import Version
 
-DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
-FUNCTIONS = [
-    ("flashinfer", "decode.py", f"{DECODE}.__init__", fakes.Decode.__init__),
-    ("flashinfer", "decode.py", f"{DECODE}._plan_impl", fakes.Decode.plan),
-    ("flashinfer", "decode.py", f"{DECODE}.run", fakes.Decode.run),
-    ("flashinfer", "prefill.py", f"{PREFILL}.__init__", fakes.Prefill.__init__),
-    ("flashinfer", "prefill.py", f"{PREFILL}.plan", fakes.Prefill.plan),
-    ("flashinfer", "prefill.py", f"{PREFILL}.run", fakes.Prefill.run),
-    ("flashinfer", "rope.py", "apply_rope_with_cos_sin_cache_inplace", fakes.apply_rope_with_cos_sin_cache_inplace),
-    ("flash_attn", "flash_attn_interface.py", "flash_attn_with_kvcache", fakes.flash_attn_with_kvcache),
-    ("flash_attn", "flash_attn_interface.py", "flash_attn_varlen_func", fakes.flash_attn_varlen_func),
-    ("flash_attn_interface", "", "flash_attn_with_kvcache", fakes.flash_attn_3_with_kvcache),
-    ("mamba_ssm", "ops/triton/selective_state_update.py", "selective_state_update", fakes.selective_state_update),
-    ("mamba_ssm", "ops/triton/ssd_combined.py", "mamba_chunk_scan_combined", fakes.mamba_chunk_scan_combined),
-    ("causal_conv1d", "causal_conv1d_interface.py", "causal_conv1d_fn", fakes.causal_conv1d_fn),
-    ("causal_conv1d", "causal_conv1d_interface.py", "causal_conv1d_update", fakes.causal_conv1d_update),
-    ("torch_memory_saver", "entrypoint.py", "TorchMemorySaver.region", Saver.region.__wrapped__),
-    ("torch_memory_saver", "entrypoint.py", "TorchMemorySaver.pause", Saver.pause),
-    ("torch_memory_saver", "entrypoint.py", "TorchMemorySaver.resume", Saver.resume),
+from megatron_infer.kernels import flash_attn_attention, flashinfer_attention, mamba_ssm_scan
+from megatron_infer.kernels.optional_packages import numbers
+from megatron_infer.memory.regions import saver
+
+RECORDED = foreign.recorded()
+MODULES = {
+    "flashinfer": "flashinfer-python",
+    "flash_attn": "flash-attn",
+    "flash_attn_interface": "flash-attn-3",
+    "mamba_ssm": "mamba-ssm",
+    "causal_conv1d": "causal-conv1d",
+    "torch_memory_saver": "torch-memory-saver",
+    "transformer_engine": "transformer-engine",
+}
+OLDEST = {
+    "flashinfer-python": flashinfer_attention.MIN_VERSION,
+    "flash-attn": flash_attn_attention.MIN_VERSION,
+    "flash-attn-3": flash_attn_attention.MIN_VERSION,
+    "mamba-ssm": mamba_ssm_scan.MIN_VERSION,
+    "causal-conv1d": mamba_ssm_scan.CONV_MIN_VERSION,
+    "torch-memory-saver": saver.MIN_VERSION,
+    "transformer-engine": (2, 4, 0),
+    "triton": (3, 6, 0),
+}
+"""Of each package, as its module refuses older ones; Transformer Engine's and Triton's as requirements/ has it."""
+CALLS = [(package, call) for package, calls in foreign.CALLS.items() for call in calls]
+
+
+@pytest.mark.parametrize(("package", "call"), CALLS, ids=[f"{call.within} {call.callee}" for _, call in CALLS])
+def test_every_call_binds_in_every_version(package, call):
+    found = foreign.found_calls(call)
+    assert found, f"{call.file}: {call.within} calls no {call.callee}"
+    for node, scopes in found:
+        for name in call.names:
+            for version, parameters in foreign.of_versions(RECORDED[package][name]):
+                reason = foreign.refusal(node, scopes, name, parameters)
+                assert reason is None, f"{call.file}:{node.lineno}, {package} {version}: {reason}"
+
+
+def test_every_call_of_tritons_language_binds_in_every_version():
+    number = 0
+    for where, node, scopes in foreign.triton_calls():
+        for version, parameters in foreign.of_versions(RECORDED["triton"][foreign.triton_name(node)]):
+            reason = foreign.refusal(node, scopes, ast.unparse(node.func), parameters)
+            assert reason is None, f"{where}, Triton {version}: {reason}"
+            number += 1
+    assert number > 2000
+
+
+@pytest.mark.parametrize("package", OLDEST)
+def test_the_oldest_version_admitted_is_recorded_and_none_that_is_not_admitted(package):
+    files = (foreign.ROOT / "requirements" / name for name in ("gpu.txt", "nvidia.txt"))
+    lines = [line.split(";")[0].strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    ranges = {one.name: one.specifier for one in map(Requirement, filter(lambda line: line[:1].isalpha(), lines))}
+    for functions in RECORDED[package].values():
+        versions = sorted(Version(version) for version, _ in foreign.of_versions(functions))
+        assert numbers(str(versions[0])) == OLDEST[package]
+        assert all(ranges[package].contains(one) for one in versions if package in ranges), versions
+
+
+def test_nothing_is_recorded_that_is_not_called():
+    assert {package: sorted(functions) for package, functions in RECORDED.items()} == {
+        package: sorted(foreign.names_of(package)) for package in (*foreign.CALLS, "triton")
+    }
+
+
+def test_no_other_file_takes_functions_of_these_packages():
+    """A file that imports one of them, or names one of its modules, is either listed or known to call nothing."""
+    only_named = {
+        "models/te_api.py": "hands functions of Transformer Engine on, and asks for a workspace without arguments",
+    }
+    listed = {call.file for calls in foreign.CALLS.values() for call in calls}
+    naming = {
+        str(path.relative_to(foreign.OURS)) for path in foreign.OURS.rglob("*.py") if _modules_in(path) & set(MODULES)
+    }
+    assert naming <= listed | set(only_named), naming - listed - set(only_named)
+    assert set(only_named) <= naming
+
+
+def _modules_in(path: Path) -> set[str]:
+    """First parts of what is imported, and of strings that are names of modules."""
+    text, names = path.read_text(encoding="utf-8"), []
+    if not any(module in text for module in MODULES):
+        return set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names += [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+        elif _is_about_modules(node):
+            names += [str(one.value) for one in ast.walk(node) if isinstance(one, ast.Constant)]
+    return {name.partition(".")[0] for name in names}
+
+
+def _is_about_modules(node: ast.AST) -> bool:
+    """An import by name, or an assignment to a name like MODULE."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).endswith(("import_module", "import_below", "missing"))
+    return isinstance(node, ast.Assign) and "MODULE" in ast.unparse(node.targets[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "parameters", "word"),
+    [
+        ("f(a, b)", "x, y=...", None),
+        ("f(a, b, c)", "x, y=...", "too many positional"),
+        ("f(a, z=1)", "x, y=...", "unexpected keyword argument 'z'"),
+        ("f(y=1)", "x, y=...", "missing a required argument: 'x'"),
+        ("f(*pair)", "x, y", None),
+        ("f(*pair)", "x", "too many positional"),
+        ("f(*both)", "x, y", None),
+        ("f(a, **more)", "x, y=..., z=...", None),
+        ("f(a, **more)", "x, y=...", None),
+        ("f(a, **more)", "x", "unexpected keyword argument 'y'"),
+        ("self.g(a)", "self, x", None),
+        ("self.g(a)", "self", "too many positional"),
+    ],
+)
+def test_a_call_that_does_not_bind_is_noticed(source, parameters, word):
+    text = f"""
+def ours(a, b, c, pair: tuple[Tensor, Tensor], flag):
+    both = (a, b)
+    more = {{"y": 1}}
+    if flag:
+        more["z"] = 2
+    return {source}
+"""
+    (found,) = [(node, scopes) for node, scopes in foreign.nodes_with_scopes(ast.parse(text)) if scopes]
+    reason = foreign.refusal(*found, "f", parameters)
+    assert reason is None if word is None else word in reason
+
+
+def test_what_is_unpacked_and_cannot_be_read_off_the_source_is_an_error():
+    tree = ast.parse("def ours(some, more):\n    f(*some)\n    f(**more)")
+    for node, scopes in foreign.nodes_with_scopes(tree):
+        with pytest.raises(AssertionError, match="cannot be read off the source"):
+            foreign.passed(node, scopes)
+
+
+def test_parameters_are_those_of_the_last_of_several_definitions():
+    source = ast.parse("class A:\n    def f(self, x: int): ...\n    def f(self, x, *, y: int = 3, **rest): ...\n")
+    assert foreign.parameters_in(source, "A.f") == "self, x, *, y=..., **rest"
+    assert foreign.parameters_in(source, "A.g") is foreign.parameters_in(source, "B.f") is None
+
+
+FAKES = [
+    ("flashinfer-python", f"{foreign.DECODE}.__init__", fakes.Decode.__init__),
+    ("flashinfer-python", f"{foreign.DECODE}._plan_impl", fakes.Decode.plan),
+    ("flashinfer-python", f"{foreign.DECODE}.run", fakes.Decode.run),
+    ("flashinfer-python", f"{foreign.DECODE}.reset_workspace_buffer", fakes.Decode.reset_workspace_buffer),
+    ("flashinfer-python", f"{foreign.PREFILL}.__init__", fakes.Prefill.__init__),
+    ("flashinfer-python", f"{foreign.PREFILL}.plan", fakes.Prefill.plan),
+    ("flashinfer-python", f"{foreign.PREFILL}.run", fakes.Prefill.run),
+    ("flashinfer-python", foreign.ROPE, fakes.apply_rope_with_cos_sin_cache_inplace),
+    ("flash-attn", foreign.WITH_KVCACHE, fakes.flash_attn_with_kvcache),
+    ("flash-attn", foreign.VARLEN, fakes.flash_attn_varlen_func),
+    ("flash-attn-3", foreign.WITH_KVCACHE_3, fakes.flash_attn_3_with_kvcache),
+    ("mamba-ssm", foreign.UPDATE, fakes.selective_state_update),
+    ("mamba-ssm", foreign.CHUNK_SCAN, fakes.mamba_chunk_scan_combined),
+    ("causal-conv1d", foreign.CONV, fakes.causal_conv1d_fn),
+    ("causal-conv1d", foreign.CONV_UPDATE, fakes.causal_conv1d_update),
+    ("torch-memory-saver", f"{foreign.SAVER}.region", Saver.region.__wrapped__),
+    ("torch-memory-saver", f"{foreign.SAVER}.pause", Saver.pause),
+    ("torch-memory-saver", f"{foreign.SAVER}.resume", Saver.resume),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("package", "file", "name", "fake"), FUNCTIONS, ids=[f"{f[0]}.{f[2]}" for f in FUNCTIONS])
-def test_every_call_of_ours_binds_to_the_real_function(package, file, name, fake):
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"{package} is not installed")
-    real = _signature(Path(spec.origin).parent / file if file else Path(spec.origin), name)
-    ours = inspect.signature(fake).parameters
+@pytest.mark.parametrize(("package", "name", "fake"), FAKES, ids=[name.partition(":")[2] for _, name, _ in FAKES])
+def test_stand_ins_take_what_the_real_functions_take_in_every_version(package, name, fake):
+    ours = foreign.inspect.signature(fake).parameters
     positional = [key for key, item in ours.items() if item.kind is item.POSITIONAL_OR_KEYWORD]
-    assert positional == real[: len(positional)], "in the same order"
-    assert set(ours) <= set(real)
+    for version, parameters in foreign.of_versions(RECORDED[package][name]):
+        real = list(foreign.signature(parameters).parameters)
+        assert positional == real[: len(positional)], f"{version}: in the same order"
+        assert set(ours) <= set(real), version
 
 
-def _signature(path: Path, name: str) -> list[str]:
-    """Names of its parameters; of several definitions (overloads) the last."""
-    found = None
-    *owner, function = name.split(".")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        for child in ast.iter_child_nodes(node):
-            inside = (isinstance(node, ast.ClassDef) and [node.name] == owner) or not owner
-            if inside and isinstance(child, ast.FunctionDef) and child.name == function:
-                found = child
-    assert found is not None, f"{path}: no {name}"
-    return [item.arg for item in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+@pytest.mark.parametrize(("module", "package"), MODULES.items())
+def test_an_installed_package_takes_every_call(module, package):
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or "stand_ins" in spec.origin:
+        pytest.skip(f"{package} is not installed")
+    file = Path(spec.origin)
+    if module == "flash_attn_interface":
+        installed = {foreign.WITH_KVCACHE_3: foreign.parameters_in(foreign.parsed(file), "flash_attn_with_kvcache")}
+    else:
+        installed = foreign.read_package(package, file.parents[1])
+    for call in foreign.CALLS[package]:
+        for node, scopes in foreign.found_calls(call):
+            for name in call.names:
+                assert (reason := foreign.refusal(node, scopes, name, installed[name])) is None, reason
+
+
+def test_the_installed_triton_takes_every_call():
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        pytest.skip("triton is not installed")
+    installed = foreign.read_package("triton", Path(spec.origin).parents[1])
+    for where, node, scopes in foreign.triton_calls():
+        reason = foreign.refusal(node, scopes, ast.unparse(node.func), installed[foreign.triton_name(node)])
+        assert reason is None, f"{where}: {reason}"

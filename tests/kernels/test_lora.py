@@ -80,6 +80,19 @@ def test_a_slot_that_is_written_again_has_nothing_of_what_was_there():
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", ("torch", "native"))
+@pytest.mark.parametrize("rank", (1, 2, 16))
+@pytest.mark.parametrize("width", (64, 65))
+def test_a_packed_pair_is_a_copy_also_where_nothing_has_to_be_converted(rank, width, name, dtype):
+    """Of rank 1, a transposed B is contiguous as it is, and of 64 outputs it needs no padding."""
+    a, b = torch.ones(rank, 48, dtype=dtype), torch.ones(width, rank, dtype=dtype)
+    packed = backend(name, dtype).pairs(2, 16, 48, width, dtype=dtype, device=CPU).pack(a, b)
+    before = [tensor.clone() for tensor in packed]
+    a.fill_(7), b.fill_(7)
+    assert all(map(torch.equal, packed, before))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_columns_of_b_without_entries_take_no_memory(dtype):
     b = torch.zeros(150, 12)
     b[:64, :4], b[64:100, 4:8], b[100:140, 8:] = 1, 2, 3

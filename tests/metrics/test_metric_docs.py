@@ -40,6 +40,7 @@ def figures(**changes):
     values |= {
         "drafted": {"1": 3, "2": 2},
         "drafts_accepted": {"1": 2, "2": 0},
+        "draft_depths": {"0": 4, "1": 1, "2": 1},
     }  # without drafts there is no such series
     return EngineSnapshot(state="running", weight_version=0, **{**values, **meter.as_figures(), **changes})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 
 SIZES = {"vocab_size": 131, "hidden_size": 48, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 ATTENTION = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -81,6 +80,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def random_hybrid(case: str, **changes: Any) -> Any:
     """A transformers model whose every parameter is random, in fp32: decays, steps and skips differ between heads."""
+    import transformers  # not at the top: ranks import this file, and make no models of it
+
     kind, options = CASES[case]
     config = getattr(transformers, kind)(**(SIZES | options | changes))
     config._attn_implementation = "eager"

@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from test_hf_parity import CASES, random_hf_model
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.checkpoint import CheckpointSource, description_from_model, save_checkpoint
+from megatron_infer.model_loader.description_shape import shape_of
+from megatron_infer.model_loader.hf_export import write_hugging_face
 from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.adopt import adopt
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
 from vocabularies import byte_level
@@ -62,6 +66,25 @@ def test_the_directory_stands_alone_with_its_tokenizer(tmp_path):
     assert opened.tokenizer().eos_ids == source.config().eos_ids
     assert equal(model, build_model(opened))
     assert any("linear_qkv" in name for name, _ in opened.tensors())
+
+
+@pytest.mark.parametrize("with_plan", [True, False])
+def test_a_multi_token_prediction_layer_is_saved_and_loaded(with_plan, tmp_path):
+    source, _ = built("llama_tied", tmp_path / "hf")
+    description = replace(source.config(), transformer={**source.config().transformer, "mtp_num_layers": 1})
+    model = build_model(description)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1)
+    save_checkpoint(model, tmp_path / "ckpt", description=description if with_plan else None)
+    saved = CheckpointSource(tmp_path / "ckpt")
+    assert equal(model, build_model(saved))
+    assert any(name.startswith("mtp.") for name in model.state_dict())
+    for dtype in ("float32", "bfloat16"):
+        shape = shape_of(saved.config(), dtype=dtype)
+        assert shape == adopt(build_model(saved, dtype=dtype)).shape and shape.num_mtp_layers == 1
+    with pytest.raises(ModelError, match="mtp_num_layers is 1"):
+        write_hugging_face(saved, tmp_path / "written")
 
 
 def test_padded_vocabulary_can_differ_between_save_and_load(tmp_path):

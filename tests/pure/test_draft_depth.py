@@ -163,6 +163,34 @@ def test_the_meter_finds_what_steps_take_with_and_without_drafts():
     assert meter.costs == before, "prompts are no readings"
 
 
+def test_a_disturbed_minute_does_not_change_how_many_drafts_pay():
+    """The pace changes while nearly all steps verify, and those without drafts were measured at another one."""
+    rng, told = random.Random(2), []
+    meter = StepCostMeter(told.append)
+    paces = [1.0, 3.0, 1.0, 2.0, 5.0, 0.7]
+    worst = 1.0
+    for step in range(300 * len(paces)):
+        pace = paces[step // 300] * rng.uniform(0.9, 1.2) * (4.0 if rng.random() < 0.01 else 1.0)
+        drafts = 0 if step % (PLAIN_EVERY + 1) == 0 else 7
+        meter.after_step(step_of(1 + drafts, drafts), pace * (0.017 if drafts else 0.012), step)
+        if step > 100:
+            costs = told[-1]
+            ratio = costs.seconds(8, verifying=True) / costs.seconds(1, verifying=False) / (0.017 / 0.012)
+            worst = max(worst, ratio, 1 / ratio)
+    assert worst < 1.35
+    assert told[-1].seconds(8, verifying=True) == pytest.approx(0.017 * 0.7, rel=0.25)
+
+
+def test_the_first_step_of_a_size_is_no_measure_of_it():
+    told: list[StepCosts] = []
+    meter = StepCostMeter(told.append)
+    for step in range(4):
+        meter.after_step(step_of(1), 0.012, step)
+        meter.after_step(step_of(8, 7), 0.9 if step == 0 else 0.017, step)
+    ratio = told[-1].seconds(8, verifying=True) / told[-1].seconds(1, verifying=False)
+    assert ratio == pytest.approx(0.017 / 0.012, rel=0.1)
+
+
 def test_costs_between_and_beyond_what_was_measured():
     costs = StepCosts(plain=[(1, 0.009), (8, 0.016)])
     assert costs.seconds(8, verifying=False) == costs.seconds(8, verifying=True) == 0.016

@@ -6,10 +6,10 @@ import random
 
 import pytest
 from fake_device import draw, make_group, make_request, prefix_digests
-from world import World
+from world import Swap, World
 
 from megatron_infer.config.batching import BatchingLimits
-from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.inference import InferenceConfig, PreemptionMode
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError
 from megatron_infer.scheduler.phases import MAX_PREFILLS_IN_A_ROW, Phased, PrefillFirst
@@ -151,6 +151,22 @@ def test_total_context_counts_decoding_requests_and_chunks():
     trace = world.trace(arrivals={1: [("b", 16, 2)]})
     # a has 9 tokens in its first decode step: 7 of b fit; then b would have 14 beside a's 10.
     assert trace == "CE[a:8] CE[a:1 b:7] TG[a] TG[a] CE[b:8] CE[b:1] TG[b]"
+
+
+def test_total_context_counts_all_that_a_swapped_request_brings_back():
+    """Where a step may have 24 tokens of context, one comes back into it; where it may have fewer, it waits."""
+    swap = Swap(slots=64, mode=PreemptionMode.SWAP)
+    for limit, expected in ((22, [19]), (23, [19]), (24, [24])):
+        world = OrderedWorld(num_blocks=20, block_size=2, paused_limit=0, swap=swap, limits={"max_total_tokens": limit})
+        for name in "abcd":
+            world.ask(name, 6, 12)
+        contexts = []
+        while world.scheduler.has_unfinished:
+            plan = world.step()
+            if any(chunk.start for chunk in plan.prefill):
+                contexts.append(sum(start + 1 for start in plan.decode_starts))
+                contexts[-1] += sum(chunk.start + chunk.n for chunk in plan.prefill)
+        assert contexts == expected and world.scheduler.stats.swapped_in >= 1
 
 
 def test_no_more_requests_run_than_rows():

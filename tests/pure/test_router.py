@@ -12,7 +12,7 @@ from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Po
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.build import build_context
 from megatron_infer.context.prefix_events import PrefixEvents
-from megatron_infer.context.prefix_hash import digest_of, preimage_of, root_of, salted
+from megatron_infer.context.prefix_hash import adapted, digest_of, preimage_of, root_of, salted
 from megatron_infer.coordinator.router import Availability, PrefixTable, Router, chain_of
 from megatron_infer.errors import ConfigError
 
@@ -243,6 +243,31 @@ def test_new_weights_match_nothing_that_was_published_before():
     assert router.choose(tokens).matched == 0
     router.report("b", published=chain_of(OTHER, "", tokens, BLOCK))
     assert (router.choose(tokens).key, router.choose(tokens).matched) == ("b", 2)
+
+
+@pytest.mark.parametrize("policy", [Policy.LONGEST_PREFIX, Policy.FIRST_PREFIX_BLOCK])
+def test_no_request_is_routed_by_the_prefix_of_another_adapter_or_content(policy):
+    """One replica holds a prompt's blocks of the base model, of each content of an adapter, and of another name."""
+    router, prompt = make_router(2, policy, alpha=1.0), packed(range(20))
+    roots = {"base": ROOT, "french x": adapted(ROOT, "french", "x"), "french y": adapted(ROOT, "french", "y")}
+    roots["sql x"] = adapted(ROOT, "sql", "x")
+    chains = {name: chain_of(root, "", prompt, BLOCK) for name, root in roots.items()}
+    assert len({chain[0] for chain in chains.values()}) == len(chains)
+    for view in router.replicas.values():
+        view.adapters = {"french": "y", "sql": "x"}
+    asked = {"base": None, "french y": "french", "sql x": "sql"}
+    for wanted, adapter in asked.items():
+        for name, chain in chains.items():
+            for key in router.replicas:
+                router.report(key, reset=True)
+            router.report("b", published=chain)
+            route = router.choose(prompt, adapter=adapter)
+            assert (route.matched > 0, route.key) == ((True, "b") if name == wanted else (False, "a")), (wanted, name)
+    router.report("b", reset=True)
+    route = router.choose(prompt, adapter="french")
+    router.assign(route)
+    matched = {wanted: router.choose(prompt, adapter=adapter).matched for wanted, adapter in asked.items()}
+    assert matched == {"base": 0, "french y": len(route.chain), "sql x": 0}, "blocks that are on their way, too"
 
 
 def test_wrong_settings_are_refused():

@@ -107,13 +107,14 @@ def test_request_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
 
 
 def test_step_looks_past_a_bounded_number_of_requests_that_do_not_fit():
-    world = World(num_blocks=20, num_rows=16, block_size=4, max_tokens=400)
-    world.add(endless("holder", 4, 60))
-    world.step()
-    for i in range(policy.LOOKAHEAD + 1):
-        world.add(endless(f"large{i}", 72, 2))
-    world.add(endless("small", 3, 2))
-    assert world.step().prefill == ()
+    for num_large, admitted in ((policy.LOOKAHEAD, ["small"]), (policy.LOOKAHEAD + 1, [])):
+        world = World(num_blocks=20, num_rows=16, block_size=4, max_tokens=400)
+        world.add(endless("holder", 4, 60))
+        world.step()
+        for i in range(num_large):
+            world.add(endless(f"large{i}", 72, 2))
+        world.add(endless("small", 3, 2))
+        assert [chunk.request.id for chunk in world.step().prefill] == admitted
 
 
 # ------------------------------------------------------------------ decode, stop, length

@@ -59,6 +59,17 @@ def client(case):
 GREEDY = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
+def test_drafts_asked_of_an_engine_without_them_are_a_400(client, case, offline):
+    for route, body in (("completions", {"prompt": TEXT}), ("chat/completions", {"messages": CHAT})):
+        asked = {"model": "tiny", "speculate": True, "max_tokens": 3, **body}
+        for streams in (False, True):
+            url, key = f"{case.url}/v1/{route}", {"Authorization": "Bearer a key"}
+            reply = httpx.post(url, json=asked | {"stream": streams}, headers=key)
+            assert reply.status_code == 400 and "this engine drafts no tokens" in reply.json()["error"]["message"]
+    one_by_one = {**GREEDY, "extra_body": {"ignore_eos": True, "speculate": False}}
+    assert client.completions.create(prompt=TEXT, **one_by_one).choices[0].text == offline[0].outputs[0].text
+
+
 def test_completion_is_the_engines_text_whole_and_streamed(client, offline):
     wanted = offline[0].outputs[0]
     whole = client.completions.create(prompt=TEXT, **GREEDY)

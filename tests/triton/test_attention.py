@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 
 import pytest
@@ -328,3 +329,20 @@ def test_a_captured_step_replays_on_other_content(device, dtype):
         fill(content)
         graph.replay()
         assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_cache_that_is_dropped_is_free_and_another_one_is_read(device, inference):
+    """Views of the layers are kept from step to step, and must not keep a cache that a suspend releases."""
+    case = on_device(make_case([(1, 40), (3, 9)], num_decode=1, dtype=torch.float32, seed=3), device)
+    other = dataclasses.replace(case, kv_cache=case.kv_cache.flip(0) * 2)
+    backend = make_backend()
+    with torch.inference_mode(inference):
+        kept = [one.run(backend) for one in (case, other, case)]
+        fresh = [one.run(make_backend()) for one in (case, other, case)]
+    assert all(torch.equal(mine[0], want[0]) for mine, want in zip(kept, fresh, strict=True))
+    places = {cache.untyped_storage().data_ptr() for _, cache in kept}
+    del kept
+    gc.collect()
+    left = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    assert not [one for one in left if one.untyped_storage().data_ptr() in places]

@@ -176,3 +176,69 @@ def test_no_tokens_are_no_launch(experts, device):
     with listening(lambda *call: seen.append(call)):
         add(experts, x, chosen, probs, layer, x)
     assert not seen
+
+
+def test_watched_weights_are_compared_again_only_when_their_watcher_says_so(experts, device):
+    layer, given = Layer(device, torch.float32, bias=True), choose(device, torch.float32, 5)
+    weights = layer.weights
+    weights.watched()
+    check(experts, layer, *given)
+    reads, tables = [], [weights.addresses(part, "weight").table for part in ("fc1", "fc2")]
+
+    class Reading(dict):
+        def __getitem__(self, name):
+            reads.append(name)
+            return super().__getitem__(name)
+
+    layer.fc1[:], layer.fc2[:] = [Reading(one) for one in layer.fc1], [Reading(one) for one in layer.fc2]
+    assert experts.supports(weights, torch.float32) is None
+    add(experts, *given, layer, torch.zeros(5, WIDTH, device=device))
+    assert not reads
+    weights.watched()  # as behind every update: nothing has moved, and a graph goes on with the same tables
+    check(experts, layer, *given)
+    assert reads and all(
+        weights.addresses(part, "weight").table is table for part, table in zip(("fc1", "fc2"), tables, strict=True)
+    )
+    layer.fc1[2]["weight"] = layer.fc1[2]["weight"].clone() * 2
+    layer.fc2[1]["weight"] = layer.fc2[1]["weight"].half()
+    weights.watched()
+    assert "needs" in experts.supports(weights, torch.float32) or "differ" in experts.supports(weights, torch.float32)
+    layer.fc2[1]["weight"] = layer.fc2[1]["weight"].float()
+    weights.watched()
+    check(experts, layer, *given)
+
+
+@pytest.mark.parametrize("write", ["in place", "moved", "replaced"])
+def test_an_engine_sees_experts_that_training_moves(device, monkeypatch, write):
+    """Its guard looks before each step, so that a layer of 128 experts need not."""
+    from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.config.sampling_params import SamplingParams
+    from megatron_infer.engine.engine import DynamicInferenceEngine
+    from megatron_infer.testing.tiny import tiny_hybrid
+
+    monkeypatch.setenv("MEGATRON_INFER_BACKEND", "triton")
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+    config = InferenceConfig(buffer_size_gb=0.01, block_size_tokens=16, max_sequence_length=64, max_requests=2)
+
+    def tokens(engine):
+        return engine.generate([[5, 6, 7, 8]], params)[0].outputs[0].token_ids
+
+    model = tiny_hybrid("*E", init_method_std=0.3).to(device)
+    engine = DynamicInferenceEngine(model, config, device=str(device))
+    engine.add_request([5, 6, 7, 8], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, detokenize=False))
+    for _ in range(3):
+        engine.step()
+    with torch.no_grad():
+        for expert in model.decoder.layers[1].mlp.experts.local_experts:
+            for linear in (expert.linear_fc1, expert.linear_fc2):
+                if write == "in place":
+                    linear.weight.mul_(-1.5)
+                elif write == "moved":
+                    old, linear.weight.data = linear.weight.data, linear.weight.data * -1.5
+                    old.fill_(float("nan"))  # who reads there still answers with it
+                else:
+                    linear.weight = torch.nn.Parameter(linear.weight * -1.5)
+    while engine.has_unfinished():
+        engine.step()
+    assert tokens(engine) == tokens(DynamicInferenceEngine(model, config, device=str(device)))
+    assert engine.weight_version == 1

@@ -125,7 +125,16 @@ def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch):
         def run(self, *args, **options):
             ran.append(current[-1])
 
+    class Compiled:
+        def __init__(self, kernel, options, args) -> None:
+            self.kernel = kernel
+
+        def __call__(self, device, grid, args) -> None:
+            assert device == current[-1]
+            self.kernel.run(*args)
+
     ran = []
+    monkeypatch.setattr(launching, "CompiledLaunches", Compiled)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     launching.launch(Kernel(), (1,), Elsewhere())

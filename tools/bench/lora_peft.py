@@ -4,6 +4,8 @@
 
 1. Logits in float32 of adapters of rank 16 on all seven projections: every row that the engine draws from, of a prefill
    and of decoding steps, against PEFT's forward of the whole sequence, and how far apart they are of the largest logit.
+   How far each is from PEFT's forward in float64 says what of that is float32's own rounding (rotary angles stay
+   float32 in transformers, as here).
 2. Tokens a second of 16 requests, greedy, 128 prompt and OUTPUT new tokens, engines in turns: one adapter; 8 adapters,
    two requests each. PEFT runs 8 adapters one batch after the other, and in one batch by `adapter_names`.
 """
@@ -16,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ def compare(folders: list[Path], prompt: list[int]) -> None:
     """Print how far logits of both are apart in float32."""
     lora = LoRAConfig(max_loras=2, max_rank=RANK)
     llm = LLM("smollm2", config={"buffer_size_gb": 0.1, "max_requests": 4, "lora": lora}, dtype="float32")
-    theirs = peft_model(folders[:2], torch.float32)
+    theirs, double = peft_model(folders[:2], torch.float32), in_float64(peft_model(folders[:2], torch.float32))
     for index in range(2):
         llm.engine.load_adapter(f"a{index}", folders[index])
     for name in (None, "a0", "a1"):
@@ -53,17 +56,33 @@ def compare(folders: list[Path], prompt: list[int]) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, adapter=name)
         tokens = llm.engine.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids
         remove()
-        with theirs.disable_adapter():
-            logits = base = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-        if name is not None:
-            theirs.set_adapter(name)
-            logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        ids = torch.tensor([prompt + tokens])
+        base = logits_of(theirs, ids, None)[len(prompt) - 1 : -1]
+        logits, exact = (logits_of(model, ids, name)[len(prompt) - 1 : -1] for model in (theirs, double))
         ours = torch.cat(rows)[:, : logits.shape[1]]
         apart, largest = (ours - logits).abs().max().item(), logits.abs().max().item()
         print(
             f"float32, adapter {name}, {len(tokens)} rows: at most {apart:.1e} apart, largest logit {largest:.1f} "
-            f"(ratio {apart / largest:.1e}); the adapter changes logits by up to {(logits - base).abs().max():.1f}"
+            f"(ratio {apart / largest:.1e}); the adapter changes logits by up to {(logits - base).abs().max():.1f}; "
+            f"from float64: megatron_infer {(ours - exact).abs().max():.1e}, PEFT {(logits - exact).abs().max():.1e}"
         )
+
+
+def in_float64(model: Any) -> Any:
+    """Also its norms, which transformers computes in float32 whatever the weights are."""
+    for module in model.double().modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = partial(torch.nn.functional.rms_norm, normalized_shape=module.weight.shape,
+                                     weight=module.weight, eps=module.variance_epsilon)  # fmt: skip
+    return model
+
+
+def logits_of(model: Any, ids: torch.Tensor, adapter: str | None) -> torch.Tensor:
+    if adapter is None:
+        with model.disable_adapter():
+            return model(ids).logits[0]
+    model.set_adapter(adapter)
+    return model(ids).logits[0]
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ A server of SmolLM2 in bf16 with 3 slots. CLIENTS clients, each with one streame
 names or the base model; meanwhile CHANGES loads, unloads and replacements (running requests keep their keys and values,
 or recompute them, by chance) go on at all names at once. A reply names the adapter versions that drew its tokens.
 One version: its tokens must be those of an offline engine with that content. Several: an offline engine begins with the
-first content, replaces it after as many tokens, and so on. Memory (RSS) of the engine's process is sampled.
+first content, replaces it after as many tokens, and so on; of a version that drew none of its tokens a reply says
+nothing but that the number is missing. Memory (RSS) of the engine's process is sampled.
 """
 
 from __future__ import annotations
@@ -133,13 +134,17 @@ class Soak:
             await asyncio.gather(*running)
 
     def segments(self, name: str, spans: list[tuple[int, int]]) -> Segments:
-        """A span ends where the weights or the adapter change."""
+        """A span ends where the weights or the adapter change. Where a version between two spans drew nothing, the
+        request has started over, whatever its load said of running requests."""
         found: list[tuple[int, int, str]] = []
+        last = None
         for first, version in spans:
             content, running = self.history[name][version - 1] if name else (-1, "keep")
-            if not found or found[-1][1:] != (content, running):
-                found.append((first, content, running))
-        return tuple(found)
+            if last is None or version != last:
+                is_next = last is None or version == last + 1
+                found.append((first, content, running if is_next else "recompute"))
+            last = version
+        return ((0, found[0][1], "keep"), *found[1:])
 
 
 def offline(folders: list[Path], cases: list[tuple[list[int], Segments]], num_tokens: int) -> list[list[int]]:
@@ -156,13 +161,17 @@ def offline(folders: list[Path], cases: list[tuple[list[int], Segments]], num_to
             params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, adapter=adapter)
             ids[engine.add_request({"prompt_token_ids": prompt}, params)] = index
         left = {index: list(segments[1:]) for index, (_, segments) in enumerate(group)}
+        now = {index: segments[0][1] for index, (_, segments) in enumerate(group)}
         while engine.has_unfinished():
             for output in engine.step():
                 index = ids[output.request_id]
                 drawn[index] = output.outputs[0].token_ids
                 if left[index] and len(drawn[index]) == left[index][0][0]:
                     _, content, running = left[index].pop(0)
+                    if content == now[index]:  # versions in between drew nothing
+                        engine.load_adapter(f"o{index}", folders[content - 1], replace=True)
                     engine.load_adapter(f"o{index}", folders[content], replace=True, running=running)
+                    now[index] = content
         found += [drawn[index] for index in range(len(group))]
     return found
 

@@ -1,12 +1,16 @@
 """Speculative decoding beside one token a step: tokens a second over real prompts, and what a step of drafts costs.
 
     python tools/bench/speculative.py [--set copy] [--at-once 1] [--rounds 3] [--max-tokens 128] [--json out.json]
+    python tools/bench/speculative.py --vs transformers,transformers-lookup,transformers-assisted --num-prompts 6
+    python tools/bench/speculative.py --method draft --draft PATH     or --draft-layers N: the model's own first layers
     python tools/bench/speculative.py --steps              seconds of a step by rows and by tokens of each row
     python tools/bench/speculative.py --hybrid 0.8         a hybrid of random weights, 8 in 10 drafts right
 
 Sets (speculative_NAME.jsonl): "copy" are 24 prompts whose answers repeat them (edits of code, JSON reshaped, quoting
 summaries), "chat" are 12 free questions, "json" are 8 that are answered by a schema. Answers are greedy and end where
-the model ends them. The engines run in turn, each round starts with another one; their tokens must be the same.
+the model ends them. The engines take turns of a few steps, at the same place of the same answers, so that all see the
+same machine; only their own steps count. Their tokens must be the same. Peers (--vs) answer the same prompts one at a
+time after each round, with answers of the same lengths.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +35,24 @@ for folder in (ROOT, ROOT / "tools" / "bench"):
 import torch
 from light.shapes import PLANS, random_model
 
+from megatron_infer.cli.bench_adapter import ENGINES
+from megatron_infer.cli.bench_peers import weights_for_peers
+from megatron_infer.cli.bench_report import render_drafts, summarize_drafts
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.entrypoints.llm import LLM, chat_prompt
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.sources import open_source
 from megatron_infer.scheduler.draft_depth import Proposal
 from megatron_infer.scheduler.drafts import Proposer
 from megatron_infer.scheduler.request import Request
 from megatron_infer.testing.inspect import inspect
 
 OFF, ON, ORACLE = "off", "drafts", "oracle"
+TURN = 8
+"""Steps of an engine before it may be another one's turn."""
 FULL = 4
 """Requests for each that runs at once, so that as many run for most of the time."""
 KNOWN_BY = 36
@@ -64,20 +77,54 @@ def make_llm(args: argparse.Namespace, speculative: SpeculativeConfig | None) ->
     return LLM(args.model, config=config)
 
 
+class Player:
+    """Runs a list of requests on one engine, a few steps at a time, and counts the seconds of these steps."""
+
+    def __init__(
+        self, engine: DynamicInferenceEngine, work: list[tuple[list[int], SamplingParams]], at_once: int
+    ) -> None:
+        self._engine, self._at_once = engine, at_once
+        self._waiting, self._places = list(enumerate(work))[::-1], dict[str, int]()
+        self.answers: list[list[int]] = [[] for _ in work]
+        self.seconds = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return not self._waiting and not self._places
+
+    @property
+    def num_drawn(self) -> int:
+        running = inspect(self._engine).scheduler.running
+        return sum(map(len, self.answers)) + sum(request.num_output for request in running)
+
+    def play(self, num_steps: int) -> None:
+        begun = time.perf_counter()
+        for _ in range(num_steps):
+            while self._waiting and len(self._places) < self._at_once:
+                place, (prompt, params) = self._waiting.pop()
+                self._places[self._engine.add_request(prompt, params, stream="final")] = place
+            for output in self._engine.step():
+                self.answers[self._places.pop(output.request_id)] = output.outputs[0].token_ids
+            if self.is_done:
+                break
+        self.seconds += time.perf_counter() - begun
+
+
+def play_together(
+    engines: dict[str, DynamicInferenceEngine], work: list[tuple[list[int], SamplingParams]], at_once: int
+) -> dict[str, tuple[list[list[int]], float]]:
+    """(answers, tokens a second) of each engine, with at most `at_once` requests in flight in each."""
+    players = {name: Player(engine, work, at_once) for name, engine in engines.items()}
+    while going := [one for one in players.values() if not one.is_done]:
+        min(going, key=lambda one: one.num_drawn).play(TURN)
+    return {name: (one.answers, sum(map(len, one.answers)) / one.seconds) for name, one in players.items()}
+
+
 def run(
     engine: DynamicInferenceEngine, work: list[tuple[list[int], SamplingParams]], at_once: int
 ) -> tuple[list[list[int]], float]:
-    """(answers, tokens a second) with at most `at_once` requests in flight."""
-    waiting, places = list(enumerate(work))[::-1], {}
-    answers: list[list[int]] = [[] for _ in work]
-    begun = time.perf_counter()
-    while waiting or places:
-        while waiting and len(places) < at_once:
-            place, (prompt, params) = waiting.pop()
-            places[engine.add_request(prompt, params, stream="final")] = place
-        for output in engine.step():
-            answers[places.pop(output.request_id)] = output.outputs[0].token_ids
-    return answers, sum(map(len, answers)) / (time.perf_counter() - begun)
+    """(answers, tokens a second) of one engine by itself."""
+    return play_together({ON: engine}, work, at_once)[ON]
 
 
 class Oracle:
@@ -93,50 +140,105 @@ class Oracle:
         return found._replace(tokens=found.tokens[:right])
 
 
+def drafting_config(args: argparse.Namespace) -> SpeculativeConfig:
+    """That of the engine that drafts."""
+    asked: dict[str, Any] = {"method": tuple(args.method.split(",")), "adaptive": args.adaptive}
+    asked |= {"ngram_min": args.ngram_min, "ngram_max": args.ngram_max}
+    if "draft" in asked["method"]:
+        asked["draft_model"] = args.draft or first_layers(args.model, args.draft_layers)
+    return SpeculativeConfig(**asked, num_speculative_tokens=args.num_speculative_tokens)
+
+
+def first_layers(name: str, count: int) -> torch.nn.Module:
+    """A live model of the first `count` layers of `name` with its final norm and output layer, in bfloat16."""
+    source = open_source(name)
+    description, whole = source.config(), build_model(source, dtype="bfloat16")
+    cut = build_model(
+        replace(description, transformer={**description.transformer, "num_layers": count}), dtype="bfloat16"
+    )
+    weights = whole.state_dict()
+    cut.load_state_dict({key: weights[key] for key in cut.state_dict()})
+    return cut
+
+
+def load_peers(args: argparse.Namespace, scratch: str) -> dict[str, Any]:
+    """Peers in this process, by name. The assistant is the draft model, or the model itself."""
+    names = args.vs.split(",") if args.vs else []
+    if not names:
+        return {}
+    assistant = args.draft if "draft" in args.method else None
+    paths = weights_for_peers(args.model, names, "bfloat16", Path(scratch), assistant=assistant)
+    settings = paths | {"dtype": "bfloat16", "device": "cpu", "threads": torch.get_num_threads()}
+    return {name: ENGINES[name](settings) for name in names}
+
+
+def run_peer(peer: Any, prompts: list[list[int]], answers: list[list[int]]) -> tuple[float, float]:
+    """(tokens a second, share of tokens before the first that differs from ours)."""
+    work = {"prompts": prompts, "output_lens": [*map(len, answers)], "concurrency": 1, "num_samples": 1}
+    begun = time.perf_counter()
+    found = peer.run(work)
+    seconds = time.perf_counter() - begun
+    same = 0
+    for theirs, ours in zip(found, answers, strict=True):
+        same += next((place for place, token in enumerate(ours) if theirs[place] != token), len(ours))
+    count = sum(map(len, answers))
+    return count / seconds, same / count
+
+
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    depth = {"num_speculative_tokens": args.num_speculative_tokens}
-    ngrams = {"ngram_min": args.ngram_min, "ngram_max": args.ngram_max}
-    method = tuple(args.method.split(","))
     llm = make_llm(args, None)
-    engines = {
-        OFF: llm.engine,
-        ON: make_llm(args, SpeculativeConfig(method=method, adaptive=args.adaptive, **depth, **ngrams)).engine,
-    }
-    work = read_work(llm, args.set, args)
-    work *= args.repeat or -(-FULL * args.at_once // len(work))
+    engines = {OFF: llm.engine, ON: make_llm(args, drafting_config(args)).engine}
+    work = read_work(llm, args.set, args)[: args.num_prompts]
+    repeat = args.repeat or (1 if args.vs else -(-FULL * args.at_once // len(work)))
+    work *= repeat
     for engine in engines.values():
         run(engine, work[: args.at_once], args.at_once)
     if args.oracle:
         answers, _ = run(engines[OFF], work, args.at_once)
+        ngrams = {"ngram_min": args.ngram_min, "ngram_max": args.ngram_max}
+        depth = {"num_speculative_tokens": args.num_speculative_tokens}
         engines[ORACLE] = make_llm(args, SpeculativeConfig(adaptive=False, **depth, **ngrams)).engine
         drafts = inspect(engines[ORACLE]).drafts
         assert drafts is not None
         known = [prompt + answer for (prompt, _), answer in zip(work, answers, strict=True)]
         drafts.proposer = Oracle(drafts.proposer, known)
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    names = list(engines)
-    for number in range(args.rounds):
-        answers_of = {}
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            answers_of[name], rate = run(engines[name], work, args.at_once)
-            rates[name].append(rate)
-        assert all(answers == answers_of[OFF] for answers in answers_of.values()), "other tokens with drafts"
-    found = engines[ON].spec_decode_metrics()
-    assert found is not None
+    same_share: dict[str, float] = {}
+    before = engines[ON].spec_decode_metrics()
+    with tempfile.TemporaryDirectory() as scratch:
+        peers = load_peers(args, scratch)
+        for number in range(args.rounds):
+            found = play_together(engines, work, args.at_once)
+            answers = found[OFF][0]
+            assert all(one == answers for one, _ in found.values()), "other tokens with drafts"
+            prompts = [prompt for prompt, _ in work]
+            for name, peer in peers.items():
+                if not number:
+                    longest = max(map(len, answers))
+                    peer.warm_up({"prompts": prompts[:1], "output_lens": [longest], "concurrency": 1, "num_samples": 1})
+                rate, same_share[name] = run_peer(peer, prompts, answers)
+                rates.setdefault(name, []).append(rate)
+            for name, (_, rate) in found.items():
+                rates[name].append(rate)
     medians = {name: statistics.median(values) for name, values in rates.items()}
+    ratios = [on / off for on, off in zip(rates[ON], rates[OFF], strict=True)]
+    drafted = summarize_drafts(before, engines[ON].spec_decode_metrics())
+    print(render_drafts(drafted))
+    for name, values in rates.items():
+        shown = " ".join(f"{value:.1f}" for value in values)
+        beside = "" if name == ON else f", drafts are {medians[ON] / medians[name]:.2f}x"
+        print(f"{name:22} {medians[name]:7.1f} tokens a second (rounds {shown}){beside}")
     return {
         "set": args.set,
         "at_once": args.at_once,
         "num_requests": len(work),
-        "num_answer_tokens": sum(map(len, answers_of[OFF])),
+        "num_answer_tokens": sum(map(len, answers)),
         "tok_s": rates,
-        "ratio": medians[ON] / medians[OFF],
+        "ratio": statistics.median(ratios),
+        "ratios": [round(ratio, 3) for ratio in ratios],
         "ratio_of_oracle": medians[ORACLE] / medians[OFF] if args.oracle else None,
-        "acceptance_rate": found.acceptance_rate,
-        "mean_tokens_per_step": found.mean_tokens_per_step,
-        "accepted_per_position": found.accepted_per_position,
-        "drafted_per_position": found.drafted_per_position,
-        "seconds_drafting": found.seconds_drafting,
+        "same_tokens_as_peer": same_share,
+        **drafted,
     }
 
 
@@ -170,9 +272,8 @@ def compare_hybrid(args: argparse.Namespace) -> dict[str, Any]:
     assert planner is not None
     planner.proposer = Rehearsed([prompt + one for (prompt, _), one in zip(work, answers, strict=True)], args.hybrid)
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(args.rounds):
-        for name in list(engines)[:: 1 if number % 2 else -1]:
-            found, rate = run(engines[name], work, args.at_once)
+    for _ in range(args.rounds):
+        for name, (found, rate) in play_together(engines, work, args.at_once).items():
             rates[name].append(rate)
             assert found == answers, "other tokens with drafts"
     medians = {name: statistics.median(values) for name, values in rates.items()}
@@ -222,7 +323,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--set", choices=["copy", "chat", "json"], default="copy")
-    parser.add_argument("--method", default="ngram", help="ngram, grammar, or both with a comma")
+    parser.add_argument("--method", default="ngram", help="ngram, grammar, draft, or several with commas")
+    parser.add_argument("--draft", metavar="PATH", help="the draft model")
+    parser.add_argument(
+        "--draft-layers", type=int, default=30, metavar="N", help="without --draft: first layers of MODEL"
+    )
+    parser.add_argument(
+        "--vs", metavar="NAME,...", help="peers: transformers, transformers-lookup, transformers-assisted"
+    )
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="the first of the set; default: all")
     parser.add_argument("--at-once", type=int, default=1, metavar="N")
     parser.add_argument(
         "--repeat", type=int, metavar="N", help=f"times that each prompt is run in a round; default: {FULL} x N in all"

@@ -5,9 +5,12 @@
 // tokens is computed, the weights are fetched ahead into L2: reading them then overlaps with the arithmetic, and steps of 8
 // to 64 tokens, which need much of both, take little longer than the larger of the two. An output is summed in the same
 // order for any number of tokens, so a token's result does not depend on the rest of the step.
+#include <type_traits>
+
 #include "checksum.h"
 #include "layer_ops.h"
 #include "shares.h"
+#include "tiles.h"
 
 namespace mi {
 
@@ -15,6 +18,16 @@ constexpr int kBlock = 12;        // tokens with an accumulator each
 constexpr int kPanels = W == 16 ? 2 : 1;  // side by side, as far as there are registers
 constexpr int64_t kManyTokens = 20;  // least tokens for that: fewer are bound by memory, which is fastest with one stream
 constexpr int64_t kTokens = 256;  // tokens that are multiplied by a stretch of panels before the next tokens
+
+// Whether memory that is read once is best fetched past L2. On AMD's CPUs it is; Intel's then read at a fifth of the speed.
+inline bool past_l2() {
+#if defined(__x86_64__)
+    static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+    return amd;
+#else
+    return true;
+#endif
+}
 
 // pair: inner entries of one multiplication.
 template <class T>
@@ -51,7 +64,6 @@ struct PanelLinear {
     template <int M, int N>
     void block(int64_t token, int64_t panel, bool fetch) const {
         constexpr int64_t ahead = (M > 4 ? 8192 : 4096) / (int64_t)sizeof(T);
-        constexpr int locality = M > 4 ? 2 : 0;  // few tokens are one block: no other reads these weights from L2
         const T* w = panels + panel * W * inner;
         const T* in = x + token * x_stride;
         const T* next = w + (N > 1 ? N * W * inner : ahead);
@@ -62,13 +74,18 @@ struct PanelLinear {
             for (int m = 0; m < M; ++m)
                 for (int n = 0; n < N; ++n) acc[n][m] = P::add(acc[n][m], column[n], in + m * x_stride + i);
         };
-        if (fetch)
+        auto fetching = [&](auto locality) {
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) {
                 // the panels are contiguous and are fetched as one
-                for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * W * P::pair, 0, locality);
+                for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * W * P::pair, 0, decltype(locality)::value);
                 next += N * W * P::pair;
                 advance(i);
             }
+        };
+        if (fetch && M <= 4 && past_l2())  // few tokens are one block: no other reads these weights from L2
+            fetching(std::integral_constant<int, 0>{});
+        else if (fetch)
+            fetching(std::integral_constant<int, 2>{});
         else
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) advance(i);
         for (int n = 0; n < N; ++n) {
@@ -93,8 +110,109 @@ struct PanelLinear {
         }
     }
 
+#if MI_TILES
+    // Products of up to two groups of 16 tokens with N neighbouring panels; `from`, `from2`: their inputs behind the last whole
+    // product, filled up with zeros.
+    template <bool Two, int N>
+    void tiles(int64_t token, int64_t panel, int first, int second, bool fetch, const bf16* from, const bf16* from2) const {
+        const bf16* w = panels + panel * W * inner;
+        const bf16 *in = x + token * x_stride, *in2 = in + kTileLines * x_stride;
+        const char* next = (const char*)(w + (N > 1 ? N * W * inner : 2048));
+        const int64_t stride = x_stride * (int64_t)sizeof(bf16), whole = inner / kTileInner * kTileInner;
+        _tile_zero(0);
+        if constexpr (N > 1) _tile_zero(1);
+        if constexpr (Two) _tile_zero(2);
+        if constexpr (Two && N > 1) _tile_zero(3);
+        auto advance = [&](const bf16* a, const bf16* a2, int64_t stride, const bf16* b, const bf16* b2) {
+            _tile_loadd(6, b, 64);
+            _tile_loadd(4, a, stride);
+            _tile_dpbf16ps(0, 4, 6);
+            if constexpr (N > 1) {
+                _tile_loadd(7, b2, 64);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+            if constexpr (Two) {
+                _tile_loadd(5, a2, stride);
+                _tile_dpbf16ps(2, 5, 6);
+                if constexpr (N > 1) _tile_dpbf16ps(3, 5, 7);
+            }
+        };
+        for (int64_t i = 0; i < whole; i += kTileInner) {
+            if (fetch)
+                for (int n = 0; n < N * kTileLines; ++n, next += 64) __builtin_prefetch(next, 0, 2);
+            advance(in + i, in2 + i, stride, w + i * W, w + (inner + i) * W);
+        }
+        if (whole < inner) {
+            alignas(64) bf16 rest[N][kTileInner * W] = {};
+            for (int n = 0; n < N; ++n)
+                std::memcpy(rest[n], w + (n * inner + whole) * W, (inner - whole) * W * sizeof(bf16));
+            before_tiles(rest);
+            advance(from, from2, 2 * kTileInner, rest[0], rest[N - 1]);
+        }
+        alignas(64) float sums[4][kTileLines * W];
+        _tile_stored(0, sums[0], 64);
+        if constexpr (N > 1) _tile_stored(1, sums[1], 64);
+        if constexpr (Two) _tile_stored(2, sums[2], 64);
+        if constexpr (Two && N > 1) _tile_stored(3, sums[3], 64);
+        for (int n = 0; n < N; ++n) {
+            put_tile(sums[n], token, panel + n, first);
+            if constexpr (Two) put_tile(sums[2 + n], token + kTileLines, panel + n, second);
+        }
+    }
+
+    void put_tile(const float* sums, int64_t token, int64_t panel, int count) const {
+        const int64_t row = panel * W;
+        const int width = rows - row < W ? (int)(rows - row) : W;
+        const vf add = bias ? load_part(bias + row, width) : vf{};
+        for (int m = 0; m < count; ++m) {
+            T* to = out + (token + m) * rows + row;
+            if (width == W)
+                store(to, load(sums + m * W) + add);
+            else
+                store_part(to, load(sums + m * W) + add, width);
+        }
+    }
+
+    // As `run`. The groups of 16 tokens are multiplied in pairs; what is left is one group or two, the last of them shorter.
+    void run_tiles(int64_t begin, int64_t end, int64_t first, int64_t count) const {
+        const int64_t whole = inner / kTileInner * kTileInner;
+        alignas(64) bf16 from[kTokens][kTileInner];
+        if (whole < inner)
+            for (int64_t t = 0; t < count; ++t) {
+                std::memset(from[t], 0, sizeof from[t]);
+                std::memcpy(from[t], x + (first + t) * x_stride + whole, (inner - whole) * sizeof(bf16));
+            }
+        before_tiles(from);
+        before_tiles(x);
+        constexpr int64_t pair = 2 * kTileLines;
+        const int64_t pairs = count / pair * pair, left = count - pairs;
+        const int shorter = (int)(left > kTileLines ? left - kTileLines : 0), longer = (int)(left < kTileLines ? left : kTileLines);
+        bool shaped = false;
+        for (int64_t panel = begin; panel < end;) {
+            const int width = panel + 2 <= end ? 2 : 1;
+            if (pairs && !(shaped && !left)) shape_tiles(kTileLines, kTileLines), shaped = true;
+            for (int64_t t = 0; t < pairs; t += pair) {
+                const auto call = width == 2 ? &PanelLinear::tiles<true, 2> : &PanelLinear::tiles<true, 1>;
+                (this->*call)(first + t, panel, kTileLines, kTileLines, t == 0, from[t], from[t + kTileLines]);
+            }
+            if (left) {
+                if (pairs || !shaped) shape_tiles(longer, shorter), shaped = true;
+                const auto call = shorter ? width == 2 ? &PanelLinear::tiles<true, 2> : &PanelLinear::tiles<true, 1>
+                                  : width == 2 ? &PanelLinear::tiles<false, 2> : &PanelLinear::tiles<false, 1>;
+                (this->*call)(first + pairs, panel, longer, shorter, !pairs, from[pairs], from[(pairs + kTileLines) % kTokens]);
+            }
+            panel += width;
+        }
+        release_tiles();
+    }
+#endif
+
     // Panels begin .. end for tokens first .. first + count, in blocks of nearly equal size.
     void run(int64_t begin, int64_t end, int64_t first, int64_t count) const {
+#if MI_TILES
+        if constexpr (sizeof(T) == sizeof(bf16))
+            if (tiles_allowed()) return run_tiles(begin, end, first, count);
+#endif
         const int64_t blocks = (count + kBlock - 1) / kBlock;
         for (int64_t panel = begin; panel < end;) {
             const int width = count >= kManyTokens && panel + kPanels <= end ? kPanels : 1;

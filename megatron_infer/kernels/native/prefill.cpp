@@ -7,6 +7,7 @@
 // rows of one tile, so keys and values are read once for all of them.
 // Source: the tiling and running softmax of FlashAttention-2, arXiv:2307.08691.
 #include "layer_ops.h"
+#include "tiles.h"
 
 namespace mi {
 
@@ -88,6 +89,7 @@ struct PrefillTask {
     int lanes;            // heads of a group in one tile
     int lane_groups;      // tiles a group is cut into (only groups above kTileRows)
     int tile_tokens;      // queries in a tile
+    bool tiles;           // whether products use the matrix registers: a question of machine and head size alone
     Op* packed;
 
     PrefillTask(const Step& step, const Spec& spec, const Call& call)
@@ -95,6 +97,10 @@ struct PrefillTask {
         lanes = group < kTileRows ? group : kTileRows;
         lane_groups = (group + lanes - 1) / lanes;
         tile_tokens = kTileRows / lanes;
+        tiles = false;
+#if MI_TILES
+        tiles = sizeof(T) == sizeof(bf16) && dim % kTileInner == 0 && tiles_allowed();
+#endif
         packed = nullptr;
     }
 
@@ -201,7 +207,8 @@ struct PrefillTask {
         const int tokens = row.q_len - first < tile_tokens ? row.q_len - first : tile_tokens;
         const int heads = group - first_lane < lanes ? group - first_lane : lanes;
         s.rows = tokens * heads;
-        s.padded = (s.rows + kMicroRows - 1) / kMicroRows * kMicroRows;
+        const int together = tiles ? 16 : kMicroRows;
+        s.padded = (s.rows + together - 1) / together * together;
         for (int r = 0; r < s.rows; ++r) {
             const int64_t token = row.token + first + r / heads;
             const T* q = (const T*)call.q + token * call.q_token + head * call.q_kv + (first_lane + r % heads) * call.q_group;
@@ -237,9 +244,14 @@ struct PrefillTask {
         constexpr int kWide = kPanel * W;
         // Keys that some row of the tile sees. A key outside weighs exactly 0 in the rows that do not see it.
         int low = first_visible(s.position[0]) - first_key, high = s.position[s.rows - 1] + 1 - first_key;
+        const int together = tiles ? 32 : pair;
         low = low < 0 ? 0 : low / kWide * kWide;
-        high = high > kTile ? kTile : (high + pair - 1) / pair * pair;
+        high = high > kTile ? kTile : (high + together - 1) / together * together;
         const Op* values = keys + (int64_t)kTile * dim;
+#if MI_TILES
+        if constexpr (sizeof(Op) == sizeof(bf16))
+            if (tiles) return attend_tiles(keys, values, first_key, low, high, s);
+#endif
         for (int panel = low; panel < high; panel += kWide)
             for (int r = 0; r < s.padded; r += kMicroRows)
                 multiply<kPanel, false>(s.queries + r * dim, dim, keys + panel * dim, dim / pair,
@@ -259,6 +271,22 @@ struct PrefillTask {
             d += full ? kWide : W;
         }
     }
+
+#if MI_TILES
+    void attend_tiles(const Op* keys, const Op* values, int first_key, int low, int high, Scratch& s) const {
+        constexpr int kWide = kPanel * W, kLine = kWide * pair;
+        const int groups = s.padded / kTileLines, whole = dim / kWide * kWide, steps = (high - low) / kTileInner;
+        for (int panel = low; panel < high; panel += kWide)
+            multiply_tiles<false>(s.queries, dim, keys + panel * dim, kLine, groups, kPanel, dim / kTileInner, s.scores + panel, kTile);
+        for (int r = 0; r < s.rows; ++r) weigh(r, first_key, low, high, s);
+        for (int d = 0; d < dim;) {
+            const int wide = d < whole ? kWide : W;
+            multiply_tiles<true>(s.weights + low, kTile, values + d * kTile + low * wide, wide * pair, groups, wide / W, steps,
+                                 s.out + d, dim);
+            d += wide;
+        }
+    }
+#endif
 
     // Scores of row r over keys low .. high of this tile -> weights; rescales the row's sums so far.
     void weigh(int r, int first_key, int low, int high, Scratch& s) const {
@@ -343,15 +371,19 @@ static void run_group(Context& context, PrefillTask<T>& task, const PrefillRow* 
     const int64_t items = last.first_item + last.query_tiles * num_kv * task.lane_groups;
     auto attend = [&](int thread, int) {
         auto scratch = carve<T>(context.scratch[thread].template get<char>(PrefillTask<T>::scratch_bytes(task.dim)), task.dim);
+#if MI_TILES
+        if (task.tiles) shape_tiles(kTileLines, kTileLines);
+#endif
         int64_t at = 0;
-        for (;;) {
-            const int64_t item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-            if (item >= items) return;
+        for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
             while (at + 1 < count && rows[at + 1].first_item <= item) ++at;
             const int64_t within = item - rows[at].first_item, width = num_kv * task.lane_groups;
             const int tile = rows[at].query_tiles - 1 - (int)(within / width);  // the last queries see the most keys
             task.attend_tile(rows[at], within % width / task.lane_groups, (int)(within % task.lane_groups), tile, scratch);
         }
+#if MI_TILES
+        if (task.tiles) release_tiles();
+#endif
     };
     parallel((int)(items < step.threads ? items : step.threads), attend);
 }

@@ -6,12 +6,14 @@ here, so that the approximate GELU is x * sigmoid(2 z). Shape legend: kernels/ba
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.activations import GELU, KINDS, QUICK_GELU, RELU, SQUARED_RELU, TANH_GELU, Form
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, overlapping, power_of_2
+from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, cdiv, launch, power_of_2
 
 TILE = 1024
 """Entries of one program."""
@@ -63,8 +65,8 @@ def _activate(
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def activate(form: Form, x_TX: Tensor) -> Tensor:
-    """[T, X], or [T, 2 X] for a gated activation -> [T, X] contiguous."""
+def activate(form: Form, x_TX: Tensor, overlap: Mapping[str, bool] = APART) -> Tensor:
+    """[T, X], or [T, 2 X] for a gated activation -> [T, X] contiguous. overlap: see `launch.overlapping`."""
     if x_TX.stride(-1) != 1:
         x_TX = x_TX.contiguous()
     num_tokens, width = x_TX.shape[0], x_TX.shape[1] // (2 if form.gated else 1)
@@ -75,7 +77,7 @@ def activate(form: Form, x_TX: Tensor) -> Tensor:
         launch(
             _activate, (num_tokens, cdiv(width, block)), x_TX, out_TX, x_TX.stride(0), width, clamp,
             float(form.offset), KIND=form.kind, GATED=form.gated, HAS_CLAMP=form.clamp is not None, BLOCK=block,
-            num_warps=4, **overlapping(x_TX.device),
+            num_warps=4, **overlap,
         )  # fmt: skip
     return out_TX
 

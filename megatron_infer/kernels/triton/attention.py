@@ -10,19 +10,27 @@ on a GPU. Legend: `kernels/base.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
-from megatron_infer.kernels.kv_rounding import FP8, only_own_dtype
+from megatron_infer.kernels.kv_rounding import FP8, movable, only_own_dtype
 from megatron_infer.kernels.triton import attention_decode, attention_prefill, attention_slices, launch
-from megatron_infer.kernels.triton.attention_decode import attend_decode, decode_tiles
-from megatron_infer.kernels.triton.attention_prefill import attend_prefill, prefill_tiles
+from megatron_infer.kernels.triton.attention_decode import (
+    DecodeKernels,
+    attend_decode,
+    decode_kernels,
+    decode_tiles,
+    row_parts,
+)
+from megatron_infer.kernels.triton.attention_prefill import PrefillTiles, attend_prefill, prefill_tiles
 from megatron_infer.kernels.triton.attention_slices import attend_slices
-from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, padded
-from megatron_infer.kernels.triton.launch import AotVariant
+from megatron_infer.kernels.triton.attention_tiles import FP8_ARCH, Layer, padded, partials
+from megatron_infer.kernels.triton.launch import APART, AotVariant
 from megatron_infer.kernels.triton.rotary_append import rotary_append
 from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, SLICE_CHUNK, SLICE_PROGRAMS
 
@@ -62,6 +70,7 @@ def make(device: torch.device, dtype: torch.dtype) -> TritonPagedAttention:
         num_cores=about.multi_processor_count,
         shared_kib=shared // 1024 if shared else _shared_kib((major, minor)),
         arch=10 * major + minor,
+        overlap=launch.overlapping(device),
     )
 
 
@@ -94,13 +103,20 @@ class TritonPagedAttention:
         slice_chunk: int = SLICE_CHUNK,
         slice_programs: int = SLICE_PROGRAMS,
         arch: int = FP8_ARCH,
+        overlap: Mapping[str, bool] = APART,
     ) -> None:
+        """overlap: see `launch.overlapping`."""
         self._programs = PROGRAMS_PER_CORE * num_cores
         self._shared_kib = shared_kib
         self._chunk = chunk
         self._slice_cut = {"chunk": slice_chunk, "max_programs": slice_programs}
         self._arch = arch
+        self._overlap = overlap
         self._step: StepMetadata | None = None
+        self._planes: _Planes | None = None
+        self._partials: tuple[tuple[int, int], tuple[Tensor, Tensor, Tensor]] | None = None
+        """From the step's first layer to its last; (how many lines of which head dim, the tensors)."""
+        self._kinds: dict[int, _Kind] = {}
 
     def supports(
         self, spec: AttendSpec, *, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None = None
@@ -127,7 +143,7 @@ class TritonPagedAttention:
 
     def plan(self, step: StepMetadata) -> None:
         """Keep the step; the rest happens on the device, in `run`."""
-        self._step = step
+        self._step, self._partials = step, None
 
     def run(
         self,
@@ -148,35 +164,107 @@ class TritonPagedAttention:
         """
         step = self._step
         assert step is not None, "run() before plan()"
-        assert kv_cache.dtype in (q_TKGH.dtype, FP8) and kv_cache.is_contiguous(), (kv_cache.dtype, q_TKGH.dtype)
-        num_tokens, num_kv, group, head_dim = q_TKGH.shape
+        q_TKGH = q_TKGH if q_TKGH.stride(-1) == 1 else q_TKGH.contiguous()
+        k_TKH = k_TKH if k_TKH.stride(-1) == 1 else k_TKH.contiguous()
+        v_TKH = v_TKH if v_TKH.stride(-1) == 1 else v_TKH.contiguous()
+        num_tokens = q_TKGH.shape[0]
         assert num_tokens == step.num_tokens, (num_tokens, step.num_tokens)
-        q_TKGH, k_TKH, v_TKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TKGH, k_TKH, v_TKH))
-        keys, values = kv_cache[layer].unbind()
-        rotary_dim = spec.rotary_dim if step.cos_TR is not None else 0
+        kind = self._kind_of(layer, q_TKGH, kv_cache, spec, has_lse=lse_TN is not None)
+        planes = self._planes_of(kv_cache)
         rotary_append(
             q_TKGH,
             k_TKH,
             v_TKH,
-            keys,
-            values,
+            *planes.bits[2 * layer : 2 * layer + 2],
             step.kv_pos_T,
             step.cos_TR,
             step.sin_TR,
-            rotary_dim=rotary_dim,
+            rotary_dim=0 if step.cos_TR is None else spec.rotary_dim,
             interleaved=spec.rotary_interleaved,
         )
-        out_TX = q_TKGH.new_empty(num_tokens, num_kv * group * head_dim)
-        size, has_lse = q_TKGH.element_size(), lse_TN is not None
-        of = Layer.of(spec, block_size=keys.shape[1], element_bytes=size, has_lse=has_lse, fp8=keys.dtype is FP8)
+        keys, values = planes.values[2 * layer : 2 * layer + 2]
+        out_TX = q_TKGH.new_empty((num_tokens, kind.width))
         if step.num_decode:
-            tiles = decode_tiles(num_kv, head_dim, size, self._chunk, fp8=of.fp8)
-            attend_decode(q_TKGH, keys, values, out_TX, step, spec, of, tiles, lse_TN, programs=self._programs)
+            splits = row_parts(step, spec, kind.decode.tiles)
+            num_parts = step.num_decode * kind.num_heads * splits if splits > 1 else 1
+            parts = self._partials_of(out_TX, num_parts, spec.head_dim)
+            decode, programs = kind.decode, self._programs
+            attend_decode(
+                q_TKGH, keys, values, out_TX, step, spec, decode, parts, lse_TN, splits=splits, programs=programs
+            )
         if num_tokens > step.num_decode:
-            cut = prefill_tiles(padded(head_dim), size, self._shared_kib, **self._slice_cut)
+            of, cut = kind.of, kind.cut
             attend_prefill(q_TKGH, keys, values, out_TX, step, spec, of, cut, lse_TN)
             attend_slices(q_TKGH, keys, values, out_TX, step, spec, of, cut, lse_TN, programs=self._programs)
+        if 2 * layer + 2 == len(planes.values):
+            self._partials = None  # the last layer: the memory can be released
         return out_TX
+
+    def _planes_of(self, kv_cache: Tensor) -> _Planes:
+        planes = self._planes
+        if planes is None or planes.cache() is not kv_cache:
+            planes = self._planes = _Planes(kv_cache, self._forget_planes)
+        return planes
+
+    def _forget_planes(self, cache: object) -> None:
+        self._planes = None
+
+    def _partials_of(self, like: Tensor, num_parts: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory that the step's layers use in turn; in fp32 also where nothing is split, for one kernel."""
+        if self._partials is None or self._partials[0] != (num_parts, head_dim):
+            self._partials = (num_parts, head_dim), partials(like, num_parts, head_dim)
+        return self._partials[1]
+
+    def _kind_of(self, layer: int, q_TKGH: Tensor, kv_cache: Tensor, spec: AttendSpec, *, has_lse: bool) -> _Kind:
+        """What `layer` is computed with; made once."""
+        is_fp8, block_size = kv_cache.dtype is FP8, kv_cache.shape[3]
+        given = spec, q_TKGH.dtype, is_fp8, block_size, has_lse
+        kind = self._kinds.get(layer)
+        if kind is None or kind.given[0] is not spec or kind.given[1:] != given[1:]:
+            assert kv_cache.dtype in (q_TKGH.dtype, FP8), (kv_cache.dtype, q_TKGH.dtype)
+            size, head_dim = q_TKGH.element_size(), spec.head_dim
+            of = Layer.of(spec, block_size=block_size, element_bytes=size, has_lse=has_lse, fp8=is_fp8)
+            num_heads = spec.num_kv_heads * spec.group_size
+            tiles = decode_tiles(spec.num_kv_heads, head_dim, size, self._chunk, fp8=is_fp8)
+            kind = self._kinds[layer] = _Kind(
+                given=given,
+                of=of,
+                num_heads=num_heads,
+                width=num_heads * head_dim,
+                decode=decode_kernels(of, tiles, self._overlap),
+                cut=prefill_tiles(padded(head_dim), size, self._shared_kib, **self._slice_cut),
+            )
+        return kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What a layer is computed with."""
+
+    given: tuple[AttendSpec, torch.dtype, bool, int, bool]
+    """Spec, dtype of queries, whether the cache is FP8, its block size, whether denominators are wanted."""
+    of: Layer
+    num_heads: int
+    width: int
+    """Of outputs."""
+    decode: DecodeKernels
+    cut: PrefillTiles
+
+
+class _Planes:
+    """The keys and the values of each layer: views of a cache, which are dropped with it."""
+
+    __slots__ = ("bits", "cache", "values")
+
+    def __init__(self, kv_cache: Tensor, forget: Callable[[object], None]) -> None:
+        """forget: called when the cache exists no more."""
+        assert kv_cache.is_contiguous()
+        self.cache = ref(kv_cache, forget)
+        kv_cache = kv_cache.detach()  # views of the cache itself would keep it
+        self.values = kv_cache.flatten(0, 1).unbind()
+        """Keys of layer 0, its values, keys of layer 1, ..."""
+        self.bits = movable(kv_cache).flatten(0, 1).unbind() if kv_cache.dtype is FP8 else self.values
+        """The same, `movable`."""
 
 
 def aot_variants() -> list[AotVariant]:

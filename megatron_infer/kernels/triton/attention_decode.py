@@ -20,8 +20,9 @@ Source: Flash-Decoding (Dao et al., 2023). Legend: `kernels/base.py`; C splits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -40,12 +41,11 @@ from megatron_infer.kernels.triton.attention_tiles import (
     finish,
     load_tile,
     padded,
-    partials,
     power_of_2,
     precision,
     variant,
 )
-from megatron_infer.kernels.triton.launch import AotVariant, launch, overlapping
+from megatron_infer.kernels.triton.launch import AotVariant, Launcher
 from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, decode_splits, max_decode_splits
 
 MERGE_WARPS = 4
@@ -245,6 +245,34 @@ def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[
     return decode, both | {"NUM_HEADS": layer.num_kv * layer.group, "DIMS": min(32, padded(layer.head_dim))}
 
 
+class DecodeKernels(NamedTuple):
+    """Both kernels of a layer."""
+
+    tiles: DecodeTiles
+    lines: int
+    """Tiles of the query heads of a token."""
+    decode: Launcher
+    merge: Launcher
+
+
+def decode_kernels(layer: Layer, tiles: DecodeTiles, overlap: Mapping[str, bool]) -> DecodeKernels:
+    """overlap: see `launch.overlapping`."""
+    decode, merge = _constexprs(layer, tiles)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return DecodeKernels(
+        tiles,
+        layer.num_kv * cdiv(layer.group, decode["BLOCK_M"]),
+        Launcher(decode_kernel, **decode, **overlap, **options),
+        Launcher(merge_kernel, **merge, **overlap, num_warps=MERGE_WARPS, num_stages=1),
+    )
+
+
+def row_parts(step: StepMetadata, spec: AttendSpec, tiles: DecodeTiles) -> int:
+    """Splits that a decode row of the step may have; 1: there is nothing to merge."""
+    visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
+    return decode_splits(visible, tiles.max_splits, tiles.chunk)
+
+
 def attend_decode(
     q_TKGH: Tensor,
     keys: Tensor,
@@ -252,25 +280,23 @@ def attend_decode(
     out_TX: Tensor,
     step: StepMetadata,
     spec: AttendSpec,
-    layer: Layer,
-    tiles: DecodeTiles,
+    kernels: DecodeKernels,
+    parts: tuple[Tensor, Tensor, Tensor],
     lse_TN: Tensor | None,
     *,
+    splits: int,
     programs: int,
 ) -> None:
-    """Outputs of tokens 0 .. num_decode - 1. programs: how many run at once on the device; changes no bit."""
-    num_rows, num_heads = step.num_decode, spec.num_kv_heads * spec.group_size
-    visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
-    splits = decode_splits(visible, tiles.max_splits, tiles.chunk)
-    # fp32 memory also where nothing is split: one kernel for both cases
-    acc, top, total = partials(out_TX, num_rows * num_heads * splits if splits > 1 else 1, spec.head_dim)
-    decode, merge = _constexprs(layer, tiles)
-    overlap = overlapping(out_TX.device)
-    lines = spec.num_kv_heads * cdiv(spec.group_size, decode["BLOCK_M"])
+    """Outputs of tokens 0 .. num_decode - 1.
+
+    splits: `row_parts`. parts: `partials` of so many for each row and query head; of one line if splits is 1. programs:
+    how many run at once on the device; changes no bit.
+    """
+    _, lines, decode, merge = kernels
+    num_rows, block_table = step.num_decode, step.block_table
     sinks = out_TX if spec.sinks_N is None else spec.sinks_N
     lse = out_TX if lse_TN is None else lse_TN
-    launch(
-        decode_kernel,
+    decode(
         (lines, max(1, min(splits * num_rows, programs // lines))),
         q_TKGH,
         keys,
@@ -278,39 +304,19 @@ def attend_decode(
         out_TX,
         lse,
         sinks,
-        acc,
-        top,
-        total,
+        *parts,
         step.kv_len_R,
         step.table_row_R,
-        step.block_table,
+        block_table,
         *q_TKGH.stride()[:3],
-        step.block_table.stride(0),
+        block_table.stride(0),
         splits,
         num_rows,
         spec.scale * LOG2E,
-        **decode,
-        **overlap,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
     )
     if splits > 1:
-        launch(
-            merge_kernel,
-            (num_rows, num_heads),
-            out_TX,
-            lse,
-            sinks,
-            acc,
-            top,
-            total,
-            step.kv_len_R,
-            splits,
-            **merge,
-            **overlap,
-            num_warps=MERGE_WARPS,
-            num_stages=1,
-        )
+        num_heads = spec.num_kv_heads * spec.group_size
+        merge((num_rows, num_heads), out_TX, lse, sinks, *parts, step.kv_len_R, splits)
 
 
 def layer_variants(layer: Layer, name: str, dtype: str) -> list[AotVariant]:

@@ -9,7 +9,7 @@ above.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,16 @@ from torch import Tensor
 from megatron_infer.kernels.activations import form_of
 from megatron_infer.kernels.triton.activations import activate
 from megatron_infer.kernels.triton.experts import TritonExperts
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, overlapping, power_of_2
+from megatron_infer.kernels.triton.launch import (
+    APART,
+    DTYPES,
+    AotVariant,
+    Launcher,
+    cdiv,
+    launch,
+    overlapping,
+    power_of_2,
+)
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
 from megatron_infer.kernels.triton.norms import TritonNorms, row_tile
 
@@ -37,7 +46,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def make(device: torch.device, dtype: torch.dtype) -> TritonOps:
-    return TritonOps()
+    return TritonOps(overlapping(device))
 
 
 @triton.jit
@@ -90,9 +99,13 @@ class TritonOps:
 
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
+        """overlap: see `launch.overlapping`."""
         self.experts = TritonExperts()
-        self.norms = TritonNorms()
+        self.norms = TritonNorms(overlap)
+        self._overlap = overlap
+        self._silu_mul: dict[int, tuple[int, Launcher]] = {}
+        """Width -> (programs of a row, the kernel)."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)
@@ -109,15 +122,20 @@ class TritonOps:
         return self.norms.norm(x_TD, weight.contiguous(), bias, eps, centered=True, zero_centered=False)
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
-        if x_T2F.stride(-1) != 1:
+        row_stride, stride = x_T2F.stride()
+        if stride != 1:
             x_T2F = x_T2F.contiguous()
-        num_tokens, width = x_T2F.shape[0], x_T2F.shape[1] // 2
-        out_TF = x_T2F.new_empty(num_tokens, width)
+            row_stride = x_T2F.stride(0)
+        num_tokens, width = x_T2F.shape
+        width //= 2
+        out_TF = x_T2F.new_empty((num_tokens, width))
         if num_tokens:
-            block = min(TILE, max(16, power_of_2(width)))
-            grid = (num_tokens, cdiv(width, block))
-            options = {"BLOCK": block, "num_warps": 4} | overlapping(x_T2F.device)
-            launch(_silu_mul, grid, x_T2F, out_TF, x_T2F.stride(0), width, **options)
+            if (found := self._silu_mul.get(width)) is None:
+                block = min(TILE, max(16, power_of_2(width)))
+                kernel = Launcher(_silu_mul, BLOCK=block, num_warps=4, **self._overlap)
+                found = self._silu_mul[width] = cdiv(width, block), kernel
+            programs, kernel = found
+            kernel((num_tokens, programs), x_T2F, out_TF, row_stride, width)
         return out_TF
 
     def gated_rms_norm(
@@ -136,14 +154,14 @@ class TritonOps:
                 "ROWS": rows,
                 "BLOCK": block,
                 "num_warps": warps,
-            } | overlapping(y_TM.device)
-            launch(_gated_rms_norm, (cdiv(num_rows, rows),), *given, *sizes, **options)
+            }
+            launch(_gated_rms_norm, (cdiv(num_rows, rows),), *given, *sizes, **options, **self._overlap)
         return out_TM
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         """One launch where the function is a known activation: in fp32, rounded once."""
         form = form_of(function)
-        return function(x_TX) if form is None or x_TX.ndim != 2 else activate(form, x_TX)
+        return function(x_TX) if form is None or x_TX.ndim != 2 else activate(form, x_TX, self._overlap)
 
 
 def aot_variants() -> list[AotVariant]:

@@ -14,6 +14,7 @@ together, X inputs and Y outputs of a product.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from megatron_infer.kernels.base import Ops
 from megatron_infer.kernels.experts import ExpertChoice, ExpertWeights, RoutingRules
 from megatron_infer.kernels.triton import routing
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, power_of_2
+from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, Launcher, cdiv, power_of_2
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128
 """Pairs of a tile; powers of two."""
@@ -179,44 +180,59 @@ class TritonExperts:
             return
         assert out_TD.is_contiguous() and x_TD.stride(-1) == 1
         (num_runs, num_all), top_k = choice.count_CE.shape, choice.ids_TK.shape[1]
-        num_pairs, device = num_tokens * top_k, x_TD.device
+        num_pairs = num_tokens * top_k
         block_m, *rest = tile_sizes(num_pairs, num_all, x_TD.dtype)
         max_tiles = min(num_pairs, num_pairs // block_m + experts)
-
-        def ints(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        token_P, place_TK, tile_I3 = ints(num_pairs), ints(num_tokens, top_k), ints(max_tiles, 3)
-        weight_P = torch.empty(num_pairs, dtype=torch.float32, device=device)
-        launch(
-            _sort_pairs, (experts,), choice.ids_TK, choice.weight_TK, choice.count_CE, token_P, weight_P, place_TK,
+        token_P, place_P, tile_I3 = (
+            x_TD.new_empty(count, dtype=torch.int32) for count in (num_pairs, num_pairs, 3 * max_tiles)
+        )
+        weight_P = x_TD.new_empty(num_pairs, dtype=torch.float32)
+        sort_pairs, add_up, parts = _around(top_k, experts, block_m, width)
+        sort_pairs(
+            (experts,), choice.ids_TK, choice.weight_TK, choice.count_CE, token_P, weight_P, place_P,
             tile_I3, num_tokens, num_runs, num_all, weights.first, experts, max_tiles,
-            TOP_K=top_k, BLOCK_K=power_of_2(top_k), BLOCK=SORT_TOKENS, RUNS=COUNT_RUNS,
-            BLOCK_E=max(16, power_of_2(experts)), BLOCK_M=block_m, num_warps=4,
         )  # fmt: skip
 
         def linear(x: Tensor, part: str, *, gather: bool) -> Tensor:
             where, biases = weights.addresses(part, "weight"), weights.addresses(part, "bias")
             assert where is not None
             num_outputs, num_inputs = weights.shape(part)
-            block_n, block_k, num_warps, num_stages = rest
-            out = x.new_empty(num_pairs, num_outputs)
-            launch(
-                _grouped_linear, (max_tiles, cdiv(num_outputs, block_n)),
+            out = x.new_empty((num_pairs, num_outputs))
+            programs, product = _product(
+                x.dtype, (block_m, *rest), num_outputs, gather, biases is not None, where.aligned
+            )
+            product(
+                (max_tiles, programs),
                 x, out, where.table, where.table if biases is None else biases.table, tile_I3, token_P, weight_P,
                 x.stride(0), num_inputs, num_outputs,
-                GATHER=gather, HAS_BIAS=biases is not None, ALIGNED=where.aligned, PRECISION=precision(x.dtype),
-                BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, num_stages=num_stages,
             )  # fmt: skip
             return out
 
         middle_PF = weights.activate(ops, linear(x_TD, "fc1", gather=True))
         product_PD = linear(middle_PF, "fc2", gather=False)
-        block = min(1024, max(16, power_of_2(width)))
-        launch(
-            _add_up, (num_tokens, cdiv(width, block)), product_PD, choice.ids_TK, place_TK, out_TD,
-            weights.first, experts, width, TOP_K=top_k, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+        add_up((num_tokens, parts), product_PD, choice.ids_TK, place_P, out_TD, weights.first, experts, width)
+
+
+@functools.cache
+def _around(top_k: int, experts: int, block_m: int, width: int) -> tuple[Launcher, Launcher, int]:
+    """(the sort before the products, the sum behind them, programs of a token's sum)."""
+    sort = {"BLOCK_K": power_of_2(top_k), "BLOCK": SORT_TOKENS, "RUNS": COUNT_RUNS}
+    sort |= {"BLOCK_E": max(16, power_of_2(experts)), "BLOCK_M": block_m}
+    block = min(1024, max(16, power_of_2(width)))
+    add_up = Launcher(_add_up, TOP_K=top_k, BLOCK=block, num_warps=4)
+    return Launcher(_sort_pairs, TOP_K=top_k, **sort, num_warps=4), add_up, cdiv(width, block)
+
+
+@functools.cache
+def _product(
+    dtype: torch.dtype, sizes: tuple[int, ...], num_outputs: int, gather: bool, has_bias: bool, aligned: bool
+) -> tuple[int, Launcher]:
+    """(programs of a tile of pairs, the kernel). sizes: `tile_sizes`."""
+    block_m, block_n, block_k, num_warps, num_stages = sizes
+    branch = {"GATHER": gather, "HAS_BIAS": has_bias, "ALIGNED": aligned, "PRECISION": precision(dtype)}
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return cdiv(num_outputs, block_n), Launcher(_grouped_linear, **branch, **blocks, **options)
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import math
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_infer.kernels.optional_packages import dotted
+from megatron_infer.kernels.triton.compiled_launch import CompiledLaunches
 from megatron_infer.kernels.triton_scratch import cdiv as cdiv
 from megatron_infer.kernels.triton_scratch import power_of_2 as power_of_2
 
@@ -40,6 +42,12 @@ MAX_PROGRAMS = 2**31 - 1
 """Most programs of a launch: Triton's launcher multiplies the axes as int, and launches nothing if that overflows."""
 MAX_GRID = (MAX_PROGRAMS, 65535, 65535)
 """Most programs along each axis in CUDA."""
+
+MAX_LAUNCHERS = 4096
+"""Kernels with compiled-in values that `launch` keeps."""
+
+APART = MappingProxyType({"PDL": False})
+"""What `overlapping` gives where every launch waits for the end of the one before."""
 
 Launch = Callable[..., None]
 
@@ -101,25 +109,70 @@ def _can_overlap(device: torch.device) -> bool:
 _LISTENERS: list[Callable[[Launch, Any, Any, tuple[Any, ...], Mapping[str, Any]], None]] = []
 
 
+class Launcher:
+    """A kernel with its compiled-in values and options, for launches that a step repeats with every layer.
+
+    Calls do what `launch` does; on a GPU they find the compiled kernel without Triton's own search for it.
+    """
+
+    __slots__ = ("_compiled", "kernel", "options")
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self.kernel, self.options = kernel, options
+        self._compiled: CompiledLaunches | None = None
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
+        """`launch(self.kernel, grid, *args, **self.options)`."""
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        programs = x * y * z
+        if programs <= 0:
+            return
+        if programs > MAX_PROGRAMS or y > MAX_GRID[1] or z > MAX_GRID[2]:
+            _refuse_grid(self.kernel, grid)
+        if _LISTENERS or (device := current_device_of(args[0])) is None:
+            _launch_heard(self.kernel, grid, args, self.options)
+            return
+        if self._compiled is None:
+            self._compiled = CompiledLaunches(self.kernel, self.options, args)
+        self._compiled(device, (x, y, z), args)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run `kernel` over `grid`; every launch of the package comes here, so that it can be recorded and replayed.
+    """Run `kernel` over `grid`; every launch of the package comes here or to a `Launcher`, so that it can be recorded
+    and replayed.
 
     A captured graph repeats the numbers among `args`; only the content of tensors may change. The kernel runs on the
     device of the first argument, a tensor, whatever the thread's current device. An empty grid launches nothing; a grid
     that a GPU does not support raises ValueError, in the interpreter too.
     """
-    programs = math.prod(grid)
-    if programs <= 0:
-        return
-    if programs > MAX_PROGRAMS or max(grid[1:], default=0) > MAX_GRID[1]:
-        raise ValueError(
-            f"{kernel.fn.__name__} over a grid of {grid}: a launch has {MAX_PROGRAMS:,} programs at most, and along "
-            f"its axes {MAX_GRID}; run fewer tokens or rows a step (max_tokens, max_requests)"
-        )
+    key = (id(kernel), *options.items())  # a kernel's own hash takes longer
+    if (launcher := _LAUNCHERS.get(key)) is None:
+        if len(_LAUNCHERS) >= MAX_LAUNCHERS:
+            _LAUNCHERS.clear()
+        launcher = _LAUNCHERS[key] = Launcher(kernel, **options)  # it keeps the kernel, so that its id stays taken
+    launcher(grid, *args)
+
+
+_LAUNCHERS: dict[tuple[Any, ...], Launcher] = {}
+
+
+def current_device_of(where: Tensor) -> int | None:
+    """The number of the GPU that holds `where`, if it is the thread's current one; else None."""
+    if where.is_cuda and (device := where.get_device()) == torch.cuda.current_device():
+        return device
+    return None
+
+
+def _refuse_grid(kernel: Any, grid: tuple[int, ...]) -> None:
+    raise ValueError(
+        f"{kernel.fn.__name__} over a grid of {grid}: a launch has {MAX_PROGRAMS:,} programs at most, and along "
+        f"its axes {MAX_GRID}; run fewer tokens or rows a step (max_tokens, max_requests)"
+    )
+
+
+def _launch_heard(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Launch through Triton, on whatever device, after all listeners have heard of it."""
     where = args[0]
-    if where.is_cuda and not _LISTENERS and where.get_device() == torch.cuda.current_device():
-        kernel.run(*args, grid=grid, warmup=False, **options)  # the same as below, at half of its cost
-        return
     for listener in _LISTENERS:
         listener(launch, kernel, grid, args, options)
     if not where.is_cuda:

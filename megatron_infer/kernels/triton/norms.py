@@ -6,6 +6,8 @@ projection; a matrix has one axis. The rest is as in `elementwise`. Not yet run 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch, overlapping, power_of_2
+from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Launcher, cdiv, power_of_2
 
 TILE = 1024
 """Entries of one program of narrow rows."""
@@ -68,7 +70,11 @@ def row_tile(width: int) -> tuple[int, int, int]:
 
 
 class TritonNorms:
-    """kernels.base.Norms."""
+    """kernels.base.Norms. overlap: see `launch.overlapping`."""
+
+    def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
+        self._overlap = overlap
+        self._launchers: dict[tuple[int, bool, bool, bool, bool, bool], tuple[int, Launcher]] = {}
 
     def norm(
         self,
@@ -81,25 +87,33 @@ class TritonNorms:
         zero_centered: bool,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if x.stride(-1) != 1:
+        strides = x.stride()
+        if strides[-1] != 1:
             x = x.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        width = x.shape[-1]
-        if not x.numel():
+            strides = x.stride()
+        shape = x.shape
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        *axes, width = shape
+        if not (num_rows := math.prod(axes)) or not width:
             return out
-        num_rows = x.numel() // width
-        assert 2 <= x.ndim <= 4 and (residual is None or residual.is_contiguous())
-        rows, block, warps = row_tile(width)
+        assert 2 <= len(shape) <= 4 and (residual is None or residual.is_contiguous())
+        key = width, centered, zero_centered, weight is not None, bias is not None, residual is not None
+        if (found := self._launchers.get(key)) is None:
+            found = self._launchers[key] = self._made(*key)
+        rows, kernel = found
         given = x if residual is None else residual, x if weight is None else weight, x if bias is None else bias
-        sizes = (*x.shape[:-1], 1, 1)[1:3]
-        strides = (*x.stride()[:-1], 0, 0)[:3]
-        options = {"CENTERED": centered, "ZERO_CENTERED": zero_centered, "HAS_WEIGHT": weight is not None}
-        options |= {"HAS_BIAS": bias is not None, "ADD": residual is not None, "ROWS": rows, "BLOCK": block}
-        launch(
-            _norm, (cdiv(num_rows, rows),), x, *given, out, num_rows, *sizes, *strides, width, eps,
-            **options, **overlapping(x.device), num_warps=warps,
-        )  # fmt: skip
+        sizes, strides = (*axes, 1, 1)[1:3], (*strides[:-1], 0, 0)[:3]
+        kernel((cdiv(num_rows, rows),), x, *given, out, num_rows, *sizes, *strides, width, eps)
         return out
+
+    def _made(
+        self, width: int, centered: bool, zero_centered: bool, has_weight: bool, has_bias: bool, adds: bool
+    ) -> tuple[int, Launcher]:
+        """(rows of a program, the kernel)."""
+        rows, block, warps = row_tile(width)
+        options = {"CENTERED": centered, "ZERO_CENTERED": zero_centered, "HAS_WEIGHT": has_weight}
+        options |= {"HAS_BIAS": has_bias, "ADD": adds, "ROWS": rows, "BLOCK": block}
+        return rows, Launcher(_norm, **options, **self._overlap, num_warps=warps)
 
 
 def aot_variants() -> list[AotVariant]:

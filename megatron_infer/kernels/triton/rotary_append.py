@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.kv_rounding import movable
 from megatron_infer.kernels.triton.attention_tiles import cdiv, power_of_2
-from megatron_infer.kernels.triton.launch import AotVariant, launch
+from megatron_infer.kernels.triton.launch import AotVariant, Launcher
 
 TILE = 2048
 """Most elements of one program's tile."""
@@ -166,7 +165,7 @@ def rotary_append(
     rotary_dim: int,
     interleaved: bool,
 ) -> None:
-    """Rotate q in place; write rotated k, and v, to places kv_pos of `keys` and `values` [blocks, B, K, H].
+    """Rotate q in place; write rotated k, and v, to places kv_pos of `keys` and `values` [blocks, B, K, H], `movable`.
 
     q, k, v may be strided views with a contiguous last dim. Without cos and sin, or with rotary_dim 0, nothing is
     rotated and q is not accessed. If tokens share a place (in the dummy block), the value of one of them stays.
@@ -177,16 +176,14 @@ def rotary_append(
     if cos_TR is None or sin_TR is None:
         rotary_dim = 0
     cos, sin = (cos_TR, sin_TR) if rotary_dim else (kv_pos_T, kv_pos_T)  # not read without rotation
-    constexprs = _constexprs(num_kv, group, head_dim, rotary_dim, interleaved)
-    q_tiles = cdiv(num_kv * group, constexprs["HEADS"]) if rotary_dim else 0
-    launch(
-        rotary_append_kernel,
-        (num_tokens, constexprs["KV_TILES"] + q_tiles),
+    tiles, kernel = _kernel(num_kv, group, head_dim, rotary_dim, interleaved)
+    kernel(
+        (num_tokens, tiles),
         q_TKGH,
         k_TKH,
         v_TKH,
-        movable(keys),
-        movable(values),
+        keys,
+        values,
         kv_pos_T,
         cos,
         sin,
@@ -195,10 +192,16 @@ def rotary_append(
         *v_TKH.stride()[:2],
         cos.stride(0),
         sin.stride(0),
-        **constexprs,
-        num_warps=NUM_WARPS,
-        num_stages=1,
     )
+
+
+@functools.cache
+def _kernel(num_kv: int, group: int, head_dim: int, rotary_dim: int, interleaved: bool) -> tuple[int, Launcher]:
+    """(programs of a token, the kernel)."""
+    constexprs = _constexprs(num_kv, group, head_dim, rotary_dim, interleaved)
+    q_tiles = cdiv(num_kv * group, constexprs["HEADS"]) if rotary_dim else 0
+    kernel = Launcher(rotary_append_kernel, **constexprs, num_warps=NUM_WARPS, num_stages=1)
+    return constexprs["KV_TILES"] + q_tiles, kernel
 
 
 @functools.cache

@@ -9,6 +9,7 @@ Shape legend: T tokens, E all ranks' experts, K experts that a token chooses, C 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.experts import ExpertChoice, RoutingRules
 from megatron_infer.kernels.triton.launch import DTYPES as COMPUTED
-from megatron_infer.kernels.triton.launch import AotVariant, cdiv, launch, power_of_2
+from megatron_infer.kernels.triton.launch import AotVariant, Launcher, cdiv, launch, power_of_2
 
 DTYPES = COMPUTED | {torch.float64: "fp64"}
 ENTRIES = 2048
@@ -164,12 +165,17 @@ def _constexprs(rules: RoutingRules, num_experts: int, has_bias: bool) -> dict[s
     }
 
 
+@functools.cache
+def _choosing(rules: RoutingRules, num_experts: int, has_bias: bool) -> tuple[int, Launcher]:
+    """(tokens of a program, the kernel)."""
+    constexprs = _constexprs(rules, num_experts, has_bias)
+    return constexprs["BLOCK_T"], Launcher(_choose, **constexprs, num_warps=4)
+
+
 def _empty(num_tokens: int, num_experts: int, top_k: int, run: int, weights: Tensor) -> ExpertChoice:
-    ids_TK, count_CE = (
-        torch.empty(shape, dtype=torch.int32, device=weights.device)
-        for shape in ((num_tokens, top_k), (cdiv(num_tokens, run), num_experts))
-    )
-    return ExpertChoice(ids_TK=ids_TK, weight_TK=weights.new_empty(num_tokens, top_k), count_CE=count_CE)
+    ids_TK = weights.new_empty((num_tokens, top_k), dtype=torch.int32)
+    count_CE = weights.new_empty((cdiv(num_tokens, run), num_experts), dtype=torch.int32)
+    return ExpertChoice(ids_TK, weights.new_empty((num_tokens, top_k)), count_CE)
 
 
 def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> ExpertChoice | None:
@@ -180,10 +186,9 @@ def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Exp
     if logits_TE.stride(1) != 1:
         logits_TE = logits_TE.contiguous()
     has_bias = bias_E is not None and rules.score_function == "sigmoid"
-    constexprs = _constexprs(rules, num_experts, has_bias)
-    choice = _empty(num_tokens, num_experts, rules.top_k, constexprs["BLOCK_T"], logits_TE)
-    launch(
-        _choose,
+    run, kernel = _choosing(rules, num_experts, has_bias)
+    choice = _empty(num_tokens, num_experts, rules.top_k, run, logits_TE)
+    kernel(
         (choice.count_CE.shape[0],),
         logits_TE,
         bias_E if has_bias else logits_TE,
@@ -192,8 +197,6 @@ def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Exp
         choice.count_CE,
         num_tokens,
         logits_TE.stride(0),
-        **constexprs,
-        num_warps=4,
     )
     return choice
 

@@ -1,0 +1,399 @@
+"""A model's MTP layer drafts: the same answers, its hidden states are megatron-core's, and what has none is refused.
+
+The model that knows: one decoder layer, and an MTP layer that is the same layer and reads the token alone. It predicts
+what the model draws wherever its keys and values are right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+from model_kinds import make_model, prefix_caching
+from test_draft_model import OTHERS, check_all_kept
+from test_same_answer import BASE, make_engine, run, workload
+from test_speculative import WAYS, ask, shown
+
+from megatron_infer.config.checks import check_mtp
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.errors import AdoptionError, ConfigError
+from megatron_infer.model_loader.checkpoint import save_checkpoint
+from megatron_infer.models.adopt import adopt
+from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
+from megatron_infer.speculative.model_drafter import ModelDrafter
+from megatron_infer.speculative.mtp import MTPModel
+
+VOCAB = 128
+MTP: dict[str, Any] = {"method": "mtp", "adaptive": False}
+MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48}
+
+
+def guessing(**settings: Any) -> torch.nn.Module:
+    """A model with an MTP layer of random weights."""
+    return make_model("attention", **{"vocab_size": VOCAB, "mtp_num_layers": 1} | settings)
+
+
+def knowing(**settings: Any) -> torch.nn.Module:
+    """The model that knows."""
+    model = guessing(num_layers=1, **settings)
+    layer, width = model.mtp.layers[0], model.config.hidden_size
+    with torch.no_grad():
+        words = model.embedding.word_embeddings.weight
+        words.div_(words.square().mean(1, keepdim=True).sqrt())
+        words.mul_((1 - 1e-5) ** 0.5)  # enorm with weights of one leaves them as they are
+        layer.enorm.weight.fill_(1)
+        layer.eh_proj.weight.zero_()
+        layer.eh_proj.weight[:, :width] = torch.eye(width)  # the embedding comes first
+        layer.transformer_layer.load_state_dict(model.decoder.layers[0].state_dict())
+        layer.final_layernorm.load_state_dict(model.decoder.final_layernorm.state_dict())
+    return model
+
+
+def drafting(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngine:
+    """An engine whose MTP layer drafts; settings: those of `test_same_answer.make_engine`."""
+    settings = {**BASE, "speculative": MTP, **settings}
+    settings.pop("order", None)
+    if "prefix" in settings:
+        settings |= prefix_caching("attention", settings.pop("prefix"))
+    if (pool := settings.pop("pool_blocks", None)) is not None:
+        block = InferenceConfig(**BASE, speculative=MTP).resolve(adopt(model).shape).block_bytes / 2**30
+        paused = settings.pop("paused_blocks", 0)
+        settings |= {"buffer_size_gb": (pool + 1.25) * block}
+        settings |= {"paused_buffer_size_gb": (paused + 0.25) * block if paused else None}
+    return DynamicInferenceEngine(model, InferenceConfig(**settings))
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return knowing()
+
+
+@pytest.fixture(scope="module")
+def guesser() -> torch.nn.Module:
+    return guessing()
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> dict[str, list[list[int]]]:
+    engine = make_engine(model, "attention")
+    return {drawing: run(engine, drawing) for drawing in ("greedy", "sampled")}
+
+
+@pytest.mark.parametrize("feature", OTHERS)
+def test_an_mtp_layer_like_the_model_is_accepted_entirely_with_the_feature(model, expected, feature):
+    """So its keys and values are right wherever blocks are shared, cut, paused, evicted or swapped."""
+    settings = OTHERS[feature]
+    for drawing in ("greedy", "sampled"):
+        engine = drafting(model, **settings)
+        assert run(engine, drawing, settings.get("order")) == expected[drawing]
+        check_all_kept(engine)
+    counters = engine.stats().counters
+    assert counters["swapped_in"] > 0 or feature != "tiny_pool_swap"
+    assert counters["prefix_hits"] > 0 or not feature.startswith("prefix")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_random_mtp_layer_changes_no_answer(way):
+    model = guessing(**MOE)
+    engine = drafting(model, overlap=True)
+    assert shown(ask(engine, WAYS[way])) == shown(ask(make_engine(model, "attention"), WAYS[way]))
+    found = engine.spec_decode_metrics()
+    assert found.num_accepted < found.num_drafted and found.seconds_drafting > 0
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "bfloat16": {"params_dtype": torch.bfloat16},
+    "experts": MOE,
+    "learned positions, biases, LayerNorm": {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+    },
+    "two layers, of which the first drafts": {"mtp_num_layers": 2},
+    "tied, one kv head": {"share_embeddings_and_output_weights": True, "num_query_groups": 1},
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_hidden_states_are_those_of_megatron_cores_layer(kind, monkeypatch):
+    """Of drafts too, which the layer computes from its own hidden states; over chunks, prefix hits and forks."""
+    model = guessing(**SETTINGS[kind])
+    seen: list[tuple[list[int], int, torch.Tensor]] = []
+    guessed = 0
+    """Tokens of the step whose hidden state before them is the layer's own."""
+    hidden, follow = MTPModel.hidden, MTPModel.follow
+
+    def note(self, batch):
+        nonlocal guessed
+        out_TD = hidden(self, batch)
+        pool, rows, positions = self._rows.token_pool, batch.views.mirror["token_row"], batch.positions_T
+        for row, position, one_D in zip(rows.tolist(), positions.tolist(), out_TD, strict=True):
+            seen.append((pool[row, : position + 1].tolist(), guessed, one_D.clone()))
+        guessed += 1
+        return out_TD
+
+    def begin(self, batch, hidden_TD):
+        nonlocal guessed
+        guessed = 0
+        follow(self, batch, hidden_TD)
+
+    monkeypatch.setattr(MTPModel, "hidden", note)
+    monkeypatch.setattr(MTPModel, "follow", begin)
+    prompts, _ = workload("greedy")
+    params = SamplingParams(temperature=0.9, seed=4, n=2, max_tokens=12, ignore_eos=True)
+    settings = {"prefix": "lru", "max_tokens": 24, "enable_chunked_prefill": True}
+    engine = drafting(model, speculative=MTP | {"num_speculative_tokens": 2}, **settings)
+    for prompt in prompts:
+        engine.generate([prompt], params)
+    assert engine.stats().counters["prefix_hits"] > 0
+    tolerance = 0.15 if model.config.params_dtype == torch.bfloat16 else 1e-4
+    for own in (0, 1):
+        of_kind = [(tokens, out_D) for tokens, count, out_D in seen if count == own]
+        for tokens, out_D in random.Random(0).sample(of_kind, 8):
+            wanted_D = reference(model, tokens, guessed=own)[-1]
+            torch.testing.assert_close(out_D, wanted_D, rtol=tolerance, atol=tolerance)
+
+
+def reference(model: torch.nn.Module, tokens: list[int], *, guessed: int = 0) -> torch.Tensor:
+    """megatron-core's own layer over a sequence -> its hidden states [S, D]; each token with the model's hidden state
+    before it, the last `guessed` with the layer's own, and the first with zeros."""
+    ids, at = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+    layer = model.mtp.layers[0]
+    with torch.no_grad():
+        embedded = model.embedding(input_ids=ids, position_ids=at)
+        rotary = model.rotary_pos_emb(len(tokens)) if model.position_embedding_type == "rope" else None
+        hidden = model.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary)
+        before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
+        common = {"decoder_input": embedded, "attention_mask": None, "rotary_pos_emb": rotary}
+        out = layer._proj_and_transformer_layer(hidden_states=before, **common)
+        for place in range(len(tokens) - guessed, len(tokens)):
+            before[place] = out[place - 1]
+            out = layer._proj_and_transformer_layer(hidden_states=before, **common)
+    return out.squeeze(1)
+
+
+@pytest.mark.parametrize("mode", ["persist", "recompute", "offload"])
+def test_suspends_keep_keys_values_and_hidden_states(model, guesser, expected, mode):
+    """Of the model that guesses, drafts are the same ones as without the suspends."""
+    for one in (model, guesser):
+        prompts, params = workload("sampled")
+        plain = drafting(one, prefix="lru")
+        plain.generate(prompts, params)
+        engine = drafting(one, overlap=mode == "offload", prefix="lru")
+        for index, prompt in enumerate(prompts):
+            engine.add_request(prompt, params[index], request_id=str(index), stream="final")
+        done = {}
+        while engine.has_unfinished():
+            done |= {output.request_id: output for output in engine.step() if output.finished}
+            if engine.num_steps in (2, 5):
+                engine.suspend(mode)
+                engine.resume()
+        if one is model:
+            assert [done[str(index)].outputs[0].token_ids for index in range(len(prompts))] == expected["sampled"]
+            check_all_kept(engine)
+        if mode != "recompute":  # which draws a token where it computes a sequence again, without drafts
+            assert engine.spec_decode_metrics().num_accepted == plain.spec_decode_metrics().num_accepted
+
+
+@pytest.mark.parametrize("reader", ["same", "other blocks", "without"])
+def test_saved_requests_bring_the_mtp_layers_memory(model, tmp_path, reader):
+    prompts, _ = workload("sampled")
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)
+    wanted = make_engine(model, "attention").generate(prompts, params)
+    first = drafting(model)
+    for index, prompt in enumerate(prompts):
+        first.add_request(prompt, params, request_id=str(index), stream="final")
+    for _ in range(3):
+        assert not first.step()
+    first.save_requests(tmp_path / "saved", kv=True)
+    settings = {"same": {}, "other blocks": {"block_size_tokens": 32}, "without": {"speculative": None}}
+    second = drafting(model, **settings[reader])
+    second.load_requests(tmp_path / "saved")
+    done = {}
+    while second.has_unfinished():
+        done |= {output.request_id: output for output in second.step() if output.finished}
+    answers = [done[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+    assert answers == [one.outputs[0].token_ids for one in wanted]
+    assert (second.stats().counters["prefill_tokens"] == 0) == (reader != "without")
+    if reader != "without":
+        check_all_kept(second)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_a_weight_update_renews_the_mtp_layer(exact):
+    model = knowing()
+    prompts, _ = workload("greedy")
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=20, ignore_eos=True, logprobs=1)
+    plain, engine = make_engine(model, "attention", batch_invariant=exact), drafting(model, batch_invariant=exact)
+    assert shown(engine.generate(prompts, params)) == shown(plain.generate(prompts, params))
+    with torch.no_grad():  # the trainer steps: the model and its MTP layer alike
+        for layer in (model.decoder.layers[0], model.mtp.layers[0].transformer_layer):
+            layer.mlp.linear_fc2.weight.mul_(1.5)
+        model.output_layer.weight.add_(0.1)
+    assert shown(engine.generate(prompts, params)) == shown(plain.generate(prompts, params))
+    check_all_kept(engine)
+    version = engine.weight_version
+    with torch.no_grad():  # the MTP layer alone
+        model.mtp.layers[0].transformer_layer.mlp.linear_fc2.weight.mul_(-1)
+    assert shown(engine.generate(prompts, params)) == shown(plain.generate(prompts, params))
+    assert engine.weight_version == version + 1 and engine.spec_decode_metrics().acceptance_rate < 1
+
+
+def test_training_stays_as_it_is(guesser):
+    tokens, at = torch.arange(30)[None] + 5, torch.arange(30)[None]
+
+    def step() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        guesser.zero_grad()
+        loss = guesser(tokens, at, None, labels=tokens).mean()
+        loss.backward()
+        return loss.detach(), [one.grad.clone() for one in guesser.parameters() if one.grad is not None]
+
+    keys, (loss, grads) = list(guesser.state_dict()), step()
+    engine = drafting(guesser)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=9, ignore_eos=True))
+    after, after_grads = step()
+    assert list(guesser.state_dict()) == keys and torch.equal(loss, after)
+    assert len(grads) == len(list(guesser.parameters()))
+    assert all(map(torch.equal, grads, after_grads))
+
+
+def test_rejection_keeps_a_layer_like_the_model(model):
+    prompts, _ = workload("sampled")
+    params = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=16, ignore_eos=True)
+    engine = drafting(model, speculative=MTP | {"verification": "residual"})
+    engine.generate(prompts, params)
+    assert engine.spec_decode_metrics().acceptance_rate > 0.99
+
+
+def test_adaptive_depth_stops_where_drafts_do_not_pay(guesser):
+    prompts, _ = workload("greedy")
+    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    adaptive, full = drafting(guesser, speculative={"method": "mtp"}), drafting(guesser)
+    assert shown(adaptive.generate(prompts, params)) == shown(full.generate(prompts, params))
+    assert 0 < adaptive.spec_decode_metrics().num_drafted < 0.8 * full.spec_decode_metrics().num_drafted
+
+
+def test_n_grams_come_first_where_both_are_asked_for(model):
+    prompts = [[7, 8, 9, 10] * 5, [20, 21, 22] * 6, [90]]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine = drafting(model, speculative=MTP | {"method": ("ngram", "mtp")})
+    assert shown(engine.generate(prompts, params)) == shown(make_engine(model, "attention").generate(prompts, params))
+    assert 0.2 < engine.spec_decode_metrics().acceptance_rate <= 1
+
+
+def test_a_step_that_fails_leaves_nothing_for_the_next_one(model, monkeypatch):
+    prompts, params = workload("sampled")
+    engine, forward, calls = drafting(model), ModelDrafter._forward, []
+
+    def fail_once(self, plan, *table_writes):
+        calls.append(plan)
+        if len(calls) == 4:
+            raise RuntimeError("this step fails")
+        return forward(self, plan, *table_writes)
+
+    monkeypatch.setattr(ModelDrafter, "_forward", fail_once)
+    outputs = engine.generate(prompts, params, on_error="return")
+    assert any(output.error for output in outputs)
+    before = engine.spec_decode_metrics()
+    assert run(engine, "sampled") == run(make_engine(model, "attention"), "sampled")
+    after = engine.spec_decode_metrics()
+    assert after.num_accepted - before.num_accepted == after.num_drafted - before.num_drafted > 0
+
+
+def test_memory_counts_keys_values_and_hidden_states(model):
+    engine, alone = drafting(model), make_engine(model, "attention")
+    # heads of 16, two for keys and two for values: 256 bytes of fp32 a token, and 256 of a hidden state of 64
+    assert engine.sizes.draft_block_bytes == 2 * alone.sizes.block_bytes == engine.sizes.block_bytes * 2 // 3
+    rows = {row.name: row.how for row in engine.sizes.table()}
+    assert rows["block_bytes"].endswith("+ draft_block_bytes")
+    (tensor,) = OverlapTextGenerationPipeline.of_engine(engine).draft_kv_blocks
+    assert tensor.nbytes == engine.sizes.draft_block_bytes * engine.sizes.num_blocks
+
+
+def test_what_has_no_mtp_layer_is_refused_by_name(model):
+    for kind in ("attention", "hybrid"):
+        other = make_model(kind, vocab_size=VOCAB)
+        with pytest.raises(ConfigError, match=r"this model has none \(mtp_num_layers\); take method 'ngram'"):
+            DynamicInferenceEngine(other, InferenceConfig(**BASE, speculative=MTP))
+    shape = adopt(model).shape
+    with pytest.raises(ConfigError, match="'mtp' on several pipeline stages is not built"):
+        check_mtp(dataclasses.replace(shape, is_stage=True))
+    with pytest.raises(ConfigError, match="leave 'draft' or 'mtp' out"):
+        InferenceConfig(speculative={"method": ("mtp", "draft"), "draft_model": "small"})
+    with pytest.raises(ConfigError, match="draft_model is 'small' with method 'mtp'"):
+        InferenceConfig(speculative={"method": "mtp", "draft_model": "small"})
+    config = InferenceConfig(speculative=MTP)
+    assert InferenceConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_commands_serve_a_checkpoint_with_an_mtp_layer(tmp_path, capsys, monkeypatch):
+    """And refuse one without before its weights are read."""
+    from megatron_infer.cli.main import main
+    from megatron_infer.entrypoints import llm
+
+    save_checkpoint(knowing(), tmp_path / "with")
+    save_checkpoint(make_model("attention", vocab_size=VOCAB), tmp_path / "without")
+    assert main(["plan", str(tmp_path / "with"), "--speculative", "mtp", "--json"]) == 0
+    sizes = json.loads(capsys.readouterr().out)["sizes"]
+    assert sizes["draft_block_bytes"]["value"] * 3 == sizes["block_bytes"]["value"] * 2
+    served = llm.LLM(str(tmp_path / "with"), config={**BASE, "speculative": MTP}, dtype="float32")
+    served.generate([[5, 6, 7]], SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True))
+    check_all_kept(served.engine)
+    monkeypatch.setattr(llm, "build_model", lambda *_, **__: pytest.fail("the weights were read"))
+    for config in ({**BASE, "speculative": MTP}, InferenceConfig(**BASE, speculative=MTP)):
+        with pytest.raises(ConfigError, match="this model has none"):
+            llm.LLM(str(tmp_path / "without"), config=config)
+    assert main(["plan", str(tmp_path / "without"), "--speculative", "mtp"]) != 0
+    assert "this model has none" in capsys.readouterr().err
+
+
+def test_a_layer_that_is_not_known_is_refused_by_name():
+    model = guessing()
+    model.mtp.layers[0].hnorm.register_forward_hook(lambda *_: None)
+    make_engine(model, "attention").generate([[5, 6]], SamplingParams(max_tokens=2))  # nothing drafts with it
+    with pytest.raises(AdoptionError, match=r"mtp.layers.0.hnorm: has a forward hook"):
+        drafting(model)
+    model = guessing()
+    engine = drafting(model)
+    model.mtp.layers[0].transformer_layer.mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(AdoptionError, match=r"mtp.layers.0.transformer_layer.mlp: has a forward hook"):
+        engine.generate([[5, 6]], SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_mtp_layer_like_the_model_is_accepted_entirely_through_random_events(model, expected, seed):
+    """Too few blocks, prefix hits, suspends, pauses and aborted requests, with and without overlap and chunks."""
+    rng = random.Random(seed)
+    settings = {
+        "overlap": bool(seed % 2),
+        "prefix": rng.choice(["lru", "ref_zero"]),
+        **rng.choice([{"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}]),
+        **(OTHERS["chunked"] if seed // 2 else {}),
+    }
+    engine = drafting(model, pool_blocks=14, paused_blocks=5, **settings)
+    prompts, params = workload("sampled")
+    waiting, done = list(range(len(prompts))), {}
+    rng.shuffle(waiting)
+    while waiting or engine.has_unfinished():
+        for _ in range(min(len(waiting), rng.randrange(4))):
+            index = waiting.pop()
+            engine.add_request(prompts[index], params[index], request_id=str(index), stream="final")
+        match rng.randrange(10):
+            case 0:
+                engine.suspend(rng.choice(["persist", "offload", "recompute"]))
+                engine.resume()
+            case 1:
+                engine.pause(rng.choice(["keep", "retract"]))
+                engine.unpause()
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    for index in range(len(prompts)):
+        assert done[str(index)].outputs[0].token_ids == expected["sampled"][index]
+    check_all_kept(engine)
+    assert engine.stats().num_free_blocks == 14

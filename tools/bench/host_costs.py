@@ -1,0 +1,149 @@
+"""What a decode step costs the host for each layer on a GPU without CUDA graphs, measured without a GPU.
+
+    python tools/bench/host_costs.py [--batch 1] [--experts 128] [--layers 4 12] [--profile llama] [--json out.json]
+
+Kernels are compiled for an H100 and launched on a driver that does nothing (`megatron_infer.testing.stub_driver`). A
+layer's cost is the difference between a deep and a shallow decoder over the difference of their depths, in CPU time of
+one thread, the least of many repeats. Linears and allocations are torch's on a CPU, of sizes at which only the calls
+remain: CUDA's own (cuBLAS, a caching allocator) and the driver's part of a launch are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.base import AttendSpec, StepMetadata
+from megatron_infer.models.adopt import AdoptedModel, adopt
+from megatron_infer.testing.stub_driver import stubbed
+from megatron_infer.testing.tiny import tiny_gpt, tiny_hybrid
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK, KEYS = 4, 2, 16, 16, 512
+LAYERS: dict[str, Any] = {
+    "hidden_size": HEADS * HEAD_DIM,
+    "num_attention_heads": HEADS,
+    "num_query_groups": KV_HEADS,
+    "kv_channels": HEAD_DIM,
+    "ffn_hidden_size": 64,
+}
+
+
+class Step:
+    """Decode rows of KEYS keys each, as `runner.batch.Batch` gives them to the layers."""
+
+    is_padded = False
+    padding_T1 = routing_TLK = lora = None
+
+    def __init__(self, batch: int, num_layers: int) -> None:
+        from megatron_infer.kernels.triton import attention, elementwise
+
+        device, blocks = torch.device("cpu"), KEYS // BLOCK
+        rows = torch.arange(batch, dtype=torch.int32)
+        self.ops = elementwise.make(device, torch.float32)
+        self.attention = attention.TritonPagedAttention(num_cores=132, shared_kib=227)
+        self.kv_cache = torch.zeros(num_layers, 2, batch * blocks + 1, BLOCK, KV_HEADS, HEAD_DIM)
+        self.num_tokens, self.token_ids_T = batch, torch.ones(batch, dtype=torch.long)
+        self.positions_T = torch.full((batch,), KEYS - 1)
+        ones, cu_q = torch.ones_like(rows), torch.arange(batch + 1, dtype=torch.int32)
+        self.meta = StepMetadata(
+            num_tokens=batch,
+            num_rows=batch,
+            num_decode=batch,
+            q_len=ones.numpy(),
+            kv_len=np.full(batch, KEYS, dtype=np.int32),
+            cu_q=cu_q.numpy(),
+            table_row=rows.numpy(),
+            num_prompt_queries=np.zeros(batch, dtype=np.int32),
+            q_len_R=ones,
+            kv_len_R=KEYS * ones,
+            cu_q_R1=cu_q,
+            table_row_R=rows,
+            block_table=torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks),
+            positions_T=self.positions_T,
+            kv_pos_T=torch.arange(batch) * KEYS + KEYS - 1,
+            cos_TR=torch.ones(batch, HEAD_DIM),
+            sin_TR=torch.zeros(batch, HEAD_DIM),
+        )
+
+    def attend(self, layer: int, q_TKGH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spec: AttendSpec) -> Tensor:
+        return self.attention.run(q_TKGH, k_TKH, v_TKH, self.kv_cache, layer=layer, spec=spec)
+
+    def run_program(self, *_: Any) -> None:
+        return None
+
+
+def microseconds(call: Callable[[], Any], repeats: int) -> float:
+    """The least CPU time of one call."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start = time.thread_time_ns()
+        call()
+        times.append(time.thread_time_ns() - start)
+    return min(times) / 1e3
+
+
+def decoder(kind: str, num_layers: int, experts: int) -> AdoptedModel:
+    settings: dict[str, Any] = dict(LAYERS) | {"num_layers": num_layers}
+    if kind == "moe":  # layers of experts alone, behind one of attention
+        settings |= {"num_moe_experts": experts, "moe_router_topk": 8, "moe_ffn_hidden_size": 16}
+        settings |= {"moe_grouped_gemm": False, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+        return adopt(tiny_hybrid("*" + "E" * num_layers, **settings))
+    return adopt(tiny_gpt(**settings).eval())
+
+
+def step_of(adopted: AdoptedModel, step: Step) -> Callable[[], Any]:
+    adopted.weights_watched()  # as an engine's are
+
+    def run() -> None:
+        step.attention.plan(step.meta)
+        adopted.hidden(step)  # type: ignore[arg-type]
+
+    return run
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--layers", type=int, nargs=2, default=[4, 12], help="a shallow and a deep decoder")
+    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--profile", choices=["llama", "moe"], help="show where the time of a step goes")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    shallow, deep = options.layers
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, stubbed(Path(folder)):
+        for kind in ("llama", "moe"):
+            runs = [
+                step_of(decoder(kind, depth, options.experts), Step(options.batch, depth if kind == "llama" else 1))
+                for depth in (shallow, deep)
+            ]
+            if options.profile == kind:
+                profile = cProfile.Profile()
+                runs[1]()
+                profile.runcall(lambda run=runs[1]: [run() for _ in range(50)])
+                pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+            few, many = (microseconds(run, options.repeats) for run in runs)
+            found[kind] = (many - few) / (deep - shallow)
+            print(f"{kind:6} {found[kind]:7.1f} us of host a layer (decode, batch {options.batch})", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
