@@ -171,7 +171,9 @@ class LlamaCpp:
         self._lib = llama_cpp
         self.version = llama_cpp.__version__
         llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(settings["gguf"].encode(), llama_cpp.llama_model_default_params())
+        model = llama_cpp.llama_model_load_from_file(
+            settings[settings["engine"]].encode(), llama_cpp.llama_model_default_params()
+        )
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = settings["max_rows"] * settings["max_length"]
         params.n_seq_max = settings["max_rows"]
@@ -334,6 +336,8 @@ ENGINES: dict[str, Any] = {
     "vllm": VLLM,
     "openvino": OpenVINO,
     "llama.cpp": LlamaCpp,
+    "llama.cpp-q8_0": LlamaCpp,
+    "llama.cpp-q4_0": LlamaCpp,
     "transformers": Transformers,
     "transformers-lookup": TransformersLookup,
     "transformers-assisted": TransformersAssisted,

@@ -25,7 +25,9 @@ from megatron_infer.utils.openmp import SPIN_COUNT
 if TYPE_CHECKING:
     from megatron_infer.model_loader.sources import ModelSource
 
-PEERS = ("vllm", "openvino", "llama.cpp", "transformers", "transformers-lookup", "transformers-assisted")
+GGUF_TYPES = {"llama.cpp": "", "llama.cpp-q8_0": "Q8_0", "llama.cpp-q4_0": "Q4_0"}
+"""llama.cpp by the type of its file's matrices; "": the dtype that is measured."""
+PEERS = ("vllm", "openvino", *GGUF_TYPES, "transformers", "transformers-lookup", "transformers-assisted")
 ADAPTER = Path(__file__).with_name("bench_adapter.py")
 TIMEOUT_S = 900.0
 """For loading (vLLM compiles, OpenVINO converts), and for one run of a workload."""
@@ -196,15 +198,16 @@ def weights_for_peers(
 
     source = open_source(model)
     paths = {}
-    if set(names) - {"llama.cpp"}:
+    if set(names) - set(GGUF_TYPES):
         paths["model"] = _hugging_face(source, scratch / "model", dtype)
     if assistant is not None and "transformers-assisted" in names:
         paths["assistant"] = _hugging_face(open_source(assistant), scratch / "assistant", dtype)
-    if "llama.cpp" in names:
-        if not isinstance(source, GGUFSource):
-            raise ConfigError(f"--vs llama.cpp reads .gguf files, {model} is none; give one, or leave llama.cpp out")
-        paths["gguf"] = str(scratch / "model.gguf")
-        write_gguf(Path(source.path), Path(paths["gguf"]), dtype)
+    for name in names:
+        if name in GGUF_TYPES:
+            if not isinstance(source, GGUFSource):
+                raise ConfigError(f"--vs {name} reads .gguf files, {model} is none; give one, or leave {name} out")
+            paths[name] = str(scratch / f"{name}.gguf")
+            write_gguf(Path(source.path), Path(paths[name]), GGUF_TYPES[name] or dtype)
     return paths
 
 
@@ -220,12 +223,15 @@ def _hugging_face(source: ModelSource, folder: Path, dtype: str) -> str:
 
 
 def write_gguf(source: Path, target: Path, dtype: str) -> None:
-    """A copy of a .gguf file with its matrices in `dtype` and its vectors in float32, as llama.cpp wants them."""
+    """A copy of a .gguf file with its matrices in `dtype` and its vectors in float32, as llama.cpp wants them.
+
+    dtype: torch's name, or a quantised type of gguf's.
+    """
     import gguf
 
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
-    matrices = gguf.GGMLQuantizationType.F32 if dtype == "float32" else gguf.GGMLQuantizationType.BF16
+    matrices = gguf.GGMLQuantizationType[{"float32": "F32", "bfloat16": "BF16"}.get(dtype, dtype)]
     writer = gguf.GGUFWriter(target, architecture)
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):

@@ -27,7 +27,9 @@ def summarize_column(
     from megatron_infer.cli.bench_roofline import least_work  # imports torch
 
     shape = engine.shape
-    work = least_work(shape, workload, kv_dtype_bytes=KV_DTYPE_BYTES[engine.config.kv_dtype_of(shape)])
+    config = engine.config
+    is_int8 = config.weight_dtype == "int8"
+    work = least_work(shape, workload, kv_dtype_bytes=KV_DTYPE_BYTES[config.kv_dtype_of(shape)], is_int8=is_int8)
     engines = {name: summarize(runs, workload) for name, runs in results.items()}
     for name, summary in engines.items():
         seconds = summary["seconds"]["median"]

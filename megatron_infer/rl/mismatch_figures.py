@@ -204,7 +204,8 @@ class Alarm:
 
     @classmethod
     def of(cls, dtype: str, *, experts: bool = False, **changes: Any) -> Alarm:
-        """Thresholds that rounding in a model of `dtype` ("float32", "bfloat16", "float16") stays below.
+        """Thresholds that rounding in a model of `dtype` ("float32", "bfloat16", "float16") stays below; "int8": in
+        rollouts whose linears multiply in 8 bits (weight_dtype).
 
         Half precision: single unlikely tokens may be far off; means may not. experts: a mixture-of-experts router near
         a tie may send some tokens to other experts, and those are off by any amount, which dominates a mean of
@@ -221,6 +222,9 @@ class Alarm:
             sampler_excess_mean=0.05,
             min_tokens=32,
         )
+        if dtype == "int8":
+            limits = {"abs_diff_mean": 0.15, "kl_k3": 0.05 if experts else 0.03, "share_outside": 0.5}
+            half = replace(half, **limits, token_mult_prob_error=2.0 if experts else 1.18)
         return replace(half, **changes)
 
     def tripped(self, figures: MismatchFigures) -> dict[str, tuple[float, float]]:

@@ -116,8 +116,10 @@ class MismatchMeter:
         if isinstance(alarm, str):
             if alarm != AUTO:
                 raise ConfigError(f"alarm: {unknown_name('value', alarm, [AUTO])}; 'auto', an Alarm, or None")
+            weights = engine.config.weight_dtype.value
             alarm = Alarm.of(
-                engine.shape.dtype, experts="return_routing" not in engine.input_processor.limits.unavailable
+                engine.shape.dtype if weights == AUTO else weights,
+                experts="return_routing" not in engine.input_processor.limits.unavailable,
             )
         self.share, self.alarm = share, alarm
         self.last: MismatchReport | None = None

@@ -249,7 +249,7 @@ def bench_llm(llm):
     weight = SimpleNamespace(device="cpu")
     forgotten = []
     llm.engine.shape = SHAPE
-    llm.engine.config = SimpleNamespace(kv_dtype_of=lambda shape: "bfloat16")
+    llm.engine.config = SimpleNamespace(kv_dtype_of=lambda shape: "bfloat16", weight_dtype="int8")
     llm.engine.model = SimpleNamespace(parameters=lambda: iter([weight]))
     llm.engine.reset_prefix_cache = lambda: forgotten.append(True)
     llm.forgotten = forgotten

@@ -62,7 +62,7 @@ SIZES = ["--num-requests", "3", "--input-len", "4:8", "--output-len", "3", "--co
 def compare(command, llm, tmp_path, monkeypatch):
     """compare(mood, ...) -> exit code of `bench m --vs vllm ...` beside a stand-in of a peer."""
     llm.engine.shape = SHAPE
-    llm.engine.config = SimpleNamespace(kv_dtype_of=lambda shape: "float32")
+    llm.engine.config = SimpleNamespace(kv_dtype_of=lambda shape: "float32", weight_dtype="auto")
     llm.engine.model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device="cpu")]))
     llm.engine.reset_prefix_cache = lambda: None
     ceiling = Ceiling(read_gb_s=10, gemm_gflop_s=100)
@@ -187,8 +187,8 @@ def test_adapter_keeps_a_number_of_requests_in_flight_and_the_order_of_the_promp
     assert found == ["a", "b", "c", "d"] and most == 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gguf_for_llama_cpp_has_the_same_weights_and_metadata(tmp_path, dtype):
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 0), ("bfloat16", 0.01), ("Q8_0", 0.01), ("Q4_0", 0.3)])
+def test_gguf_for_llama_cpp_has_the_same_weights_and_metadata(tmp_path, dtype, error):
     import gguf
 
     source, target = tmp_path / "a.gguf", tmp_path / "b.gguf"
@@ -211,9 +211,12 @@ def test_gguf_for_llama_cpp_has_the_same_weights_and_metadata(tmp_path, dtype):
     kept = {key: value for key, value in before.metadata.items() if key not in changed}
     assert {key: after.metadata[key] for key in kept} == kept
     wanted = before.read("output.weight")
-    np.testing.assert_allclose(after.read("output.weight"), wanted, rtol=0 if dtype == "float32" else 2**-8)
+    np.testing.assert_allclose(after.read("output.weight"), wanted, rtol=0, atol=error)
     assert (after.read("output_norm.weight") == matrix[0]).all()
-    assert Path(target).stat().st_size > Path(source).stat().st_size
+    if dtype.startswith("Q"):
+        assert after.tensors["output.weight"].type_id == gguf.GGMLQuantizationType[dtype]
+    else:
+        assert Path(target).stat().st_size > Path(source).stat().st_size
 
 
 def test_transformers_drafts_by_lookup_and_by_an_assistant(tmp_path):

@@ -216,3 +216,17 @@ def test_a_block_without_an_end_keeps_few_samples():
             roll.generate([[5, 6]], SamplingParams(n=SESSION_SAMPLES // 2, max_tokens=1, seed=1))
     assert session.meter.last.figures.num_samples == SESSION_SAMPLES
     assert inspect(session.engine).context.num_free_rows == 8
+
+
+def test_limits_are_wider_where_rollouts_multiply_in_8_bits():
+    from megatron_infer.kernels import native_build
+
+    try:
+        native_build.load()
+    except native_build.NativeUnavailable as error:
+        pytest.skip(str(error))
+    session = make_session(MAKERS["attention"](), settings={"weight_dtype": "int8"}, meter=ALL)
+    assert session.meter.alarm == Alarm.of("int8")
+    generate(session, SamplingParams(n=8, max_tokens=24, ignore_eos=True, seed=3))
+    figures = session.meter.last.figures
+    assert figures.abs_diff_mean > Alarm.of("float32").abs_diff_mean and not session.meter.last.is_alarm
