@@ -213,12 +213,11 @@ def test_the_installed_triton_takes_every_call():
         assert reason is None, f"{where}: {reason}"
 
 
-def test_calls_of_symmetric_memory_bind_to_the_installed_torch():
-    """Its operators are compiled, and there is a schema of each on every machine."""
-    path, found = foreign.OURS / "kernels" / "symmetric_allreduce.py", []
-    for node, _ in foreign.nodes_with_scopes(foreign.parsed(path)):
-        if (name := ast.unparse(node.func)).startswith("torch.ops.symm_mem."):
-            arguments = getattr(torch.ops.symm_mem, name.rpartition(".")[2]).default._schema.arguments
-            assert len(node.args) == len(arguments) and not node.keywords, f"{name}: {arguments}"
-            found.append(name)
-    assert found
+def test_operators_of_symmetric_memory_take_what_they_are_given():
+    """They are compiled; the installed torch has a schema of each on every machine, that of 2.11 to 2.14."""
+    tree = foreign.parsed(foreign.OURS / "kernels" / "symmetric_allreduce.py")
+    named = {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute) and "_all_reduce" in one.attr}
+    assert "one_shot_all_reduce_out" in named
+    for name in named:
+        arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
+        assert [str(one.type) for one in arguments] == ["Tensor", "str", "str", "Tensor"], name
