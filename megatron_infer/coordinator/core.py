@@ -238,11 +238,12 @@ class CoordinatorCore:
             self.dispatch.reopen()
 
     def _update_adapters(self, replica: ReplicaState, view: ReplicaView) -> tuple[bool, bool]:
-        """-> whether the replica has more adapters with the content in force than before, and fewer."""
-        is_outdated, before = self.broadcasts.in_force.is_outdated, view.adapters
+        """-> whether the replica may take requests of more adapters than before, and of fewer."""
+        is_outdated, had, old = self.broadcasts.in_force.is_outdated, view.adapters, view.outdated
         view.outdated = {name for name, digest in replica.adapters.items() if is_outdated(name, digest)}
         view.adapters = {name: digest for name, digest in replica.adapters.items() if name not in view.outdated}
-        return not view.adapters.items() <= before.items(), not before.items() <= view.adapters.items()
+        gained = not (view.adapters.items() <= had.items() and old <= view.outdated)
+        return gained, not (had.items() <= view.adapters.items() and view.outdated <= old)
 
     def _goodbye(self, replica: ReplicaState, goodbye: protocol.Goodbye) -> None:
         if not goodbye.draining:

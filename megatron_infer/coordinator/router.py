@@ -8,7 +8,7 @@ request will publish count as held until it ends.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -122,7 +122,7 @@ class ReplicaView:
     table: PrefixTable
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Loaded LoRA adapters with the content in force: name -> its hash."""
-    outdated: Collection[str] = ()
+    outdated: Set[str] = frozenset()
     """Those that are loaded with another content."""
     loading: list[str] = field(default_factory=list)
     """Adapters that the others have and it is about to have."""
