@@ -4,7 +4,7 @@
     megatron-infer serve smollm2-mtp --speculative mtp --num-speculative-tokens 1
 
     prompts made here ──▶ the model's answers ──▶ its hidden states ──▶ MTP layer, trained to say what the model says
-                          a third of the time                           the rest of it                one token later
+                          a quarter of the time                         the rest of it                one token later
 
 The layer begins as the model's last one. Its loss is the cross entropy to the model's own distribution of the token
 after the next, over the tokens that occur in the answers, and the distance to the model's hidden state there. Nothing
@@ -78,13 +78,13 @@ def prompts(seed: int) -> list[str]:
 
 
 def sample(model: str, seconds: float, *, at_once: int, max_tokens: int, seed: int) -> Answers:
-    """What the model answers within that time; prompts come again with another seed once all were asked."""
+    """What the model answers to the prompts asked within that time, which come again once all were asked."""
     llm = LLM(model, config={"max_requests": at_once, "buffer_size_gb": 0.5, "max_sequence_length": 512})
     waiting = enumerate(itertools.cycle(prompts(seed)))
     found: list[tuple[int, list[int]]] = []
     engine, running, begun = llm.engine, 0, time.perf_counter()
-    while (spent := time.perf_counter() - begun) < seconds or (running and spent < 1.2 * seconds):
-        while running < at_once and spent < seconds:
+    while not found or running or time.perf_counter() - begun < seconds:
+        while running < at_once and (not found or time.perf_counter() - begun < seconds):
             number, prompt = next(waiting)
             # half of them as they are served in the measurement, half with more variety
             temperature = 0.0 if number % 2 else 0.8
@@ -271,7 +271,7 @@ def main() -> None:
     if args.answers is not None and args.answers.exists():
         answers = Answers(json.loads(args.answers.read_text()), 0.0)
     else:
-        answers = sample(args.model, seconds / 3, at_once=args.at_once, max_tokens=args.answer_tokens, seed=args.seed)
+        answers = sample(args.model, seconds / 4, at_once=args.at_once, max_tokens=args.answer_tokens, seed=args.seed)
         if args.answers is not None:
             args.answers.write_text(json.dumps(answers.sequences))
     print(f"{len(answers.sequences)} answers, {answers.num_tokens:,} tokens in {answers.seconds:.0f} s", flush=True)

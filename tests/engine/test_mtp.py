@@ -327,6 +327,15 @@ def test_memory_counts_keys_values_and_hidden_states(model):
     assert tensor.nbytes == engine.sizes.draft_block_bytes * engine.sizes.num_blocks
 
 
+def test_keys_in_fp8_leave_hidden_states_as_they_are(model):
+    engine = drafting(model, kv_cache_dtype="fp8_e4m3")
+    plain = make_engine(model, "attention", kv_cache_dtype="fp8_e4m3")
+    assert run(engine, "sampled") == run(plain, "sampled")
+    check_all_kept(engine)
+    # four times 16 bytes for keys and values of a token, and 256 of fp32 for its hidden state
+    assert engine.sizes.draft_block_bytes == 16 * (64 + 256)
+
+
 def test_what_has_no_mtp_layer_is_refused_by_name(model):
     for kind in ("attention", "hybrid"):
         other = make_model(kind, vocab_size=VOCAB)
