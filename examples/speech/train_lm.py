@@ -52,6 +52,8 @@ MAX_WORDS = (2, 5, 99)
 """The longest phrase of each stage of training, in words."""
 TEXT_WEIGHT = 3.0
 """Weight of marks, words and the end in the loss: they are few, and each decides over a word's sound."""
+COPIES, COPIED_WORDS = 6, 10
+"""Texts of random words in a step, and the longest of them."""
 SHARE_WITHOUT_VOICE = 0.05
 LR, WARM_STEPS = 2e-3, 30
 VOICE_TEXT = "please open the small door"
@@ -151,8 +153,11 @@ def stage_of(done: float, rng: random.Random) -> int:
     return newest if rng.random() < 0.8 else rng.randrange(newest + 1)
 
 
-def sequence(phrase: Phrase, voices: Voices, speech: SpeechModel, rng: random.Random) -> tuple[list[int], int]:
-    """(token ids, how many of them are the prompt)."""
+Sequence = tuple[list[int], int, list[float]]
+"""Token ids, how many of them are the prompt, and the weights of the others in the loss."""
+
+
+def sequence(phrase: Phrase, voices: Voices, speech: SpeechModel, rng: random.Random) -> Sequence:
     voice = [] if rng.random() < SHARE_WITHOUT_VOICE else rng.choice(voices[phrase.voice])
     words = [WORDS.index(word) for word in phrase.words]
     prompt = speech.prompt_ids({"text": words}, voice)
@@ -161,7 +166,17 @@ def sequence(phrase: Phrase, voices: Voices, speech: SpeechModel, rng: random.Ra
         for mark, word, sound in zip(itertools.cycle(MARKS), words, phrase.sounds)
         for token in (mark, word, *(FIRST_SPEECH + one for one in sound))
     ]
-    return [*prompt, *answer, END], len(prompt)
+    answer.append(END)
+    return [*prompt, *answer], len(prompt), [1.0 if one >= FIRST_SPEECH else TEXT_WEIGHT for one in answer]
+
+
+def copy(speech: SpeechModel, rng: random.Random) -> Sequence:
+    """Random words and the same again, without sound: what a word is follows from the prompt alone, not from grammar.
+    Only the words count: what comes behind one here is no model for an answer."""
+    words = [rng.randrange(len(WORDS)) for _ in range(rng.randint(3, COPIED_WORDS))]
+    prompt = speech.prompt_ids({"text": words})
+    answer = [token for pair in zip(itertools.cycle(MARKS), words) for token in pair]
+    return [*prompt, *answer], len(prompt), [TEXT_WEIGHT * (one < len(WORDS)) for one in answer]
 
 
 def train(
@@ -183,11 +198,12 @@ def train(
         done = 0.5 + done / 2 if options.resume else done
         for group in trainer.optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / WARM_STEPS) * (0.05 + 0.95 * math.cos(math.pi * done / 2))
-        drawn, tokens = list[tuple[list[int], int]](), 0
+        drawn = [copy(speech, rng) for _ in range(COPIES)]
+        tokens = 0
         while tokens < options.batch_tokens:
             drawn.append(sequence(rng.choice(made[stage_of(done, rng)]), voices, speech, rng))
             tokens += len(drawn[-1][0])
-        weights = [torch.tensor([1.0 if one >= FIRST_SPEECH else TEXT_WEIGHT for one in ids[at:]]) for ids, at in drawn]
+        weights = [torch.tensor(weights) for _, _, weights in drawn]
         total = float(torch.cat(weights).sum())
 
         def loss_of(
@@ -196,8 +212,8 @@ def train(
             return -torch.cat([weights[at] * one for at, one in zip(indices, scores, strict=True)]).sum() / total
 
         with session.training():
-            starts = [start for _, start in drawn]
-            report = session.score_and_backward([ids for ids, _ in drawn], loss_of, start=starts)
+            starts = [start for _, start, _ in drawn]
+            report = session.score_and_backward([ids for ids, _, _ in drawn], loss_of, start=starts)
             with on_cpu():
                 session.step(trainer.optimizer)
         losses.append(report.loss)

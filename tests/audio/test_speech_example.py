@@ -98,7 +98,7 @@ def test_an_answer_says_each_word_before_its_sound(tmp_path):
 
     speech = vocabulary.write_description(tmp_path, SpeechFormat(vocab_size=8))
     phrase = train_lm.Phrase(["she", "sold"], "anna", [[1, 2], [3]])
-    ids, start = train_lm.sequence(phrase, {"anna": [[7]]}, speech, random.Random(0))
+    ids, start, weights = train_lm.sequence(phrase, {"anna": [[7]]}, speech, random.Random(0))
     (she, sold), (zero, one), first = (
         map(vocabulary.WORDS.index, phrase.words),
         vocabulary.MARKS[:2],
@@ -106,6 +106,17 @@ def test_an_answer_says_each_word_before_its_sound(tmp_path):
     )
     assert ids[start:] == [zero, she, first + 1, first + 2, one, sold, first + 3, vocabulary.END]
     assert ids[start - 1] == vocabulary.TEXT_MARK and first + 7 in ids[:start]
+    assert weights == [3, 3, 1, 1, 3, 3, 1, 3]
+
+
+def test_copies_are_random_words_of_which_only_the_words_count(tmp_path):
+    import train_lm
+    import vocabulary
+
+    speech = vocabulary.write_description(tmp_path, SpeechFormat(vocab_size=8))
+    ids, start, weights = train_lm.copy(speech, random.Random(0))
+    assert ids[0] == vocabulary.VOICE_MARK and ids[1 : start - 1] == ids[start:] and len(ids) - start == len(weights)
+    assert weights == [0, train_lm.TEXT_WEIGHT] * (len(weights) // 2) and 6 <= len(weights) <= 20
 
 
 @pytest.mark.parametrize(
