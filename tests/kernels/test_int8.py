@@ -77,11 +77,11 @@ def unpacked(library, panels: Tensor, shape: tuple[int, int]) -> tuple[Tensor, T
     (rows, inner), width = shape, library.mi_panel_rows()
     blocks, count = -(-inner // BLOCK), -(-rows // width)
     offset = int(int8_layout(library, torch.float32).pack(torch.ones(1, BLOCK), None)[0][0]) - 127
-    own = panels.view(count, -1)
-    codes = own[:, : blocks * BLOCK * width].reshape(count, blocks, BLOCK // 4, width, 4)
+    own = panels.view(count, -1)[:, : blocks * (BLOCK + 2) * width].reshape(count, blocks, -1)
+    codes = own[..., : BLOCK * width].reshape(count, blocks, BLOCK // 4, width, 4)
     codes = codes.permute(0, 3, 1, 2, 4).reshape(count * width, blocks, BLOCK)[:rows]
     signed = codes.float() - offset if offset else codes.view(torch.int8).float()
-    scales = own[:, blocks * BLOCK * width : blocks * (BLOCK + 2) * width].contiguous().view(torch.float16)
+    scales = own[..., BLOCK * width :].contiguous().view(torch.float16)
     return signed, scales.view(count, blocks, width).transpose(1, 2).reshape(count * width, blocks)[:rows].float()
 
 

@@ -1,9 +1,10 @@
 // y = x . weight^T + bias from a packed copy of the weight in 8 bits.
 //
 // A weight row is cut into blocks of 32 inputs. A block has 8-bit codes, the nearest multiples of its scale, and the scale
-// in fp16: the values of GGUF's q8_0. A panel holds W rows, [block][8][W rows][4 codes] and then [block][W rows] scales. A
-// token's inputs are cut and coded in the same way, with scales in fp32. Codes are multiplied as integers without error;
-// the sum of a block is scaled and added in fp32, blocks in order. So an output depends on its own token alone.
+// in fp16: the values of GGUF's q8_0. A panel holds W rows, in each block [8][W rows][4 codes] and [W rows] scales, so
+// that all of it is one stream. A token's inputs are cut and coded in the same way, with scales in fp32. Codes are
+// multiplied as integers without error; the sum of a block is scaled and added in fp32, blocks in order. So an output
+// depends on its own token alone.
 #include "checksum.h"
 #include "layer_ops.h"
 #include "shares.h"
@@ -19,6 +20,7 @@ namespace mi {
 constexpr int kInputs = 32;                      // inputs of a block
 constexpr int kGroups = kInputs / 4;             // vectors of codes in it
 constexpr int kVector = 4 * W;                   // bytes of a vector
+constexpr int kBlockBytes = (kInputs + 2) * W;   // codes and scales of a block of a panel
 constexpr int kMostTokens = 16;                  // multiplied by a panel at a time
 constexpr int64_t kSpan = 256;                   // tokens that are multiplied by a stretch of panels before the next tokens
 constexpr int kOffset = MI_BYTE_DOT ? 128 : 0;   // weights' codes are stored with this added
@@ -36,7 +38,7 @@ struct Inputs {
 };
 
 inline int64_t blocks_of(int64_t inner) { return (inner + kInputs - 1) / kInputs; }
-inline int64_t panel_bytes(int64_t inner) { return (blocks_of(inner) * (kInputs + 2) * W + 63) / 64 * 64; }
+inline int64_t panel_bytes(int64_t inner) { return (blocks_of(inner) * kBlockBytes + 63) / 64 * 64; }
 
 inline vb load_codes(const uint8_t* p) {
     vb v;
@@ -159,20 +161,18 @@ struct Int8Linear {
     // Meanwhile the bytes from `next` on, as many as a panel has, are fetched into L2; null: nothing is.
     template <int M>
     void tile(int64_t token, int64_t panel, const char* next) const {
-        constexpr int locality = M > 4 ? 2 : 0;
         const int64_t blocks = blocks_of(inner);
         const Inputs* in = x + token * blocks;
         const uint8_t* w = panels + panel * panel_bytes(inner);
-        const uint16_t* scales = (const uint16_t*)(w + blocks * kInputs * W);
         vf acc[M] = {};
-        for (int64_t b = 0; b < blocks; ++b, in += M, w += kInputs * W, scales += W) {
+        for (int64_t b = 0; b < blocks; ++b, in += M, w += kBlockBytes) {
             if (next) {
-                for (int i = 0; i <= (kInputs + 2) * W; i += 64) __builtin_prefetch(next + i, 0, locality);
-                next += (kInputs + 2) * W;
+                for (int i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+                next += kBlockBytes;
             }
             vb codes[kGroups];
             for (int g = 0; g < kGroups; ++g) codes[g] = load_codes(w + g * kVector);
-            const vf scale = load_halves(scales);
+            const vf scale = load_halves((const uint16_t*)(w + kInputs * W));
             for (int m = 0; m < M; ++m) {
                 vi sum = vi{} + in[m].start;
                 for (int g = 0; g < kGroups; ++g) sum = dot4(sum, codes[g], in[m].code + 4 * g);
@@ -250,9 +250,9 @@ template <class T>
 static void pack_panel(const T* weight, uint8_t* out, int64_t inner, int64_t rows, int64_t panel) {
     const int64_t blocks = blocks_of(inner), from = panel * W, count = rows - from < W ? rows - from : W;
     uint8_t* codes = out + panel * panel_bytes(inner);
-    uint16_t* scales = (uint16_t*)(codes + blocks * kInputs * W);
-    std::memset(scales + blocks * W, 0, panel_bytes(inner) - blocks * (kInputs + 2) * W);
-    for (int64_t b = 0; b < blocks; ++b, codes += kInputs * W, scales += W) {
+    std::memset(codes + blocks * kBlockBytes, 0, panel_bytes(inner) - blocks * kBlockBytes);
+    for (int64_t b = 0; b < blocks; ++b, codes += kBlockBytes) {
+        uint16_t* scales = (uint16_t*)(codes + kInputs * W);
         float most[W] = {}, factor[W];
         for (int r = 0; r < count; ++r) most[r] = Block<T>(weight + (from + r) * inner, b * kInputs, inner).largest();
         store_halves(scales, load(most) / kMostCode);
