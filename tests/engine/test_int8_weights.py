@@ -39,6 +39,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "overlap_chunked": {"overlap": True, "max_tokens": 24},
     "alone": {"max_requests": 1},
     "tiny_pool": {"pool_blocks": 8},
+    "drafts": {"speculative": {"method": "ngram", "ngram_min": 1, "adaptive": False}},
     "swap": {"pool_blocks": 8, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01, "overlap": True},
 }
 ROUNDING = 5e-3
@@ -126,6 +127,18 @@ def test_features_give_the_same_answers(kind, model, expected, name):
     check_same(engine, run(engine), expected)
     if name == "prefix":
         assert engine.stats().counters["prefix_hit_tokens"] > 0
+    if name == "drafts":
+        assert engine.spec_decode_metrics().num_drafted > 0
+
+
+def test_a_draft_model_is_rounded_as_the_model_and_so_always_right(kind, model, expected):
+    if kind != "attention":
+        pytest.skip("a draft model has no recurrent states")
+    drafting = {"method": "draft", "draft_model": model, "adaptive": False}
+    engine = make_engine(model, speculative=drafting)
+    check_same(engine, run(engine), expected)
+    found = engine.spec_decode_metrics()
+    assert found.num_drafted > 0 and found.acceptance_rate == 1
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
