@@ -47,7 +47,8 @@ class WeightManager:
         value that differs whenever captured steps would read weights that have moved; None: no steps are captured.
         """
         self._adopted, self._packed, self._rank_group = adopted, kernels.packed, rank_group
-        self._owned = owns_weights
+        self.reads_after_idling = not owns_weights
+        """Whether the first step after idling reads the content of the weights, which others may write."""
         self._verifies, self._set_root, self._show_to_graphs = verifies, set_root, show_to_graphs
         self.version = self.num_updates = 0
         """num_updates: times weights were accepted. Never the same for two different weights, as a version may be."""
@@ -77,12 +78,12 @@ class WeightManager:
     def differ(self, *, read_all: bool) -> bool:
         """Whether this rank's weights or modules are not the accepted ones.
 
-        read_all: notice any change, for which the content is read unless the engine owns the weights; else only an
-        update in place or a new address is noticed.
+        read_all: notice any change, for which the content is read where `reads_after_idling`; else only an update in
+        place or a new address is noticed.
         """
         if self._adopted.has_changed():
             return True
-        return self.guard.changed(content=not self._owned) if read_all else self.guard.moved()
+        return self.guard.changed(content=self.reads_after_idling) if read_all else self.guard.moved()
 
     def changed(self) -> bool:
         """Whether weights or modules of any rank differ from the accepted ones; reads all of them. On every rank."""
