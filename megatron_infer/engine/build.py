@@ -442,6 +442,7 @@ def make_weights(
         setup.adopted,
         setup.kernels,
         setup.rank_group,
+        owns_weights=owns_weights,
         can_offload=owns_weights and setup.device.is_cuda,
         verifies=config.check_invariants,
         set_root=scheduler.set_root,

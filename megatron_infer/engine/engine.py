@@ -57,7 +57,7 @@ class DynamicInferenceEngine:
         owns_weights: bool = False,
     ) -> None:
         """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash.
-        owns_weights: only the engine uses the model, so a suspend may move its parameters, not copies of them alone.
+        owns_weights: only the engine uses the model: a suspend may move its parameters, no step reads them for changes.
         """
         eos_ids = getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids
         asked, named = config or InferenceConfig(), {"device": device, "name": model_name}
@@ -255,7 +255,7 @@ class DynamicInferenceEngine:
 
     def refresh_weights(self) -> None:
         """set_weight_version(the next number): call it when weights were written through `.data` while requests run.
-        Every step sees other updates in place by itself, and the first step after idling any change at all.
+        Other updates in place every step sees, and any the first after idling, unless the engine owns the weights.
         """
         self.set_weight_version(self.weight_version + 1)
 

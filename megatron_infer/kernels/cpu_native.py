@@ -248,6 +248,11 @@ class NativeOps(TorchOps):
         return out
 
 
+def native_checksums(library: ctypes.CDLL, tensors: Sequence[Tensor]) -> list[int]:
+    """`native_checksum` of each."""
+    return [native_checksum(library, tensor) for tensor in tensors]
+
+
 def native_checksum(library: ctypes.CDLL, tensor: Tensor) -> int:
     """64-bit order-sensitive checksum of a CPU tensor's bytes, at memory speed."""
     function = bind(library, "mi_checksum", [_P, _I, ctypes.c_int], ctypes.c_uint64)

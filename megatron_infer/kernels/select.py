@@ -16,7 +16,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import backend_candidates, flash_attn_prompts, flashinfer_rope, native_build, packing
 from megatron_infer.kernels.attention_phases import PhasedAttention
 from megatron_infer.kernels.base import Argmax, AttendSpec, AttentionBackend, Ops, lowest_argmax
-from megatron_infer.kernels.checksum import content_sum
+from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.kernels.cpu_native import (
     KERNELS,
     PANELS,
@@ -25,7 +25,7 @@ from megatron_infer.kernels.cpu_native import (
     NativePagedAttention,
     int8_layout,
     multiplies,
-    native_checksum,
+    native_checksums,
     panel_layout,
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
@@ -99,8 +99,8 @@ class ChosenKernels:
     """Draws, filters and log probabilities of a step; None: the sampler's own torch path."""
     device_sampling: TritonSampling | None = None
     """The same object where it also draws inside a captured graph and masks on the device."""
-    checksum: Callable[[Tensor], int | Tensor]
-    """Changes with a weight's content; reads the weight once, at memory speed."""
+    checksums: Callable[[Sequence[Tensor]], list[int]]
+    """Of each weight; changes with its content. Reads each once, at memory speed."""
     rows: list[BackendChoice]
     layers: NativeLayers | None = None
     """Runs the operations of many layers in one call; None: each is a call."""
@@ -459,7 +459,7 @@ def choose_exact(
         packed=packed,
         argmax=sampling.argmax,
         sampling=sampling,
-        checksum=functools.partial(native_checksum, library),
+        checksums=functools.partial(native_checksums, library),
         rows=rows,
         layers=None if layout is None else NativeLayers(library, dtype, packed, attention),
     )
@@ -530,7 +530,7 @@ def choose(
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
     runs_layers = type(backend) is NativePagedAttention and packed.layout.name in KERNELS
     runs_layers = runs_layers and library is not None and multiplies(library, dtype)
-    checksum = content_sum if library is None else functools.partial(native_checksum, library)
+    checksums = content_sums if library is None else functools.partial(native_checksums, library)
     return ChosenKernels(
         ops=ops,
         attention=backend,
@@ -539,7 +539,7 @@ def choose(
         argmax=argmax,
         sampling=draws.kernels,
         device_sampling=draws.on_device,
-        checksum=checksum,
+        checksums=checksums,
         rows=rows,
         layers=NativeLayers(library, dtype, packed, backend) if library is not None and runs_layers else None,
         gather=gathers[0] if gathers else torch_gather,

@@ -355,6 +355,7 @@ def foreign_engine(
         model_name=name or kind,
         owns_weights=True,
     )
+    engine.weights.reads_after_idling = True  # the caller made the model and may train it
     model.kv_manager = PagedKVCacheManager(engine)
     return engine
 

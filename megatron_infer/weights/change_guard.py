@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 from weakref import ref
@@ -105,9 +105,10 @@ class WeightGuard:
     replaces is free at once.
     """
 
-    def __init__(self, weights: Callable[[], Iterable[Tensor]], *, checksum: Callable[[Tensor], int | Tensor]) -> None:
-        """checksum: a scalar tensor where the device computes it; one wait is for all of them."""
-        self._all, self._checksum = weights, checksum
+    def __init__(
+        self, weights: Callable[[], Iterable[Tensor]], *, checksums: Callable[[Sequence[Tensor]], list[int]]
+    ) -> None:
+        self._all, self._checksums = weights, checksums
         self._held: _Known | None = None
         self._weak: tuple[list[ref[Tensor]], ...] = ()
         """References to the lists of `_held`; used while that is None."""
@@ -174,28 +175,26 @@ class WeightGuard:
             or list(map(_POINTER, _parts(known.weights) if self._has_quantised else known.parts)) != self._pointers
         )
 
-    def changed(self, read: Mapping[int, int] = _NOTHING_READ) -> bool:
+    def changed(self, read: Mapping[int, int] = _NOTHING_READ, *, content: bool = True) -> bool:
         """True when any weight differs from what was accepted, however it was written.
 
-        read: checksums, by id, of weights that were just read: they are not read again.
+        read: checksums, by id, of weights that were just read: they are not read again. content: False: nothing is
+        read, and a write through `.data` does not show.
         """
         known, weights = self._known(), self._present()
         if known is None or list(map(id, weights)) != list(map(id, known.weights)):
             return True
         if list(map(id, _parts(weights))) != list(map(id, known.parts)):
             return True
-        return self._moved(known) or self._content(known.parts, read) != self._sums
+        return self._moved(known) or (content and self._content(known.parts, read) != self._sums)
 
     def _present(self) -> list[Tensor]:
         return list({id(weight): weight for weight in self._all()}.values())
 
     @torch.no_grad()
-    def _content(self, weights: Iterable[Tensor], read: Mapping[int, int]) -> list[int]:
-        known = ((weight, read.get(id(weight))) for weight in weights)
-        sums = [self._checksum(weight) if checksum is None else checksum for weight, checksum in known]
-        computed = [one for one in sums if isinstance(one, Tensor)]
-        values = iter(torch.stack(computed).tolist() if computed else ())
-        return [next(values) if isinstance(one, Tensor) else one for one in sums]
+    def _content(self, weights: Sequence[Tensor], read: Mapping[int, int]) -> list[int]:
+        unread = iter(self._checksums([weight for weight in weights if id(weight) not in read]))
+        return [read[id(weight)] if id(weight) in read else next(unread) for weight in weights]
 
 
 def _parts(weights: Iterable[Tensor]) -> list[Tensor]:

@@ -36,22 +36,25 @@ class WeightManager:
         kernels: ChosenKernels,
         rank_group: RankGroup,
         *,
+        owns_weights: bool,
         can_offload: bool,
         verifies: bool,
         set_root: Callable[..., None],
         show_to_graphs: Callable[[Any], None] | None,
     ) -> None:
-        """can_offload: only the engine uses the weights, and they are on a device. verifies: check derived copies
-        whenever weights are accepted. set_root: `Scheduler.set_root`. show_to_graphs: called with a value that differs
-        whenever captured steps would read weights that have moved; None: no steps are captured.
+        """owns_weights: only the engine uses them. can_offload: it does, and they are on a device. verifies: check
+        derived copies whenever weights are accepted. set_root: `Scheduler.set_root`. show_to_graphs: called with a
+        value that differs whenever captured steps would read weights that have moved; None: no steps are captured.
         """
         self._adopted, self._packed, self._rank_group = adopted, kernels.packed, rank_group
+        self.reads_after_idling = not owns_weights
+        """Whether the first step after idling reads the content of the weights, which others may write."""
         self._verifies, self._set_root, self._show_to_graphs = verifies, set_root, show_to_graphs
         self.version = self.num_updates = 0
         """num_updates: times weights were accepted. Never the same for two different weights, as a version may be."""
         self.highest_version = 0
         """The highest version that the engine ever had."""
-        self.guard = WeightGuard(self._tensors, checksum=kernels.checksum)
+        self.guard = WeightGuard(self._tensors, checksums=kernels.checksums)
         adopted.weights_watched()
         self.derived = DerivedCaches()
         """The registry of copies derived from the weights."""
@@ -75,13 +78,16 @@ class WeightManager:
     def differ(self, *, read_all: bool) -> bool:
         """Whether this rank's weights or modules are not the accepted ones.
 
-        read_all: read the weights' content as well; else only an update in place or a new address is noticed.
+        read_all: notice any change, for which the content is read where `reads_after_idling`; else only an update in
+        place or a new address is noticed.
         """
-        return self._adopted.has_changed() or (self.guard.changed() if read_all else self.guard.moved())
+        if self._adopted.has_changed():
+            return True
+        return self.guard.changed(content=self.reads_after_idling) if read_all else self.guard.moved()
 
     def changed(self) -> bool:
         """Whether weights or modules of any rank differ from the accepted ones; reads all of them. On every rank."""
-        return self._rank_group.any_rank(self.differ(read_all=True))
+        return self._rank_group.any_rank(self._adopted.has_changed() or self.guard.changed())
 
     def accept(self, version: int, tick: Tick = no_tick, *, read: Mapping[int, int] | None = None) -> None:
         """The weights are `version` now: rebuild derived copies, retire cached KV. Nothing may be in flight.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.kernels.checksum import content_sum
+from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.kernels.select import choose
+from megatron_infer.rl.weights import WeightUpdate
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.weights.change_guard import OffloadedWeights, WeightGuard, guarded_tensors
 
@@ -29,7 +31,7 @@ def model() -> nn.Module:
 @pytest.fixture(params=["chosen here", "sum"])
 def guard(request, model) -> WeightGuard:
     chosen = choose("cpu", torch.float32, specs=[], block_size=16)
-    return WeightGuard(model.parameters, checksum=content_sum if request.param == "sum" else chosen.checksum)
+    return WeightGuard(model.parameters, checksums=content_sums if request.param == "sum" else chosen.checksums)
 
 
 def test_nothing_changed_is_no_change(guard, model):
@@ -64,7 +66,7 @@ def test_a_replaced_parameter_is_seen(guard, model):
 def test_a_buffer_that_checkpoints_hold_is_guarded_and_a_scratch_buffer_is_not(model):
     model[0].register_buffer("expert_bias", torch.zeros(8))
     model[0].register_buffer("tokens_per_expert", torch.zeros(8), persistent=False)
-    guard = WeightGuard(lambda: guarded_tensors(model), checksum=content_sum)
+    guard = WeightGuard(lambda: guarded_tensors(model), checksums=content_sums)
     model[0].tokens_per_expert += 1
     assert not guard.moved() and not guard.changed()
     model[0].expert_bias += 1
@@ -102,13 +104,13 @@ def test_an_interrupted_accept_has_accepted_nothing(model):
     """Else a change that was seen once would never be seen again while requests run."""
     left = [100]
 
-    def checksum(weight: torch.Tensor) -> int:
-        left[0] -= 1
+    def checksums(weights: Sequence[torch.Tensor]) -> list[int]:
+        left[0] -= len(weights)
         if left[0] < 0:
             raise KeyboardInterrupt
-        return content_sum(weight)
+        return content_sums(weights)
 
-    guard = WeightGuard(model.parameters, checksum=checksum)
+    guard = WeightGuard(model.parameters, checksums=checksums)
     with torch.no_grad():
         model[0].weight.mul_(2)
     left[0] = 2
@@ -143,11 +145,145 @@ def test_an_interrupt_while_weights_leave_loses_none(model, monkeypatch):
 def test_weights_made_in_inference_mode_are_guarded_by_content():
     with torch.inference_mode():
         weight = torch.randn(16, 32)
-    guard = WeightGuard(lambda: [weight], checksum=content_sum)
+    guard = WeightGuard(lambda: [weight], checksums=content_sums)
     assert not guard.changed()
     with torch.inference_mode():
         weight.add_(1)
     assert guard.changed()
+
+
+@pytest.fixture
+def experts() -> nn.Module:
+    """Parameters side by side in one storage, as in Megatron's flat buffers, and two strided ones that share memory."""
+    torch.manual_seed(0)
+    storage, model = torch.randn(4 * 96 + 12 * 12), nn.Module()
+    square = storage[4 * 96 :].view(12, 12)
+    parts = [*storage[: 4 * 96].view(4, 12, 8), square.t(), square[:, :5]]
+    for number, part in enumerate(parts):
+        parameter = nn.Parameter(torch.empty(0))
+        parameter.data = part
+        model.register_parameter(f"weight{number}", parameter)
+    return model
+
+
+@pytest.mark.parametrize("checksums", ["chosen here", "sum"])
+def test_a_change_of_any_weight_in_a_shared_storage_is_seen(experts, checksums):
+    chosen = choose("cpu", torch.float32, specs=[], block_size=16)
+    guard = WeightGuard(experts.parameters, checksums=content_sums if checksums == "sum" else chosen.checksums)
+    first, second, third, fourth, square, columns = experts.parameters()
+    for weight in (first, second, third, fourth, square, columns):
+        assert not guard.moved() and not guard.changed()
+        weight.data[2, 3] += 1e-3
+        assert not guard.moved() and guard.changed()
+        guard.accept()
+        with torch.no_grad():
+            weight.add_(1)
+        assert guard.moved(), "each counts its own versions: the storage has none"
+        guard.accept()
+    kept = first.data.clone()
+    first.data.copy_(third.data)
+    third.data.copy_(kept)
+    assert not guard.moved() and guard.changed(), "two weights exchanged: the same addresses, the same sum of all"
+    guard.accept()
+    second.data = fourth.data
+    assert guard.moved() and guard.changed(), "re-pointed: the old storage shows nothing of it"
+
+
+def test_an_allocation_that_replaces_a_weights_memory_is_seen(guard, model):
+    weight, content = model[0].weight, model[0].weight.detach().clone()
+    storage = weight.untyped_storage()
+    storage.resize_(0)
+    taken = torch.empty_like(content)  # else the allocator may give the same address again
+    storage.resize_(content.nbytes)
+    weight.data.copy_(content)
+    assert torch.equal(weight, content) and taken.data_ptr() != weight.data_ptr()
+    assert guard.moved() == guard.changed() == (weight.data_ptr() not in guard.addresses)
+    guard.accept()
+    weight.data = content
+    assert guard.moved() and guard.changed(), "the same object, the same content, another storage"
+    guard.accept()
+    weight.data = content.view(-1)[: 32 * 48].view(32, 48)
+    assert not guard.moved() and guard.changed(), "the same address, fewer rows"
+
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+PROMPT = list(range(5, 25))
+SETTINGS = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_requests": 4, "max_sequence_length": 64}
+
+
+def make_owner(model: nn.Module, *, owns: bool = True) -> DynamicInferenceEngine:
+    return DynamicInferenceEngine(model, InferenceConfig(**SETTINGS), owns_weights=owns)
+
+
+def answer(engine: DynamicInferenceEngine) -> list[int]:
+    return engine.generate(PROMPT, PARAMS)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("owns", [False, True])
+def test_an_engine_that_owns_its_weights_does_not_read_them_after_idling(owns, monkeypatch):
+    model = tiny_gpt(init_method_std=0.2, seed=5)
+    engine = make_owner(model, owns=owns)
+    reads, checksums = [], engine.weights.guard._checksums
+    monkeypatch.setattr(engine.weights.guard, "_checksums", lambda weights: reads.append(1) or checksums(weights))
+    first = answer(engine)
+    assert answer(engine) == first and engine.weight_version == 0
+    assert len(reads) == (0 if owns else 2)
+    with torch.no_grad():
+        for parameter in model.decoder.parameters():
+            parameter.mul_(-1.3)
+    second = answer(engine)
+    assert engine.weight_version == 1 and second != first and second == answer(make_owner(model))
+    norm = model.decoder.final_layernorm
+    norm.weight = nn.Parameter(-norm.weight.detach())
+    third = answer(engine)
+    assert engine.weight_version == 2 and third != second and third == answer(make_owner(model))
+    for parameter in model.decoder.parameters():
+        parameter.data = parameter.data * -1.3
+    fourth = answer(engine)
+    assert engine.weight_version == 3 and fourth != third and fourth == answer(make_owner(model))
+
+
+@pytest.mark.parametrize("told", ["refresh_weights", "pause", "suspend"])
+def test_an_engine_that_owns_its_weights_reads_them_where_a_caller_stops_it(told):
+    model = tiny_gpt(init_method_std=0.2, seed=5)
+    engine = make_owner(model)
+    first = answer(engine)
+    if told == "pause":
+        engine.pause()
+    elif told == "suspend":
+        engine.suspend("persist")
+    for parameter in model.decoder.parameters():
+        parameter.data.mul_(-1.3)
+    {"refresh_weights": engine.refresh_weights, "pause": engine.unpause, "suspend": engine.resume}[told]()
+    assert engine.weight_version == 1
+    assert answer(engine) == answer(make_owner(model)) != first
+
+
+@pytest.mark.parametrize("owns", [False, True])
+@pytest.mark.parametrize("running", [False, True])
+def test_the_step_after_an_update_that_failed_looks_at_the_weights(owns, running, monkeypatch):
+    """Every tensor was written, in a way that no version counts, and the end of the update failed."""
+    model = tiny_gpt(init_method_std=0.2, seed=5)
+    engine = make_owner(model, owns=owns)
+    first = answer(engine)
+    if running:
+        engine.add_request(PROMPT, PARAMS, request_id="running")
+        engine.step()
+    update = WeightUpdate(engine)
+    for local in update.target.inventory.tensors:
+        live = update.writable(local).data
+        live.mul_(-1.3 if live.dim() > 1 else 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.weights, "accept", lambda *given: (_ for _ in ()).throw(MemoryError("planted")))
+        with pytest.raises(Exception, match="planted"):
+            update.finish()
+    if running:
+        engine.step()
+        assert engine.weight_version == 1
+    while engine.has_unfinished():
+        engine.step()
+    assert answer(engine) == answer(make_owner(model)) != first
+    assert engine.weight_version == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_infer.kernels import checksum as checksums
 from megatron_infer.kernels import cpu_native
-from megatron_infer.kernels.checksum import content_sum
+from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.kernels.cpu_native import NativeOps, native_checksum
 from megatron_infer.kernels.torch_ref import ReferenceOps
 
@@ -148,15 +149,37 @@ def test_native_gated_norm_gives_a_token_the_same_bits_alone_and_among_others(na
             assert torch.equal(norm(slice(tokens)), alone[:tokens])
 
 
+def content_sum(tensor: torch.Tensor) -> int:
+    return content_sums([tensor])[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_checksum_takes_a_slice_of_a_flat_buffer_wherever_it_begins(dtype):
     buffer = torch.arange(64).to(dtype)
     for begin in range(5):
         part = buffer[begin : begin + 24]
-        before = int(content_sum(part))
-        assert int(content_sum(part.view(4, 6))) == before
+        before = content_sum(part)
+        assert content_sum(part.view(4, 6)) == before
         part[7] += 1
-        assert int(content_sum(part)) != before
+        assert content_sum(part) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_checksums_of_neighbours_are_those_of_each_alone(dtype, monkeypatch):
+    """Whatever their order, sizes, gaps and where the first begins: content in two layouts has one checksum."""
+    buffer = randn(4096, dtype=dtype)
+    for begin in range(5):
+        for size in (1, 6, 7, 64):
+            dense = [buffer[at : at + size] for at in range(begin, begin + 5 * size, size)]
+            gap = [buffer[1000 + begin + 2 * size :][:size], buffer[1000 + begin + 3 * size :][: 2 * size]]
+            others = [buffer[2000:2064].view(8, 8).t(), buffer[2000:2064].view(8, 8)[:, 1:3], buffer[:0], dense[1]]
+            tensors = [dense[4], *gap, dense[1], *others, dense[0], dense[3], dense[2], torch.ones(size, dtype=dtype)]
+            assert content_sums(tensors) == list(map(content_sum, tensors))
+    launches, row_sums = [], checksums._row_sums
+    monkeypatch.setattr(checksums, "_row_sums", lambda one, rows: launches.append(rows) or row_sums(one, rows))
+    content_sums([torch.zeros(3), *reversed(buffer.view(32, 128).unbind())])
+    assert sorted(launches) == [1, 32]
+    assert content_sums([]) == []
 
 
 @pytest.mark.parametrize("checksum", ["native", "sum"])

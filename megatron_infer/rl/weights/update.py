@@ -120,6 +120,8 @@ class WeightUpdate:
     def writable(self, local: LocalTensor) -> Tensor:
         """The live tensor, for a source that writes all of it in pieces; counted as written."""
         self._require_open()
+        if self.target.engine is not None:  # the next step looks, should the end of the update fail
+            self.target.engine.weights.guard.invalidate()
         if self._undo and local.name not in self._kept:
             self._kept[local.name] = local.tensor.detach().to("cpu", copy=True)
         if local.name not in self._written:
