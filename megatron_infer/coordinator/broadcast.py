@@ -84,8 +84,8 @@ class CommandsInForce:
         """Take changes that a replica has undone for an earlier coordinator -> (adapter, change) of those that were
         adopted of another replica, which have to be undone there."""
         self.undone += [change for change in undone if change not in self.undone]
-        adopted = ((name, str((self.adapters[name][1] or {}).get("change"))) for name in self._adopted)
-        found = [(name, change) for name, change in adopted if change in self.undone]
+        adopted = ((name, (self.adapters[name][1] or {}).get("change")) for name in self._adopted)
+        found = [(name, change) for name, change in adopted if change is not None and change in self.undone]
         for name, _ in found:
             self._put_adapter(name, None)
         return found
@@ -126,7 +126,8 @@ class CommandsInForce:
     def _record_adapter(self, command: str, args: dict[str, Any], value: Any, stamp: float) -> None:
         name, change, known = str(args.get("name")), args.get("change"), self.adapters.get(str(args.get("name")))
         if command == "undo_adapter":
-            self.undone.append(str(change))
+            if change is not None:  # None is that of all that are settled
+                self.undone.append(str(change))
             name, known = self._before.pop(str(change), (name, known))
             self._put_adapter(name, None if known is None else (stamp, known[1]))
             return

@@ -250,7 +250,8 @@ class ResampledDifferently(InferenceError):
 
 def params_of(run: protocol.Run) -> SamplingParams:
     """Raises RequestError, as SamplingParams does."""
-    return dataclasses.replace(SamplingParams.from_dict(run.params), seed=run.seed)
+    read = SamplingParams.from_saved if run.kept else SamplingParams.from_dict  # an engine has accepted a continued one
+    return dataclasses.replace(read(run.params), seed=run.seed)
 
 
 def stage_times(metrics: RequestMetrics) -> protocol.StageTimes:

@@ -35,7 +35,7 @@ for _needed in ("msgspec", "zmq"):
 
 import msgspec  # noqa: E402
 
-SCHEMA = 5
+SCHEMA = 6
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +16,14 @@ def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]
     """Inside, model(...) of [B, S] tokens gives logits [1, P, V]: entry p is row rows_P[p], position positions_P[p].
 
     Gradients flow as usual. Positions are selected before the output layer; where hidden states are divided over ranks
-    (sequence parallelism) they are gathered first, as the layer does. No effect on a pipeline stage without an output
-    layer.
+    (sequence parallelism) they are gathered first, as the layer does. MTP layers do not run: megatron-core 0.16 wants
+    labels for them. No effect on a pipeline stage without an output layer.
     """
     layer = getattr(model, "output_layer", None)
     if layer is None:
         yield
         return
-    found = layer.sequence_parallel
+    found, has_mtp, config = layer.sequence_parallel, getattr(model, "mtp_process", False), model.config
 
     def choose(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_SBD: Tensor = args[0]
@@ -36,8 +37,13 @@ def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]
 
     hook = layer.register_forward_pre_hook(choose)
     layer.sequence_parallel = False
+    if has_mtp:  # the layers keep the config: routers make room for the losses of all of them
+        model.mtp_process, model.config = False, copy.copy(config)
+        model.config.mtp_num_layers = None
     try:
         yield
     finally:
+        if has_mtp:
+            model.mtp_process, model.config = True, config
         layer.sequence_parallel = found
         hook.remove()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_infer.errors import ModelError
+from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.models import mcore_compat as mcore
 
 NOT_COVERED = {
@@ -177,6 +177,20 @@ def _keep_gradients(*_: Any, **__: Any) -> None:
 def reduces_while_backward(chain: Sequence[Any]) -> bool:
     """Whether megatron-core's DDP reduces a bucket as soon as its gradients are there, once a step."""
     return any(getattr(getattr(part, "ddp_config", None), "overlap_grad_reduce", False) for part in chain)
+
+
+def check_all_get_gradients(chain: Sequence[Any], call: str) -> None:
+    """Raise ConfigError where DDP waits for the gradients of MTP layers, which scores do not depend on."""
+    layers = getattr(chain[-1], "mtp", None)
+    waits = "overlap_grad_reduce=True" if reduces_while_backward(chain) else ""
+    for part in chain:
+        if isinstance(part, torch.nn.parallel.DistributedDataParallel) and not part.find_unused_parameters:
+            waits = "torch's DistributedDataParallel without find_unused_parameters=True"
+    if waits and layers is not None and any(weight.requires_grad for weight in layers.parameters()):
+        raise ConfigError(
+            f"{call} of a model with MTP layers, which get no gradients from scores, with {waits}, which waits for "
+            "them; change that, or freeze the layers before DDP is built: model.mtp.requires_grad_(False)"
+        )
 
 
 def reduce_gradients(chain: Sequence[Any], *, num_ranks: int) -> None:

@@ -27,6 +27,7 @@ from megatron_infer.models.trainer_state import auxiliary_losses_of, dropout_of,
 from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
     auxiliary_scale_kept,
+    check_all_get_gradients,
     reduce_gradients,
     reduces_while_backward,
     run_1f1b,
@@ -152,6 +153,7 @@ class TrainerStep:
                 "score_and_backward(sequences, loss), which runs it, or grad=False"
             )
         self._check_exact(dropout=dropout)
+        check_all_get_gradients(self._chain, "score(grad=True)")
         model = self._chain[-1]
         if self._exact or model.config.recompute_granularity is None:
             return
@@ -254,6 +256,8 @@ class TrainerStep:
             )
         if (reason := uncovered_option(self._chain[-1].config)) is not None:
             raise ConfigError(f"score_and_backward() with {reason}; set it to False")
+        with self._rank_group.together("looking for weights without gradients"):  # one pipeline stage has MTP layers
+            check_all_get_gradients(self._chain, "score_and_backward()")
         if self._is_reduced:
             raise WrongState(
                 "score_and_backward() twice before step(), with overlap_grad_reduce=True: DDP has begun to reduce the "

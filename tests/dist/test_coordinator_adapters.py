@@ -91,6 +91,19 @@ def test_a_replica_that_was_away_while_a_load_was_undone_undoes_it_when_it_is_ba
     assert told(world, b"away") == [("undo_adapter", "a")] and told(world, b"one") == []
 
 
+def test_an_undo_that_names_no_change_undoes_none_that_are_settled():
+    told_before = CommandsInForce()
+    told_before.record("undo_adapter", {"name": "b", "change": None})
+    for undone in (list(told_before.undone), ["None"]):
+        world = World()
+        world.replica(b"one", adapters={"a": "x"}, adapter_changes=loaded("a", "x", change=None))
+        world.replica(b"two", adapters={"a": "x"}, undone=undone)
+        world.replica(b"three")
+        assert told(world, b"one") == told(world, b"two") == []
+        assert told(world, b"three") == [("load_adapter", "a")]
+    assert not told_before.undone
+
+
 @pytest.mark.parametrize("ok", [True, False])
 def test_requests_of_an_adapter_wait_for_the_replica_that_is_about_to_have_it(ok):
     """A replica that was started again registers before it has the adapter; if it cannot, it refuses them itself."""

@@ -15,6 +15,7 @@ from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.coordinator.engine_adapter import ServedRequest, params_of
 from megatron_infer.coordinator.request_receiver import _append
+from megatron_infer.errors import RequestError
 from megatron_infer.outputs.request_output import CompletionOutput
 
 
@@ -223,6 +224,19 @@ def test_moved_request_continues_after_its_tokens_without_sampling_them_again(en
     whole = engine.generate([ids], [params])[0]
     for pieces, one in zip(received, whole.outputs, strict=True):
         assert protocol.bytes_to_ids(b"".join(piece.tokens for piece in pieces)) == one.token_ids
+
+
+def test_request_that_asks_for_drafts_moves_to_an_engine_without_them_but_does_not_begin_there(engine):
+    asked, ids = dataclasses.replace(HARD["greedy"], speculate=True), prompt_of(4)
+    whole = engine.generate([ids], [HARD["greedy"]])[0].outputs[0]
+    run = protocol.Run(1, 1, protocol.ids_to_bytes(ids), None, "", asked.to_dict(), 0, True, [])
+    with pytest.raises(RequestError, match="speculate: this engine drafts no tokens"):
+        ServedRequest(run, params_of(run)).begin(engine)
+    kept = [protocol.Kept(protocol.ids_to_bytes(whole.token_ids[:5]))]
+    moved = protocol.Run(2, 1, run.prompt, None, "", run.params, 0, True, kept)
+    received: list[list[protocol.Piece]] = [[]]
+    assert drive(engine, ServedRequest(moved, params_of(moved)), received, steps=1000)
+    assert sum((protocol.bytes_to_ids(piece.tokens) for piece in received[0]), []) == whole.token_ids[5:]
 
 
 def test_moved_request_that_samples_other_tokens_is_an_error_not_a_wrong_answer(engine):
