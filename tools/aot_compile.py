@@ -49,7 +49,7 @@ SHARED_LIMIT = {
 """Compute capability -> bytes of shared memory one block can have."""
 ARCHS = (80, 90, 100)
 """Compiled for unless told: workstation and consumer cards (86, 89, 120) run the same instructions in less memory."""
-MAX_SPILL = 256
+MAX_SPILL = 64
 """Bytes of a thread's registers that may live in memory instead."""
 FP32_FACTOR = 8
 """So many times that in kernels none of whose pointers is to 16 bit: those in fp32 are for exactness, not speed."""

@@ -62,7 +62,7 @@ def test_silu_mul_matches_reference_for_large_inputs_and_views(ops, randn, dtype
     close(ops.silu_mul(wide[:, ::2]), REFERENCE.silu_mul(wide[:, ::2]))
 
 
-@pytest.mark.parametrize(("width", "group"), [(96, 96), (96, 32), (78, 13), (34, 1), (6000, 3000)])
+@pytest.mark.parametrize(("width", "group"), [(96, 96), (96, 32), (78, 13), (34, 1), (6000, 3000), (32770, 16385)])
 def test_gated_norm_of_a_strided_gate_matches_reference(ops, randn, dtype, width, group):
     y, gate = randn(5, width, dtype=dtype), randn(5, width + 7, dtype=dtype)[:, 3:-4]
     gate[0, 0], gate[1, 0] = -200.0, 200.0
@@ -97,8 +97,11 @@ def test_each_is_one_launch_and_none_where_there_are_no_rows(ops, randn):
             assert len(seen) == count
 
 
-def test_a_row_too_wide_for_a_program_is_refused_with_the_limit():
-    from megatron_infer.kernels.triton.norms import MAX_WIDTH, row_tile
-
-    with pytest.raises(ValueError, match="131,072"):
-        row_tile(MAX_WIDTH + 1)
+@pytest.mark.parametrize("width", [16384, 16385, 131073])
+def test_a_row_that_a_program_just_holds_or_does_not_has_its_bits_and_keeps_its_nan(ops, randn, dtype, width):
+    x, weight = randn(3, width, dtype=dtype), randn(width, dtype=dtype)
+    x[1, -1] = float("nan")
+    together = ops.rms_norm(x, weight, 1e-5)
+    assert torch.equal(ops.rms_norm(x[2:].clone(), weight, 1e-5)[0], together[2])
+    assert together[1].isnan().all() and not together[::2].isnan().any()
+    close(together[::2].contiguous(), REFERENCE.rms_norm(x[::2], weight, 1e-5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,7 @@ def test_norms_of_views_and_behind_a_sum_match_their_definition_in_one_launch(
 ):
     fused = randn(3, 2 * (3 + 2) * 20 + 7, dtype=dtype)[:, 7:].unflatten(1, (2, 5, 20))
     views = [fused[:, :, :3], fused[:, :, 3], randn(5, 70, dtype=dtype), randn(2, 40, dtype=dtype)[:, 3:36]]
+    views += [randn(2, 20490, dtype=dtype)[:, 3:20486], randn(2, 24576, dtype=dtype)]  # more than a program holds
     form = {"centered": centered, "zero_centered": zero_centered}
     for x in views:
         weight, bias = randn(x.shape[-1], dtype=dtype), randn(x.shape[-1], dtype=dtype) if centered else None
@@ -55,10 +58,8 @@ def test_norms_of_views_and_behind_a_sum_match_their_definition_in_one_launch(
         assert len(seen) == 1 and got.shape == x.shape
         close(got, wanted(x, weight, bias, **form), dtype)
         close(ops.norms.norm(x, None, None, 1e-5, **form), wanted(x, None, None, **form), dtype)
-    x = views[2]
-    weight = randn(70, dtype=dtype)
-    for kind in {dtype, torch.float32}:
-        residual = randn(5, 70, dtype=kind)
+    for x, kind in itertools.product((views[2], *views[-2:]), {dtype, torch.float32}):
+        weight, residual = randn(x.shape[-1], dtype=dtype), randn(*x.shape, dtype=kind)
         total = (residual.float() + x.float()).to(kind)
         close(
             ops.norms.norm(x, weight, None, 1e-5, **form, residual=residual), wanted(total, weight, None, **form), dtype

@@ -321,6 +321,14 @@ def test_a_head_that_forgets_everything_at_once_stays_finite(scan, log_decay):
     check_case(scan, case, tolerance=3e-5)
 
 
+def test_a_nan_in_b_of_a_token_does_not_reach_the_tokens_of_its_chunk_before_it(scan):
+    case = make_case([(16, 16)], spec=ONE)
+    want, _ = case.run(scan)
+    case.fused[9, 3 + ONE.inner_width] = math.nan
+    got, _ = case.run(scan)
+    assert torch.equal(got[:9], want[:9]) and got[9:].isnan().all()
+
+
 def test_what_one_row_holds_does_not_reach_another(scan):
     case = make_case([(1, 4), (1, 5), (40, 40), (33, 80)], spec=SMALL, num_decode=2)
     want, want_states = case.run(scan)

@@ -198,7 +198,6 @@ class DecodeTiles:
     keys: int
     """BLOCK_N; divides chunk."""
     max_splits: int
-    num_warps: int
     num_stages: int
 
 
@@ -217,7 +216,6 @@ def decode_tiles(
         chunk=chunk,
         keys=max(MIN_DOT, min(keys, chunk)),
         max_splits=max_decode_splits(num_kv),
-        num_warps=4,
         num_stages=(5 if fp8 else 3) if element_bytes == 2 else 2,
     )
 
@@ -245,6 +243,13 @@ def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[
     return decode, both | {"NUM_HEADS": layer.num_kv * layer.group, "DIMS": min(32, padded(layer.head_dim))}
 
 
+def _options(constexprs: Mapping[str, Any], tiles: DecodeTiles) -> dict[str, int]:
+    """Of decode_kernel: 8 warps where the sums of a tile, 64 lines of 128 dims or more, are half of 4 warps' registers
+    with the scores beside them."""
+    sums = constexprs["BLOCK_M"] * constexprs["HEAD_PAD"]
+    return {"num_warps": 8 if sums >= 64 * 128 else 4, "num_stages": tiles.num_stages}
+
+
 class DecodeKernels(NamedTuple):
     """Both kernels of a layer."""
 
@@ -258,7 +263,7 @@ class DecodeKernels(NamedTuple):
 def decode_kernels(layer: Layer, tiles: DecodeTiles, overlap: Mapping[str, bool]) -> DecodeKernels:
     """overlap: see `launch.overlapping`."""
     decode, merge = _constexprs(layer, tiles)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options = _options(decode, tiles)
     return DecodeKernels(
         tiles,
         layer.num_kv * cdiv(layer.group, decode["BLOCK_M"]),
@@ -323,7 +328,7 @@ def layer_variants(layer: Layer, name: str, dtype: str) -> list[AotVariant]:
     """Both kernels for one kind of layer."""
     tiles = decode_tiles(layer.num_kv, layer.head_dim, layer.element_bytes, fp8=layer.fp8)
     decode, merge = _constexprs(layer, tiles)
-    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options = _options(decode, tiles)
     merging = {"num_warps": MERGE_WARPS, "num_stages": 1}
     made = [
         variant(f"decode_{name}", decode_kernel, decode | {"PDL": False}, options, dtype, fp8=layer.fp8),

@@ -1,6 +1,7 @@
 """Gated norms and activations in Triton, one launch each; linears are cuBLAS's.
 
-A program computes ROWS whole rows: one wide row, or several narrow ones (heads with a norm of their own). ROWS depends
+A program computes ROWS whole rows: one wide row, or several narrow ones (heads with a norm of their own). For rows that
+its registers do not hold see `norms`. ROWS depends
 on the width alone, so that a row's bits do not depend on the number of rows. Everything is computed in fp32 and rounded
 once, at the store. Kernels are not specialised by numbers of rows: a step of another size compiles nothing. Other norms
 are in `norms`. Not yet run on a GPU. Shape legend: kernels/base.py; a row has WIDTH entries, BLOCK is the power of two
@@ -32,7 +33,7 @@ from megatron_infer.kernels.triton.launch import (
     power_of_2,
 )
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
-from megatron_infer.kernels.triton.norms import TritonNorms, row_tile
+from megatron_infer.kernels.triton.norms import HELD_WIDTH, TritonNorms, row_tile
 
 TILE = 1024
 """Entries of one program of an activation."""
@@ -92,6 +93,45 @@ def _gated_rms_norm(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_rms_norm_wide(
+    y_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, num_rows, num_groups, width, eps,
+    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_gated_rms_norm` of one row, BLOCK entries at a time; ROWS is 1."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    token, group = row // num_groups, row % num_groups
+    y_ptr += row * width
+    gate_ptr += token * gate_stride + group * width
+    scale = 1.0
+    if HAS_WEIGHT:
+        squares = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, width, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            y = tl.load(y_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+            y *= _silu(tl.load(gate_ptr + column, mask=column < width, other=0.0).to(tl.float32))
+            squares += y * y
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / width + eps)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < width
+        y = tl.load(y_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        y *= _silu(tl.load(gate_ptr + column, mask=inside, other=0.0).to(tl.float32))
+        if HAS_WEIGHT:
+            weight = tl.load(weight_ptr + group * width + column, mask=inside, other=0.0).to(tl.float32)
+            y = y * scale * weight
+        tl.store(out_ptr + row * width + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def _gated_kernel(width: int) -> Any:
+    """What norms groups of `width` channels."""
+    return _gated_rms_norm if width <= HELD_WIDTH else _gated_rms_norm_wide
 
 
 class TritonOps:
@@ -155,7 +195,7 @@ class TritonOps:
                 "BLOCK": block,
                 "num_warps": warps,
             }
-            launch(_gated_rms_norm, (cdiv(num_rows, rows),), *given, *sizes, **options, **self._overlap)
+            launch(_gated_kernel(group_size), (cdiv(num_rows, rows),), *given, *sizes, **options, **self._overlap)
         return out_TM
 
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
@@ -188,7 +228,7 @@ def aot_variants() -> list[AotVariant]:
             numbers = {"gate_stride": "i32", "num_rows": "i32", "num_groups": "i32", "width": "i32", "eps": "fp32"}
             for branch in (True, False):
                 add(
-                    _gated_rms_norm,
+                    _gated_kernel(width),
                     f"gated_rms_norm-{branch}-{dtype}-{width}",
                     pointers,
                     numbers,

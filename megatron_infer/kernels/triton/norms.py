@@ -1,7 +1,8 @@
 """Every kind of norm in one launch: layer and RMS norms, with zero-centered weights or none, also of heads in place.
 
 A row of a strided view is found by its indices along up to three axes, so that heads can be normed inside the fused
-projection; a matrix has one axis. The rest is as in `elementwise`. Not yet run on a GPU. Legend: kernels/base.py.
+projection; a matrix has one axis. A row wider than HELD_WIDTH does not fit a program's registers: each pass over it
+reads it again, out of a cache. The rest is as in `elementwise`. Not yet run on a GPU. Legend: kernels/base.py.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Laun
 
 TILE = 1024
 """Entries of one program of narrow rows."""
-MAX_WIDTH = 1 << 17
-"""Most entries of a row: 128 for each thread of the largest program."""
+HELD_WIDTH = 16384
+"""Most entries of a row that a program holds in registers: 16 for each thread of the largest program."""
+WIDE_TILE = 8192
+"""Entries of a wider row that a program holds at a time."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -58,13 +61,71 @@ def _norm(
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_wide(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, num_1, num_2, stride_0, stride_1, stride_2, width,
+    eps,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_norm` of one row, BLOCK entries at a time; ROWS is 1."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row // (num_1 * num_2) * stride_0 + row // num_2 % num_1 * stride_1 + row % num_2 * stride_2
+    residual_ptr += row * width
+    out_ptr += row * width
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < width
+        x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        if ADD:
+            total = x + tl.load(residual_ptr + column, mask=inside, other=0.0).to(tl.float32)
+            rounded = total.to(residual_ptr.dtype.element_ty)
+            tl.store(residual_ptr + column, rounded, mask=inside)
+            x = rounded.to(tl.float32)
+        sums += x if CENTERED else x * x
+    if ADD:
+        tl.debug_barrier()  # what one thread stored is read by another
+    source_ptr = residual_ptr if ADD else x_ptr
+    mean = 0.0
+    if CENTERED:
+        mean = tl.sum(sums, axis=0) / width
+        sums = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, width, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = column < width
+            x = tl.where(inside, tl.load(source_ptr + column, mask=inside, other=0.0).to(tl.float32) - mean, 0.0)
+            sums += x * x
+    scale = tl.rsqrt(tl.sum(sums, axis=0) / width + eps)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < width
+        out = (tl.load(source_ptr + column, mask=inside, other=0.0).to(tl.float32) - mean) * scale
+        if HAS_WEIGHT:
+            weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+            if ZERO_CENTERED:
+                weight += 1.0
+            out = out * weight
+        if HAS_BIAS:
+            out += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 def row_tile(width: int) -> tuple[int, int, int]:
     """(ROWS, BLOCK, num_warps) of a program over rows of `width` entries."""
-    if width > MAX_WIDTH:
-        raise ValueError(f"a norm over {width:,} entries, the limit is {MAX_WIDTH:,} (one program holds a row)")
+    if width > HELD_WIDTH:
+        return 1, WIDE_TILE, 16
     block = max(16, power_of_2(width))
-    rows = max(1, TILE // block)
-    return rows, block, min(32, max(4, block // 512))
+    return max(1, TILE // block), block, min(32, max(4, block // 512))
+
+
+def norm_kernel(width: int) -> Any:
+    """What norms rows of `width` entries."""
+    return _norm if width <= HELD_WIDTH else _norm_wide
 
 
 class TritonNorms:
@@ -129,7 +190,7 @@ class TritonNorms:
         rows, block, warps = row_tile(width)
         options = {"CENTERED": centered, "ZERO_CENTERED": zero_centered, "HAS_WEIGHT": has_weight}
         options |= {"HAS_BIAS": has_bias, "ADD": adds, "ROWS": rows, "BLOCK": block}
-        return rows, Launcher(_norm, **options, **self._overlap, num_warps=warps)
+        return rows, Launcher(norm_kernel(width), **options, **self._overlap, num_warps=warps)
 
 
 def aot_variants() -> list[AotVariant]:
@@ -153,6 +214,7 @@ def aot_variants() -> list[AotVariant]:
     for dtype in DTYPES.values():
         for name, (width, *flags) in cases.items():
             rows, block, warps = row_tile(width)
+            kernel = norm_kernel(width)
             names = ("CENTERED", "ZERO_CENTERED", "HAS_WEIGHT", "HAS_BIAS", "ADD")
             constexprs: dict[str, Any] = dict(zip(names, flags, strict=True)) | {
                 "ROWS": rows,
@@ -161,11 +223,11 @@ def aot_variants() -> list[AotVariant]:
             }
             for residual in ("fp32", dtype) if flags[-1] and dtype != "fp32" else ("fp32",) if flags[-1] else (dtype,):
                 pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
-                signature = {arg: pointers.get(arg, "i32") for arg in _norm.arg_names} | {"eps": "fp32"}
+                signature = {arg: pointers.get(arg, "i32") for arg in kernel.arg_names} | {"eps": "fp32"}
                 signature |= {"residual_ptr": f"*{residual}"} | dict.fromkeys(constexprs, "constexpr")
                 one = AotVariant(
                     name=f"norm-{name}-{residual}-{dtype}",
-                    kernel=_norm,
+                    kernel=kernel,
                     signature=signature,
                     constexprs=constexprs,
                     options={"num_warps": warps},

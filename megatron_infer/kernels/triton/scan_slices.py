@@ -249,9 +249,10 @@ def scan_segments(
         inside_LN = inside_L[:, None] & (state < STATE_DIM)[None, :]
         c_LN = tl.load(c_ptr + token[:, None] * CHANNELS, mask=inside_LN, other=0.0)
         before_LL = (at_L[:, None] >= at_L[None, :]) & inside_L[:, None]
-        score_LL = tl.load(scores_ptr + token[:, None] * CHUNK, mask=before_LL, other=0.0)
-        between_LL = tl.where(before_LL, sum_L[:, None] - sum_L[None, :], float("-inf"))
-        score_LL *= tl.exp2(between_LL) * weight_L[None, :]
+        # whole lines: a mask by entries would make copies of 4 bytes
+        score_LL = tl.load(scores_ptr + token[:, None] * CHUNK, mask=inside_L[:, None], other=0.0)
+        score_LL *= tl.exp2(sum_L[:, None] - sum_L[None, :]) * weight_L[None, :]
+        score_LL = tl.where(before_LL, score_LL, 0.0)
         y_LP = tl.dot(c_LN, h_NP.to(c_LN.dtype), input_precision=PRECISION) * tl.exp2(sum_L)[:, None]
         y_LP = tl.dot(score_LL.to(x_LP.dtype), x_LP, acc=y_LP, input_precision=PRECISION)
         y_LP = y_LP * rest_L[:, None] + skip_P[None, :] * x_LP
