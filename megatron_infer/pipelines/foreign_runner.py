@@ -195,6 +195,10 @@ class ForeignModel:
         """The name stands for all layers: the engine does not know what they compute."""
         return type(self.model).__name__
 
+    def unpackable(self) -> str:
+        """Why no linear uses packed copies of its weights."""
+        return f"{self.foreign_layer()} is a model of one's own, which multiplies by its own weights"
+
     def waits_for_device(self, ops: Ops, num_tokens: int) -> bool:
         """No graph holds its steps."""
         return True

@@ -146,6 +146,22 @@ def test_zeros_and_tiny_values_are_rounded_and_what_is_not_finite_shows(packed):
     assert out[:, 7:9].isnan().all() and out[:, 9:].isfinite().all()
 
 
+def test_flushed_denormals_leave_small_weights_alone(packed):
+    """Weights below 0.0078 have scales that are denormals in fp16."""
+    packed, ops, dtype = packed
+    weight, x = (torch.randn(40, 96) * 1e-3).to(dtype), torch.randn(3, 96).to(dtype)
+    packed.pack([weight])
+    panels, out = packed.get(id(weight)).clone(), ops.linear(x, weight)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU does not flush denormals")
+    try:
+        packed.pack([weight])
+        assert torch.equal(packed.get(id(weight)), panels) and torch.equal(ops.linear(x, weight), out)
+    finally:
+        torch.set_flush_denormal(False)
+    assert out.count_nonzero() > 100
+
+
 def test_packing_again_follows_an_update_in_the_same_memory(packed):
     packed, ops, dtype = packed
     weights = [torch.randn(48, 64).to(dtype), torch.randn(9, 31).to(dtype)]

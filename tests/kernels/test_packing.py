@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_infer.kernels import packing
+from megatron_infer.kernels import native_build, packing
 from megatron_infer.kernels.cpu_native import NativeOps, native_checksum, panel_layout
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.packing import PackedLinears
@@ -161,3 +162,36 @@ def test_panels_hold_every_entry_and_packing_tells_the_checksum(native_library, 
     assert checksum == native_checksum(native_library, weight)
     other, _ = layout.pack(torch.zeros(rows + 16, inner, dtype=dtype), panels)
     assert other.data_ptr() != panels.data_ptr()
+
+
+SHAPES = """
+#include "tiles.h"
+#if MI_TILES
+extern "C" int shapes(unsigned char* out) {
+    if (!mi::tiles_allowed()) return 0;
+    mi::shape_tiles(16, 16);
+    _tile_storeconfig(out);
+    mi::release_tiles();
+    return 1;
+}
+#else
+extern "C" int shapes(unsigned char*) { return 0; }
+#endif
+"""
+
+
+def test_all_shapes_of_tiles_are_in_memory_before_they_are_loaded(tmp_path):
+    """gcc 12 knows of 8 of the 64 bytes that are loaded, and drops the others where nothing else reads memory."""
+    source, library = tmp_path / "shapes.cpp", tmp_path / "shapes.so"
+    source.write_text(SHAPES)
+    try:
+        compiler = native_build.find_compiler()
+        flags = [*native_build.FLAGS, "-march=native", f"-I{native_build.FOLDER}"]
+        native_build._run([compiler, *flags, "-shared", str(source), "-o", str(library)], 60.0)
+    except native_build.NativeUnavailable as error:
+        pytest.skip(str(error))
+    found = ctypes.create_string_buffer(64)
+    if not ctypes.CDLL(str(library)).shapes(found):
+        pytest.skip("this CPU has no matrix registers, or the kernel does not let us use them")
+    assert found.raw[:16] == bytes([1]) + bytes(15)
+    assert found.raw[16:32] == bytes([64, 0]) * 8 and found.raw[48:56] == bytes([16]) * 8

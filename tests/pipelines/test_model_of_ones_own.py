@@ -218,6 +218,8 @@ def test_what_it_lacks_is_refused_by_name(pipeline, folder):
     ):
         with pytest.raises(NotImplementedError, match=f"{option}: ToyModel.*{what}"):
             foreign_engine(model, InferenceConfig(**{option: value}))
+    with pytest.raises(ConfigError, match="weight_dtype='int8': ToyModel is a model of one's own"):
+        foreign_engine(model, InferenceConfig(weight_dtype="int8"))
     for params, message in (
         (SamplingParams(prompt_logprobs=0), "prompt_logprobs: .*enable_echo=True"),
         (SamplingParams(pooling="last", max_tokens=1), "pooling: .*hidden states are not known"),

@@ -70,10 +70,15 @@ inline vi dot4(vi acc, vb w, const int8_t* x) {
 #endif
 }
 
-// fp16 of numbers >= 0, rounded up; NaN where it has none.
+// fp16 of numbers >= 0, rounded up; NaN where it has none. The small ones are not computed as denormals of fp32, which a
+// thread may flush to zero (torch.set_flush_denormal): weights below 0.0078 have such scales.
 inline void store_halves(uint16_t* p, vf x) {
-    const vu u = (vu)(x * 0x1p-112f);  // fp16's exponents, in fp32
-    const vh h = __builtin_convertvector((x <= 65504.0f) ? (u + 0x1fffu) >> 13 : vu{} + 0x7e00u, vh);
+    const vf units = x * 0x1p24f;  // of the small ones
+    const vi whole = __builtin_convertvector((x < 0x1p-14f) ? units : vf{}, vi);
+    const vu small = (vu)(whole - (vi)(__builtin_convertvector(whole, vf) < units));
+    const vu bits = ((vu)x + 0x1fffu) >> 13;  // with the exponents of fp32
+    const vu half = (x < 0x1p-14f) ? small : bits - (112u << 10);
+    const vh h = __builtin_convertvector((x <= 65504.0f) ? half : vu{} + 0x7e00u, vh);
     std::memcpy(p, &h, sizeof h);
 }
 inline vf load_halves(const uint16_t* p) {
@@ -85,7 +90,8 @@ inline vf load_halves(const uint16_t* p) {
     vh h;
     std::memcpy(&h, p, sizeof h);
     const vu u = __builtin_convertvector(h, vu);
-    return (u >= 0x7c00u) ? splat(__builtin_nanf("")) : (vf)(u << 13) * 0x1p112f;
+    const vf x = (u < 0x400u) ? __builtin_convertvector(u, vf) * 0x1p-24f : (vf)((u + (112u << 10)) << 13);
+    return (u >= 0x7c00u) ? splat(__builtin_nanf("")) : x;
 #endif
 }
 

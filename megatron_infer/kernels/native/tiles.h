@@ -27,6 +27,9 @@ inline bool tiles_allowed() {
     return allowed;
 }
 
+// What was written to `memory` is there for a tile's load, which compilers do not know to read.
+inline void before_tiles(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
+
 // Shapes of this thread's tiles: 0, 1 sums and 4 operand of `first` rows; 2, 3 and 5 the same of `second`; 6, 7 panels.
 // Clears all of them.
 inline void shape_tiles(int first, int second) {
@@ -41,11 +44,9 @@ inline void shape_tiles(int first, int second) {
         shapes.bytes[i] = lines[i] ? 64 : 0;
         shapes.lines[i] = (uint8_t)lines[i];
     }
+    before_tiles(&shapes);  // compilers know of its first 8 bytes alone
     _tile_loadconfig(&shapes);
 }
-
-// What was written to `memory` is there for a tile's load, which compilers do not know to read.
-inline void before_tiles(const void* memory) { asm volatile("" ::"r"(memory) : "memory"); }
 
 // Tiles in use make every switch of threads slower.
 inline void release_tiles() { _tile_release(); }
