@@ -112,5 +112,5 @@ def test_linears_in_8_bits_have_the_bits_of_this_cpus_own(int8_library, native_l
     there, here = (out.double() for out in found)
     if int8_library.has_fma:
         assert torch.equal(there, here)
-    else:  # some codes are those of a neighbour
-        assert ((there - here).norm(dim=1) < 1e-2 * here.norm(dim=1)).all()
+    else:  # some codes are those of a neighbour, up to 1.3% of an output beside weights of 127; rounding is 4%
+        assert ((there - here).norm(dim=1) < 2e-2 * here.norm(dim=1)).all()

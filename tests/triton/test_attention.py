@@ -55,6 +55,22 @@ def test_steps_of_short_decode_rows_take_the_kernel_that_those_of_long_ones_do(b
     assert len(seen) == 2 and seen[0] == seen[1]
 
 
+def test_a_draft_between_two_steps_leaves_what_a_layer_is_launched_with(device):
+    """An MTP layer runs as layer 0 of another spec and another cache; what is new searches for its kernels again."""
+    backend = make_backend()
+    cases = [make_case([(1, 20)], num_decode=1, dtype=torch.float32, head_dim=dim) for dim in (16, 32)]
+    model, draft = (on_device(case, device) for case in cases)
+    found, held = [], []
+    for case in (model, draft, model):
+        held.append(case.run(backend))  # with its cache
+        found.append({layer: kind.decode for layer, kind in backend._kinds.items()})
+    assert found[0] and found[2] == found[0] != found[1]
+    assert len(backend._planes) == 3
+    del held, case
+    gc.collect()
+    assert not backend._planes
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 256])
 def test_prompts_and_chunks_match_reference(backend, device, dtype, head_dim):
     rows = [(33, 33), (2, 2), (7, 40), (16, 16), (5, 130), (70, 70)]

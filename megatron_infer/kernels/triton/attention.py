@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
@@ -113,7 +115,8 @@ class TritonPagedAttention:
         self._arch = arch
         self._overlap = overlap
         self._step: StepMetadata | None = None
-        self._planes: _Planes | None = None
+        self._planes: dict[int, _Planes] = {}
+        """By id of the cache: an MTP layer has one of its own."""
         self._kinds: dict[int, _Kind] = {}
 
     def supports(
@@ -199,13 +202,11 @@ class TritonPagedAttention:
         return out_TX
 
     def _planes_of(self, kv_cache: Tensor) -> _Planes:
-        planes = self._planes
+        planes = self._planes.get(id(kv_cache))
         if planes is None or planes.cache() is not kv_cache:
-            planes = self._planes = _Planes(kv_cache, self._forget_planes)
+            planes = _Planes(kv_cache, partial(self._planes.pop, id(kv_cache)))
+            self._planes[id(kv_cache)] = planes
         return planes
-
-    def _forget_planes(self, cache: object) -> None:
-        self._planes = None
 
     def _kind_of(self, layer: int, q_TKGH: Tensor, kv_cache: Tensor, spec: AttendSpec, *, has_lse: bool) -> _Kind:
         """What `layer` is computed with; made once."""
@@ -248,7 +249,7 @@ class _Planes:
 
     __slots__ = ("bits", "cache", "values")
 
-    def __init__(self, kv_cache: Tensor, forget: Callable[[object], None]) -> None:
+    def __init__(self, kv_cache: Tensor, forget: Callable[[Any], Any]) -> None:
         """forget: called when the cache exists no more."""
         assert kv_cache.is_contiguous()
         self.cache = ref(kv_cache, forget)

@@ -262,13 +262,19 @@ class DecodeKernels(NamedTuple):
 
 def decode_kernels(layer: Layer, tiles: DecodeTiles, overlap: Mapping[str, bool]) -> DecodeKernels:
     """overlap: see `launch.overlapping`."""
+    return _kernels(layer, tiles, tuple(overlap.items()))
+
+
+@functools.cache
+def _kernels(layer: Layer, tiles: DecodeTiles, overlap: tuple[tuple[str, bool], ...]) -> DecodeKernels:
+    """Made once: a launcher that is new searches for its compiled kernel again."""
     decode, merge = _constexprs(layer, tiles)
     options = _options(decode, tiles)
     return DecodeKernels(
         tiles,
         layer.num_kv * cdiv(layer.group, decode["BLOCK_M"]),
-        Launcher(decode_kernel, **decode, **overlap, **options),
-        Launcher(merge_kernel, **merge, **overlap, num_warps=MERGE_WARPS, num_stages=1),
+        Launcher(decode_kernel, **decode, **dict(overlap), **warps),
+        Launcher(merge_kernel, **merge, **dict(overlap), num_warps=MERGE_WARPS, num_stages=1),
     )
 
 
