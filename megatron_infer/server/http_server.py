@@ -162,6 +162,7 @@ class HttpServer:
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.add_signal_handler(number, self._shut_down)
+                    stack.callback(loop.remove_signal_handler, number)  # uvloop leaves its own, which does nothing then
             ticking = asyncio.create_task(self._tick())
             waiting = asyncio.create_task(self._wait_ready(server, client, lambda: on_ready(url_of(listening))))
             with exporter:

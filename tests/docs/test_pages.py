@@ -21,6 +21,7 @@ NOT_RUN = {
     "pip install -e .[gpu]": "changes the environment",
     "python3.11 -m venv peers/": "makes an environment",
     "megatron-infer bench smollm2 --dtype bfloat16 --columns": "engines in environments of their own",
+    "megatron-infer bench smollm2 --dtype bfloat16 --weight-dtype int8 --columns": "llama.cpp in its own environment",
     "pip install 'megatron-infer[ray]'": "changes the environment",
     "pip install 'megatron-infer[server]'": "changes the environment",
     "pip install 'megatron-infer[pipelines]'": "changes the environment",

@@ -195,7 +195,10 @@ def test_smollm2_is_exact(dtype):
     engine = DynamicInferenceEngine(model, config, tokenizer=tokenizer)
     texts = ["The capital of France is Paris, and the capital of", "The capital of France is Paris, and I", "Once"]
     work = [
-        (tokenizer.encode(text), SamplingParams(n=1 + i % 2, max_tokens=10, temperature=1.0, seed=i, logprobs=0))
+        (
+            tokenizer.encode(text),
+            SamplingParams(n=1 + i % 2, max_tokens=10, temperature=1.0, seed=i, logprobs=0, ignore_eos=True),
+        )
         for i, text in enumerate(texts)
     ]
     wrong, total = differing(model, work, run(engine, work, ("recompute",)))

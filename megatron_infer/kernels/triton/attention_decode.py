@@ -273,7 +273,7 @@ def _kernels(layer: Layer, tiles: DecodeTiles, overlap: tuple[tuple[str, bool], 
     return DecodeKernels(
         tiles,
         layer.num_kv * cdiv(layer.group, decode["BLOCK_M"]),
-        Launcher(decode_kernel, **decode, **dict(overlap), **warps),
+        Launcher(decode_kernel, **decode, **dict(overlap), **options),
         Launcher(merge_kernel, **merge, **dict(overlap), num_warps=MERGE_WARPS, num_stages=1),
     )
 
