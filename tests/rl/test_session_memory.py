@@ -62,8 +62,8 @@ def test_the_copies_are_released_when_memory_is_released(session, how):
 @pytest.mark.parametrize("mode", ["persist", "offload"])
 def test_an_update_and_a_resume_read_every_weight_once_each(session, mode, monkeypatch):
     guard, read = session.engine.weights.guard, []
-    checksum = guard._checksum
-    monkeypatch.setattr(guard, "_checksum", lambda weight: read.append(id(weight)) or checksum(weight))
+    checksums = guard._checksums
+    monkeypatch.setattr(guard, "_checksums", lambda weights: read.extend(map(id, weights)) or checksums(weights))
     packed = {id(weight) for weight in inspect(session.engine).adopted.packable_weights()}
     session.engine.suspend(mode)
     with torch.no_grad():
