@@ -92,7 +92,8 @@ def held_out(count: int = 100) -> list[str]:
 
 
 def balanced(phrases: Iterator[list[str]], *, candidates: int = 8) -> Iterator[list[str]]:
-    """Of every `candidates` phrases the one whose rarest word came least: every word comes about as often."""
+    """Yield one of every `candidates` phrases, the one whose rarest word was drawn least, so that words are drawn about
+    equally often."""
     spoken = Counter[str]()
     while drawn := list(itertools.islice(phrases, candidates)):
         best = min(drawn, key=lambda words: min(spoken[word] for word in words))

@@ -34,7 +34,8 @@ SIZES: dict[str, Any] = {
     "channels": (128, 144, 160),
     "dilations": ((1, 2), (1,), (1,)),
 }
-"""Of the codec. Its fastest rate is 200 steps a second: that trains four times as fast as 800 with the same loss."""
+"""The codec's configuration. Its highest rate is 200 steps a second, which trains four times as fast as 800 with the
+same loss."""
 WINDOWS = ((128, 512), (256, 1024))
 """Samples of each resolution's window; its step is a quarter. Training steps take these pairs in turn."""
 LR, PIECE = 1.5e-3, RATE // 2

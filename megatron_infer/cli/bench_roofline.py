@@ -38,7 +38,7 @@ class Work:
 
 
 INT8_BYTES = 34 / 32
-"""Of a weight with weight_dtype=int8, its share of a scale included."""
+"""Bytes a weight with weight_dtype=int8: a block of 32 codes has a scale of 2 bytes."""
 
 
 def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int = 2048) -> Ceiling:

@@ -59,8 +59,8 @@ class CommandsInForce:
         self._last_stamp = 0.0
 
     def stamp(self) -> float:
-        """Of a change that a coordinator begins: above those of all changes that it knows of. Clocks of replicas do not
-        matter."""
+        """A stamp for a change that a coordinator begins, above those of all changes it knows of. Clocks of replicas do
+        not matter."""
         self._last_stamp = max(time.time(), math.nextafter(self._last_stamp, math.inf))
         return self._last_stamp
 

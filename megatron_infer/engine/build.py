@@ -549,7 +549,9 @@ def make_runner(
     """Cache, batch builder, sampler and graphs -> (runner, what computes in it, graphs)."""
     shape, dtype, sizes = adopted.shape, getattr(torch, adopted.shape.dtype), agreed.sizes
     kv_dtype = getattr(torch, config.kv_dtype_of(shape))
-    drafting = {} if draft is None else draft.layout(config)
+    drafting = {}
+    if draft is not None:
+        drafting = {"draft": draft.shape, "draft_dtype": getattr(torch, config.kv_dtype_of(draft.shape))}
     layout = StoreLayout.of(shape, sizes, dtype=kv_dtype, layer_order=adopted.cache_order, **drafting)
     region = make_region(
         (layout.num_bytes,),

@@ -152,10 +152,6 @@ class DraftModel:
     def shape(self) -> ModelShape:
         return self.adopted.shape
 
-    def layout(self, config: InferenceConfig) -> dict[str, Any]:
-        """Arguments of `StoreLayout.of`."""
-        return {"draft": self.shape, "draft_dtype": getattr(torch, config.kv_dtype_of(self.shape))}
-
     def drafter(
         self,
         device: Device,
@@ -183,10 +179,6 @@ class MTPDraft:
     adopted: AdoptedModel
     shape: ModelShape
     is_residual: bool
-
-    def layout(self, config: InferenceConfig) -> dict[str, Any]:
-        """Arguments of `StoreLayout.of`."""
-        return {"draft": self.shape, "draft_dtype": getattr(torch, config.kv_dtype_of(self.shape))}
 
     def drafter(
         self,

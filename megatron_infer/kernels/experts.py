@@ -60,7 +60,7 @@ class ExpertWeights:
         self.remembered.clear()
 
     def remember(self, key: Any, derived: Any) -> None:
-        """Have `derived` in `remembered` as long as the weights are watched and nobody says that one was moved."""
+        """Cache what was derived from the weights' addresses until `watched` is called again; unwatched, do nothing."""
         if self._is_watched:
             if len(self.remembered) >= MAX_REMEMBERED:
                 self.remembered.clear()

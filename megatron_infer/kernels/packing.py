@@ -42,7 +42,7 @@ class PackedLayout:
     num_elements: Callable[[Tensor], int] | None = None
     """Elements of a weight's copy, a multiple of 64 bytes; None: `pack` finds the memory."""
     dtype: torch.dtype | None = None
-    """Of the copies' memory; None: the weights'."""
+    """dtype of the copies' memory; None: the weights'."""
 
 
 ONEDNN = PackedLayout(

@@ -100,7 +100,7 @@ class ChosenKernels:
     device_sampling: TritonSampling | None = None
     """The same object where it also draws inside a captured graph and masks on the device."""
     checksums: Callable[[Sequence[Tensor]], list[int]]
-    """Of each weight; changes with its content. Reads each once, at memory speed."""
+    """A checksum of each weight's content; reads each once, at memory speed."""
     rows: list[BackendChoice]
     layers: NativeLayers | None = None
     """Runs the operations of many layers in one call; None: each is a call."""
