@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -65,8 +65,10 @@ class OpenedDecoder:
     encoder: AudioEncoder | None = None
 
 
-def decode_windows(decoder: AudioDecoder, windows: Sequence[Window]) -> list[Sound]:
-    """What is heard of each window, in order; windows that can be are decoded in one call.
+def decode_windows(
+    decoder: AudioDecoder, windows: Sequence[Window], *, before_call: Callable[[], None] = lambda: None
+) -> list[Sound]:
+    """What is heard of each window, in order; windows that can be are decoded in one call, after a `before_call`.
 
     Those of one length always can. Shorter ones are padded where padding cannot be heard: behind the tokens of a
     decoder that does not look ahead, or where a mask hides it. Raises ModelError for sound of another length than the
@@ -78,21 +80,25 @@ def decode_windows(decoder: AudioDecoder, windows: Sequence[Window]) -> list[Sou
         groups.setdefault(0 if can_pad else len(window.tokens), []).append(index)
     sounds: dict[int, Sound] = {}
     for group in groups.values():
+        before_call()
         for index, sound in zip(group, _decode_together(decoder, [windows[one] for one in group]), strict=True):
             sounds[index] = sound
     return [sounds[index] for index in range(len(windows))]
 
 
-def decode_each(decoder: AudioDecoder, windows: Sequence[Window]) -> list[Sound | Exception]:
+def decode_each(
+    decoder: AudioDecoder, windows: Sequence[Window], *, before_call: Callable[[], None] = lambda: None
+) -> list[Sound | Exception]:
     """`decode_windows`, of which a window that cannot be decoded is an error alone: where a call fails, its halves are
     decoded by themselves."""
     try:
-        return [*decode_windows(decoder, windows)]
+        return [*decode_windows(decoder, windows, before_call=before_call)]
     except Exception as error:  # whatever a library's decoder raises
         if len(windows) == 1:
             return [error]
     half = len(windows) // 2
-    return [*decode_each(decoder, windows[:half]), *decode_each(decoder, windows[half:])]
+    halves = windows[:half], windows[half:]
+    return [sound for part in halves for sound in decode_each(decoder, part, before_call=before_call)]
 
 
 def _decode_together(decoder: AudioDecoder, windows: Sequence[Window]) -> list[Sound]:

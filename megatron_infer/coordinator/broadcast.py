@@ -137,7 +137,7 @@ class CommandsInForce:
                 self.adapters[name] = known[0], known[1] | {"change": None}
             return
         if change is not None:
-            self._before[str(change)] = name, known
+            self._before.setdefault(str(change), (name, known))
         if len(self._before) > MAX_CHANGES:
             del self._before[next(iter(self._before))]
         loaded = None

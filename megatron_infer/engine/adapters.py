@@ -255,9 +255,10 @@ class EngineAdapters:
             self._renew(name, running)
 
     def _note(self, change: str | None, name: str) -> None:
-        """Remember what the adapter is before a change."""
+        """Remember what the adapter is before a change; one that is made again, as its coordinator did not see it made,
+        keeps what it was before the first time."""
         bank, _ = self._require()
-        if change is not None:
+        if change is not None and change not in self._changes:
             self._changes[change] = _Change(name, bank.adapters.get(name), self._paths.get(name))
             if len(self._changes) > MAX_CHANGES:
                 del self._changes[next(iter(self._changes))]

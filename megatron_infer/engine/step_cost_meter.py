@@ -57,8 +57,8 @@ class StepCostMeter:
         return StepCosts(plain=self._points(self._plain), verifying=self._points(self._verifying))
 
     def after_step(self, plan: StepPlan, seconds: float, step: int) -> None:
-        """A step that took `seconds` changes the costs if it computes no prompt."""
-        if not plan.num_tokens or plan.num_prompt_tokens:
+        """A step that took `seconds` changes the costs if it computes no prompt and the clock saw it take time."""
+        if not plan.num_tokens or plan.num_prompt_tokens or seconds <= 0:
             return
         means = self._verifying if plan.prefill else self._plain
         mean, cost = means.setdefault(size_class(plan.num_tokens), _Mean()), seconds / self._pace

@@ -106,6 +106,12 @@ class ModelReading:
         return [layer.experts for layer in self.layers if layer.experts is not None]
 
     @property
+    def all_experts(self) -> list[FusedExperts]:
+        """Also those of the MTP layer, which no captured step runs and whose routing is not recorded."""
+        drafting = None if self.heads is None else self.heads.experts
+        return self.experts if drafting is None else [*self.experts, drafting]
+
+    @property
     def fused(self) -> list[FusedLayer | None]:
         return [layer.fused for layer in self.layers]
 
@@ -236,7 +242,7 @@ class AdoptedModel:
 
     def weights_watched(self) -> None:
         """See `ExpertWeights.watched`."""
-        for experts in self._reading.experts:
+        for experts in self._reading.all_experts:
             experts.grouped.watched()
 
     def has_same_modules(self) -> bool:
@@ -417,7 +423,7 @@ class AdoptedModel:
 
     def reducers(self) -> list[Reducer]:
         """The collectives in a step's layers, one for each process group."""
-        found = [self._tp, *(experts.reduce for experts in self._reading.experts)]
+        found = [self._tp, *(experts.reduce for experts in self._reading.all_experts)]
         return list({id(one.group): one for one in found if one is not None}.values())
 
     def groups(self) -> list[Any]:

@@ -23,6 +23,7 @@ from megatron_infer.models.adoption_checks import check_called_by_none, check_un
 from megatron_infer.models.fused_layers import Attend, FusedLinear, FusedNorm, LayerOps
 from megatron_infer.models.layer_adoption import LayerAdoption
 from megatron_infer.models.layer_programs import with_programs
+from megatron_infer.models.moe import FusedExperts
 from megatron_infer.models.tp_collectives import Reducer
 
 _LAYERS = ("transformer_layer", "mtp_model_layer")
@@ -65,6 +66,11 @@ class MTPHead:
     def spec(self) -> AttendSpec:
         assert self._layer.attention is not None
         return self._layer.attention.attend.spec
+
+    @property
+    def experts(self) -> FusedExperts | None:
+        """Of a layer that has experts; they have no number among those of the model."""
+        return self._layer.experts
 
     def weights(self) -> Iterator[Tensor]:
         """The weights that go through `ops.linear`."""

@@ -118,9 +118,13 @@ class DecoderServer:
 
     @property
     def call_s(self) -> float:
-        """How long the decoder has been at work in the present call; from any thread."""
+        """How long the decoder has been at work in the present call, one of several for a batch that fails; from any
+        thread."""
         began = self._call_began
         return 0.0 if began is None else time.monotonic() - began
+
+    def _begin_call(self) -> None:
+        self._call_began = time.monotonic()
 
     async def serve(self, path: str, on_ready: Callable[[], None]) -> None:
         """Until cancelled."""
@@ -170,8 +174,7 @@ class DecoderServer:
             )
             for _, one in batch
         ]
-        self._call_began = time.monotonic()
-        sounds = await asyncio.to_thread(decode_each, self._opened.decoder, windows)
+        sounds = await asyncio.to_thread(decode_each, self._opened.decoder, windows, before_call=self._begin_call)
         self._call_began = None
         for (writer, one), sound in zip(batch, sounds, strict=True):
             if writer.is_closing():

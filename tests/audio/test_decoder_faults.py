@@ -95,6 +95,24 @@ def test_a_window_that_cannot_be_decoded_fails_alone_among_those_of_its_batch(fa
     assert answers[4].samples == alone.astype("<f4").tobytes() and server.call_s == 0
 
 
+def test_a_batch_that_is_halved_hangs_only_where_one_call_of_the_decoder_does(monkeypatch):
+    clock, seen = [0.0], []
+    monkeypatch.setattr(audio_decoder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    faulty = Faulty("error")
+    server, decode = DecoderServer(faulty.opened(), {}), faulty.decode
+
+    def slow(*arguments):
+        clock[0] += audio_decoder.MAX_CALL_S / 2
+        seen.append(server.call_s)
+        return decode(*arguments)
+
+    faulty.decode = slow
+    writer = SimpleNamespace(is_closing=lambda: False, write=lambda frame: None)
+    batch = [(writer, Decode(id, (token,), 0, 0, 1, False, False)) for id, token in enumerate((1, 2, BAD, 3))]
+    asyncio.run(server._decode(batch))
+    assert seen == [audio_decoder.MAX_CALL_S / 2] * 5 and server.call_s == 0
+
+
 @pytest.mark.parametrize(("fault", "reason"), [("error", "secret of a library"), *REASONS[1:]])
 def test_a_request_of_a_pipeline_fails_alone_and_what_was_heard_stands(fault, reason):
     asked = requests()

@@ -234,6 +234,15 @@ def test_a_replica_says_what_it_undid():
     assert list(commands.in_force.undone) == ["7"] and commands.in_force.adapters == {}
 
 
+def test_a_load_that_is_recorded_again_is_undone_to_what_was_in_force_before():
+    in_force = CommandsInForce()
+    in_force.record("load_adapter", {"name": "a", "change": None}, {"digest": "x"})
+    for _ in range(2):
+        in_force.record("load_adapter", {"name": "a", "change": "7"}, {"digest": "y"})
+    in_force.record("undo_adapter", {"name": "a", "change": "7"})
+    assert in_force.adapters["a"][1]["digest"] == "x"
+
+
 def test_the_order_of_changes_is_the_coordinators_whatever_clocks_say(monkeypatch):
     """Replicas keep the stamps that commands have; a coordinator's are above all that it has heard of."""
     clocks = itertools.count(1000.0, -10.0)  # back with every look, also of a thread that logs
@@ -301,7 +310,7 @@ class _Engine:
         args, value = command.args, {}
         name, had = args["name"], self.adapters.get(args["name"])
         if command.command in ("load_adapter", "unload_adapter"):
-            self.before[args.get("change")] = name, had
+            self.before.setdefault(args.get("change"), (name, had))
             self.adapters.pop(name, None)
         if command.command == "load_adapter":
             if args.get("digest") not in (None, args["path"]):

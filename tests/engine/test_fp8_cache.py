@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from durable_case import Collector, add_all, assert_same
 from durable_case import make_engine as make_durable
 from model_kinds import buffers, make_model
+from test_int8_weights import check_saved_requests_go_on, prompt_logprobs, run
 
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -67,29 +67,6 @@ def make_engine(model: torch.nn.Module, **settings: Any) -> DynamicInferenceEngi
     return DynamicInferenceEngine(model, InferenceConfig(**settings))
 
 
-def work() -> list[list[int]]:
-    stem = list(range(4, 44))
-    return [stem + [50 + i] * (2 * i + 1) for i in range(5)] + [[9, 8, 7], list(range(100, 60, -1))]
-
-
-def run(engine: DynamicInferenceEngine, *, suspend: str | None = None) -> dict[str, tuple[list[int], list[float]]]:
-    """Tokens and log probabilities of each request; suspended every fourth step."""
-    for i, prompt in enumerate(work()):
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
-        engine.add_request(prompt, params, request_id=str(i))
-    found = {}
-    while engine.has_unfinished():
-        if suspend is not None and engine.num_steps % 4 == 2:
-            with engine.suspended(suspend):
-                pass
-        for output in engine.step():
-            if output.finished:
-                one = output.outputs[0]
-                logprobs = [at[token].logprob for at, token in zip(one.logprobs, one.token_ids, strict=True)]
-                found[output.request_id] = one.token_ids, logprobs
-    return found
-
-
 def check_same(got, want) -> None:
     assert {key: tokens for key, (tokens, _) in got.items()} == {key: tokens for key, (tokens, _) in want.items()}
     for key, (_, logprobs) in want.items():
@@ -141,15 +118,7 @@ def test_log_probabilities_differ_little_from_those_of_an_exact_cache(seed):
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0, 0.1, generator=generator)
-    found = []
-    for dtype in ("auto", "fp8_e4m3"):
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        outputs = make_engine(model, kv_cache_dtype=dtype).generate(work(), params)
-        rows = [
-            [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
-            for output, prompt in zip(outputs, work(), strict=True)
-        ]
-        found.append(torch.tensor([value for row in rows for value in row]))
+    found = [prompt_logprobs(make_engine(model, kv_cache_dtype=dtype)) for dtype in ("auto", "fp8_e4m3")]
     difference = (found[0] - found[1]).abs()
     assert 0 < difference.mean() < MEAN and difference.max() < LARGEST
 
@@ -157,16 +126,8 @@ def test_log_probabilities_differ_little_from_those_of_an_exact_cache(seed):
 def test_requests_saved_with_their_keys_go_on_in_an_engine_of_eight_bits(tmp_path):
     model = make_model("attention")
     source = make_durable(model, kv_cache_dtype="fp8_e4m3")
-    add_all(source)
-    before = Collector().step(source, 6)
-    source.save_requests(tmp_path / "requests", kv=True)
-    want = Collector()
-    want.__dict__.update({name: dict(value) for name, value in before.__dict__.items()})
-    want.step(source)
     target = make_durable(model, kv_cache_dtype="fp8_e4m3", block_size_tokens=8)
-    report = target.load_requests(tmp_path / "requests")
-    assert report.with_kv and not report.recomputed
-    assert_same(before.step(target), want)
+    check_saved_requests_go_on(source, target, tmp_path / "requests")
     other = make_durable(model)
     report = other.load_requests(tmp_path / "requests")
     assert not report.with_kv

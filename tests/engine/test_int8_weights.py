@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,29 @@ def run(engine: DynamicInferenceEngine, *, suspend: str | None = None, **params:
     return found
 
 
+def prompt_logprobs(engine: DynamicInferenceEngine) -> torch.Tensor:
+    """Log probabilities of all tokens of `work` that have one before them."""
+    outputs = engine.generate(work(), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    rows = [
+        [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+        for output, prompt in zip(outputs, work(), strict=True)
+    ]
+    return torch.tensor([value for row in rows for value in row])
+
+
+def check_saved_requests_go_on(source: DynamicInferenceEngine, target: DynamicInferenceEngine, folder: Path) -> None:
+    """In `target`, from the keys that they were saved with, to the answers that `source` gives."""
+    add_all(source)
+    before = Collector().step(source, 6)
+    source.save_requests(folder, kv=True)
+    want = Collector()
+    want.__dict__.update({name: dict(value) for name, value in before.__dict__.items()})
+    want.step(source)
+    report = target.load_requests(folder)
+    assert report.with_kv and not report.recomputed
+    assert_same(before.step(target), want)
+
+
 def check_same(engine: DynamicInferenceEngine, got: Answers, want: Answers) -> None:
     """To the bit without scans."""
     assert {key: tokens for key, (tokens, _) in got.items()} == {key: tokens for key, (tokens, _) in want.items()}
@@ -158,15 +182,7 @@ def test_layers_in_one_call_have_the_bits_of_many(model, expected, monkeypatch):
 def test_answers_differ_little_from_those_of_unrounded_weights(dtype):
     model = make_model("attention", max_sequence_length=96).to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    found = []
-    for weight_dtype in ("auto", "int8"):
-        outputs = make_engine(model, weight_dtype=weight_dtype).generate(work(), params)
-        rows = [
-            [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
-            for output, prompt in zip(outputs, work(), strict=True)
-        ]
-        found.append(torch.tensor([value for row in rows for value in row]))
+    found = [prompt_logprobs(make_engine(model, weight_dtype=dtype)) for dtype in ("auto", "int8")]
     difference = (found[0] - found[1]).abs()
     assert 0 < difference.mean() < MEAN and difference.max() < LARGEST
     after = model.state_dict()
@@ -229,17 +245,8 @@ def test_adapters_are_added_to_rounded_products():
 
 def test_requests_saved_with_their_keys_go_on_only_with_the_same_weight_dtype(tmp_path):
     model = make_model("attention")
-    source = make_durable(model, weight_dtype="int8")
-    add_all(source)
-    before = Collector().step(source, 6)
-    source.save_requests(tmp_path / "requests", kv=True)
-    want = Collector()
-    want.__dict__.update({name: dict(value) for name, value in before.__dict__.items()})
-    want.step(source)
-    target = make_durable(model, weight_dtype="int8")
-    report = target.load_requests(tmp_path / "requests")
-    assert report.with_kv and not report.recomputed
-    assert_same(before.step(target), want)
+    source, target = (make_durable(model, weight_dtype="int8") for _ in range(2))
+    check_saved_requests_go_on(source, target, tmp_path / "requests")
     report = make_durable(model).load_requests(tmp_path / "requests")
     assert not report.with_kv and report.recomputed
     assert all(why == "weight_dtype is auto, it was int8" for why in report.recomputed.values())

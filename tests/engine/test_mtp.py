@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from model_kinds import make_model, prefix_caching
-from test_draft_model import OTHERS, check_all_kept
+from test_draft_model import OTHERS, check_all_kept, check_random_events
 from test_same_answer import BASE, make_engine, run, workload
 from test_speculative import WAYS, ask, shown
 
@@ -29,6 +30,7 @@ from megatron_infer.pipelines.config import PipelineConfig
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 from megatron_infer.speculative.model_drafter import ModelDrafter
 from megatron_infer.speculative.mtp import MTPModel
+from megatron_infer.testing.inspect import inspect
 
 VOCAB = 128
 MTP: dict[str, Any] = {"method": "mtp", "adaptive": False}
@@ -247,6 +249,20 @@ def test_a_weight_update_renews_the_mtp_layer(exact):
     assert engine.weight_version == version + 1 and engine.spec_decode_metrics().acceptance_rate < 1
 
 
+def test_an_mtp_layers_experts_are_compared_again_only_when_weights_change():
+    """As the model's: what kernels derived from their addresses is kept until an update."""
+    model = guessing(**MOE)
+    engine = drafting(model)
+    grouped = inspect(engine).adopted.heads.experts.grouped
+    grouped.remember("derived", 1)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert grouped.remembered
+    with torch.no_grad():
+        model.mtp.layers[0].transformer_layer.mlp.experts.local_experts[0].linear_fc2.weight.mul_(2)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert not grouped.remembered and engine.weight_version == 1
+
+
 def test_training_stays_as_it_is(guesser):
     tokens, at = torch.arange(30)[None] + 5, torch.arange(30)[None]
 
@@ -394,31 +410,4 @@ def test_a_layer_that_is_not_known_is_refused_by_name():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_mtp_layer_like_the_model_is_accepted_entirely_through_random_events(model, expected, seed):
-    """Too few blocks, prefix hits, suspends, pauses and aborted requests, with and without overlap and chunks."""
-    rng = random.Random(seed)
-    settings = {
-        "overlap": bool(seed % 2),
-        "prefix": rng.choice(["lru", "ref_zero"]),
-        **rng.choice([{"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_buffer_size_gb": 0.01}]),
-        **(OTHERS["chunked"] if seed // 2 else {}),
-    }
-    engine = drafting(model, pool_blocks=14, paused_blocks=5, **settings)
-    prompts, params = workload("sampled")
-    waiting, done = list(range(len(prompts))), {}
-    rng.shuffle(waiting)
-    while waiting or engine.has_unfinished():
-        for _ in range(min(len(waiting), rng.randrange(4))):
-            index = waiting.pop()
-            engine.add_request(prompts[index], params[index], request_id=str(index), stream="final")
-        match rng.randrange(10):
-            case 0:
-                engine.suspend(rng.choice(["persist", "offload", "recompute"]))
-                engine.resume()
-            case 1:
-                engine.pause(rng.choice(["keep", "retract"]))
-                engine.unpause()
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    for index in range(len(prompts)):
-        assert done[str(index)].outputs[0].token_ids == expected["sampled"][index]
-    check_all_kept(engine)
-    assert engine.stats().num_free_blocks == 14
+    check_random_events(partial(drafting, model), expected["sampled"], seed, aborts=False)

@@ -442,6 +442,15 @@ def test_a_change_can_be_undone(model, adapters):
     assert not manager.undo("3") and manager.undo("1") and engine.adapters() == []
 
 
+def test_a_change_that_is_made_again_is_undone_to_what_was_before_the_first_time(model, adapters):
+    """A coordinator sends a load again to an engine that lost its connection before the answer."""
+    manager = engine_of(model).controls.adapters
+    digest = manager.load("a", adapters["a0"]).digest
+    for _ in range(2):
+        manager.load("a", adapters["a1"], replace=True, change="1")
+    assert manager.info("a").digest != digest and manager.undo("1") and manager.info("a").digest == digest
+
+
 def test_a_change_is_undone_after_hundreds_of_others_that_were_settled(model, adapters):
     """A slow engine undoes the first of many changes; what replaced contents take is freed as soon as it may be."""
     engine = engine_of(model)

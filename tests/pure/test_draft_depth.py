@@ -191,6 +191,14 @@ def test_the_first_step_of_a_size_is_no_measure_of_it():
     assert ratio == pytest.approx(0.017 / 0.012, rel=0.1)
 
 
+def test_steps_that_take_no_time_by_the_clock_are_no_readings():
+    told = []
+    meter = StepCostMeter(told.append)
+    for step, seconds in enumerate([0.0, 0.0, 0.0, 0.012, 0.0, 0.012]):
+        meter.after_step(step_of(1), seconds, step)
+    assert len(told) == 2 and told[-1].seconds(1, verifying=False) == pytest.approx(0.012)
+
+
 def test_costs_between_and_beyond_what_was_measured():
     costs = StepCosts(plain=[(1, 0.009), (8, 0.016)])
     assert costs.seconds(8, verifying=False) == costs.seconds(8, verifying=True) == 0.016
