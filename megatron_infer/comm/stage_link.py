@@ -2,7 +2,7 @@
 
     stage 0 ──residual stream──▶ stage 1 ──▶ ... ──▶ last stage      one message a step and boundary
        ▲                            ▲                     │
-       ├────────── drafts ──────────┼─────────────────────┤          what a model there has drafted for a step, before it
+       ├────────── drafts ──────────┼─────────────────────┤          what a model there drafted for a step, before it
        └────────── result ──────────┴─────────────────────┘          tokens, and logprobs where a request asked
 
 Both ends derive the size of a step's message from its plan, so no size is exchanged first. A stage that failed sends a

@@ -266,11 +266,6 @@ def check_mtp(shape: ModelShape) -> None:
             "speculative: method 'mtp' drafts with the model's own MTP layers, and this model has none "
             "(mtp_num_layers); take method 'ngram', or 'draft' with a draft model"
         )
-    if shape.is_stage:
-        raise ConfigError(
-            "speculative: method 'mtp' on several pipeline stages is not built: the first stage would need the "
-            "drafts of the last; use tensor parallelism, or method 'ngram'"
-        )
     if shape.state is not None:
         raise ConfigError(
             "speculative: method 'mtp' for a model with recurrent states is not built; take method 'ngram'"

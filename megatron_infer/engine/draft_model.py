@@ -66,8 +66,11 @@ def make_draft(
         )
     if "mtp" in config.speculative.methods:
         with rank_group.together("adopting the MTP layer"):
-            check_mtp(target.shape)
-            target.adopt_heads()
+            if target.is_last_stage:
+                check_mtp(target.shape)
+                target.adopt_heads()
+        if not target.is_last_stage:
+            return None
         dtype = getattr(torch, config.kv_dtype_of(target.shape))
         shape = mtp_shape(target.shape, kv_element_bytes=dtype.itemsize)
         return MTPDraft(adopted=target, shape=shape, is_residual=is_residual)

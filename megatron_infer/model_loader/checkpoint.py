@@ -119,7 +119,8 @@ class CheckpointSource:
         return self._read(model, dict_list_map_inplace(with_new_memory, _sharded(model)))
 
     def _read(self, model: nn.Module | None, wanted: Any) -> dict[str, Tensor]:
-        """The tensors of `wanted`, parts of `model`; None: nothing. Objects (`_extra_state`) are left out: torch unpickles them."""
+        """The tensors of `wanted`, this rank's part of `model`; None: it has none. Objects (`_extra_state`) are left
+        out: torch unpickles them."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from megatron.core.dist_checkpointing.dict_utils import extract_matching_values

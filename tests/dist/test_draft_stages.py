@@ -17,7 +17,7 @@ from test_same_answer import VOCAB, make_engine, run, workload
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import ConfigError
+from megatron_infer.errors import InferenceError
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.checkpoint import CheckpointSource, save_checkpoint
 from megatron_infer.speculative.model_drafter import ModelDrafter
@@ -74,7 +74,8 @@ def on_stages_beside(rank: int, size: int, folder: Path) -> None:
     check_saved(model, folder)
     check_failures(model, folder, is_last=rank == size - 1)
     check_guesses(model, folder, want)
-    with pytest.raises(ConfigError, match="draft_model is one of several pipeline stages"):
+    check_live(model, want["attention"]["greedy"], is_last=rank == size - 1)
+    with pytest.raises(InferenceError, match="draft_model is one of several pipeline stages"):
         make_engine(model, "attention", draft=model, collective_timeout_s=60)
 
 
@@ -161,6 +162,16 @@ def check_guesses(model: torch.nn.Module, folder: Path, want: dict[str, Any]) ->
     hybrid = build_model(CheckpointSource(folder / "hybrid"), pipeline_parallel=2)
     engine = drafting(hybrid, folder / "guesser", "hybrid", prefix="lru", overlap=True, **OTHERS["chunked"])
     assert run(engine, "sampled") == want["hybrid"]["sampled"]
+
+
+def check_live(model: torch.nn.Module, want: list[list[int]], *, is_last: bool) -> None:
+    """A live model on the last stage, whose drafts are verified by rejection; the first stage's is not looked at."""
+    live = make_model("attention", vocab_size=VOCAB) if is_last else model
+    speculative = {"method": "draft", "draft_model": live, "verification": "residual", "adaptive": False}
+    engine = make_engine(model, "attention", speculative=speculative, overlap=True, collective_timeout_s=60)
+    assert run(engine, "greedy") == want
+    check_all_kept(engine)
+    assert run(engine, "sampled") and engine.spec_decode_metrics().num_accepted > 0
 
 
 @pytest.mark.timeout(300)
