@@ -2,6 +2,7 @@
 
     stage 0 ──residual stream──▶ stage 1 ──▶ ... ──▶ last stage      one message a step and boundary
        ▲                            ▲                     │
+       ├────────── drafts ──────────┼─────────────────────┤          what a model there drafted for a step, before it
        └────────── result ──────────┴─────────────────────┘          tokens, and logprobs where a request asked
 
 Both ends derive the size of a step's message from its plan, so no size is exchanged first. A stage that failed sends a
@@ -30,7 +31,7 @@ from megatron_infer.comm.backends import backend_on
 from megatron_infer.comm.collective_errors import StageLost
 
 _T = TypeVar("_T")
-_HIDDEN, _TOKENS, _ARRAYS = 1, 2, 3
+_HIDDEN, _TOKENS, _ARRAYS, _DRAFTS = 1, 2, 3, 4
 """Message tags, where the backend has tags."""
 NO_FAILURE = -1
 """In the place of a failure's code."""
@@ -176,6 +177,18 @@ class StageLink:
         self._post(buffer, self.rank + 1, self._group, _HIDDEN)
 
     # ------------------------------------------------------------------ last stage to all
+
+    def send_drafts(self, tokens: np.ndarray) -> None:
+        """Send what was drafted for a step, int64 [N], to every other stage; the last stage does, before the step."""
+        for stage in range(self.num_stages - 1):
+            self._post(torch.from_numpy(tokens), stage, self._host_group, _DRAFTS)
+
+    def receive_drafts(self, num_drafts: int) -> list[int]:
+        """The drafts of the next step that has some; blocks."""
+        tokens = torch.empty(num_drafts, dtype=torch.int64)
+        self._wait(self._irecv(tokens, self.num_stages - 1, self._host_group, _DRAFTS))
+        found: list[int] = tokens.tolist()
+        return found
 
     def send_result(self, message: StepMessage) -> None:
         """Send a step's result to every other stage; the last stage does, once for each step."""

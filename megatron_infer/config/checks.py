@@ -236,10 +236,10 @@ def check_model(config: InferenceConfig, shape: ModelShape) -> None:
 
 def check_draft(config: InferenceConfig, shape: ModelShape, draft: ModelShape) -> None:
     """Raise ConfigError for a model that cannot draft for one of `shape`; of neither any tensor is needed."""
-    if shape.is_stage:
+    if draft.is_stage:
         raise ConfigError(
-            "speculative: method 'draft' on several pipeline stages is not built: the first stage would need the "
-            "drafts of the last; use tensor parallelism, or method 'ngram'"
+            "speculative: draft_model is one of several pipeline stages; give a whole model, which the last stage of "
+            "the model that it drafts for runs by itself"
         )
     if draft.state is not None or not draft.num_attention_layers:
         raise ConfigError(
@@ -265,11 +265,6 @@ def check_mtp(shape: ModelShape) -> None:
         raise ConfigError(
             "speculative: method 'mtp' drafts with the model's own MTP layers, and this model has none "
             "(mtp_num_layers); take method 'ngram', or 'draft' with a draft model"
-        )
-    if shape.is_stage:
-        raise ConfigError(
-            "speculative: method 'mtp' on several pipeline stages is not built: the first stage would need the "
-            "drafts of the last; use tensor parallelism, or method 'ngram'"
         )
     if shape.state is not None:
         raise ConfigError(

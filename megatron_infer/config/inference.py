@@ -455,7 +455,8 @@ class InferenceConfig:
         budget = budget_of(self, shape, available_bytes)
         for message in (*checks.without_effect_on(self, shape), *filter(None, [budget.note])):
             warnings.warn(message, ConfigWarning, stacklevel=2)
-        if self.speculative is not None and "mtp" in self.speculative.methods:
+        drafts_itself = self.speculative is not None and "mtp" in self.speculative.methods
+        if drafts_itself and (shape.num_mtp_layers or not shape.is_stage):
             checks.check_mtp(shape)
             draft = mtp_shape(shape, kv_element_bytes=KV_DTYPE_BYTES[self.kv_dtype_of(shape)])
         elif draft is not None:

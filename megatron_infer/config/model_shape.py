@@ -107,7 +107,7 @@ class ModelShape:
     is_stage: bool = False
     """One of several pipeline stages: it may lack attention layers or states, or both, that other stages have."""
     num_mtp_layers: int = 0
-    """Multi-token prediction layers, which `num_layers` does not count."""
+    """Multi-token prediction layers of this rank, which `num_layers` does not count."""
 
 
 def mtp_shape(shape: ModelShape, *, kv_element_bytes: int) -> ModelShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,8 @@ def make_draft(
     choose: Callable[[AdoptedModel, InferenceConfig, Device], ChosenKernels],
     rank_group: RankGroup,
 ) -> DraftModel | MTPDraft | None:
-    """What drafts by `config` on the ranks and device of `target`: a model, or the target's MTP layer; None: neither.
+    """What drafts by `config` on the ranks and device of `target`: a model, or the target's MTP layer; None: neither,
+    or another pipeline stage, the last one, has it.
 
     tokenizer: the target's, None where it has none. choose: the kernels of a model. Raises ConfigError or CapacityError
     for a model that cannot draft for the target, before its weights are read, on every rank.
@@ -64,20 +66,28 @@ def make_draft(
         )
     if "mtp" in config.speculative.methods:
         with rank_group.together("adopting the MTP layer"):
-            check_mtp(target.shape)
-            target.adopt_heads()
+            if target.is_last_stage:
+                check_mtp(target.shape)
+                target.adopt_heads()
+        if not target.is_last_stage:
+            return None
         dtype = getattr(torch, config.kv_dtype_of(target.shape))
         shape = mtp_shape(target.shape, kv_element_bytes=dtype.itemsize)
         return MTPDraft(adopted=target, shape=shape, is_residual=is_residual)
-    asked = config.speculative.draft_model
+    asked, adopted = config.speculative.draft_model, None
     with rank_group.together("checking the draft model"):
-        if not isinstance(asked, str):
-            adopted = _adopted(config, asked, target)
-        else:
+        if isinstance(asked, str):
             source, described = _described(config, asked, target, device, tokenizer)
+        elif target.is_last_stage:
+            adopted = _adopted(config, asked, target)
     if isinstance(asked, str):
         with rank_group.together("loading the draft model"):
-            adopted = _loaded(asked, source, described, target, device)
+            if target.is_last_stage:
+                adopted = _loaded(asked, source, described, target, device)
+            else:
+                source.load_into(None)
+    if adopted is None:
+        return None
     return DraftModel(adopted=adopted, kernels=choose(adopted, config, device), is_residual=is_residual)
 
 
@@ -98,7 +108,8 @@ def _described(
     size = 1 if target.tp_group is None else target.tp_group.size()
     described = shape_of(source.config(), dtype=shape.dtype, tensor_parallel_size=size)
     check_draft(config, shape, described)
-    check_draft_weights(name, described, device.available_bytes())
+    if target.is_last_stage:
+        check_draft_weights(name, described, device.available_bytes())
     _check_tokenizers(name, source, tokenizer)
     return source, described
 
@@ -106,11 +117,13 @@ def _described(
 def _loaded(
     name: str, source: ModelSource, described: ModelShape, target: AdoptedModel, device: Device
 ) -> AdoptedModel:
+    groups = copy(target.live.pg_collection)
+    groups.pp = groups.embd = groups.pos_embd = None  # all of its layers are on this stage
     live = build_model(
         source,
         dtype=target.shape.dtype,
         device=device.torch,
-        pg_collection=target.live.pg_collection,
+        pg_collection=groups,
         sequence_parallel=target.live.config.sequence_parallel,
     )
     log.info("draft model %s: %s parameters", name, f"{described.num_parameters:,}")

@@ -258,13 +258,8 @@ def _gpt(description: ModelDescription, config: TransformerConfig, *, stock: boo
     from megatron_infer.models.mcore_compat import GPTModel
     from megatron_infer.models.specs import gpt_spec, mtp_spec
 
-    if config.mtp_num_layers and config.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel={config.pipeline_model_parallel_size} for a model with mtp_num_layers="
-            f"{config.mtp_num_layers}: MTP layers on several pipeline stages are not built; use tensor parallelism"
-        )
     spec = gpt_spec(config, pp_rank=group_rank(arguments["pg_collection"].pp), stock=stock)
-    arguments["mtp_block_spec"] = mtp_spec(config, spec)
+    arguments["mtp_block_spec"] = mtp_spec(config, spec) if arguments["post_process"] else None
     model = GPTModel(config=config, transformer_layer_spec=spec, **arguments, **_rope_arguments(description))
     if description.position_embedding == "rope" and not _native_rope(description.rope_scaling):
         _set_frequencies(model, description)

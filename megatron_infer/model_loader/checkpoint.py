@@ -100,9 +100,12 @@ class CheckpointSource:
             tensors = load_plain_tensors(str(folder))
         yield from tensors.items()
 
-    def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
+    def load_into(self, model: nn.Module | None, shard: Shard = WHOLE) -> None:
         """Load this rank's part, which the model knows (`shard` only has to agree with it)."""
-        model.load_state_dict(self._read(model, _sharded(model)), strict=False)
+        if model is None:
+            self._read(None, {})
+        else:
+            model.load_state_dict(self._read(model, _sharded(model)), strict=False)
 
     def part_of(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's part in new tensors under the model's own names; the model is not written to."""
@@ -115,8 +118,9 @@ class CheckpointSource:
 
         return self._read(model, dict_list_map_inplace(with_new_memory, _sharded(model)))
 
-    def _read(self, model: nn.Module, wanted: Any) -> dict[str, Tensor]:
-        """The tensors of `wanted`. Objects (`_extra_state`) are left out: torch unpickles them."""
+    def _read(self, model: nn.Module | None, wanted: Any) -> dict[str, Tensor]:
+        """The tensors of `wanted`, this rank's part of `model`; None: it has none. Objects (`_extra_state`) are left
+        out: torch unpickles them."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
@@ -125,7 +129,7 @@ class CheckpointSource:
         from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
         own = self._description.transformer.get("num_query_groups")
-        if getattr(model.config, "num_query_groups", own) != (self._saved_groups or own):
+        if model is not None and getattr(model.config, "num_query_groups", own) != (self._saved_groups or own):
             allow_padding(wanted)
         _, wanted = extract_matching_values(wanted, lambda leaf: isinstance(leaf, ShardedObject))
         try:
@@ -149,7 +153,7 @@ class CheckpointSource:
         ]
         if problems:
             raise ModelError(f"{self.path}: tensors do not fit the model description; {'; '.join(problems)}")
-        names = set(model.state_dict())
+        names = set() if model is None else set(model.state_dict())
         return {key: value for key, value in state.items() if key in names and isinstance(value, Tensor)}
 
     def tokenizer(self) -> Tokenizer:

@@ -34,8 +34,9 @@ class ModelSource(Protocol):
         """Every tensor under its Hugging Face name, one at a time."""
         ...
 
-    def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
-        """Copy this rank's part of the weights into a model built from `config()`."""
+    def load_into(self, model: nn.Module | None, shard: Shard = WHOLE) -> None:
+        """Copy this rank's part of the weights into a model built from `config()`; None: it has no part. All ranks call
+        it: those of a torch_dist checkpoint are read together."""
         ...
 
     def tokenizer(self) -> Tokenizer:
@@ -58,8 +59,9 @@ class HFDirectory:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return _stream(self._open(), self.name)
 
-    def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
-        load_weights(model, self._open(), self._description, shard)
+    def load_into(self, model: nn.Module | None, shard: Shard = WHOLE) -> None:
+        if model is not None:
+            load_weights(model, self._open(), self._description, shard)
 
     def tokenizer(self) -> Tokenizer:
         with damage_named(self.name):
@@ -87,8 +89,9 @@ class GGUFSource:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return _stream(self._weights, self.name)
 
-    def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
-        load_weights(model, self._weights, self._weights.description, shard)
+    def load_into(self, model: nn.Module | None, shard: Shard = WHOLE) -> None:
+        if model is not None:
+            load_weights(model, self._weights, self._weights.description, shard)
 
     def tokenizer(self) -> Tokenizer:
         with damage_named(self.name):

@@ -100,7 +100,7 @@ def check_model(model: Any) -> None:
         raise AdoptionError(
             "config", f"pipeline_model_parallel_size={stages}, but the model has both embedding and output layer"
         )
-    if model.pre_process:
+    if model.pre_process or hasattr(model, "mtp"):
         check_untouched(model.embedding, "embedding")
         _check_class(model.embedding, "embedding", mcore.LanguageModelEmbedding)
         _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)

@@ -48,7 +48,7 @@ def model_shape(
             lambda name: getattr(model.config, name, None), model.config.expert_tensor_parallel_size or 1
         ),
         is_stage=_is_stage(model),
-        num_mtp_layers=getattr(model.config, "mtp_num_layers", None) or 0,
+        num_mtp_layers=len(model.mtp.layers) if hasattr(model, "mtp") else 0,
     )
 
 

@@ -4,16 +4,20 @@ host:    launch k    launch k+1    read k ..................  launch k+2
 thread:      [copies, batch, receive, layers, send or draw] k  [...] k+1         one stage, in order
 inbox:                                     receive the result of step k         stages before the last
                                            read step k, send its result         the last stage
+
+A model that drafts runs on the last stage. Where a plan has drafts of it, the last stage draws them at the beginning of
+the step and sends them to the others, whose part of the step begins with receiving them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -181,6 +185,9 @@ class StageRunner:
         num_tokens = plan.num_tokens if shape is None else shape.num_tokens
         num_before, top_k = (0, 0) if routing is None else (self._num_routed_before, routing.top_k)
         num_layers = 0 if routing is None else routing.num_layers
+        num_drafts = sum(len(chunk.drafts) for chunk in plan.prefill if chunk.drafts_on_device)
+        if num_drafts and not link.is_last:
+            local.plan = _with_drafts(plan, link.receive_drafts(num_drafts))
         try:
             self._runner.prepare(local, table_writes)
             if routing is not None:
@@ -188,6 +195,8 @@ class StageRunner:
                 local.batch.routing_TLK = local.routed_TLK[:, num_before:]
         except Exception as error:
             self._note_failure(step, error)
+        if num_drafts and link.is_last:
+            link.send_drafts(self._drafts_of(step, num_drafts))
         received_TD, routing_TN, failed_before = link.receive(num_tokens, routing_width=num_before * top_k)
         local.also_read = () if failed_before is None else (failed_before,)
         if routing_TN is not None and local.routed_TLK is not None:
@@ -209,6 +218,16 @@ class StageRunner:
             routing_TN=None if local.routed_TLK is None else local.routed_TLK.flatten(1),
             failed_before=failed_before,
         )
+
+    def _drafts_of(self, step: StageStep, num_drafts: int) -> np.ndarray:
+        """What the last stage has drafted for a step, int64 [num_drafts]; zeros where that raised."""
+        if step.failure is None:
+            try:
+                assert step.local.drafts_N is not None, "the plan has drafts, and none were drawn"
+                return self._runner.device.begin_read(step.local.drafts_N).wait()[0].numpy()
+            except Exception as error:
+                self._note_failure(step, error)
+        return np.zeros(num_drafts, dtype=np.int64)
 
     def _draw(self, step: StageStep, masks: TokenMasks | None) -> None:
         """On the last stage: enqueue the draws and the copy of the outputs to the host."""
@@ -273,6 +292,16 @@ class StageRunner:
         if not lacks_memory:
             text += "; its log says what"
         return RunnerOutput(StepResult(()), None, [], [], error=text, is_out_of_memory=lacks_memory, cause=step.cause)
+
+
+def _with_drafts(plan: StepPlan, drafts: Iterable[int]) -> StepPlan:
+    """The plan with these in the place of drafts that a model on another stage has drawn, chunk by chunk."""
+    left = iter(drafts)
+    chunks = [
+        replace(chunk, drafts=tuple(islice(left, len(chunk.drafts)))) if chunk.drafts_on_device else chunk
+        for chunk in plan.prefill
+    ]
+    return replace(plan, prefill=tuple(chunks))
 
 
 def _scored(plan: StepPlan) -> Iterator[PrefillChunk]:

@@ -109,8 +109,8 @@ class MTPTarget:
     def embed(self, step: Any) -> Tensor:
         return self._adopted.embed(step)
 
-    def hidden(self, batch: Batch) -> Tensor:
-        hidden_TD = self._adopted.hidden(batch)
+    def hidden(self, batch: Batch, received_TD: Tensor | None = None) -> Tensor:
+        hidden_TD = self._adopted.hidden(batch, received_TD)
         self._mtp.follow(batch, hidden_TD)
         return hidden_TD
 
