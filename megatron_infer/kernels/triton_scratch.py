@@ -67,7 +67,7 @@ def max_decode_splits(num_kv: int) -> int:
 
 
 def decode_splits(max_keys: int, max_splits: int, chunk: int = DECODE_CHUNK, window: int | None = None) -> int:
-    """Most splits of a decode row with up to `max_keys` keys that sees a window of them; 1: it needs no partial sums."""
+    """Most splits of a decode row with up to `max_keys` keys, of which it sees `window`; 1: no partial sums."""
     seen = max_keys if window is None else min(max_keys, window)
     if seen <= chunk:
         return 1
