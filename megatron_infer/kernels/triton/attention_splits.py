@@ -23,12 +23,12 @@ _SHORT_CHUNKS = tl.constexpr(DECODE_SHORT)
 
 
 @triton.jit
-def cut_keys(first_key, num_keys, max_splits, chunk):
+def cut_keys(first_key, num_keys, max_splits, CHUNK: tl.constexpr):
     """(origin: the first key of the first split, keys per split, splits; 1 for a row without keys)."""
-    first_chunk = first_key // chunk
-    chunks = tl.cdiv(num_keys, chunk) - first_chunk
+    first_chunk = first_key // CHUNK
+    chunks = tl.cdiv(num_keys, CHUNK) - first_chunk
     share = tl.maximum(tl.cdiv(chunks, max_splits), 1)
-    return first_chunk * chunk, share * chunk, tl.maximum(tl.cdiv(chunks, share), 1)
+    return first_chunk * CHUNK, share * CHUNK, tl.maximum(tl.cdiv(chunks, share), 1)
 
 
 @triton.jit
@@ -37,9 +37,16 @@ def row_splits(num_keys, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: t
     first_key = num_keys * 0
     if WINDOW > 0:
         first_key = tl.maximum(num_keys - WINDOW, 0)
-    seen = num_keys - first_key
-    chunk = tl.where(seen <= _SHORT_CHUNKS * CHUNK, SHORT, CHUNK)
-    origin, split_keys, splits = cut_keys(first_key, num_keys, tl.where(seen <= CHUNK, 1, MAX_SPLITS), chunk)
+    origin, split_keys, splits = cut_keys(first_key, num_keys, MAX_SPLITS, CHUNK)
+    if SHORT < CHUNK:  # both, as division by a number that is compiled in is a shift
+        short_origin, short_keys, short_splits = cut_keys(first_key, num_keys, MAX_SPLITS, SHORT)
+        is_short = num_keys - first_key <= _SHORT_CHUNKS * CHUNK
+        origin = tl.where(is_short, short_origin, origin)
+        split_keys = tl.where(is_short, short_keys, split_keys)
+        splits = tl.where(is_short, short_splits, splits)
+    is_whole = num_keys - first_key <= CHUNK
+    split_keys = tl.where(is_whole, 2 * CHUNK, split_keys)  # from an origin before the first key
+    splits = tl.where(is_whole, 1, splits)
     return first_key, origin, split_keys, splits
 
 
