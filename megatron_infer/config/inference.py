@@ -425,7 +425,15 @@ class InferenceConfig:
         return {name: value.value if isinstance(value, Enum) else value for name, value in plain.items()}
 
     def on_device(self, *, is_cuda: bool) -> InferenceConfig:
-        """This config with what it leaves to the device decided: num_cuda_graphs, cuda_graph_capture and overlap."""
+        """This config with what it leaves to the device decided: num_cuda_graphs, cuda_graph_capture and overlap.
+
+        Raises ConfigError for what no kernel of the device does.
+        """
+        if is_cuda and self.weight_dtype is not WeightDtype.AUTO:
+            raise ConfigError(
+                f"weight_dtype={self.weight_dtype.value!r} needs the native kernels, which run on a CPU; on CUDA leave "
+                'it "auto"'
+            )
         decided = copy.copy(self)  # not `replace`, which warns once more
         if self.num_cuda_graphs is None:
             object.__setattr__(decided, "num_cuda_graphs", -1 if is_cuda else 0)

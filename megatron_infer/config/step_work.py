@@ -189,8 +189,8 @@ class StepCounter:
         top_k, count = shape.experts.top_k, of.num_experts
         always = of.norm + of.router + of.shared_experts
         chosen = min(count, math.ceil(count * (1 - (1 - top_k / count) ** tokens)))
-        # norm, router, choice, sort, fc1, activation, fc2, sum; and zeros to add to, or the shared experts
-        launches = 8 + (3 if of.shared_experts else 1)
+        # norm, router, choice, sort, fc1, activation, fc2, sum; and the shared experts
+        launches = 8 + (3 if of.shared_experts else 0)
         return Part(
             "norm, router, experts",
             of.num_moes * (always + chosen * of.expert) * shape.kv_dtype_bytes,

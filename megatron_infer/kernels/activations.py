@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,14 +50,16 @@ KINDS: dict[Any, int] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """An activation as data; see `GatedActivation` for clamp and offset."""
 
     kind: int
     gated: bool = False
     clamp: float | None = None
     offset: float = 0.0
+
+
+SWIGLU = Form(SILU, gated=True)
 
 
 def form_of(function: Callable[..., Any]) -> Form | None:

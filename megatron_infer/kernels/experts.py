@@ -5,14 +5,13 @@ Legend: kernels/base.py, and E experts of all ranks, of which this rank has neig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.base import Ops
+from megatron_infer.kernels.activations import SWIGLU, Activation, form_of
 
 Parameters = Mapping[str, Tensor | None]
 MAX_REMEMBERED = 1024
@@ -41,11 +40,12 @@ class ExpertWeights:
         fc2: Sequence[Parameters],
         first: int,
         top_k: int,
-        activate: Callable[[Ops, Tensor], Tensor],
+        activation: Activation | None,
     ) -> None:
-        """activate(ops, middle) -> the input of fc2, row by row."""
+        """activation: between fc1 and fc2, row by row; None: SwiGLU."""
         self._parts = {"fc1": fc1, "fc2": fc2}
-        self.num_experts, self.first, self.top_k, self.activate = len(fc1), first, top_k, activate
+        self.num_experts, self.first, self.top_k = len(fc1), first, top_k
+        self.activation, self.form = activation, SWIGLU if activation is None else form_of(activation)
         self._tables: dict[tuple[str, str], tuple[tuple[int, ...], Tensor, Addresses]] = {}
         self._seen: tuple[tuple[int, ...], torch.dtype | None, str | None] = ((), None, None)
         self._is_watched = False
@@ -115,8 +115,7 @@ class ExpertWeights:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRules:
+class RoutingRules(NamedTuple):
     """How a router chooses: arguments of megatron-core's topk_routing_with_score_function, without the bias."""
 
     top_k: int
@@ -146,14 +145,30 @@ class RoutingRules:
 
 
 class ExpertChoice(NamedTuple):
-    """The experts of each token, among those of all ranks, and the weights of their outputs."""
+    """The experts of each token, among those of all ranks, the weights of their outputs, and counts for a sort."""
 
-    ids_TK: Tensor
-    """int32, ascending; -1 behind the last expert of a token with fewer than K."""
-    weight_TK: Tensor
-    """In the dtype of the router."""
-    count_CE: Tensor
-    """int32: how many tokens of each run of tokens chose an expert; the backend knows the length of a run."""
+    numbers: Tensor
+    """int32: ids, the bits of weights, counts, one behind the other: an allocation for each takes the host longer."""
+    num_tokens: int
+    top_k: int
+    num_runs: int
+    num_experts: int
+
+    @property
+    def ids_TK(self) -> Tensor:
+        """int32, ascending; -1 behind the last expert of a token with fewer than K."""
+        return self.numbers[: self.num_tokens * self.top_k].view(self.num_tokens, self.top_k)
+
+    @property
+    def weight_TK(self) -> Tensor:
+        """fp32, rounded as the router's dtype is."""
+        pairs = self.num_tokens * self.top_k
+        return self.numbers[pairs : 2 * pairs].view(torch.float32).view(self.num_tokens, self.top_k)
+
+    @property
+    def count_CE(self) -> Tensor:
+        """int32: how many tokens of each run of tokens chose an expert; the backend knows the length of a run."""
+        return self.numbers[2 * self.num_tokens * self.top_k :].view(self.num_runs, self.num_experts)
 
 
 class ExpertsBackend(Protocol):
@@ -185,6 +200,6 @@ class ExpertsBackend(Protocol):
         """Numbers of tokens from which on a step runs other kernels than a smaller one. num_experts: of all ranks."""
         ...
 
-    def add(self, ops: Ops, x_TD: Tensor, choice: ExpertChoice, weights: ExpertWeights, out_TD: Tensor) -> None:
-        """out_TD (contiguous) += the sum over a token's experts on this rank of weight * expert(x)."""
+    def add(self, x_TD: Tensor, choice: ExpertChoice, weights: ExpertWeights, out_TD: Tensor | None) -> Tensor:
+        """The sum over a token's experts on this rank of weight * expert(x), added to out_TD, contiguous, if given."""
         ...

@@ -109,7 +109,7 @@ class FusedExperts(LayerOp):
             fc2=[expert.fc2.parameters for expert in self.experts],
             first=self.first,
             top_k=moe.router.topk,
-            activate=self.experts[0].activation.activate,
+            activation=self.experts[0].activation.function,
         )
         self.shared_module: Any = moe.shared_experts
         self.shared = None
@@ -126,21 +126,20 @@ class FusedExperts(LayerOp):
         own_TD = x_TD if self.reduce is None else self.reduce.spread(x_TD)
         shared_TD = None if self.shared is None else self._shared(step, own_TD if self.shared_with_experts else x_TD)
         starts = shared_TD is not None and self.shared_with_experts
-        out_TD = shared_TD if starts else torch.zeros_like(x_TD)
-        assert out_TD is not None
-        add(own_TD, out_TD)
+        out_TD = add(own_TD, shared_TD if starts else None)
         if self.reduce is not None:
             out_TD = self.reduce.all_reduce(out_TD)
         return (out_TD if starts or shared_TD is None else out_TD + shared_TD), residual_TD
 
-    def _routed(self, step: StepInputs, x_TD: Tensor) -> Callable[[Tensor, Tensor], None]:
-        """Choose each token's experts -> the function that adds this rank's answers: add(own_TD, out_TD)."""
+    def _routed(self, step: StepInputs, x_TD: Tensor) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """Choose each token's experts -> the function that adds this rank's answers: add(own_TD, out_TD), with None for
+        zeros."""
         ops, logits_TE = step.ops, self._logits(step.ops, x_TD)
         if (grouped := self._grouped_backend(ops, x_TD.dtype)) is not None:
             choice = self._grouped_choice(grouped, ops, logits_TE)
             if step.routing_TLK is not None:
                 step.routing_TLK[:, self.layer] = choice.ids_TK
-            return lambda own_TD, out_TD: grouped.add(ops, own_TD, choice, self.grouped, out_TD)
+            return lambda own_TD, out_TD: grouped.add(own_TD, choice, self.grouped, out_TD)
         probs_TE, chosen_TE = self._choose(ops, logits_TE)
         if step.routing_TLK is not None:
             step.routing_TLK[:, self.layer] = chosen_ids(chosen_TE, step.routing_TLK.shape[-1])
@@ -148,8 +147,9 @@ class FusedExperts(LayerOp):
             probs_TE = self.reduce.spread(probs_TE)
         return functools.partial(self._add_all if step.is_padded else self._add_each, ops, chosen_TE, probs_TE)
 
-    def _add_each(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor) -> None:
+    def _add_each(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor | None) -> Tensor:
         """One expert after the other, each on the tokens that chose it: the host waits for their number."""
+        out_TD = torch.zeros_like(own_TD) if out_TD is None else out_TD
         for expert, mlp in enumerate(self.experts, self.first):
             tokens = chosen_TE[:, expert].nonzero().flatten()
             if tokens.numel() == 0:
@@ -157,12 +157,15 @@ class FusedExperts(LayerOp):
             weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
             out = self._weighted(ops, mlp, own_TD.index_select(0, tokens), weight_T1)
             out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
+        return out_TD
 
-    def _add_all(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor) -> None:
+    def _add_all(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor | None) -> Tensor:
         """One expert after the other, each on all tokens: the host waits for nothing (see `waits_for_device`)."""
+        out_TD = torch.zeros_like(own_TD) if out_TD is None else out_TD
         for expert, mlp in enumerate(self.experts, self.first):
             weight_T1 = probs_TE[:, expert, None] * chosen_TE[:, expert, None]
             out_TD += self._weighted(ops, mlp, own_TD, weight_T1).to(out_TD.dtype)
+        return out_TD
 
     @staticmethod
     def _weighted(ops: Ops, mlp: FusedMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
@@ -202,10 +205,10 @@ class FusedExperts(LayerOp):
 
     def _logits(self, ops: Ops, x_TD: Tensor) -> Tensor:
         """The router's scores of all experts, in its dtype."""
-        router, config = self.router, self.router.config
+        router, weight = self.router, self.router._parameters["weight"]
         # `ops` can give a token the same bits in any batch. F.linear cannot, and may even choose another expert.
-        plain = router.weight.dtype is _ROUTER_DTYPES.get(config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
-        return ops.linear(x_TD, router.weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
+        plain = weight.dtype is _ROUTER_DTYPES.get(router.config.moe_router_dtype, x_TD.dtype) is x_TD.dtype
+        return ops.linear(x_TD, weight, router.bias) if plain else gating_logits(router, x_TD, ops.linear)
 
     def _grouped_choice(self, grouped: ExpertsBackend, ops: Ops, logits_TE: Tensor) -> ExpertChoice:
         """The choice in the form of grouped kernels: one of them makes it, or it is listed from that of `_choose`."""

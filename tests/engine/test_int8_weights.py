@@ -264,6 +264,8 @@ def test_what_it_excludes_is_refused_by_name(monkeypatch):
         choose("cpu", torch.float64, **of)
     with pytest.raises(ConfigError, match="needs the native kernels: runs on a CPU, the model is on cuda"):
         choose("cuda", torch.bfloat16, **of)
+    with pytest.raises(ConfigError, match="weight_dtype='int8' needs the native kernels, which run on a CPU"):
+        InferenceConfig(weight_dtype="int8").on_device(is_cuda=True)
     monkeypatch.setenv("MEGATRON_INFER_BACKEND", "torch")
     with pytest.raises(ConfigError, match="needs the native kernels: MEGATRON_INFER_BACKEND=torch"):
         choose("cpu", torch.float32, **of)

@@ -9,8 +9,10 @@ from megatron_infer.kernels.triton.attention_splits import share_of_program
 
 
 @triton.jit
-def share_kernel(cu_q, kv_len, num_rows, out, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr):
-    count, row, item = share_of_program(cu_q, kv_len, num_rows, QUERIES, CHUNK, MOST, 0)
+def share_kernel(
+    cu_q, kv_len, num_rows, out, QUERIES: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, MOST: tl.constexpr
+):
+    count, row, item = share_of_program(cu_q, kv_len, num_rows, QUERIES, CHUNK, SHORT, MOST, 0)
     at = out + 3 * tl.program_id(1)
     tl.store(at, count)
     tl.store(at + 1, row)

@@ -136,17 +136,41 @@ def test_a_long_row_takes_larger_splits_not_more(device):
     check(backend, case, device)
 
 
-def test_the_splits_of_many_rows_are_split_evenly_and_once(device):
-    """More rows than are looked at together; splits of 16 keys, at most 4 a row."""
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_short_row_takes_smaller_splits(device, window):
+    """And one of up to a chunk none. Several programs share them."""
+    from megatron_infer.kernels.triton.attention_decode import decode_tiles
+
+    tiles = decode_tiles(2, 64, 4)
+    assert (tiles.chunk, tiles.short) == (256, 64)
+    rows = [(1, 256), (1, 257), (1, 700), (1, 2048), (1, 2049)]
+    case = make_case(
+        rows, num_decode=5, dtype=torch.float32, num_kv_heads=2, group_size=2, head_dim=64, window=window, sinks=True
+    )
+    out = check(make_backend(chunk=256, num_cores=4), case, device)
+    short = make_case(rows[:1], num_decode=1, dtype=torch.float32, head_dim=64, num_kv_heads=2, group_size=2)
+    launched = []
+    with listening(lambda launch, kernel, *_: launched.append(kernel.fn.__name__)):
+        run(make_backend(chunk=256), short, device)
+    assert out.shape[0] == 5 and launched.count("decode_kernel") == 1 and "merge_kernel" not in launched
+
+
+@pytest.mark.parametrize("short", [4, 16])
+def test_the_splits_of_many_rows_are_split_evenly_and_once(device, short):
+    """More rows than are looked at together; splits of 16 keys, or of fewer up to 128 keys, at most 4 a row."""
     from share_kernel import share_kernel
 
-    lengths = [7 * i % 90 for i in range(600)]
-    splits = [max(1, math.ceil(n / (16 if n <= 64 else 32))) for n in lengths]
+    def num_splits(length):
+        chunks = math.ceil(length / (short if length <= 8 * 16 else 16))
+        return 1 if length <= 16 else math.ceil(chunks / math.ceil(chunks / 4))
+
+    lengths = [7 * i % 190 for i in range(600)]
+    splits = [num_splits(length) for length in lengths]
     expected = [(row, split) for row, n in enumerate(splits) for split in range(n)]
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     for programs in (1, 7, 40):
         out = torch.zeros(programs, 3, dtype=torch.int32, device=device)
-        launch(share_kernel, (1, programs), kv_len, kv_len, len(lengths), out, QUERIES=0, CHUNK=16, MOST=4)
+        launch(share_kernel, (1, programs), kv_len, kv_len, len(lengths), out, QUERIES=0, CHUNK=16, SHORT=short, MOST=4)
         covered = []
         for count, row, split in out.tolist():
             if count > 0:

@@ -144,7 +144,7 @@ def test_the_items_of_many_slices_are_split_evenly_and_once(device):
     for programs in (1, 9):
         out = torch.zeros(programs, 3, dtype=torch.int32, device=device)
         lengths_at = cu_q, num_keys.contiguous(), len(lengths)
-        launch(share_kernel, (1, programs), *lengths_at, out, QUERIES=8, CHUNK=32, MOST=20)
+        launch(share_kernel, (1, programs), *lengths_at, out, QUERIES=8, CHUNK=32, SHORT=32, MOST=20)
         covered = []
         for count, row, item in out.tolist():
             if count > 0:

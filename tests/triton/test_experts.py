@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_infer.kernels.activations import squared_relu
 from megatron_infer.kernels.experts import ExpertWeights
 from megatron_infer.kernels.torch_ref import ReferenceOps
 from megatron_infer.kernels.triton.launch import listening
@@ -21,33 +22,25 @@ def experts(device):
     return TritonExperts()
 
 
-def square(ops, middle):
-    return middle.relu().square()
-
-
-def gated(ops, middle):
-    return ops.silu_mul(middle)
-
-
 class Layer:
     """Weights of a rank's experts, and the sum as it is defined."""
 
-    def __init__(self, device, dtype, *, first=0, count=NUM_EXPERTS, bias=False, activate=gated, top_k=TOP_K, seed=0):
+    def __init__(self, device, dtype, *, first=0, count=NUM_EXPERTS, bias=False, activation=None, top_k=TOP_K, seed=0):
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape):
             return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(device, dtype)
 
-        middle = 2 * FFN if activate is gated else FFN
+        middle = 2 * FFN if activation is None else FFN
         self.fc1 = [{"weight": randn(middle, WIDTH), "bias": randn(middle) if bias else None} for _ in range(count)]
         self.fc2 = [{"weight": randn(WIDTH, FFN), "bias": randn(WIDTH) if bias else None} for _ in range(count)]
-        self.weights = ExpertWeights(fc1=self.fc1, fc2=self.fc2, first=first, top_k=top_k, activate=activate)
+        self.weights = ExpertWeights(fc1=self.fc1, fc2=self.fc2, first=first, top_k=top_k, activation=activation)
 
     def want(self, x, chosen, probs, out):
         ops, total = ReferenceOps(), out.double()
         for i, (fc1, fc2) in enumerate(zip(self.fc1, self.fc2, strict=True), self.weights.first):
             parts = [None if part is None else part.double() for p in (fc1, fc2) for part in (p["weight"], p["bias"])]
-            inner = self.weights.activate(ops, ops.linear(x.double(), *parts[:2]))
+            inner = (self.weights.activation or ops.silu_mul)(ops.linear(x.double(), *parts[:2]))
             total += ops.linear(inner, *parts[2:]) * (probs[:, i].double() * chosen[:, i])[:, None]
         return total.to(out.dtype)
 
@@ -65,16 +58,18 @@ def choose(device, dtype, num_tokens, *, top_k=TOP_K, favourite=None, seed=0):
 
 def add(experts, x, chosen, probs, layer, out):
     choice = experts.listed(chosen, probs, layer.weights.top_k)
-    experts.add(ReferenceOps(), x, choice, layer.weights, out)
+    return experts.add(x, choice, layer.weights, out)
 
 
 def check(experts, layer, x, chosen, probs):
     assert experts.supports(layer.weights, x.dtype) is None
     out = torch.randn(x.shape, generator=torch.Generator().manual_seed(9)).to(x)
     want = layer.want(x, chosen, probs, out)
-    add(experts, x, chosen, probs, layer, out)
+    assert add(experts, x, chosen, probs, layer, out) is out
     tolerance = TOLERANCE[x.dtype]
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
+    zeros = torch.zeros_like(x)
+    assert torch.equal(add(experts, x, chosen, probs, layer, None), add(experts, x, chosen, probs, layer, zeros))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
@@ -87,8 +82,22 @@ def test_one_expert_for_all_tokens_and_others_for_none(experts, device):
     check(experts, layer, *choose(device, torch.float32, 37, top_k=1, favourite=5))
 
 
-def test_biases_and_an_activation_without_gate(experts, device, dtype):
-    check(experts, Layer(device, dtype, bias=True, activate=square), *choose(device, dtype, 9))
+@pytest.mark.parametrize("activation", [squared_relu, torch.tanh])
+def test_biases_and_an_activation_without_gate_or_kernel(experts, device, dtype, activation):
+    check(experts, Layer(device, dtype, bias=True, activation=activation), *choose(device, dtype, 9))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_what_goes_into_fc2_is_rounded_before_and_after_its_weight(experts, device, num_tokens):
+    """One expert whose fc2 passes its inputs on: bits of the activation, scaled."""
+    dtype = torch.float16
+    layer, x = Layer(device, dtype, count=1, top_k=1, activation=squared_relu), torch.randn(num_tokens, WIDTH)
+    layer.fc2[0]["weight"] = torch.eye(WIDTH, FFN, device=device, dtype=dtype)
+    x, probs = x.to(device, dtype), torch.linspace(0.1, 0.9, num_tokens, device=device)[:, None]
+    layer.fc1[0]["weight"] = torch.eye(FFN, WIDTH, device=device, dtype=dtype)
+    got = add(experts, x, torch.ones_like(probs, dtype=torch.bool), probs, layer, None)
+    want = (x[:, :FFN].float().relu().square().to(dtype).float() * probs).to(dtype)
+    assert torch.equal(got[:, :FFN], want) and not got[:, FFN:].any()
 
 
 @pytest.mark.parametrize("first", [0, 2, 4])
@@ -136,7 +145,7 @@ def test_launches_are_those_of_the_shape_whatever_is_chosen(experts, device):
     out = torch.zeros_like(x)
     with listening(lambda *call: seen.append(call)):
         add(experts, x, chosen, probs, layer, out)
-    assert len(seen) == 5
+    assert len(seen) == 6
     grids = [call[2] for call in seen]
     seen.clear()
     with listening(lambda *call: seen.append(call)):

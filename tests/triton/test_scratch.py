@@ -14,7 +14,6 @@ from megatron_infer.kernels.base import AttendSpec, StepMetadata
 from megatron_infer.kernels.draw_columns import LISTED, Column, DrawRoom
 from megatron_infer.kernels.experts import Addresses, ExpertChoice, ExpertWeights
 from megatron_infer.kernels.ssm import LayerStates, SsmSpec, SsmWeights
-from megatron_infer.kernels.torch_ref import ReferenceOps
 from megatron_infer.kernels.triton_scratch import decode_bytes, draw_bytes, expert_bytes, slices_bytes
 
 pytestmark = pytest.mark.triton
@@ -135,17 +134,14 @@ def test_experts_take_no_more_than_is_estimated(monkeypatch):
     from megatron_infer.kernels.triton.experts import TritonExperts
 
     num_tokens, hidden = 512, MODEL.hidden_size
-    fc1, fc2 = [{"weight": given(1408, hidden), "bias": None}], [{"weight": given(hidden, 1408), "bias": None}]
-    weights = ExpertWeights(fc1=fc1, fc2=fc2, first=0, top_k=6, activate=lambda ops, middle: middle.relu())
+    fc1, fc2 = [{"weight": given(2 * 1408, hidden), "bias": None}], [{"weight": given(hidden, 1408), "bias": None}]
+    weights = ExpertWeights(fc1=fc1, fc2=fc2, first=0, top_k=6, activation=None)
     monkeypatch.setattr(ExpertWeights, "addresses", lambda *_: Addresses(given(1, dtype=torch.int64), True))
-    choice = ExpertChoice(
-        ids_TK=given(num_tokens, 6, dtype=torch.int32),
-        weight_TK=given(num_tokens, 6),
-        count_CE=given(8, 64, dtype=torch.int32),
-    )
+    numbers = given(2 * num_tokens * 6 + 8 * 64, dtype=torch.int32)
+    choice = ExpertChoice(numbers, num_tokens=num_tokens, top_k=6, num_runs=8, num_experts=64)
     x_TD = given(num_tokens, hidden)
     with Taken(monkeypatch) as taken:
-        TritonExperts().add(ReferenceOps(), x_TD, choice, weights, x_TD)
-    sizes = {"top_k": 6, "fc1_width": 1408, "fc2_width": 1408, "hidden": hidden, "element_bytes": 2}
+        TritonExperts().add(x_TD, choice, weights, x_TD)
+    sizes = {"top_k": 6, "fc1_width": 2 * 1408, "fc2_width": 1408, "hidden": hidden, "element_bytes": 2}
     dead = num_tokens * 6 * 1408 * 2  # what goes into the activation is gone before the product is made
     assert 0.95 * expert_bytes(num_tokens, **sizes) < taken.num_bytes - dead <= expert_bytes(num_tokens, **sizes)

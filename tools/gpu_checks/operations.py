@@ -142,7 +142,7 @@ def _experts_case(
         fc2=[{"weight": weight.to(device), "bias": None} for weight in fc2],
         first=0,
         top_k=top_k,
-        activate=lambda ops, middle: ops.silu_mul(middle),
+        activation=None,
     )
     return weights, tuple(part.to(device) for part in (x, chosen, probs, before)), wanted
 
@@ -167,7 +167,7 @@ def experts(ctx: Context) -> Result:
                     label = f"{backend.name} {dtype} {num_tokens} tokens, {shape[0]} experts"
                     compare.require(f"{label}: refused, {reason}", reason is None)
                     x, chosen, probs, out = inputs
-                    grouped.add(backend, x, grouped.listed(chosen, probs, weights.top_k), weights, out)
+                    grouped.add(x, grouped.listed(chosen, probs, weights.top_k), weights, out)
                     compare.add(label, error_of(out, wanted), 2 * TOLERANCE[dtype])
     if not compare.num_cases:
         raise Unavailable("no backend here has grouped products of experts")

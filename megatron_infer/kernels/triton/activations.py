@@ -12,8 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.activations import GELU, KINDS, QUICK_GELU, RELU, SQUARED_RELU, TANH_GELU, Form
-from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, cdiv, launch, power_of_2
+from megatron_infer.kernels.activations import (
+    GELU,
+    KINDS,
+    QUICK_GELU,
+    RELU,
+    SQUARED_RELU,
+    SWIGLU,
+    TANH_GELU,
+    Form,
+)
+from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Launcher, cdiv, power_of_2
 
 TILE = 1024
 """Entries of one program."""
@@ -42,10 +51,11 @@ def _activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def _activate(
-    x_ptr, out_ptr, x_stride, width, clamp, offset,
-    KIND: tl.constexpr, GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, out_ptr, scale_ptr, x_stride, width, clamp, offset,
+    KIND: tl.constexpr, GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, SCALE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """f(x), or for rows [gate, up] f(min(gate, clamp)) * (clip(up) + offset)."""
+    """f(x), or for rows [gate, up] f(min(gate, clamp)) * (clip(up) + offset); with a SCALE_STRIDE times a factor."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -60,43 +70,76 @@ def _activate(
         out = _activated(x, KIND) * (up + offset)
     else:
         out = _activated(x, KIND)
+    out = out.to(out_ptr.dtype.element_ty)
+    if SCALE_STRIDE > 0:
+        scale = tl.load(scale_ptr + row * SCALE_STRIDE).to(tl.float32, bitcast=True)
+        out = (out.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * width + column, out, mask=inside)
 
 
-def activate(form: Form, x_TX: Tensor, overlap: Mapping[str, bool] = APART) -> Tensor:
-    """[T, X], or [T, 2 X] for a gated activation -> [T, X] contiguous. overlap: see `launch.overlapping`."""
-    if x_TX.stride(-1) != 1:
-        x_TX = x_TX.contiguous()
-    num_tokens, width = x_TX.shape[0], x_TX.shape[1] // (2 if form.gated else 1)
-    out_TX = x_TX.new_empty(num_tokens, width)
-    if num_tokens:
+class Activations:
+    """Activations of known forms, each in one launch."""
+
+    def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
+        """overlap: see `launch.overlapping`."""
+        self._overlap = overlap
+        self._launchers: dict[tuple[Form, int, int], tuple[int, int, Launcher, float, float]] = {}
+
+    def run(self, form: Form, x_TX: Tensor, scale_TS: Tensor | None = None) -> Tensor:
+        """[T, X], or [T, 2 X] for a gated activation -> [T, X] contiguous, rounded to x's dtype.
+
+        scale_TS: int32, contiguous; its first column holds the bits of an fp32 factor of each row, by which what was
+        rounded is multiplied before it is rounded again.
+        """
+        row_stride, stride = x_TX.stride()
+        if stride != 1:
+            x_TX = x_TX.contiguous()
+            row_stride = x_TX.stride(0)
+        num_tokens, width = x_TX.shape
+        scale_stride = 0 if scale_TS is None else scale_TS.shape[1]
+        if (found := self._launchers.get((form, width, scale_stride))) is None:
+            found = self._launchers[form, width, scale_stride] = self._made(form, width, scale_stride)
+        width, programs, kernel, clamp, offset = found
+        out_TX = x_TX.new_empty((num_tokens, width))
+        if num_tokens:
+            scale = x_TX if scale_TS is None else scale_TS
+            kernel((num_tokens, programs), x_TX, out_TX, scale, row_stride, width, clamp, offset)
+        return out_TX
+
+    def _made(self, form: Form, width: int, scale_stride: int) -> tuple[int, int, Launcher, float, float]:
+        """(entries of a row of the output, programs of a row, the kernel, clamp, offset)."""
+        width //= 2 if form.gated else 1
         block = min(TILE, max(16, power_of_2(width)))
-        clamp = 0.0 if form.clamp is None else float(form.clamp)
-        launch(
-            _activate, (num_tokens, cdiv(width, block)), x_TX, out_TX, x_TX.stride(0), width, clamp,
-            float(form.offset), KIND=form.kind, GATED=form.gated, HAS_CLAMP=form.clamp is not None, BLOCK=block,
-            num_warps=4, **overlap,
-        )  # fmt: skip
-    return out_TX
+        constexprs = {"KIND": form.kind, "GATED": form.gated, "HAS_CLAMP": form.clamp is not None}
+        constexprs |= {"SCALE_STRIDE": scale_stride, "BLOCK": block}
+        kernel = Launcher(_activate, **constexprs, num_warps=4, **self._overlap)
+        return width, cdiv(width, block), kernel, float(form.clamp or 0.0), float(form.offset)
 
 
 def aot_variants() -> list[AotVariant]:
-    """Each function alone and gated, in each dtype."""
+    """Each function alone and gated, in each dtype, and SwiGLU as experts scale it."""
     variants = []
+
+    def add(name: str, dtype: str, form: Form, scale_stride: int = 0) -> None:
+        constexprs = {"KIND": form.kind, "GATED": form.gated, "HAS_CLAMP": form.clamp is not None}
+        constexprs |= {"SCALE_STRIDE": scale_stride, "BLOCK": TILE, "PDL": False}
+        signature = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "scale_ptr": "*i32" if scale_stride else f"*{dtype}"}
+        signature |= {"x_stride": "i32", "width": "i32", "clamp": "fp32", "offset": "fp32"}
+        one = AotVariant(
+            name=f"activate-{name}-{dtype}",
+            kernel=_activate,
+            signature=signature | dict.fromkeys(constexprs, "constexpr"),
+            constexprs=constexprs,
+            options={"num_warps": 4},
+        )
+        variants.extend((one, one.overlapping()) if dtype == "bf16" and form == SWIGLU else (one,))
+
     for dtype in DTYPES.values():
         for kind in KINDS.values():
-            for gated, clamped in ((False, False), (True, False), (True, True)):
-                constexprs = {"KIND": kind, "GATED": gated, "HAS_CLAMP": clamped, "BLOCK": TILE, "PDL": False}
-                numbers = {"x_stride": "i32", "width": "i32", "clamp": "fp32", "offset": "fp32"}
-                signature = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"} | numbers
-                one = AotVariant(
-                    name=f"activate-{kind}-{'gated' if gated else 'plain'}{'-clamped' if clamped else ''}-{dtype}",
-                    kernel=_activate,
-                    signature=signature | dict.fromkeys(constexprs, "constexpr"),
-                    constexprs=constexprs,
-                    options={"num_warps": 4},
-                )
-                variants.extend((one, one.overlapping()) if (dtype, kind, gated) == ("bf16", GELU, False) else (one,))
+            add(f"{kind}-plain", dtype, Form(kind))
+            add(f"{kind}-gated", dtype, Form(kind, gated=True))
+            add(f"{kind}-gated-clamped", dtype, Form(kind, gated=True, clamp=7.0))
+        add("scaled", dtype, SWIGLU, 6)
     return variants

@@ -3,8 +3,8 @@
 The splits (`attention_splits`), and so every bit, depend on the row's length and the layer alone: not on the other
 rows, the padding, the capacity, or the number of multiprocessors.
 
-    keys    0        256       512       768    900        CHUNK 256, 900 keys: 4 splits, the last of 132
-    splits  |---0---|----1----|----2----|--3---|           and a row of 1 split, 2 programs: {0, 1, 2} and {3, 0'}
+    keys    0       64       128      192       CHUNK 256, SHORT 64: 900 keys are 15 splits, 4096 keys 16 of 256
+    splits  |---0---|---1----|---2----|--- ...  with a row of 1 split and 2 programs: {0 .. 7} and {8 .. 14, 0'}
     merge   sum over splits of exp2(top_s - top) * acc_s, over the same of total_s (+ the sink's)
 
 A row of one split is written without a merge. The query heads of a kv head are lines of one tile (padded to 16, the
@@ -13,7 +13,7 @@ least that a dot takes), so each key and value is read once.
 Bytes per key: 2*K*H elements. A multiprocessor must keep about 30 KB in flight to reach 4.8 TB/s (132 of them, 0.8 us
 of latency); a program stages two or three tiles of 2*BLOCK_N*H elements, 32 KiB each at H=128 in 16 bit. Partial sums
 are 4*(H + 2) bytes for each query head and split, against CHUNK*2*H elements read for each kv head: 1.6 % with 4 query
-heads per kv head in 16 bit, and they mostly stay in L2.
+heads per kv head in 16 bit, 6 % with SHORT, and they mostly stay in L2.
 Source: Flash-Decoding (Dao et al., 2023). Legend: `kernels/base.py`; C splits.
 """
 
@@ -46,7 +46,7 @@ from megatron_infer.kernels.triton.attention_tiles import (
     variant,
 )
 from megatron_infer.kernels.triton.launch import AotVariant, Launcher
-from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, decode_splits, max_decode_splits
+from megatron_infer.kernels.triton_scratch import DECODE_CHUNK, DECODE_SHORT_PARTS, decode_splits, max_decode_splits
 
 MERGE_WARPS = 4
 MAX_LINES = {2: 64, 4: 16}
@@ -60,11 +60,11 @@ def _attend_splits(
     first_split, stop_split, part_splits, scale2,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Splits first_split .. stop_split - 1 of one row; line: index of each query head in the parts and the outputs."""
-    first_key, origin, split_keys, num_splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
+    first_key, origin, split_keys, num_splits = row_splits(num_keys, CHUNK, SHORT, MAX_SPLITS, WINDOW)
     real = group < GROUP
     dim = tl.arange(0, HEAD_PAD)[None, :]
     whole = real[:, None] & (dim < HEAD_DIM)
@@ -113,8 +113,8 @@ def decode_kernel(
     q_stride_t, q_stride_k, q_stride_g, table_stride, part_splits, num_rows, scale2,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (NUM_KV * group tiles, programs that share the splits of all rows).
 
@@ -125,10 +125,10 @@ def decode_kernel(
     group = (tl.program_id(0) % GROUP_TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    left, row, split = share_of_program(kv_len, kv_len, num_rows, 0, CHUNK, MAX_SPLITS, WINDOW)
+    left, row, split = share_of_program(kv_len, kv_len, num_rows, 0, CHUNK, SHORT, MAX_SPLITS, WINDOW)
     while left > 0:
         num_keys = tl.load(kv_len + row)
-        _, _, _, num_splits = row_splits(num_keys, CHUNK, MAX_SPLITS, WINDOW)
+        _, _, _, num_splits = row_splits(num_keys, CHUNK, SHORT, MAX_SPLITS, WINDOW)
         stop = tl.minimum(split + left, num_splits)
         row64 = row.to(tl.int64)
         at = row64 * q_stride_t + kv_head * q_stride_k + group.to(tl.int64) * q_stride_g
@@ -138,7 +138,7 @@ def decode_kernel(
         _attend_splits(
             q_tile, k_cache + kv_head * HEAD_DIM, v_cache + kv_head * HEAD_DIM, out, lse, sinks, acc_part, top_part,
             total_part, table, num_keys, line, group, split, stop, part_splits, scale2, NUM_KV, GROUP, HEAD_DIM,
-            HEAD_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, MAX_SPLITS, WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
+            HEAD_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CHUNK, SHORT, MAX_SPLITS, WINDOW, HAS_SINKS, HAS_LSE, PRECISION,
         )
         left -= stop - split
         split = left * 0
@@ -153,15 +153,15 @@ def decode_kernel(
 def merge_kernel(
     out, lse, sinks, acc_part, top_part, total_part, kv_len, part_splits,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HEAD_PAD: tl.constexpr,
-    CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (rows, NUM_HEADS): the partial sums of one query head of a row of several splits -> its output."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    _, _, _, num_splits = row_splits(tl.load(kv_len + row), CHUNK, MAX_SPLITS, WINDOW)
+    _, _, _, num_splits = row_splits(tl.load(kv_len + row), CHUNK, SHORT, MAX_SPLITS, WINDOW)
     if num_splits == 1:
         return
     line = row * NUM_HEADS + head
@@ -195,8 +195,10 @@ class DecodeTiles:
     """The sizes of decode's work for one kind of layer and dtype, the same for every step."""
 
     chunk: int
+    short: int
+    """Keys per split of a row that sees few."""
     keys: int
-    """BLOCK_N; divides chunk."""
+    """BLOCK_N; divides both."""
     max_splits: int
     num_stages: int
 
@@ -212,9 +214,11 @@ def decode_tiles(
     """
     head_pad = padded(head_dim)
     keys = min(128, 8192 // head_pad) if element_bytes == 2 else min(64, (2048 if fp8 else 4096) // head_pad)
+    keys = max(MIN_DOT, min(keys, chunk))
     return DecodeTiles(
         chunk=chunk,
-        keys=max(MIN_DOT, min(keys, chunk)),
+        short=max(keys, chunk // DECODE_SHORT_PARTS),
+        keys=keys,
         max_splits=max_decode_splits(num_kv),
         num_stages=(5 if fp8 else 3) if element_bytes == 2 else 2,
     )
@@ -227,6 +231,7 @@ def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[
         "HEAD_DIM": layer.head_dim,
         "HEAD_PAD": padded(layer.head_dim),
         "CHUNK": tiles.chunk,
+        "SHORT": tiles.short,
         "MAX_SPLITS": tiles.max_splits,
         "WINDOW": layer.window,
         "HAS_SINKS": layer.has_sinks,
@@ -280,8 +285,7 @@ def _kernels(layer: Layer, tiles: DecodeTiles, overlap: tuple[tuple[str, bool], 
 
 def row_parts(step: StepMetadata, spec: AttendSpec, tiles: DecodeTiles) -> int:
     """Splits that a decode row of the step may have; 1: there is nothing to merge."""
-    visible = step.max_kv_len if spec.window is None else min(step.max_kv_len, spec.window + tiles.chunk - 1)
-    return decode_splits(visible, tiles.max_splits, tiles.chunk)
+    return decode_splits(step.max_kv_len, tiles.max_splits, tiles.chunk, spec.window)
 
 
 def attend_decode(

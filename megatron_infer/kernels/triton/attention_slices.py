@@ -79,7 +79,7 @@ def slices_kernel(
     line = tl.arange(0, BLOCK_M)
     group = (tl.program_id(0) % GROUP_TILES) * GROUP_TILE + line % GROUP_TILE
     dim = tl.arange(0, HEAD_PAD)[None, :]
-    left, row, item = share_of_program(cu_q, kv_len, num_rows, QUERIES, CHUNK, ITEMS, WINDOW)
+    left, row, item = share_of_program(cu_q, kv_len, num_rows, QUERIES, CHUNK, CHUNK, ITEMS, WINDOW)
     while left > 0:
         first_token = tl.load(cu_q + row)
         num_queries = tl.load(cu_q + row + 1) - first_token

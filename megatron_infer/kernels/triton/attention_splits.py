@@ -1,10 +1,13 @@
 """How attention splits the keys of rows, and how programs share the splits of all rows on the device.
 
 A row's keys are split every CHUNK keys, counted from position 0; a row with more chunks than it may have splits uses
-the least multiple of CHUNK that gives no more than that. The splits of all rows, end to end, are divided evenly in runs
-over as many programs as the device holds at once. Each program finds its run from the rows' lengths at the time it
-starts: a long row among short ones is spread too, and an upper bound of lengths costs no programs. Which program
-computes a split changes no bit: each split starts from zeros and stores its own partial sums.
+the least multiple of CHUNK that gives no more than that. A row with one query that sees no more keys than CHUNK is not
+split, and one that sees up to 8 CHUNK is split every SHORT keys.
+
+The splits of all rows, end to end, are divided evenly in runs over as many programs as the device holds at once. Each
+program finds its run from the rows' lengths at the time it starts: a long row among short ones is spread too, and an
+upper bound of lengths costs no programs. Which program computes a split changes no bit: each split starts from zeros
+and stores its own partial sums.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_infer.kernels.triton_scratch import DECODE_SHORT
+
 ROWS = tl.constexpr(256)
 """Rows whose lengths are read at once."""
+_SHORT_CHUNKS = tl.constexpr(DECODE_SHORT)
 
 
 @triton.jit
@@ -26,12 +32,21 @@ def cut_keys(first_key, num_keys, max_splits, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def row_splits(num_keys, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+def row_splits(num_keys, CHUNK: tl.constexpr, SHORT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr):
     """(first visible key, origin, keys per split, splits) of a row with one query."""
     first_key = num_keys * 0
     if WINDOW > 0:
         first_key = tl.maximum(num_keys - WINDOW, 0)
     origin, split_keys, splits = cut_keys(first_key, num_keys, MAX_SPLITS, CHUNK)
+    if SHORT < CHUNK:  # both, as division by a number that is compiled in is a shift
+        short_origin, short_keys, short_splits = cut_keys(first_key, num_keys, MAX_SPLITS, SHORT)
+        is_short = num_keys - first_key <= _SHORT_CHUNKS * CHUNK
+        origin = tl.where(is_short, short_origin, origin)
+        split_keys = tl.where(is_short, short_keys, split_keys)
+        splits = tl.where(is_short, short_splits, splits)
+    is_whole = num_keys - first_key <= CHUNK
+    split_keys = tl.where(is_whole, 2 * CHUNK, split_keys)  # from an origin before the first key
+    splits = tl.where(is_whole, 1, splits)
     return first_key, origin, split_keys, splits
 
 
@@ -54,14 +69,15 @@ def slice_splits(
 
 @triton.jit
 def _items_of_rows(
-    cu_q, kv_len, first, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr
-):
+    cu_q, kv_len, first, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr,
+    MOST: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """The number of items of rows first .. first + ROWS - 1; 0 behind the last row."""
     row = first + tl.arange(0, ROWS)
     inside = row < num_rows
     num_keys = tl.load(kv_len + row, mask=inside, other=0)
     if QUERIES == 0:
-        _, _, _, items = row_splits(num_keys, CHUNK, MOST, WINDOW)
+        _, _, _, items = row_splits(num_keys, CHUNK, SHORT, MOST, WINDOW)
     else:
         num_queries = tl.load(cu_q + row + 1, mask=inside, other=0) - tl.load(cu_q + row, mask=inside, other=0)
         tiles, _, _, splits = slice_splits(num_queries, num_keys, QUERIES, CHUNK, MOST, WINDOW)
@@ -71,23 +87,25 @@ def _items_of_rows(
 
 @triton.jit
 def share_of_program(
-    cu_q, kv_len, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, WINDOW: tl.constexpr
-):
+    cu_q, kv_len, num_rows, QUERIES: tl.constexpr, CHUNK: tl.constexpr, SHORT: tl.constexpr, MOST: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
     """This program's share of all rows' items end to end: (number, row of the first, index of the first in its row).
 
     QUERIES 0: rows with one query; their items are their splits, at most MOST. Else a row's items are tiles of QUERIES
-    queries times splits, at most MOST; a row with one split has none. cu_q is only read in the second case.
+    queries times splits, at most MOST; a row with one split has none. cu_q is only read in the second case, SHORT only
+    in the first.
     """
     total = num_rows * 0
     for first in range(0, num_rows, ROWS):
-        total += tl.sum(_items_of_rows(cu_q, kv_len, first, num_rows, QUERIES, CHUNK, MOST, WINDOW), 0)
+        total += tl.sum(_items_of_rows(cu_q, kv_len, first, num_rows, QUERIES, CHUNK, SHORT, MOST, WINDOW), 0)
     share = tl.cdiv(total, tl.num_programs(1))
     begin = tl.program_id(1) * share
     row = num_rows * 0
     before = num_rows * 0
     passed = num_rows * 0
     for first in range(0, num_rows, ROWS):
-        items = _items_of_rows(cu_q, kv_len, first, num_rows, QUERIES, CHUNK, MOST, WINDOW)
+        items = _items_of_rows(cu_q, kv_len, first, num_rows, QUERIES, CHUNK, SHORT, MOST, WINDOW)
         ends = passed + tl.cumsum(items, 0)
         earlier = (ends <= begin) & (first + tl.arange(0, ROWS) < num_rows)
         row += tl.sum(earlier.to(tl.int32), 0)

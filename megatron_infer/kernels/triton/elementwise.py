@@ -19,24 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.activations import form_of
-from megatron_infer.kernels.triton.activations import activate
+from megatron_infer.kernels.activations import SWIGLU, form_of
+from megatron_infer.kernels.triton.activations import Activations
 from megatron_infer.kernels.triton.experts import TritonExperts
 from megatron_infer.kernels.triton.launch import (
     APART,
     DTYPES,
     AotVariant,
-    Launcher,
     cdiv,
     launch,
     overlapping,
-    power_of_2,
 )
 from megatron_infer.kernels.triton.launch import unavailable as triton_unavailable
 from megatron_infer.kernels.triton.norms import HELD_WIDTH, TritonNorms, row_tile
-
-TILE = 1024
-"""Entries of one program of an activation."""
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -54,20 +49,6 @@ def make(device: torch.device, dtype: torch.dtype) -> TritonOps:
 def _silu(x):
     """x * sigmoid(x); exp overflows to inf for large negative x, which gives the right -0."""
     return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _silu_mul(x_ptr, out_ptr, x_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out_ptr + row * width + column, (_silu(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -141,11 +122,8 @@ class TritonOps:
 
     def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
         """overlap: see `launch.overlapping`."""
-        self.experts = TritonExperts()
-        self.norms = TritonNorms(overlap)
-        self._overlap = overlap
-        self._silu_mul: dict[int, tuple[int, Launcher]] = {}
-        """Width -> (programs of a row, the kernel)."""
+        self.experts, self.norms = TritonExperts(overlap), TritonNorms(overlap)
+        self._activations, self._overlap = Activations(overlap), overlap
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)
@@ -162,21 +140,7 @@ class TritonOps:
         return self.norms.norm(x_TD, weight.contiguous(), bias, eps, centered=True, zero_centered=False)
 
     def silu_mul(self, x_T2F: Tensor) -> Tensor:
-        row_stride, stride = x_T2F.stride()
-        if stride != 1:
-            x_T2F = x_T2F.contiguous()
-            row_stride = x_T2F.stride(0)
-        num_tokens, width = x_T2F.shape
-        width //= 2
-        out_TF = x_T2F.new_empty((num_tokens, width))
-        if num_tokens:
-            if (found := self._silu_mul.get(width)) is None:
-                block = min(TILE, max(16, power_of_2(width)))
-                kernel = Launcher(_silu_mul, BLOCK=block, num_warps=4, **self._overlap)
-                found = self._silu_mul[width] = cdiv(width, block), kernel
-            programs, kernel = found
-            kernel((num_tokens, programs), x_T2F, out_TF, row_stride, width)
-        return out_TF
+        return self._activations.run(SWIGLU, x_T2F)
 
     def gated_rms_norm(
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
@@ -201,7 +165,7 @@ class TritonOps:
     def rowwise(self, function: Callable[[Tensor], Any], x_TX: Tensor) -> Any:
         """One launch where the function is a known activation: in fp32, rounded once."""
         form = form_of(function)
-        return function(x_TX) if form is None or x_TX.ndim != 2 else activate(form, x_TX, self._overlap)
+        return function(x_TX) if form is None or x_TX.ndim != 2 else self._activations.run(form, x_TX)
 
 
 def aot_variants() -> list[AotVariant]:
@@ -218,7 +182,7 @@ def aot_variants() -> list[AotVariant]:
             constexprs=constexprs,
             options={"num_warps": warps},
         )
-        variants.extend((one, one.overlapping()) if "bf16-4096" in name or "silu_mul-bf16" in name else (one,))
+        variants.extend((one, one.overlapping()) if "bf16-4096" in name else (one,))
 
     for dtype in DTYPES.values():
         for width in (80, 4096, 20480):
@@ -235,7 +199,4 @@ def aot_variants() -> list[AotVariant]:
                     HAS_WEIGHT=branch,
                     **tile,
                 )
-        numbers = {"x_stride": "i32", "width": "i32"}
-        pointers = {"x_ptr": dtype, "out_ptr": dtype}
-        add(_silu_mul, f"silu_mul-{dtype}", pointers, numbers, BLOCK=TILE, num_warps=4)
     return variants

@@ -1,12 +1,13 @@
 """Mixture-of-experts layers in Triton without the host: sort the choices, two grouped products, one sum.
 
     logits --> `routing`: ids, weights, counts --> pairs (token, expert) by expert, then by token --> tiles of BLOCK_M
-    x, tiles --> fc1 --> activation --> weight, fc2 --> one product per pair --> sum of each token's, by expert
+    x, tiles --> fc1 --> activation, weight --> fc2 --> one product per pair --> sum of each token's, by expert
 
 The device computes and uses the number of tokens of each expert: grids are large enough for the most possible tiles,
 and programs behind the last tile return. A token's products are added in fp32 in the order of its experts, without
 atomics. The height of tiles depends on the step's shape, like cuBLAS's choice of kernel; for one height a pair's bits
-do not depend on the other pairs. Weights are read in place, through a table of addresses. Not yet run on a GPU.
+do not depend on the other pairs. Weights are read in place, through a table of addresses. What one launch says to
+the next about pairs and tiles is one tensor of records. Not yet run on a GPU.
 
 Shape legend: T tokens, E experts of all ranks, K experts that a token chooses, P = T*K pairs, C runs of tokens counted
 together, X inputs and Y outputs of a product.
@@ -15,6 +16,7 @@ together, X inputs and Y outputs of a product.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,27 +24,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.base import Ops
 from megatron_infer.kernels.experts import ExpertChoice, ExpertWeights, RoutingRules
 from megatron_infer.kernels.triton import routing
-from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, Launcher, cdiv, power_of_2
+from megatron_infer.kernels.triton.activations import Activations
+from megatron_infer.kernels.triton.launch import APART, DTYPES, AotVariant, Launcher, cdiv, power_of_2
 
 MIN_HEIGHT, MAX_HEIGHT = 16, 128
 """Pairs of a tile; powers of two."""
 SORT_TOKENS = 256
 COUNT_RUNS = 64
 """Runs of tokens whose counts are summed at once."""
+RECORD = 6
+"""Numbers of a record. Record p has the weight's bits, the token and, as a choice, the place of pair p; and of tile p,
+as there are no more tiles than pairs, its expert (-1: no tile), its first pair and the pair behind its last."""
+TILE_GROUP = 8
+"""Neighbouring tiles, often of one expert, that are multiplied by all its outputs before the next: their inputs and its
+weight are then in the L2 cache."""
+_RECORD = tl.constexpr(RECORD)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_runs", "max_tiles"])
 def _sort_pairs(
-    ids_ptr, weight_ptr, count_ptr, token_ptr, pair_weight_ptr, place_ptr, tile_ptr,
-    num_tokens, num_runs, count_stride, first_expert, num_experts, max_tiles,
+    choice_ptr, record_ptr, num_tokens, num_runs, count_stride, first_expert, num_experts, max_tiles,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Pairs of this rank's experts by expert, then by token: token[p], weight[p]; place[t, k] = p for this rank's
-    experts; tile[i] = (expert, first, stop)."""
+    """Records of this rank's pairs, by expert, then by token, and of tiles; a choice t * TOP_K + k is a place."""
+    weight_ptr = choice_ptr + num_tokens * TOP_K
+    count_ptr = weight_ptr + num_tokens * TOP_K
     expert = tl.program_id(0)
     each = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_E], tl.int32)
@@ -55,49 +64,56 @@ def _sort_pairs(
     first_tile = tl.sum(tl.where(each < expert, tiles, 0), axis=0)
     count = tl.sum(tl.where(each == expert, counts, 0), axis=0)
     for start in range(0, count, BLOCK_M):
-        tile = tile_ptr + 3 * (first_tile + start // BLOCK_M)
-        tl.store(tile, expert)
-        tl.store(tile + 1, place + start)
-        tl.store(tile + 2, place + tl.minimum(start + BLOCK_M, count))
+        tile = record_ptr + (first_tile + start // BLOCK_M) * _RECORD
+        tl.store(tile + 3, expert)
+        tl.store(tile + 4, place + start)
+        tl.store(tile + 5, place + tl.minimum(start + BLOCK_M, count))
     if expert == num_experts - 1:
         for tile in range(tl.sum(tiles, axis=0), max_tiles):
-            tl.store(tile_ptr + 3 * tile, -1)
+            tl.store(record_ptr + tile * _RECORD + 3, -1)
     choice = tl.arange(0, BLOCK_K)[None, :]
     for start in range(0, num_tokens, BLOCK):
         token = (start + tl.arange(0, BLOCK)).to(tl.int64)
         at = token[:, None] * TOP_K + choice
-        ids = tl.load(ids_ptr + at, mask=(token < num_tokens)[:, None] & (choice < TOP_K), other=-1)
+        ids = tl.load(choice_ptr + at, mask=(token < num_tokens)[:, None] & (choice < TOP_K), other=-1)
         here = (ids == first_expert + expert).to(tl.int32)
         chosen = tl.sum(here, axis=1)
         one = token * TOP_K + tl.sum(here * choice, axis=1)
         pair = place + tl.cumsum(chosen, axis=0) - 1
-        weight = tl.load(weight_ptr + one, mask=chosen != 0, other=0.0)
-        tl.store(token_ptr + pair, token.to(tl.int32), mask=chosen != 0)
-        tl.store(pair_weight_ptr + pair, weight.to(tl.float32), mask=chosen != 0)
-        tl.store(place_ptr + one, pair, mask=chosen != 0)
+        weight = tl.load(weight_ptr + one, mask=chosen != 0, other=0)
+        record = record_ptr + pair * _RECORD
+        tl.store(record, weight, mask=chosen != 0)
+        tl.store(record + 1, token.to(tl.int32), mask=chosen != 0)
+        tl.store(record_ptr + one * _RECORD + 2, pair, mask=chosen != 0)
         place += tl.sum(chosen, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tiles"])
 def _grouped_linear(
-    x_ptr, out_ptr, address_ptr, bias_address_ptr, tile_ptr, token_ptr, weight_ptr, x_stride, w_stride, out_stride,
+    x_ptr, out_ptr, address_ptr, bias_address_ptr, record_ptr, max_tiles, x_stride, w_stride, out_stride,
     GATHER: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[p] = x W^T + b of the pair's expert; W is [out_stride, w_stride].
 
-    GATHER: rows of x are tokens; else they are pairs, which are multiplied by their weights.
+    GATHER: rows of x are tokens; else they are pairs, scaled by their weights already, by which b is scaled here.
+    Programs: of GROUP tiles those of all outputs, then of the next GROUP tiles.
     """
-    expert = tl.load(tile_ptr + 3 * tl.program_id(0))
+    whole = GROUP * tl.cdiv(out_stride, BLOCK_N)
+    inner = tl.program_id(0) % whole
+    tile = tl.program_id(0) // whole * GROUP + inner % GROUP
+    if tile >= max_tiles:
+        return
+    record = record_ptr + tile * _RECORD
+    expert = tl.load(record + 3)
     if expert < 0:
         return
-    pair = tl.load(tile_ptr + 3 * tl.program_id(0) + 1) + tl.arange(0, BLOCK_M)
-    inside_M = pair < tl.load(tile_ptr + 3 * tl.program_id(0) + 2)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.load(record + 4) + tl.arange(0, BLOCK_M)
+    inside_M = pair < tl.load(record + 5)
+    column = inner // GROUP * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_N = column < out_stride
     entry = tl.arange(0, BLOCK_K)
-    row = tl.load(token_ptr + pair, mask=inside_M, other=0) if GATHER else pair
-    scale = tl.load(weight_ptr + pair, mask=inside_M, other=0.0)
+    row = tl.load(record_ptr + pair * _RECORD + 1, mask=inside_M, other=0) if GATHER else pair
     dtype = x_ptr.dtype.element_ty
     matrix = tl.load(address_ptr + expert).to(tl.pointer_type(dtype))
     if ALIGNED:
@@ -108,33 +124,36 @@ def _grouped_linear(
     for start in range(0, w_stride, BLOCK_K):
         inside_K = start + entry < w_stride
         x = tl.load(x_at + start, mask=inside_M[:, None] & inside_K[None, :], other=0.0)
-        if not GATHER:
-            x = (x.to(tl.float32) * scale[:, None]).to(dtype)
         w = tl.load(w_at + start, mask=inside_N[:, None] & inside_K[None, :], other=0.0)
         acc = tl.dot(x, tl.trans(w), acc=acc, input_precision=PRECISION)
     if HAS_BIAS:
         bias = tl.load(bias_address_ptr + expert).to(tl.pointer_type(dtype))
         bias = tl.load(bias + column, mask=inside_N, other=0.0).to(tl.float32)[None, :]
-        acc += bias if GATHER else bias * scale[:, None]
+        if not GATHER:
+            scale = tl.load(record_ptr + pair * _RECORD, mask=inside_M, other=0).to(tl.float32, bitcast=True)
+            bias = bias * scale[:, None]
+        acc += bias
     target = out_ptr + pair.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(target, acc.to(dtype), mask=inside_M[:, None] & inside_N[None, :])
 
 
 @triton.jit
 def _add_up(
-    product_ptr, ids_ptr, place_ptr, out_ptr, first_expert, num_experts, width,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    product_ptr, choice_ptr, record_ptr, out_ptr, first_expert, num_experts, width,
+    TOP_K: tl.constexpr, STARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[t] += the token's products, in the order of its experts."""
+    """out[t] = the token's products, in the order of its experts; STARTS: out[t] + them."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     at = out_ptr + token * width + column
-    acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
+    if STARTS:
+        acc = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     for choice in tl.static_range(TOP_K):
-        expert = tl.load(ids_ptr + token * TOP_K + choice)
+        expert = tl.load(choice_ptr + token * TOP_K + choice)
         here = (expert >= first_expert) & (expert < first_expert + num_experts)
-        pair = tl.load(place_ptr + token * TOP_K + choice, mask=here, other=0)
+        pair = tl.load(record_ptr + (token * TOP_K + choice) * _RECORD + 2, mask=here, other=0)
         product = product_ptr + pair.to(tl.int64) * width + column
         acc += tl.load(product, mask=inside & here, other=0.0).to(tl.float32)
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=inside)
@@ -152,6 +171,10 @@ class TritonExperts:
     """Grouped products of the chosen experts; nothing waits, and no launch depends on the tokens of an expert."""
 
     name = "triton"
+
+    def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
+        """overlap: see `launch.overlapping`; the activation's alone."""
+        self._activations = Activations(overlap)
 
     def supports(self, weights: ExpertWeights, dtype: torch.dtype) -> str | None:
         if dtype not in DTYPES:
@@ -174,30 +197,32 @@ class TritonExperts:
             height, known = 2 * height, sizes
         return counts
 
-    def add(self, ops: Ops, x_TD: Tensor, choice: ExpertChoice, weights: ExpertWeights, out_TD: Tensor) -> None:
-        num_tokens = x_TD.shape[0]
+    def add(self, x_TD: Tensor, choice: ExpertChoice, weights: ExpertWeights, out_TD: Tensor | None) -> Tensor:
+        num_tokens, width = x_TD.shape
+        has_start = out_TD is not None
+        if out_TD is None:
+            out_TD = torch.empty_like(x_TD)
         if not num_tokens:
-            return
+            return out_TD
         assert out_TD.is_contiguous() and x_TD.stride(-1) == 1
-        (num_runs, num_all), top_k = choice.count_CE.shape, choice.ids_TK.shape[1]
-        kind = num_tokens, top_k, num_all, x_TD.dtype
+        numbers, num_tokens, top_k, num_runs, num_all = choice
+        kind = num_tokens, top_k, num_all, has_start, x_TD.dtype
         if (plan := weights.remembered.get(kind)) is None:
             plan = _plan(weights, *kind)
             weights.remember(kind, plan)
         num_pairs, max_tiles, sort_pairs, fc1, fc2, add_up, parts = plan
         first, experts = weights.first, weights.num_experts
-        token_P = x_TD.new_empty(num_pairs, dtype=torch.int32)
-        place_P = x_TD.new_empty(num_pairs, dtype=torch.int32)
-        tile_I3 = x_TD.new_empty(3 * max_tiles, dtype=torch.int32)
-        weight_P = x_TD.new_empty(num_pairs, dtype=torch.float32)
-        sort_pairs(
-            (experts,), choice.ids_TK, choice.weight_TK, choice.count_CE, token_P, weight_P, place_P,
-            tile_I3, num_tokens, num_runs, num_all, first, experts, max_tiles,
-        )  # fmt: skip
-        pairs = tile_I3, token_P, weight_P
-        middle_PF = weights.activate(ops, fc1.run(x_TD, num_pairs, max_tiles, pairs))
-        product_PD = fc2.run(middle_PF, num_pairs, max_tiles, pairs)
-        add_up((num_tokens, parts), product_PD, choice.ids_TK, place_P, out_TD, first, experts, out_TD.shape[1])
+        record_P6 = x_TD.new_empty((num_pairs, RECORD), dtype=torch.int32)
+        sort_pairs((experts,), numbers, record_P6, num_tokens, num_runs, num_all, first, experts, max_tiles)
+        middle_PX = fc1.run(x_TD, num_pairs, max_tiles, record_P6)
+        if (form := weights.form) is not None:
+            middle_PF = self._activations.run(form, middle_PX, record_P6)
+        else:
+            assert weights.activation is not None
+            middle_PF = (weights.activation(middle_PX) * record_P6[:, :1].view(torch.float32)).to(x_TD.dtype)
+        product_PD = fc2.run(middle_PF, num_pairs, max_tiles, record_P6)
+        add_up((num_tokens, parts), product_PD, numbers, record_P6, out_TD, first, experts, width)
+        return out_TD
 
 
 class _Product(NamedTuple):
@@ -205,23 +230,21 @@ class _Product(NamedTuple):
 
     kernel: Launcher
     programs: int
-    """Of a tile of pairs."""
     weights: Tensor
     biases: Tensor
     """Tables of addresses; that of the weights where there are no biases."""
     num_outputs: int
     num_inputs: int
 
-    def run(self, x: Tensor, num_pairs: int, max_tiles: int, pairs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """pairs: tiles, tokens and weights, as they were sorted."""
+    def run(self, x: Tensor, num_pairs: int, max_tiles: int, record_P6: Tensor) -> Tensor:
         kernel, programs, weights, biases, num_outputs, num_inputs = self
         out = x.new_empty((num_pairs, num_outputs))
-        kernel((max_tiles, programs), x, out, weights, biases, *pairs, x.stride(0), num_inputs, num_outputs)
+        kernel((programs,), x, out, weights, biases, record_P6, max_tiles, x.stride(0), num_inputs, num_outputs)
         return out
 
 
 def _plan(
-    weights: ExpertWeights, num_tokens: int, top_k: int, num_all: int, dtype: torch.dtype
+    weights: ExpertWeights, num_tokens: int, top_k: int, num_all: int, has_start: bool, dtype: torch.dtype
 ) -> tuple[int, int, Launcher, _Product, _Product, Launcher, int]:
     """(pairs, most tiles, the sort, both products, the sum, programs of a token's sum) of a step."""
     num_pairs = num_tokens * top_k
@@ -232,33 +255,31 @@ def _plan(
         where, biases = weights.addresses(part, "weight"), weights.addresses(part, "bias")
         assert where is not None
         num_outputs, num_inputs = weights.shape(part)
-        programs, kernel = _product(dtype, sizes, num_outputs, part == "fc1", biases is not None, where.aligned)
+        kernel = _product(dtype, sizes, part == "fc1", biases is not None, where.aligned)
+        programs = cdiv(max_tiles, TILE_GROUP) * TILE_GROUP * cdiv(num_outputs, sizes[1])
         bias_table = where.table if biases is None else biases.table
         products.append(_Product(kernel, programs, where.table, bias_table, num_outputs, num_inputs))
-    sort_pairs, add_up, parts = _around(top_k, weights.num_experts, sizes[0], weights.shape("fc2")[0])
+    sort_pairs, add_up, parts = _around(top_k, weights.num_experts, sizes[0], weights.shape("fc2")[0], has_start)
     return num_pairs, max_tiles, sort_pairs, products[0], products[1], add_up, parts
 
 
 @functools.cache
-def _around(top_k: int, experts: int, block_m: int, width: int) -> tuple[Launcher, Launcher, int]:
+def _around(top_k: int, experts: int, block_m: int, width: int, has_start: bool) -> tuple[Launcher, Launcher, int]:
     """(the sort before the products, the sum behind them, programs of a token's sum)."""
     sort = {"BLOCK_K": power_of_2(top_k), "BLOCK": SORT_TOKENS, "RUNS": COUNT_RUNS}
     sort |= {"BLOCK_E": max(16, power_of_2(experts)), "BLOCK_M": block_m}
     block = min(1024, max(16, power_of_2(width)))
-    add_up = Launcher(_add_up, TOP_K=top_k, BLOCK=block, num_warps=4)
+    add_up = Launcher(_add_up, TOP_K=top_k, STARTS=has_start, BLOCK=block, num_warps=4)
     return Launcher(_sort_pairs, TOP_K=top_k, **sort, num_warps=4), add_up, cdiv(width, block)
 
 
 @functools.cache
-def _product(
-    dtype: torch.dtype, sizes: tuple[int, ...], num_outputs: int, gather: bool, has_bias: bool, aligned: bool
-) -> tuple[int, Launcher]:
-    """(programs of a tile of pairs, the kernel). sizes: `tile_sizes`."""
+def _product(dtype: torch.dtype, sizes: tuple[int, ...], gather: bool, has_bias: bool, aligned: bool) -> Launcher:
+    """sizes: `tile_sizes`."""
     block_m, block_n, block_k, num_warps, num_stages = sizes
     branch = {"GATHER": gather, "HAS_BIAS": has_bias, "ALIGNED": aligned, "PRECISION": precision(dtype)}
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return cdiv(num_outputs, block_n), Launcher(_grouped_linear, **branch, **blocks, **options)
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": TILE_GROUP}
+    return Launcher(_grouped_linear, **branch, **blocks, num_warps=num_warps, num_stages=num_stages)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -271,8 +292,7 @@ def aot_variants() -> list[AotVariant]:
     variants = []
 
     def add(name: str, kernel: Any, types: dict[str, str], options: dict[str, int], **constexprs: Any) -> None:
-        known = dict.fromkeys(("ids_ptr", "count_ptr", "token_ptr", "place_ptr", "tile_ptr"), "*i32")
-        known |= {"weight_ptr": "*fp32", "pair_weight_ptr": "*fp32"}
+        known = dict.fromkeys(("choice_ptr", "record_ptr"), "*i32")
         known |= {"address_ptr": "*i64", "bias_address_ptr": "*i64"} | types
         known |= dict.fromkeys(constexprs, "constexpr")
         signature = {argument: known.get(argument, "i32") for argument in kernel.arg_names}
@@ -281,18 +301,18 @@ def aot_variants() -> list[AotVariant]:
         )
 
     warps, top_8 = {"num_warps": 4}, {"TOP_K": 8, "BLOCK_K": 8, "BLOCK": SORT_TOKENS, "RUNS": COUNT_RUNS}
-    for kind in (*DTYPES.values(), "fp64"):
-        add(f"sort_pairs-{kind}", _sort_pairs, {"weight_ptr": f"*{kind}"}, warps, **top_8, BLOCK_E=128, BLOCK_M=16)
+    add("sort_pairs", _sort_pairs, {}, warps, **top_8, BLOCK_E=128, BLOCK_M=16)
     for dtype, kind in DTYPES.items():
         products = {"product_ptr": f"*{kind}", "out_ptr": f"*{kind}"}
-        add(f"add_up-{kind}", _add_up, products, warps, TOP_K=8, BLOCK=1024)
+        for starts in (True, False):
+            add(f"add_up-{starts}-{kind}", _add_up, products, warps, TOP_K=8, STARTS=starts, BLOCK=1024)
         for pairs in (64,) if dtype is torch.float32 else (64, 32 * 64, 64 * 64, 128 * 64):
             m, n, k, num_warps, num_stages = tile_sizes(pairs, 64, dtype)
             for gather in (True, False):
                 types = {"x_ptr": f"*{kind}", "out_ptr": f"*{kind}"}
                 options = {"num_warps": num_warps, "num_stages": num_stages}
                 branch = {"GATHER": gather, "HAS_BIAS": gather, "ALIGNED": True, "PRECISION": precision(dtype)}
-                blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k}
+                blocks = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": TILE_GROUP}
                 name = f"grouped_linear-{'fc1' if gather else 'fc2'}-{kind}-{m}"
                 add(name, _grouped_linear, types, options, **branch, **blocks)
     return variants

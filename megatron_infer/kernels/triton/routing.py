@@ -67,13 +67,14 @@ def _of_best_groups(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _choose(
-    logits_ptr, bias_ptr, ids_ptr, weight_ptr, count_ptr, num_tokens, logits_stride,
+    logits_ptr, bias_ptr, choice_ptr, num_tokens, logits_stride,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUP_TOPK: tl.constexpr,
     GROUP_BEST: tl.constexpr, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr,
     SCALING: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """ids[t, k], ascending, weight[t, k], count[run, e]."""
-    dtype = weight_ptr.dtype.element_ty
+    """ids[t, k], ascending, weight[t, k], count[run, e]: see ExpertChoice.numbers."""
+    dtype = logits_ptr.dtype.element_ty
+    num_pairs = num_tokens * TOP_K
     exact = tl.float64 if dtype == tl.float64 else tl.float32
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None].to(tl.int64)
     column = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]
@@ -112,32 +113,34 @@ def _choose(
     if SCALING != 0.0:
         weight = weight * SCALING
     place = token * TOP_K + tl.cumsum(taken.to(tl.int32), axis=1) - 1
-    tl.store(ids_ptr + place, tl.broadcast_to(expert, [BLOCK_T, BLOCK_G * BLOCK_S]), mask=taken)
-    tl.store(weight_ptr + place, weight.to(dtype), mask=taken)
+    tl.store(choice_ptr + place, tl.broadcast_to(expert, [BLOCK_T, BLOCK_G * BLOCK_S]), mask=taken)
+    bits = weight.to(dtype).to(tl.float32).to(tl.int32, bitcast=True)
+    tl.store(choice_ptr + num_pairs + place, bits, mask=taken)
     here = column % BLOCK_S < GROUP_SIZE
-    count = count_ptr + tl.program_id(0) * NUM_EXPERTS + expert
+    count = choice_ptr + 2 * num_pairs + tl.program_id(0) * NUM_EXPERTS + expert
     tl.store(count, tl.sum(taken.to(tl.int32), axis=0, keep_dims=True), mask=here & (expert < NUM_EXPERTS))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _list(
-    chosen_ptr, probs_ptr, ids_ptr, weight_ptr, count_ptr, num_tokens, chosen_stride, probs_stride,
+    chosen_ptr, probs_ptr, choice_ptr, num_tokens, chosen_stride, probs_stride,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """ids, weights and counts of a choice made elsewhere, of up to TOP_K experts per token."""
+    num_pairs = num_tokens * TOP_K
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None].to(tl.int64)
     expert = tl.arange(0, BLOCK_E)[None, :]
     real = (expert < NUM_EXPERTS) & (token < num_tokens)
     taken = tl.load(chosen_ptr + token * chosen_stride + expert, mask=real, other=0) != 0
     weight = tl.load(probs_ptr + token * probs_stride + expert, mask=taken, other=0.0)
     place = token * TOP_K + tl.cumsum(taken.to(tl.int32), axis=1) - 1
-    tl.store(ids_ptr + place, tl.broadcast_to(expert, [BLOCK_T, BLOCK_E]), mask=taken)
-    tl.store(weight_ptr + place, weight, mask=taken)
+    tl.store(choice_ptr + place, tl.broadcast_to(expert, [BLOCK_T, BLOCK_E]), mask=taken)
+    tl.store(choice_ptr + num_pairs + place, weight.to(tl.float32).to(tl.int32, bitcast=True), mask=taken)
     choice = tl.arange(0, BLOCK_K)[None, :]
     behind = (choice >= tl.sum(taken.to(tl.int32), axis=1, keep_dims=True)) & (choice < TOP_K) & (token < num_tokens)
-    tl.store(ids_ptr + token * TOP_K + choice, tl.full([BLOCK_T, BLOCK_K], -1, tl.int32), mask=behind)
-    count = count_ptr + tl.program_id(0) * NUM_EXPERTS + expert
+    tl.store(choice_ptr + token * TOP_K + choice, tl.full([BLOCK_T, BLOCK_K], -1, tl.int32), mask=behind)
+    count = choice_ptr + 2 * num_pairs + tl.program_id(0) * NUM_EXPERTS + expert
     tl.store(count, tl.sum(taken.to(tl.int32), axis=0, keep_dims=True), mask=expert < NUM_EXPERTS)
 
 
@@ -172,10 +175,10 @@ def _choosing(rules: RoutingRules, num_experts: int, has_bias: bool) -> tuple[in
     return constexprs["BLOCK_T"], Launcher(_choose, **constexprs, num_warps=4)
 
 
-def _empty(num_tokens: int, num_experts: int, top_k: int, run: int, weights: Tensor) -> ExpertChoice:
-    ids_TK = weights.new_empty((num_tokens, top_k), dtype=torch.int32)
-    count_CE = weights.new_empty((cdiv(num_tokens, run), num_experts), dtype=torch.int32)
-    return ExpertChoice(ids_TK, weights.new_empty((num_tokens, top_k)), count_CE)
+def _empty(num_tokens: int, num_experts: int, top_k: int, run: int, like: Tensor) -> ExpertChoice:
+    num_runs = cdiv(num_tokens, run)
+    numbers = like.new_empty((2 * num_tokens * top_k + num_runs * num_experts,), dtype=torch.int32)
+    return ExpertChoice(numbers, num_tokens, top_k, num_runs, num_experts)
 
 
 def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> ExpertChoice | None:
@@ -189,12 +192,10 @@ def choose(logits_TE: Tensor, bias_E: Tensor | None, rules: RoutingRules) -> Exp
     run, kernel = _choosing(rules, num_experts, has_bias)
     choice = _empty(num_tokens, num_experts, rules.top_k, run, logits_TE)
     kernel(
-        (choice.count_CE.shape[0],),
+        (choice.num_runs,),
         logits_TE,
         bias_E if has_bias else logits_TE,
-        choice.ids_TK,
-        choice.weight_TK,
-        choice.count_CE,
+        choice.numbers,
         num_tokens,
         logits_TE.stride(0),
     )
@@ -210,12 +211,10 @@ def listed(chosen_TE: Tensor, probs_TE: Tensor, top_k: int) -> ExpertChoice:
     choice = _empty(num_tokens, num_experts, top_k, run, probs_TE)
     launch(
         _list,
-        (choice.count_CE.shape[0],),
+        (choice.num_runs,),
         chosen_TE,
         probs_TE,
-        choice.ids_TK,
-        choice.weight_TK,
-        choice.count_CE,
+        choice.numbers,
         num_tokens,
         chosen_TE.stride(0),
         probs_TE.stride(0),
@@ -247,8 +246,8 @@ def aot_variants() -> list[AotVariant]:
     variants = []
 
     def add(name: str, kernel: Any, constexprs: dict[str, Any], kind: str) -> None:
-        types = dict.fromkeys(("ids_ptr", "count_ptr"), "*i32") | {"chosen_ptr": "*u8", "bias_ptr": "*fp32"}
-        types |= dict.fromkeys(("logits_ptr", "probs_ptr", "weight_ptr"), f"*{kind}")
+        types = {"choice_ptr": "*i32", "chosen_ptr": "*u8", "bias_ptr": "*fp32"}
+        types |= dict.fromkeys(("logits_ptr", "probs_ptr"), f"*{kind}")
         types |= dict.fromkeys(constexprs, "constexpr")
         signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
         options = {"num_warps": 4}
