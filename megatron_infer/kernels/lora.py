@@ -6,6 +6,7 @@ for each linear. Legend: T tokens, X and W widths of a linear, S adapter slots, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,28 @@ from torch import Tensor
 
 PackedPair = tuple[Tensor, ...]
 """A and B of one linear as a backend's `AdapterPairs` take them."""
+PairBlock = tuple[Tensor, Tensor, Tensor | None]
+"""Some ranks of a pair: their A [r, X], their B [n, r], and int32 [n]: which rows of the linear B has; None: all. The
+other rows have no entries of these ranks. The ranks of a pair are those of its blocks, one behind the other;
+their As have one dtype, and their Bs."""
+
+
+def dense(blocks: Sequence[PairBlock], width_out: int) -> tuple[Tensor, Tensor]:
+    """A [R, X] and B [W, R] of a pair."""
+    (a_RX, b_WR, rows), *others = blocks
+    if rows is None and not others:
+        return a_RX, b_WR
+    a_RX = torch.cat([a for a, _, _ in blocks])
+    b_WR, first = b_WR.new_zeros(width_out, len(a_RX)), 0
+    for a, b, rows in blocks:
+        b_WR[slice(None) if rows is None else rows.long(), first : first + len(a)] = b
+        first += len(a)
+    return a_RX, b_WR
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are. Their sum, which is infinite or NaN if a number is, is read faster than each."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 class AdapterPairs(Protocol):
@@ -22,10 +45,6 @@ class AdapterPairs(Protocol):
     @property
     def num_pairs(self) -> int:
         """Slots that have one. A step that is not captured skips a linear without any."""
-        ...
-
-    def pack(self, a_RX: Tensor, b_WR: Tensor) -> PackedPair:
-        """A copy of a pair of rank 1 or more, for `put`; from any thread."""
         ...
 
     def put(self, slot: int, pair: PackedPair, scale: float) -> None:
@@ -68,10 +87,11 @@ class LoRAWeights:
     def num_pairs(self) -> int:
         return len(self.ranks) - self.ranks.count(0)
 
-    def pack(self, a_RX: Tensor, b_WR: Tensor) -> PackedPair:
-        """(A, B transposed), on the host."""
-        dtype = self.a_SRX.dtype
-        return tuple(torch.empty(t.shape, dtype=dtype).copy_(t) for t in (a_RX, b_WR.T))
+    def pack(self, blocks: Sequence[PairBlock]) -> PackedPair | None:
+        """(A, B transposed), on the host; see `LoRABackend.pack`."""
+        a_RX, b_WR = dense(blocks, self.b_SRW.shape[2])
+        packed = tuple(torch.empty(t.shape, dtype=self.a_SRX.dtype).copy_(t) for t in (a_RX, b_WR.T))
+        return packed if all(map(is_finite, packed)) else None
 
     def put(self, slot: int, pair: PackedPair, scale: float) -> None:
         a_RX, b_RW = pair
@@ -102,6 +122,12 @@ class LoRABackend(Protocol):
         """For one linear, without any pair; `run` takes them."""
         ...
 
+    def pack(self, given: Sequence[tuple[Any, Sequence[PairBlock]]]) -> list[PackedPair | None]:
+        """Copies of pairs of rank 1 or more, each for the `put` of the `pairs()` beside it; from any thread.
+
+        None: numbers are not finite in the linear's dtype."""
+        ...
+
     def plan(self, slot_T: Tensor) -> None:
         """Called once a step, before the first layer. slot_T: int32 slot of each token's adapter, -1: none."""
         ...
@@ -125,6 +151,9 @@ class TorchLoRA:
         self, num_slots: int, max_rank: int, width_in: int, width_out: int, *, dtype: torch.dtype, device: torch.device
     ) -> LoRAWeights:
         return LoRAWeights.empty(num_slots, max_rank, width_in, width_out, dtype=dtype, device=device)
+
+    def pack(self, given: Sequence[tuple[LoRAWeights, Sequence[PairBlock]]]) -> list[PackedPair | None]:
+        return [weights.pack(blocks) for weights, blocks in given]
 
     def plan(self, slot_T: Tensor) -> None:
         self._slot_T1 = slot_T.unsqueeze(1)

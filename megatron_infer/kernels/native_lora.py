@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.cpu_native import SUFFIXES, bind
-from megatron_infer.kernels.lora import PackedPair
+from megatron_infer.kernels.lora import PackedPair, PairBlock
 
 COLUMNS = 32
 """Outputs of a linear in one block of B (kColumns in native/lora.cpp)."""
+_BLOCK_FIELDS, _PACKING_FIELDS = 7, 10
+"""Of LoraBlock and LoraPacking in native/lora.cpp."""
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -35,8 +38,8 @@ class _Step(ctypes.Structure):
 class NativePairs:
     """The pairs of all adapter slots for one linear. A slot points at packed tensors: nothing is copied."""
 
-    def __init__(self, num_slots: int, max_rank: int, width_in: int, width_out: int, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, num_slots: int, max_rank: int, width_in: int, width_out: int) -> None:
+        self.width_in, self.width_out = width_in, width_out
         self._held: list[PackedPair] = [()] * num_slots
         self._pointers = [(_P * num_slots)() for _ in range(3)]
         """Of each slot's A, B and ranges."""
@@ -49,20 +52,6 @@ class NativePairs:
     @property
     def num_pairs(self) -> int:
         return sum(map(bool, self._held))
-
-    def pack(self, a_RX: Tensor, b_WR: Tensor) -> PackedPair:
-        """(A, B in blocks of COLUMNS outputs by the ranks with entries there, these ranks of each block)."""
-        width, rank = b_WR.shape
-        num_blocks = -(-width // COLUMNS)
-        b_WR = F.pad(b_WR.to(self._dtype), (0, 0, 0, num_blocks * COLUMNS - width))
-        b_CRW = b_WR.view(num_blocks, COLUMNS, rank).transpose(1, 2).contiguous()
-        used_CR = b_CRW.bool().any(dim=2).numpy()
-        first_C, end_C = used_CR.argmax(axis=1), rank - used_CR[:, ::-1].argmax(axis=1)
-        ranges_C2 = np.stack([first_C, end_C], axis=1) * used_CR.any(axis=1)[:, None]
-        ranks_R = np.arange(rank)
-        inside_CR = (ranks_R >= ranges_C2[:, :1]) & (ranks_R < ranges_C2[:, 1:])
-        blocks = b_CRW[torch.from_numpy(inside_CR)]
-        return a_RX.to(self._dtype, copy=True).contiguous(), blocks, torch.from_numpy(ranges_C2.astype(np.int32))
 
     def put(self, slot: int, pair: PackedPair, scale: float) -> None:
         for pointers, tensor in zip(self._pointers, pair, strict=True):
@@ -82,6 +71,8 @@ class NativeLoRA:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._add = bind(library, f"mi_lora_{SUFFIXES[dtype]}", [_P, _P, _P, _P, _I, _I])
+        self._find_ranges = bind(library, f"mi_lora_find_ranges_{SUFFIXES[dtype]}", [_P, _I])
+        self._pack = bind(library, f"mi_lora_pack_{SUFFIXES[dtype]}", [_P, _I])
         self._step = _Step()
         self.step_address = ctypes.addressof(self._step)
         """Of the step's plan in C."""
@@ -92,7 +83,46 @@ class NativeLoRA:
         self, num_slots: int, max_rank: int, width_in: int, width_out: int, *, dtype: torch.dtype, device: torch.device
     ) -> NativePairs:
         assert dtype is self._dtype and device.type == "cpu", f"{dtype} on {device}"
-        return NativePairs(num_slots, max_rank, width_in, width_out, dtype)
+        return NativePairs(num_slots, max_rank, width_in, width_out)
+
+    def pack(self, given: Sequence[tuple[NativePairs, Sequence[PairBlock]]]) -> list[PackedPair | None]:
+        """Of each pair (A, B in blocks of COLUMNS outputs by the ranks with entries there, these ranks of each block).
+
+        All are in one piece of memory, which two native calls find the size of and fill.
+        """
+        if not given:
+            return []
+        held = [(self._readable(a), self._readable(b), rows) for _, parts in given for a, b, rows in parts]
+        blocks = np.empty((len(held), _BLOCK_FIELDS), np.int64)
+        for block, (a, b, rows) in zip(blocks, held, strict=True):
+            block[:3] = a.data_ptr(), b.data_ptr(), 0 if rows is None else rows.data_ptr()
+            block[3:] = len(a), len(b), a.dtype is torch.bfloat16, b.dtype is torch.bfloat16
+        shapes = [(sum(len(a) for a, _, _ in parts), pairs.width_in) for pairs, parts in given]
+        counts = [-(-pairs.width_out // COLUMNS) for pairs, _ in given]
+        ranges_C2 = torch.empty(sum(counts), 2, dtype=torch.int32)
+        packings = np.zeros((len(given), _PACKING_FIELDS), np.int64)
+        packings[:, 1] = [len(parts) for _, parts in given]
+        packings[:, 0] = blocks.ctypes.data + (packings[:, 1].cumsum() - packings[:, 1]) * blocks.strides[0]
+        packings[:, 2:4], packings[:, 4] = shapes, [pairs.width_out for pairs, _ in given]
+        packings[:, 5] = ranges_C2.data_ptr() + (np.cumsum(counts) - counts) * ranges_C2[:1].nbytes
+        self._find_ranges(packings.ctypes.data, len(packings))
+        lengths = np.stack([packings[:, 2] * packings[:, 3], packings[:, 8] * COLUMNS], axis=1)
+        padded = -(-lengths // COLUMNS) * COLUMNS  # each begins at a cache line
+        starts = padded.cumsum().reshape(padded.shape) - padded
+        packed = huge_pages.empty(int(padded.sum()), self._dtype)
+        packings[:, 6:8] = packed.data_ptr() + starts * packed.itemsize
+        self._pack(packings.ctypes.data, len(packings))
+        found: list[PackedPair | None] = []
+        parts = zip(shapes, starts.tolist(), lengths.tolist(), ranges_C2.split(counts), packings[:, 9], strict=True)
+        for shape, (a, b), (num_a, num_b), ranges, is_finite in parts:
+            a_RX, blocks_nC = packed[a : a + num_a].view(shape), packed[b : b + num_b].view(-1, COLUMNS)
+            found.append((a_RX, blocks_nC, ranges) if is_finite else None)
+        return found
+
+    def _readable(self, tensor: Tensor) -> Tensor:
+        """In a dtype and order that the native calls read."""
+        dtype = tensor.dtype if tensor.dtype in SUFFIXES else self._dtype
+        return tensor.detach().to(dtype).contiguous()
 
     def plan(self, slot_T: Tensor) -> None:
         slots, tokens = slot_T.sort(stable=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 
 import torch
 from torch import Tensor
+
+from megatron_infer.kernels.lora import PairBlock, dense
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,41 @@ class LoRAPair:
     def rank(self) -> int:
         return len(self.a)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the linear."""
+        return self.b.shape[0], self.a.shape[1]
+
+    @property
+    def blocks(self) -> tuple[PairBlock, ...]:
+        return ((self.a, self.b, None),)
+
+
+@dataclass(frozen=True)
+class JoinedPair:
+    """The pair of a linear that stands for several, with an A each: what is zero in its B is not held."""
+
+    blocks: tuple[PairBlock, ...]
+    shape: tuple[int, int]
+    """(out, in) of the linear."""
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return sum(len(a) for a, _, _ in self.blocks)
+
+    @property
+    def a(self) -> Tensor:
+        return self._dense[0]
+
+    @property
+    def b(self) -> Tensor:
+        return self._dense[1]
+
+    @cached_property
+    def _dense(self) -> tuple[Tensor, Tensor]:
+        return dense(self.blocks, self.shape[0])
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -34,7 +72,7 @@ class Adapter:
     """
 
     name: str
-    pairs: dict[str, LoRAPair] = field(repr=False)
+    pairs: Mapping[str, LoRAPair | JoinedPair] = field(repr=False)
 
     @property
     def rank(self) -> int:
@@ -43,17 +81,12 @@ class Adapter:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all that the adapter computes with: paths, matrices in their dtypes, scales. Not of its name."""
+        """Hash of all that the adapter computes with: paths, blocks in their dtypes, scales. Not of its name."""
         found = sha256()
         for path, pair in sorted(self.pairs.items()):
             found.update(repr((path, float(pair.scale))).encode())
-            for tensor in (pair.a, pair.b):
+            for tensor in (tensor for block in pair.blocks for tensor in block if tensor is not None):
                 plain = tensor.detach().cpu().contiguous()
                 found.update(repr((str(plain.dtype), tuple(plain.shape))).encode())
                 found.update(memoryview(plain.view(torch.uint8).numpy()))  # type: ignore[arg-type]
         return found.hexdigest()[:32]
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are. Their sum, which is infinite or NaN if a number is, is read faster than each."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.errors import ConfigError, ModelError
-from megatron_infer.kernels.lora import AdapterPairs, LoRABackend, PackedPair
-from megatron_infer.lora.adapter import Adapter, LoRAPair, is_finite
+from megatron_infer.kernels.lora import AdapterPairs, LoRABackend, PackedPair, PairBlock
+from megatron_infer.lora.adapter import Adapter, JoinedPair, LoRAPair
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.attached_lora import ATTACHED
 from megatron_infer.models.fused_layers import FusedLinear
@@ -34,14 +33,13 @@ class _Part:
     columns: Reducer | None = None
     """The ranks that divide the columns of A."""
 
-    def of(self, pair: LoRAPair) -> tuple[Tensor, Tensor]:
-        a, b = pair.a, pair.b
+    def of(self, pair: LoRAPair | JoinedPair) -> Sequence[PairBlock]:
         if (group := self.columns) is not None:
-            a = a.chunk(group.size, dim=1)[group.rank]
+            return [(a.chunk(group.size, dim=1)[group.rank], b, rows) for a, b, rows in pair.blocks]
         if (group := self.rows) is not None:
-            whole = b.split([length * group.size for length in self.parts])
-            b = torch.cat([part.chunk(group.size)[group.rank] for part in whole])
-        return a, b
+            whole = pair.b.split([length * group.size for length in self.parts])
+            return [(pair.a, torch.cat([part.chunk(group.size)[group.rank] for part in whole]), None)]
+        return pair.blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +73,7 @@ class AdapterBank:
         if any(linear.attached is not None for linear in linears.values()):
             raise ConfigError(f"lora={config}, and the model {ATTACHED}; leave lora None")
         self.max_rank = config.max_rank
+        self._backend, self._dtype = backend, getattr(torch, adopted.shape.dtype)
         self.adapters: dict[str, PackedAdapter] = {}
         self._parts = {path: _part_of(linear, adopted.live) for path, linear in linears.items()}
         self._max_ranks: dict[str, int] = {}
@@ -83,10 +82,9 @@ class AdapterBank:
             width_out, width_in = linear.weight().shape
             # Projections made of several Hugging Face linears have the ranks of all.
             most = config.max_rank * (3 if path.endswith("linear_qkv") else 2 if path.endswith("linear_fc1") else 1)
-            dtype = getattr(torch, adopted.shape.dtype)
             with torch.inference_mode(False):
                 self._slots[path] = backend.pairs(
-                    config.max_loras, most, width_in, width_out, dtype=dtype, device=adopted.device
+                    config.max_loras, most, width_in, width_out, dtype=self._dtype, device=adopted.device
                 )
             self._max_ranks[path] = most
         adopted.set_lora(self._slots)
@@ -95,29 +93,29 @@ class AdapterBank:
     def pack(self, adapter: Adapter) -> PackedAdapter:
         """This rank's part of an adapter; from any thread. Raises ModelError for one that this model cannot compute
         with."""
-        name, missing = adapter.name, set()
-        pairs: dict[str, tuple[PackedPair, float]] = {}
+        name, own = adapter.name, {path: pair for path, pair in adapter.pairs.items() if path in self._parts}
         if not adapter.pairs:
             raise ModelError(f"adapter {name!r} changes no linear")
-        for path, pair in adapter.pairs.items():
-            if (part := self._parts.get(path)) is None:
-                missing.add(path)
-                continue
-            limit, got = self._max_ranks[path], (pair.b.shape[0], pair.a.shape[1])
+        for path, pair in own.items():
+            limit, expected = self._max_ranks[path], self._parts[path].shape
             if not 1 <= pair.rank <= limit:
                 raise ModelError(
                     f"adapter {name!r}: {path} has rank {pair.rank}, the limit is {limit} (max_rank "
                     f"{self.max_rank}); raise max_rank in LoRAConfig (--max-lora-rank)"
                 )
-            if got != part.shape or pair.b.shape[1] != pair.rank:
+            if pair.shape != expected or any(len(a) != b.shape[1] for a, b, _ in pair.blocks):
+                (out, width), (want_out, want_width) = pair.shape, expected
                 raise ModelError(
-                    f"adapter {name!r}: {path} is for {got[1]} inputs and {got[0]} outputs, the model's linear has "
-                    f"{part.shape[1]} and {part.shape[0]}; is it an adapter of another model?"
+                    f"adapter {name!r}: {path} is for {width} inputs and {out} outputs, the model's linear has "
+                    f"{want_width} and {want_out}; is it an adapter of another model?"
                 )
-            packed = self._slots[path].pack(*part.of(pair))
-            if not (all(map(is_finite, packed)) and abs(pair.scale) <= _MAX_SCALE):
-                raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite in {packed[0].dtype}")
-            pairs[path] = packed, pair.scale
+        packed = self._backend.pack([(self._slots[path], self._parts[path].of(pair)) for path, pair in own.items()])
+        pairs: dict[str, tuple[PackedPair, float]] = {}
+        for (path, pair), one in zip(own.items(), packed, strict=True):
+            if one is None or not abs(pair.scale) <= _MAX_SCALE:
+                raise ModelError(f"adapter {name!r}: {path} has numbers that are not finite in {self._dtype}")
+            pairs[path] = one, pair.scale
+        missing = adapter.pairs.keys() - own.keys()
         return PackedAdapter(digest=adapter.digest, rank=adapter.rank, pairs=pairs, missing=frozenset(missing))
 
     def write(self, slot: int, name: str) -> None:

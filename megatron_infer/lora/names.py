@@ -52,24 +52,19 @@ class AdaptedLinear:
     """(out, in) of its weight."""
     sources: Mapping[str, tuple[int, int]]
     """Name of each Hugging Face linear -> its (out, in), in order."""
-    row: Tensor
-    """int32 [out]: the row in all sources, one behind the other, from 1 on; 0: padding."""
+    rows: Mapping[str, Tensor]
+    """int32 [out_s]: which row of the linear each row of a source is. Other rows are padding."""
     factor: float
     """What loading multiplies into its weight (`WeightScales`)."""
 
-    def gathered(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """[out_s, n] of each source -> [out, n] in megatron-core's order."""
-        first = next(iter(parts.values()))
-        stacked = torch.cat([first.new_zeros(1, first.shape[1]), *(parts[source] for source in self.sources)])
-        found = stacked.index_select(0, self.row)
-        return found if self.factor == 1.0 else found.float() * self.factor
+    def scaled(self, b: Tensor) -> Tensor:
+        return b if self.factor == 1.0 else b.float() * self.factor
 
     def parted(self, rows: Tensor) -> dict[str, Tensor]:
         """[out, n] in megatron-core's order -> [out_s, n] of each source."""
-        sizes = [out for out, _ in self.sources.values()]
-        stacked = rows.new_empty(1 + sum(sizes), rows.shape[1])
-        stacked[self.row.long()] = rows if self.factor == 1.0 else (rows.float() / self.factor).to(rows.dtype)
-        return {name: part.contiguous() for name, part in zip(self.sources, stacked[1:].split(sizes), strict=True)}
+        if self.factor != 1.0:
+            rows = (rows.float() / self.factor).to(rows.dtype)
+        return {source: rows[own.long()] for source, own in self.rows.items()}
 
 
 class AdaptedLinears:
@@ -172,9 +167,13 @@ def _linear(path: str, own: Recipe, target: Recipe, *, transposed: bool) -> Adap
     factors = target.make(_Rows(sizes, transposed=transposed, numbered=False), WHOLE).flatten().double()
     factor = float(factors.max())
     row = (numbers / factor).round().int()
+    own, order = row.sort(stable=True)
+    counts = [out for out, _ in sources.values()]
     inputs = {as_linear(shape)[1] for shape in target.sources.values()}
     assert len(inputs) == 1 and bool((factors[row > 0] == factor).all()), f"{path}: its sources differ"
-    return AdaptedLinear(path=path, shape=(len(row), inputs.pop()), sources=sources, row=row, factor=factor)
+    assert own[own > 0].tolist() == list(range(1, sum(counts) + 1)), f"{path}: its rows are not those of its sources"
+    rows = dict(zip(sources, order[own > 0].int().split(counts), strict=True))
+    return AdaptedLinear(path=path, shape=(len(row), inputs.pop()), sources=sources, rows=rows, factor=factor)
 
 
 class _Rows:

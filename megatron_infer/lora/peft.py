@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import ModelError
-from megatron_infer.lora.adapter import Adapter, LoRAPair, is_finite
+from megatron_infer.kernels import huge_pages
+from megatron_infer.kernels.lora import PairBlock, dense, is_finite
+from megatron_infer.lora.adapter import Adapter, JoinedPair, LoRAPair
 from megatron_infer.lora.names import AdaptedLinear, AdaptedLinears
 from megatron_infer.lora.peft_config import PeftConfig
 from megatron_infer.model_loader.hf_family import spelled
@@ -97,9 +99,9 @@ class _Pairs:
         self._config, self._linears, self._max_rank = config, linears, max_rank
         self._problems: list[str] = []
 
-    def joined(self, scaled: Mapping[str, LoRAPair]) -> dict[str, LoRAPair]:
+    def joined(self, scaled: Mapping[str, LoRAPair]) -> dict[str, LoRAPair | JoinedPair]:
         """Pairs by megatron-core's path, of those by the source's linears."""
-        pairs: dict[str, LoRAPair] = {}
+        pairs: dict[str, LoRAPair | JoinedPair] = {}
         for path, linear in self._linears.by_path.items():
             parts = {source: scaled[source] for source in linear.sources if source in scaled}
             if path in scaled:
@@ -204,30 +206,34 @@ class _Pairs:
         return None
 
 
-def _joined(linear: AdaptedLinear, parts: Mapping[str, LoRAPair]) -> LoRAPair:
-    """One pair of a fused linear: A stacks those of its sources, and B is block-diagonal. Sources whose A and scale are
-    equal share their rows of A."""
-    blocks: list[LoRAPair] = []
-    block_of: dict[str, int] = {}
+def _joined(linear: AdaptedLinear, parts: Mapping[str, LoRAPair]) -> LoRAPair | JoinedPair:
+    """One pair of a linear: A stacks those of its sources, and B is block-diagonal. Sources whose A and scale are equal
+    share their rows of A."""
+    sharing: list[list[str]] = []
     for source, pair in parts.items():
-        same = (i for i, b in enumerate(blocks) if b.scale == pair.scale and torch.equal(b.a, pair.a))
-        block_of[source] = next(same, len(blocks))
-        if block_of[source] == len(blocks):
-            blocks.append(pair)
+        firsts = (parts[sources[0]] for sources in sharing)
+        same = (i for i, first in enumerate(firsts) if first.scale == pair.scale and torch.equal(first.a, pair.a))
+        if (index := next(same, None)) is None:
+            sharing.append([source])
+        else:
+            sharing[index].append(source)
     dtypes = {tensor.dtype for pair in parts.values() for tensor in (pair.a, pair.b)}
-    is_one = len(dtypes) == 1 and len({pair.scale for pair in blocks}) == 1
-    dtype, scale = (dtypes.pop(), blocks[0].scale) if is_one else (torch.float32, 1.0)
-    starts = [0]
-    for block in blocks:
-        starts.append(starts[-1] + block.rank)
-    rows = {source: torch.zeros(out, starts[-1], dtype=dtype) for source, (out, _) in linear.sources.items()}
-    for source, pair in parts.items():
-        own = pair.b if pair.scale == scale else pair.b.to(dtype) * pair.scale
-        rows[source][:, starts[block_of[source]] : starts[block_of[source] + 1]] = own
-    a = torch.cat([block.a.to(dtype) for block in blocks])
-    if (missing := linear.shape[1] - a.shape[1]) > 0:  # kv groups of zeros
-        a = torch.nn.functional.pad(a, (0, missing))
-    return LoRAPair(a=a, b=linear.gathered(rows), scale=scale)
+    scales = {pair.scale for pair in parts.values()}
+    dtype, scale = (dtypes.pop(), scales.pop()) if len(dtypes) == 1 == len(scales) else (torch.float32, 1.0)
+    blocks: list[PairBlock] = []
+    for sources in sharing:
+        a = parts[sources[0]].a.to(dtype)
+        if (missing := linear.shape[1] - a.shape[1]) > 0:  # kv groups of zeros
+            a = torch.nn.functional.pad(a, (0, missing))
+        given = [parts[source] for source in sources]
+        own = [pair.b if pair.scale == scale else pair.b.to(dtype) * pair.scale for pair in given]
+        b, rows = (one[0] if len(one) == 1 else torch.cat(one) for one in (own, [linear.rows[one] for one in sources]))
+        blocks.append((a, linear.scaled(b.to(dtype)), rows))
+    if len(blocks) > 1:
+        return JoinedPair(tuple(blocks), linear.shape, scale)
+    if torch.equal(rows, torch.arange(linear.shape[0], dtype=rows.dtype)):
+        return LoRAPair(*blocks[0][:2], scale)
+    return LoRAPair(*dense(blocks, linear.shape[0]), scale)
 
 
 # ---------------------------------------------------------------------- writing
@@ -301,56 +307,66 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_pairs(
     path: Path, model: Any, description: ModelDescription | None, config: PeftConfig, max_rank: int | None
-) -> dict[str, LoRAPair]:
+) -> dict[str, LoRAPair | JoinedPair]:
     """Names and shapes are checked before a tensor is read. Read, not mapped: a mapped file that is cut short meanwhile
     kills the process."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     with _opened(path) as file:
         start = file.read(8)
         if len(start) < 8 or (length := int.from_bytes(start, "little")) > MAX_HEADER_BYTES:
             raise ModelError(f"{path.name} is no safetensors file, or its header is over {MAX_HEADER_BYTES:,} bytes")
         header = file.read(length)
-        shapes = _empty_tensors(_json_object(header, path.name), path.name)
-        linears = AdaptedLinears.of(model, tuple(map(_module_name, shapes)), description)
+        empty, starts = _empty_tensors(_json_object(header, path.name), path.name)
+        linears = AdaptedLinears.of(model, tuple(map(_module_name, empty)), description)
         pairs = _Pairs(config, linears, max_rank)
-        checked = pairs.checked(shapes)
+        checked = pairs.checked(empty)
+        content = huge_pages.empty(sum(tensor.nbytes for tensor in empty.values()), torch.uint8)
+        if file.readinto(memoryview(content.numpy())) < len(content) or file.read(1):  # type: ignore[attr-defined]
+            raise ModelError(f"{path.name} is damaged or cut short: its header says {len(content):,} bytes of tensors")
         file.seek(0)
-        content = file.read(len(start) + length + sum(tensor.nbytes for tensor in shapes.values()) + 1)
-    try:
-        tensors = load(content)
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ModelError(f"{path.name} is damaged or cut short: {error}") from None
-    if _kinds(tensors) != _kinds(shapes):  # it was written anew in between
-        raise ModelError(f"{path.name} has changed while it was read; load it again")
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
-            raise ModelError(f"{_module_name(name)} has NaN or infinity")
-    read = {id(empty): tensors[name] for name, empty in shapes.items()}
+        if file.read(8 + length) != start + header:  # it was written anew in between
+            raise ModelError(f"{path.name} has changed while it was read; load it again")
+    read = {id(one): _view(content, starts[name], one) for name, one in empty.items()}
+    dtypes = {tensor.dtype for tensor in empty.values()}
+    if len(dtypes) > 1 or not is_finite(content.view(*dtypes)):
+        for name, one in empty.items():
+            if not is_finite(read[id(one)]):
+                raise ModelError(f"{_module_name(name)} has NaN or infinity")
     return pairs.joined({one: LoRAPair(read[id(p.a)], read[id(p.b)], p.scale) for one, p in checked.items()})
 
 
-def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+def _view(content: Tensor, start: int, empty: Tensor) -> Tensor:
+    """The tensor whose bytes begin at `start`."""
+    part = content[start : start + empty.nbytes]
+    return (part.clone() if start % empty.itemsize else part).view(empty.dtype).view(empty.shape)
 
 
-def _empty_tensors(header: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """The tensors that a safetensors header speaks of, without content."""
+def _empty_tensors(header: Mapping[str, Any], name: str) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The tensors that a safetensors header speaks of, without content, and where the bytes of each begin."""
     found: dict[str, Tensor] = {}
+    spans: list[tuple[int, int, str]] = []
     for tensor, entry in header.items():
         if tensor == "__metadata__":
             continue
         try:
-            dtype, shape = entry["dtype"], entry["shape"]
+            dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             if dtype not in _DTYPE_NAMES:
                 raise ModelError(f"{tensor} has the dtype {str(dtype)[:40]}; known are {', '.join(_DTYPE_NAMES)}")
             if not all(type(size) is int and 0 <= size < 1 << 31 for size in shape) or len(shape) > 8:
                 raise TypeError("not a shape")
             found[tensor] = torch.empty(shape, dtype=_DTYPE_NAMES[dtype], device="meta")
-        except (TypeError, KeyError, RuntimeError):
-            raise ModelError(f"{name} is damaged: its header says no shape and dtype of {tensor[:200]}") from None
-    return found
+            if type(start) is not int or end - start != found[tensor].nbytes:
+                raise TypeError("not its offsets")
+        except ModelError:
+            raise
+        except (TypeError, KeyError, ValueError, RuntimeError):
+            raise ModelError(
+                f"{name} is damaged: its header says no shape, dtype and offsets of {tensor[:200]}"
+            ) from None
+        spans.append((start, end, tensor))
+    spans.sort()
+    if [start for start, _, _ in spans] != [0, *(end for _, end, _ in spans)][: len(spans)]:
+        raise ModelError(f"{name} is damaged or cut short: its tensors do not follow each other")
+    return found, {tensor: start for start, _, tensor in spans}
 
 
 @contextmanager

@@ -22,7 +22,7 @@ def case(width_in, width_out, max_rank, dtype, num_tokens=23, seed=0, device=CPU
         if rank == max_rank:  # block-diagonal, as of queries, keys and values with an A each
             third = width_out // 3
             b[: rank // 2, third : 2 * third] = b[rank // 2 :, :third] = b[:, 2 * third :] = 0
-        weights.put(slot, weights.pack(a, b.T), 2.0 / (slot + 1))
+        weights.put(slot, weights.pack([(a, b.T, None)]), 2.0 / (slot + 1))
     x = torch.randn(num_tokens, width_in, generator=generator).to(device, dtype)
     y = torch.randn(num_tokens, width_out, generator=generator).to(device, dtype)
     slots = torch.randint(-1, 4, (num_tokens,), dtype=torch.int32, generator=generator).to(device)

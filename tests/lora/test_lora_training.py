@@ -64,6 +64,7 @@ def test_gradients_are_those_of_the_formula(name, exact):
         session.score_and_backward(SEQUENCES, loss_over(SEQUENCES))
     got = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert set(got) == set(want)
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if name not in got), "the base's"
     for name, grad in got.items():
         assert grad is not None and grad.any(), name
         torch.testing.assert_close(grad, want[name], atol=2e-5 * want[name].abs().max().item(), rtol=1e-3, msg=name)

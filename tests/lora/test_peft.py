@@ -9,6 +9,7 @@ import torch
 from peft_cases import DENSE, logits_of, merge, saved
 from plain_forward import full_logits
 
+from megatron_infer.lora.names import AdaptedLinears
 from megatron_infer.lora.peft import read_adapter
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.sources import open_source
@@ -58,3 +59,23 @@ def test_an_adapter_computes_what_it_computes_in_peft(case, tmp_path):
     assert (without - expected).abs().max() > 0.1, "the adapter changes nothing"
     scale = expected.abs().max()
     assert (full_logits(merge(model, adapter), IDS) - expected).abs().max() < 1e-5 * max(scale, 1)
+
+
+def test_kv_groups_that_a_model_is_padded_with_get_zeros(tmp_path):
+    """As `build_model` adds them where groups do not divide over ranks: here a third one."""
+    base, folder, _ = saved(tmp_path, "llama", DENSE)
+    description = open_source(base).config()
+    model = build_model(open_source(base))
+    whole = read_adapter("one", folder, model, description=description).pairs
+    model.config.num_query_groups = 3
+    padded = read_adapter("one", folder, model, description=description).pairs
+    linears = [AdaptedLinears(description, num_groups=count) for count in (None, 3)]
+    for part, out, width in (("linear_qkv", 24, 0), ("linear_proj", 0, 24)):
+        path = f"decoder.layers.1.self_attention.{part}"
+        assert padded[path].shape == (whole[path].shape[0] + 5 * out // 3, whole[path].shape[1] + width), part
+        pairs = (whole[path], padded[path])
+        own, other = (one.by_path[path].parted(pair.b @ pair.a) for one, pair in zip(linears, pairs, strict=True))
+        for source, rows in own.items():
+            count = rows.shape[1]
+            assert rows.any() and torch.equal(other[source][:, :count], rows) and not other[source][:, count:].any()
+        assert (padded[path].b != 0).any(dim=1).sum() == len(whole[path].b)

@@ -7,6 +7,8 @@
 // by a shuffle tree; B h adds the ranks in order to each entry. Everything is fp32, and y is rounded once.
 #include "layer_ops.h"
 
+#include <vector>
+
 namespace mi {
 
 struct LoraWeights {  // mirrored in native_lora.py; pointers are to entries of each slot
@@ -20,6 +22,21 @@ struct LoraWeights {  // mirrored in native_lora.py; pointers are to entries of 
 struct LoraStep {
     const int32_t *token, *slot;  // of the tokens with an adapter, sorted by slot
     int64_t num_tokens, threads;
+};
+
+struct LoraBlock {  // ranks of a pair that is packed; mirrored in native_lora.py, as is LoraPacking
+    const void *a, *b;   // [rank, inner] and [num_rows, rank]
+    const int32_t* row;  // the linear's row of each row of b; null: the same
+    int64_t rank, num_rows, a_is_bf16, b_is_bf16;
+};
+
+struct LoraPacking {  // a pair: ranges and num_ranks are written first, then a, b and is_finite
+    const LoraBlock* blocks;
+    int64_t num_blocks, rank, inner, rows;
+    int32_t* ranges;
+    void *a, *b;
+    int64_t num_ranks;  // of all blocks of B
+    int64_t is_finite;
 };
 
 namespace {
@@ -209,6 +226,113 @@ void lora(const LoraWeights& weights, const LoraStep& step, T* y, const T* x, in
     parallel_ranges((int)step.threads, step.num_tokens, [&](int64_t begin, int64_t end) { task.run(begin, end); });
 }
 
+// ------------------------------------------------------------------ packing
+
+template <class T, class S>
+inline T rounded(S x) {
+    T t;
+    set(t, to_float(x));
+    return t;
+}
+inline bool is_wild(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    return (u & 0x7f800000u) == 0x7f800000u;
+}
+inline bool is_wild(bf16 x) { return (x.bits & 0x7f80u) == 0x7f80u; }
+
+template <class T>
+struct Packing {
+    LoraPacking& to;
+
+    int64_t num_columns() const { return (to.rows + kColumns - 1) / kColumns; }
+
+    // The ranks of each block of B from the first to the last one with an entry that is not zero in T.
+    void find_ranges() {
+        for (int64_t c = 0; c < num_columns(); ++c) {
+            to.ranges[2 * c] = (int32_t)to.rank;
+            to.ranges[2 * c + 1] = 0;
+        }
+        int64_t first = 0;
+        for (int64_t i = 0; i < to.num_blocks; first += to.blocks[i++].rank) {
+            const LoraBlock& block = to.blocks[i];
+            block.b_is_bf16 ? widen(block, (const bf16*)block.b, first) : widen(block, (const float*)block.b, first);
+        }
+        to.num_ranks = 0;
+        for (int64_t c = 0; c < num_columns(); ++c) {
+            int32_t* range = to.ranges + 2 * c;
+            if (!range[1]) range[0] = 0;
+            to.num_ranks += range[1] - range[0];
+        }
+    }
+
+    template <class S>
+    void widen(const LoraBlock& block, const S* b, int64_t first) {
+        const auto is_zero = [](S x) { return to_float(rounded<T>(x)) == 0; };
+        for (int64_t i = 0; i < block.num_rows; ++i, b += block.rank) {
+            int64_t begin = 0, end = block.rank;
+            while (begin < end && is_zero(b[begin])) ++begin;
+            if (begin == end) continue;
+            while (is_zero(b[end - 1])) --end;
+            int32_t* range = to.ranges + (block.row ? block.row[i] : i) / kColumns * 2;
+            if (first + begin < range[0]) range[0] = (int32_t)(first + begin);
+            if (first + end > range[1]) range[1] = (int32_t)(first + end);
+        }
+    }
+
+    void write() {
+        std::memset(to.b, 0, to.num_ranks * kColumns * sizeof(T));
+        std::vector<T*> column(num_columns());  // where a block of B would have its rank 0
+        T* at = (T*)to.b;
+        for (int64_t c = 0; c < num_columns(); ++c) {
+            const int32_t* range = to.ranges + 2 * c;
+            column[c] = at - range[0] * kColumns;
+            at += (range[1] - range[0]) * kColumns;
+        }
+        bool wild = false;
+        T* a = (T*)to.a;
+        int64_t first = 0;
+        for (int64_t i = 0; i < to.num_blocks; ++i) {
+            const LoraBlock& block = to.blocks[i];
+            const int64_t count = block.rank * to.inner;
+            wild |= block.a_is_bf16 ? copy(a, (const bf16*)block.a, count) : copy(a, (const float*)block.a, count);
+            wild |= block.b_is_bf16 ? turn(column.data(), block, (const bf16*)block.b, first)
+                                    : turn(column.data(), block, (const float*)block.b, first);
+            a += count;
+            first += block.rank;
+        }
+        to.is_finite = !wild;
+    }
+
+    template <class S>
+    static bool copy(T* out, const S* in, int64_t count) {
+        int wild = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            out[i] = rounded<T>(in[i]);
+            wild |= is_wild(out[i]);
+        }
+        return wild;
+    }
+
+    template <class S>
+    bool turn(T* const* column, const LoraBlock& block, const S* b, int64_t first) const {
+        int wild = 0;
+        for (int64_t i = 0; i < block.num_rows; ++i, b += block.rank) {
+            const int64_t row = block.row ? block.row[i] : i;
+            const int32_t* range = to.ranges + row / kColumns * 2;
+            T* out = column[row / kColumns] + first * kColumns + row % kColumns;
+            const int64_t begin = range[0] > first ? range[0] - first : 0;
+            const int64_t end = range[1] < first + block.rank ? range[1] - first : block.rank;
+            for (int64_t r = begin; r < end; ++r) {
+                const T entry = rounded<T>(b[r]);
+                out[r * kColumns] = entry;
+                wild |= is_wild(entry);
+            }
+        }
+        return wild;
+    }
+};
+
 }  // namespace
 }  // namespace mi
 
@@ -223,4 +347,14 @@ void mi_lora_bf16(const LoraWeights* weights, const LoraStep* step, void* y, con
                   int64_t x_stride) {
     lora(*weights, *step, (bf16*)y, (const bf16*)x, y_stride, x_stride);
 }
+
+#define MI_LORA_PACKING(SUFFIX, T)                                                         \
+    void mi_lora_find_ranges_##SUFFIX(LoraPacking* packings, int64_t count) {              \
+        for (int64_t i = 0; i < count; ++i) Packing<T>{packings[i]}.find_ranges();         \
+    }                                                                                      \
+    void mi_lora_pack_##SUFFIX(LoraPacking* packings, int64_t count) {                     \
+        for (int64_t i = 0; i < count; ++i) Packing<T>{packings[i]}.write();               \
+    }
+MI_LORA_PACKING(f32, float)
+MI_LORA_PACKING(bf16, bf16)
 }

@@ -12,12 +12,14 @@ Legend: T tokens, X and W widths of a linear, S adapter slots, R rank, P parts o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_infer.kernels.lora import LoRAWeights
+from megatron_infer.kernels.lora import LoRAWeights, PackedPair, PairBlock
 from megatron_infer.kernels.triton.attention_tiles import precision
 from megatron_infer.kernels.triton.launch import DTYPES, AotVariant, cdiv, launch
 from megatron_infer.kernels.triton.launch import unavailable as no_triton
@@ -107,6 +109,9 @@ class TritonLoRA:
         self, num_slots: int, max_rank: int, width_in: int, width_out: int, *, dtype: torch.dtype, device: torch.device
     ) -> LoRAWeights:
         return LoRAWeights.empty(num_slots, max_rank, width_in, width_out, dtype=dtype, device=device)
+
+    def pack(self, given: Sequence[tuple[LoRAWeights, Sequence[PairBlock]]]) -> list[PackedPair | None]:
+        return [weights.pack(blocks) for weights, blocks in given]
 
     def plan(self, slot_T: Tensor) -> None:
         self._slot_T = slot_T
