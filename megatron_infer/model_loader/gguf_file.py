@@ -114,6 +114,11 @@ class GGUFFile:
         except NotImplementedError as error:
             raise ModelError(f"{self.path}: tensor {name} has type {kind.name}, which cannot be dequantised") from error
 
+    def release_pages(self) -> None:
+        """Count the file's pages as the system's cache, no longer as this process's memory, until they are read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def _read_header(self) -> None:
         version = self._scalar("<I")
         if version not in (2, 3):

@@ -60,6 +60,7 @@ class HFDirectory:
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         load_weights(model, self._open(), self._description, shard)
+        self._reader = None  # and with it the mapped files
 
     def tokenizer(self) -> Tokenizer:
         with damage_named(self.name):
@@ -89,6 +90,7 @@ class GGUFSource:
 
     def load_into(self, model: nn.Module, shard: Shard = WHOLE) -> None:
         load_weights(model, self._weights, self._weights.description, shard)
+        self._weights.file.release_pages()
 
     def tokenizer(self) -> Tokenizer:
         with damage_named(self.name):
