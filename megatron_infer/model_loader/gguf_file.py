@@ -115,7 +115,7 @@ class GGUFFile:
             raise ModelError(f"{self.path}: tensor {name} has type {kind.name}, which cannot be dequantised") from error
 
     def release_pages(self) -> None:
-        """Count the file's pages as the system's cache, no longer as this process's memory, until they are read again."""
+        """Give the file's pages back to the system's cache; they are read again where they are needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 

@@ -7,13 +7,7 @@ namespace mi {
 inline float half(const uint8_t* p) {
     uint16_t h;
     std::memcpy(&h, p, sizeof h);
-    const uint32_t sign = (uint32_t)(h & 0x8000u) << 16, most = h & 0x7fffu;
-    uint32_t bits = (most + (112u << 10)) << 13;
-    if (most >= 0x7c00u) bits = most << 13 | 0x7f800000u;
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    if (most < 0x400u) x = (float)most * 0x1p-24f;
-    return sign ? -x : x;
+    return of_half(h);
 }
 
 // The scale and the offset of part j of 8 of a Q4_K or Q5_K block: 6 bits each.
