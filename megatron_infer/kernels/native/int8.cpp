@@ -147,34 +147,30 @@ struct Block {
     }
 };
 
-inline bool any(vi x) {
-#if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
-#else
-    int32_t all = 0;
-    for (int i = 0; i < W; ++i) all |= x[i];
-    return all;
-#endif
-}
-
 // The fp16 number whose multiples by integers of 8 bits, rounded to bf16, are the values, of which `most` is the largest
 // one times 127; 0 where there is none. Blocks of a q8_0 file are found again behind the rounding.
 static uint16_t scale_before_bf16(const Block<bf16>& block, float most) {
     const float least = most * (1 - 0x1p-8f) / kMostCode, last = most * (1 + 0x1p-8f) / kMostCode;
-    if (!(most > 0 && last < 65504.0f)) return 0;
-    const vf from = splat(least);
+    if (!(most > 0 && last < 60000.0f)) return 0;
+    const vf magic = splat(12582912.0f);
+    float values[kInputs];
+    for (int v = 0; v < kInputs / W; ++v) store(values + v * W, block.part[v]);
     uint16_t halves[W];
-    store_halves(halves, from);
-    for (uint16_t half = halves[0]; of_half(half) <= last; ++half) {
-        const float scale = of_half(half);
-        if (!(scale > 0)) continue;
-        bool same = true;
-        for (int v = 0; v < kInputs / W && same; ++v) {
+    store_halves(halves, splat(least));
+    for (uint16_t from = halves[0]; of_half(from) <= last; from += W) {  // a vector of scales at a time
+        for (int i = 0; i < W; ++i) halves[i] = from + i;
+        const vf scale = load_halves(halves), factor = 1 / scale;
+        vi fits = (scale > 0.0f) & (scale <= last);
+        for (int i = 0; i < kInputs; ++i) {
             bf16 rounded[W];
-            store(rounded, __builtin_convertvector(code_of(block.part[v], 1 / scale), vf) * scale);
-            same = !any((vi)(load(rounded) != block.part[v]));
+            store(rounded, (fma_of(splat(values[i]), factor, magic) - magic) * scale);
+            fits &= load(rounded) == splat(values[i]);
+#if defined(__AVX512F__)
+            if (!_mm512_test_epi32_mask((__m512i)fits, (__m512i)fits)) break;
+#endif
         }
-        if (same) return half;
+        for (int i = 0; i < W; ++i)
+            if (fits[i]) return halves[i];
     }
     return 0;
 }
