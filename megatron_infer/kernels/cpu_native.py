@@ -102,7 +102,7 @@ def int8_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout:
 
     return PackedLayout(
         name=INT8_PANELS,
-        takes=lambda weight: weight.dtype is dtype and weight.is_contiguous(),
+        takes=lambda weight: weight.dtype is dtype,
         pack=pack,
         num_elements=num_elements,
         dtype=torch.uint8,
@@ -141,7 +141,7 @@ class NativeOps(TorchOps):
             return packed_linear(x_TX, packed, bias)
         else:
             source, function = packed, self._panel_linear
-        known = function is not None and x_TX.ndim == 2 and self._ours(x_TX, weight)
+        known = function is not None and x_TX.ndim == 2 and self._ours(x_TX, weight if packed is None else x_TX)
         if not known or not (bias is None or self._ours(x_TX, bias)):
             if source is not weight and self._is_int8:
                 return self._int8_linear(x_TX, weight, bias)

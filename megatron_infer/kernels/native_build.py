@@ -34,6 +34,7 @@ SOURCES = (
     "ssm.cpp",
     "layers.cpp",
     "conv_stack.cpp",
+    "gguf.cpp",
     "team.cpp",
 )
 HEADERS = ("common.h", "attention.h", "checksum.h", "layer_ops.h", "shares.h", "tiles.h")

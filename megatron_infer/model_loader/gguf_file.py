@@ -7,17 +7,21 @@ little-endian.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import mmap
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from megatron_infer.errors import ModelError
+from megatron_infer.kernels import native_build
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -102,10 +106,18 @@ class GGUFFile:
             return raw.copy().view("<f4").reshape(shape)
         if kind == GGMLQuantizationType.F16:
             return raw.copy().view("<f2").reshape(shape).astype(np.float32)
+        values = np.empty(shape, np.float32)
+        if _dequantised(tensor.type_id, raw, values):
+            return values
         try:
             return dequantize(raw, kind).reshape(shape)
         except NotImplementedError as error:
             raise ModelError(f"{self.path}: tensor {name} has type {kind.name}, which cannot be dequantised") from error
+
+    def release_pages(self) -> None:
+        """Give the file's pages back to the system's cache; they are read again where they are needed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def _read_header(self) -> None:
         version = self._scalar("<I")
@@ -176,12 +188,23 @@ class GGUFFile:
     def _array(self) -> Any:
         kind, count = self._scalar("<I"), self._scalar("<Q")
         if kind == _STRING:
-            return [self._string() for _ in range(count)] if self._with_vocabulary else self._skip_strings(count)
+            return self._strings(count) if self._with_vocabulary else self._skip_strings(count)
         if kind == _ARRAY:
             return [self._array() for _ in range(count)]
         if kind not in _SCALARS:
             raise ModelError(f"{self.path}: damaged: unknown metadata array type {kind}")
         return self._numbers(kind, count)
+
+    def _strings(self, count: int) -> list[str]:
+        position, length_at, buffer, strings = self._position, _LENGTH.unpack_from, self._map, []
+        for _ in range(count):
+            start = position + 8
+            position = start + length_at(buffer, position)[0]
+            strings.append(buffer[start:position].decode("utf-8"))
+        if position > len(buffer):
+            raise IndexError
+        self._position = position
+        return strings
 
     def _skip_strings(self, count: int) -> Any:
         position, length_at, buffer = self._position, _LENGTH.unpack_from, self._map
@@ -200,3 +223,25 @@ class GGUFFile:
         values = np.frombuffer(self._map, dtype, count, self._position).tolist()
         self._position = end
         return [bool(v) for v in values] if kind == _BOOL else values
+
+
+@functools.cache
+def _native() -> Callable[..., int] | None:
+    """The native function that widens blocks; None where it cannot be built."""
+    try:
+        function = native_build.load().mi_gguf_dequantise
+    except native_build.NativeUnavailable:
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    function.restype = ctypes.c_int
+    return cast(Callable[..., int], function)
+
+
+def _dequantised(type_id: int, raw: np.ndarray, values: np.ndarray) -> bool:
+    """Whether a native function for this type has filled `values` with those of the blocks in `raw`."""
+    import torch
+
+    function = _native()
+    return function is not None and bool(
+        function(type_id, raw.ctypes.data, values.ctypes.data, values.size, torch.get_num_threads())
+    )

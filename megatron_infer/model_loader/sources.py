@@ -62,6 +62,7 @@ class HFDirectory:
     def load_into(self, model: nn.Module | None, shard: Shard = WHOLE) -> None:
         if model is not None:
             load_weights(model, self._open(), self._description, shard)
+            self._reader = None  # and with it the mapped files
 
     def tokenizer(self) -> Tokenizer:
         with damage_named(self.name):
@@ -92,6 +93,7 @@ class GGUFSource:
     def load_into(self, model: nn.Module | None, shard: Shard = WHOLE) -> None:
         if model is not None:
             load_weights(model, self._weights, self._weights.description, shard)
+            self._weights.file.release_pages()
 
     def tokenizer(self) -> Tokenizer:
         with damage_named(self.name):

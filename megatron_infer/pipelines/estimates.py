@@ -20,10 +20,14 @@ SNAPSHOT_SHARE = 1 / 9
 """Share of the room for recurrent states that the prefix cache keeps: at most an eighth of the buffer beside it."""
 
 
-def packed_bytes(shape: ModelShape, *, has_own_embedding: bool) -> int:
+INT8_BYTES = 34 / 32
+"""Bytes of a weight that is packed in 8 bits: a code, and a share of its block's scale."""
+
+
+def packed_bytes(shape: ModelShape, *, has_own_embedding: bool, is_int8: bool) -> int:
     """Bytes of packed linear weights: of all parameters but an input embedding that is not the output layer, too."""
     embedding = shape.padded_vocab_size * shape.hidden_size if has_own_embedding else 0
-    return max(0, shape.num_parameters - embedding) * shape.kv_dtype_bytes
+    return int(max(0, shape.num_parameters - embedding) * (INT8_BYTES if is_int8 else shape.kv_dtype_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,8 @@ class Estimator:
     """One rank's share of the model that drafts."""
     packed: int = 0
     """Bytes of the copies of linear weights in the layout of a CPU's kernels, see `packed_bytes`."""
+    is_int8: bool = False
+    """The copies have 8 bits a weight, whatever the model's dtype."""
     keeps_snapshots: bool
     """The prefix cache keeps recurrent states, on top of the buffer."""
     buffer: int | None = None
@@ -173,5 +179,5 @@ class Estimator:
             size = min(2, self.kv_element_bytes)
             yield (
                 "quantization_encoding=bfloat16",
-                replace(self, shape=shape, kv_element_bytes=size, packed=self.packed // 2),
+                replace(self, shape=shape, kv_element_bytes=size, packed=self.packed // (1 if self.is_int8 else 2)),
             )

@@ -100,6 +100,7 @@ def test_rope_factors_of_the_file_act(tmp_path):
     assert (full_logits(built, ids) - expected).abs().max() < 1e-4
 
 
+@np.errstate(all="ignore")  # infinities and NaN among the scales
 def test_every_tensor_type_reads_as_the_gguf_package_reads_it(tmp_path):
     kinds = gguf.GGMLQuantizationType
     names = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
@@ -108,7 +109,7 @@ def test_every_tensor_type_reads_as_the_gguf_package_reads_it(tmp_path):
     for name in names:
         block, num_bytes = gguf.GGML_QUANT_SIZES[kinds[name]]
         shape = (6, 512 // block * num_bytes)
-        raw = random.integers(0, 60, shape, dtype=np.uint8)  # small bytes: no infinities among the scales
+        raw = random.integers(0, 256, shape, dtype=np.uint8)
         writer.add_tensor(name, raw, raw_dtype=kinds[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

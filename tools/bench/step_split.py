@@ -53,7 +53,7 @@ from megatron_infer.testing.inspect import inspect
 
 SHAPES = ("smollm2", "llama-1b-4", "moe", "hybrid")
 PARTS = {
-    "linears": ("mi_linear", "mi_panel_linear"),
+    "linears": ("mi_linear", "mi_panel_linear", "mi_int8_linear"),
     "attention": ("mi_attend",),
     "scan": ("mi_ssm", "mi_scan", "mi_conv"),
     "norms": ("mi_rms_norm", "mi_gated_rms_norm", "mi_silu"),
@@ -230,13 +230,15 @@ def measure_shape(name: str, dtype: torch.dtype, args: argparse.Namespace) -> li
         "max_tokens": max(512, most + args.chunk),
         "max_sequence_length": longest,
         "enable_prefix_caching": False,
+        "weight_dtype": args.weight_dtype,
     }
     config = machine_config(asked, shape, is_cuda=False, available_bytes=2**34)
     engine = DynamicInferenceEngine(model, config, eos_ids=(), device="cpu", owns_weights=True)
     clock = clock_of(engine)
     rows = [split_chunk(engine, clock, args)] if args.chunk else []
     rows += split_decode(engine, clock, args)
-    print(f"\n{name}, {str(dtype).removeprefix('torch.')}, context {args.context}")
+    weights = "" if args.weight_dtype == "auto" else f", weights {args.weight_dtype}"
+    print(f"\n{name}, {str(dtype).removeprefix('torch.')}{weights}, context {args.context}")
     print(table(rows), flush=True)
     return [{"shape": name, **row} for row in rows]
 
@@ -252,6 +254,7 @@ def main() -> None:
     parser.add_argument("--logprobs", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--weight-dtype", choices=["auto", "int8"], default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

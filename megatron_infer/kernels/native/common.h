@@ -34,7 +34,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-inline vf splat(float x) { return vf{} + x; }
+inline vf splat(float x) { return x - vf{}; }  // not a sum, which -0 would take an addition for
 
 inline vf load(const float* p) {
     vf v;
@@ -75,6 +75,13 @@ inline float to_float(bf16 x) {
     std::memcpy(&f, &u, 4);
     return f;
 }
+inline float of_half(uint16_t h) {
+    const uint32_t most = h & 0x7fffu, bits = most >= 0x7c00u ? most << 13 | 0x7f800000u : (most + (112u << 10)) << 13;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    if (most < 0x400u) x = (float)most * 0x1p-24f;
+    return h & 0x8000u ? -x : x;
+}
 inline void set(float& out, float x) { out = x; }
 inline void set(bf16& out, float x) {
     uint32_t u;
@@ -107,6 +114,22 @@ inline void store_any(T* p, vf v, int64_t i, int64_t n) {
         store(p + i, v);
     else
         store_part(p + i, v, (int)(n - i));
+}
+
+// Outputs of `count` tokens, from `token` on, for the rows of a panel: value(m) of each token, and the bias.
+template <class T, class Value>
+inline void put_panel(T* out, const T* bias, int64_t rows, int64_t panel, int64_t token, int count, Value&& value) {
+    const int64_t row = panel * W;
+    const int width = rows - row < W ? (int)(rows - row) : W;
+    const vf add = bias ? load_part(bias + row, width) : vf{};
+#pragma GCC unroll 16  // else values that are sums in registers would be kept in memory
+    for (int m = 0; m < count; ++m) {
+        T* to = out + (token + m) * rows + row;
+        if (width == W)
+            store(to, value(m) + add);
+        else
+            store_part(to, value(m) + add, width);
+    }
 }
 
 // a * b + c, rounded once where the CPU can. Explicit where every copy of a loop must give the same bits: a compiler may

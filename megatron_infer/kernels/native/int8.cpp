@@ -125,9 +125,11 @@ struct Block {
         std::memcpy(&value, &found, sizeof value);
         return value;
     }
-    void encode(float factor, int offset, int8_t* out) const {  // offset: added to the codes
+    int32_t encode(float factor, int offset, int8_t* out) const {  // offset: added to the codes; returns their sum
+        vi sum{};
         for (int v = 0; v < kInputs / W; ++v) {
             const vi code = code_of(part[v], factor) + offset;
+            sum += code;
 #if defined(__AVX512F__)
             _mm_storeu_si128((__m128i*)(out + v * W), _mm512_cvtepi32_epi8((__m512i)code));
 #else
@@ -135,8 +137,44 @@ struct Block {
             std::memcpy(out + v * W, &bytes, sizeof bytes);
 #endif
         }
+#if defined(__AVX512F__)
+        return _mm512_reduce_add_epi32((__m512i)sum);
+#else
+        int32_t all = 0;
+        for (int i = 0; i < W; ++i) all += sum[i];
+        return all;
+#endif
     }
 };
+
+// The fp16 number whose multiples by integers of 8 bits, rounded to bf16, are the values, of which `most` is the largest
+// one times 127; 0 where there is none. Blocks of a q8_0 file are found again behind the rounding.
+static uint16_t scale_before_bf16(const Block<bf16>& block, float most) {
+    const float least = most * (1 - 0x1p-8f) / kMostCode, last = most * (1 + 0x1p-8f) / kMostCode;
+    if (!(most > 0 && last < 60000.0f)) return 0;
+    const vf magic = splat(12582912.0f);
+    float values[kInputs];
+    for (int v = 0; v < kInputs / W; ++v) store(values + v * W, block.part[v]);
+    uint16_t halves[W];
+    store_halves(halves, splat(least));
+    for (uint16_t from = halves[0]; of_half(from) <= last; from += W) {  // a vector of scales at a time
+        for (int i = 0; i < W; ++i) halves[i] = from + i;
+        const vf scale = load_halves(halves), factor = 1 / scale;
+        vi fits = (scale > 0.0f) & (scale <= last);
+        for (int i = 0; i < kInputs; ++i) {
+            bf16 rounded[W];
+            store(rounded, (fma_of(splat(values[i]), factor, magic) - magic) * scale);
+            fits &= load(rounded) == splat(values[i]);
+#if defined(__AVX512F__)
+            if (!_mm512_test_epi32_mask((__m512i)fits, (__m512i)fits)) break;
+#endif
+        }
+        for (int i = 0; i < W; ++i)
+            if (fits[i]) return halves[i];
+    }
+    return 0;
+}
+static uint16_t scale_before_bf16(const Block<float>&, float) { return 0; }
 
 // The blocks of a token, `pitch` apart.
 template <class T>
@@ -144,11 +182,8 @@ static void encode_token(const T* x, int64_t inner, Inputs* out, int64_t pitch) 
     for (int64_t i = 0; i < inner; i += kInputs, out += pitch) {
         const Block<T> block(x, i, inner);
         const float most = block.largest();
-        block.encode(most > 1e-30f ? kMostCode / most : 0.0f, 0, out->code);
+        out->start = -kOffset * block.encode(most > 1e-30f ? kMostCode / most : 0.0f, 0, out->code);
         out->scale = most / kMostCode;
-        int32_t sum = 0;
-        for (int8_t code : out->code) sum += code;
-        out->start = -kOffset * sum;
     }
 }
 
@@ -179,22 +214,14 @@ struct Int8Linear {
             vb codes[kGroups];
             for (int g = 0; g < kGroups; ++g) codes[g] = load_codes(w + g * kVector);
             const vf scale = load_halves((const uint16_t*)(w + kInputs * W));
+#pragma GCC unroll 16  // else the sums live in memory
             for (int m = 0; m < M; ++m) {
                 vi sum = vi{} + in[m].start;
                 for (int g = 0; g < kGroups; ++g) sum = dot4(sum, codes[g], in[m].code + 4 * g);
                 acc[m] = fma_of(__builtin_convertvector(sum, vf), scale * splat(in[m].scale), acc[m]);
             }
         }
-        const int64_t row = panel * W;
-        const int width = rows - row < W ? (int)(rows - row) : W;
-        const vf add = bias ? load_part(bias + row, width) : vf{};
-        for (int m = 0; m < M; ++m) {
-            T* to = out + (token + m) * rows + row;
-            if (width == W)
-                store(to, acc[m] + add);
-            else
-                store_part(to, acc[m] + add, width);
-        }
+        put_panel(out, bias, rows, panel, token, M, [&](int m) { return acc[m]; });
     }
 
     template <int M>
@@ -260,8 +287,15 @@ static void pack_panel(const T* weight, uint8_t* out, int64_t inner, int64_t row
     for (int64_t b = 0; b < blocks; ++b, codes += kBlockBytes) {
         uint16_t* scales = (uint16_t*)(codes + kInputs * W);
         float most[W] = {}, factor[W];
-        for (int r = 0; r < count; ++r) most[r] = Block<T>(weight + (from + r) * inner, b * kInputs, inner).largest();
+        uint16_t before[W] = {};
+        for (int r = 0; r < count; ++r) {
+            const Block<T> block(weight + (from + r) * inner, b * kInputs, inner);
+            most[r] = block.largest();
+            if ((b + 1) * kInputs <= inner) before[r] = scale_before_bf16(block, most[r]);
+        }
         store_halves(scales, load(most) / kMostCode);
+        for (int r = 0; r < W; ++r)
+            if (before[r]) scales[r] = before[r];
         const vf scale = load_halves(scales);
         store(factor, (scale > 0) ? 1 / scale : vf{});
         for (int r = 0; r < W; ++r) {

@@ -88,18 +88,8 @@ struct PanelLinear {
             fetching(std::integral_constant<int, 2>{});
         else
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) advance(i);
-        for (int n = 0; n < N; ++n) {
-            const int64_t row = (panel + n) * W;
-            const int width = rows - row < W ? (int)(rows - row) : W;
-            const vf add = bias ? load_part(bias + row, width) : vf{};
-            for (int m = 0; m < M; ++m) {
-                T* to = out + (token + m) * rows + row;
-                if (width == W)
-                    store(to, acc[n][m] + add);
-                else
-                    store_part(to, acc[n][m] + add, width);
-            }
-        }
+        for (int n = 0; n < N; ++n)
+            put_panel(out, bias, rows, panel + n, token, M, [&](int m) { return acc[n][m]; });
     }
 
     template <int M, int N>
@@ -161,16 +151,7 @@ struct PanelLinear {
     }
 
     void put_tile(const float* sums, int64_t token, int64_t panel, int count) const {
-        const int64_t row = panel * W;
-        const int width = rows - row < W ? (int)(rows - row) : W;
-        const vf add = bias ? load_part(bias + row, width) : vf{};
-        for (int m = 0; m < count; ++m) {
-            T* to = out + (token + m) * rows + row;
-            if (width == W)
-                store(to, load(sums + m * W) + add);
-            else
-                store_part(to, load(sums + m * W) + add, width);
-        }
+        put_panel(out, bias, rows, panel, token, count, [&](int m) { return load(sums + m * W); });
     }
 
     // As `run`. The groups of 16 tokens are multiplied in pairs; what is left is one group or two, the last of them shorter.
