@@ -37,9 +37,9 @@ class SpeculativeConfig:
     first that proposes anything; draft and mtp exclude each other."""
     num_speculative_tokens: int = 4
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
-    ngram_max: int = 4
+    ngram_max: int = 16
     """The longest run of last tokens that is looked up; at most 16."""
-    ngram_min: int = 2
+    ngram_min: int = 1
     """The shortest run; at least 1."""
     draft_model: Any = None
     """The model that drafts: an alias, directory, hub id, .gguf file or checkpoint, or a live megatron-core model; of
@@ -81,7 +81,7 @@ class SpeculativeConfig:
             )
         self._check_synthetic()
         _int("num_speculative_tokens", self.num_speculative_tokens, 1, None, "for none leave speculative None")
-        _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "2 is usual")
+        _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "1 is usual")
         _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
 
     def _check_synthetic(self) -> None:

@@ -83,8 +83,16 @@ def size_class(num_tokens: int) -> int:
 class _Share:
     """Drafts of one kind that were compared with the token drawn at their place; the old ones count less."""
 
+    assumed: float
+    """Share of them that is kept, before any was compared."""
+    share: float
+    """What is expected now; within 0 and 1, not at them."""
     tried: float = 0.0
     kept: float = 0.0
+
+    def learn(self, kept: bool) -> None:
+        self.tried, self.kept = TABLE_FORGETTING * self.tried + 1, TABLE_FORGETTING * self.kept + kept
+        self.share = (self.kept + TABLE_PRIOR * self.assumed) / (self.tried + TABLE_PRIOR)
 
 
 @dataclass(slots=True)
@@ -128,9 +136,13 @@ class DraftDepth:
         """learns_unverified: False where drafts are not kept for being equal to what is drawn."""
         self.costs = StepCosts()
         self._learns_unverified = learns_unverified
-        self._table: dict[tuple[str, int], _Share] = {}
+        self._shares: dict[str, list[_Share]] = {}
+        """By source; in a list by the run that a draft extends."""
         self._records: dict[Request, _Record] = {}
         self._probes = _Probes()
+        self._priced = self.costs
+        """What `_added_s` follows from: seconds that 1, 2, ... drafts add to a step, by its rows."""
+        self._added_s: dict[int, list[float]] = {}
 
     def of(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
         """Tokens of each proposal to verify in a step of all requests that decode; called once for each step."""
@@ -184,13 +196,12 @@ class DraftDepth:
         plain_s = self.costs.seconds(rows, verifying=False)
         best_rate = rows / plain_s
         ranked = sorted(((chance, row) for row, own in enumerate(chances) for chance in own), reverse=True)
-        drawn, num_best = float(rows), 0
-        for count, (chance, _) in enumerate(ranked, 1):
+        added_s, drawn, num_best = self._added(rows, plain_s, len(ranked)), float(rows), 0
+        for place, (chance, _) in enumerate(ranked):
             drawn += chance
-            added_s = self.costs.seconds(rows + count, verifying=True) - plain_s
-            rate = drawn / (plain_s + MARK_UP * max(0.0, added_s))
+            rate = drawn / (plain_s + added_s[place])
             if rate > best_rate:
-                best_rate, num_best = rate, count
+                best_rate, num_best = rate, place + 1
         for _, row in ranked[:num_best]:
             depths[row] += 1
         return chances, depths
@@ -200,34 +211,38 @@ class DraftDepth:
         if not proposal.tokens:
             return []
         found: list[float] = []
-        chance, odds_ratio = 1.0, self._record(request).odds
+        chance, odds, shares = 1.0, self._record(request).odds, self._shares_of(proposal)
         for place in range(len(proposal.tokens)):
-            share = self._share_of(proposal, place)
-            odds = odds_ratio * share / (1.0 - share)
-            chance *= odds / (1.0 + odds)
+            share = shares[min(proposal.run + place, LONGEST_RUN)].share
+            chance *= odds * share / (1.0 - share + odds * share)
             if place and chance < LEAST_CHANCE:
                 break
             found.append(chance)
         return found
 
-    def _share_of(self, proposal: Proposal, place: int) -> float:
-        """Share of the drafts like this one that were kept, if all before them were; within 0 and 1, not at them."""
-        run = min(proposal.run + place, LONGEST_RUN)
-        assumed = 0.8 if not proposal.run else 1.0 - 0.9 / max(1.3, run)
-        known = self._table.get((proposal.source, run))
-        if known is None:
-            return assumed
-        return (known.kept + TABLE_PRIOR * assumed) / (known.tried + TABLE_PRIOR)
+    def _shares_of(self, proposal: Proposal) -> list[_Share]:
+        found = self._shares.get(proposal.source)
+        if found is None:
+            assumed = [1.0 - 0.9 / max(1.3, run) if proposal.run else 0.8 for run in range(LONGEST_RUN + 1)]
+            found = self._shares[proposal.source] = [_Share(one, one) for one in assumed]
+        return found
+
+    def _added(self, rows: int, plain_s: float, count: int) -> list[float]:
+        """The first entries, at least `count`, of what drafts add to a step of `rows` rows, marked up."""
+        if self._priced is not self.costs:
+            self._priced, self._added_s = self.costs, {}
+        found = self._added_s.setdefault(rows, [])
+        for tokens in range(rows + len(found) + 1, rows + count + 1):
+            found.append(MARK_UP * max(0.0, self.costs.seconds(tokens, verifying=True) - plain_s))
+        return found
 
     def _learn(self, record: _Record, place: int, kept: bool) -> None:
         proposal = record.proposal
-        expected = self._share_of(proposal, place)
-        key = proposal.source, min(proposal.run + place, LONGEST_RUN)
-        share = self._table.setdefault(key, _Share())
-        share.tried, share.kept = TABLE_FORGETTING * share.tried + 1, TABLE_FORGETTING * share.kept + kept
+        share = self._shares_of(proposal)[min(proposal.run + place, LONGEST_RUN)]
         record.tried = REQUEST_FORGETTING * record.tried + 1
         record.kept = REQUEST_FORGETTING * record.kept + kept
-        record.expected = REQUEST_FORGETTING * record.expected + expected
+        record.expected = REQUEST_FORGETTING * record.expected + share.share
+        share.learn(kept)
 
     def _record(self, request: Request) -> _Record:
         record = self._records.get(request)

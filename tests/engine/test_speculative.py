@@ -334,14 +334,15 @@ class Heard:
 
 
 def test_ngrams_find_the_longest_run_and_go_on_with_a_repetition():
-    def propose(tokens: list[int], most: int = 4) -> list[int]:
+    def propose(tokens: list[int], most: int = 4, shortest: int = 2) -> list[int]:
         request = Request(id="r", tokens=tokens, prompt_len=1, params=SamplingParams(), max_total=99, seed=0)
-        return list(NgramProposer(ngram_min=2, ngram_max=3).propose(request, most).tokens)
+        return list(NgramProposer(ngram_min=shortest, ngram_max=3).propose(request, most).tokens)
 
     assert propose([1, 2, 3]) == []
     assert propose([9, 1, 2, 5, 8, 1, 2, 6, 9, 1, 2]) == [5, 8, 1, 2]  # 9 1 2 is longer than the later 1 2
     assert propose([1, 2, 5, 1, 2, 6, 1, 2]) == [6, 1, 2, 6]  # of equal runs the latest
     assert propose([4, 7, 8, 7, 8]) == [7, 8, 7, 8]
+    assert propose([2, 6, 3, 2]) == [] and propose([2, 6, 3, 2], shortest=1) == [6, 3, 2, 6]
 
 
 def test_metrics_are_exported(model, plain):
@@ -382,7 +383,7 @@ def test_metrics_are_exported(model, plain):
         ({"method": []}, "at least one method"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0.*leave speculative None"),
         ({"num_speculative_tokens": 16}, "must be below block_size_tokens = 16"),
-        ({"ngram_min": 5}, "ngram_max is 4.*5 to 16"),
+        ({"ngram_min": 5, "ngram_max": 4}, "ngram_max is 4.*5 to 16"),
         ({"verification": "typical-acceptance"}, "changes the distribution"),
         ({"verification": "relaxed"}, "one of same_tokens, residual"),
         ({"draft_model": "small"}, "leave it None, or set method='draft'"),

@@ -296,7 +296,7 @@ class Always:
 def step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Median milliseconds of a step by rows, and by tokens of each row."""
     table: dict[str, dict[str, float]] = {}
-    for rows in (1, 8, 32):
+    for rows in (1, 8, 16, 32):
         llm = make_llm(args, SpeculativeConfig(num_speculative_tokens=7, adaptive=False))
         drafts, draw = inspect(llm.engine).drafts, random.Random(0)
         assert drafts is not None
@@ -340,8 +340,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--num-speculative-tokens", type=int, default=7, metavar="N")
-    parser.add_argument("--ngram-min", type=int, default=2, metavar="N")
-    parser.add_argument("--ngram-max", type=int, default=4, metavar="N")
+    parser.add_argument("--ngram-min", type=int, default=1, metavar="N")
+    parser.add_argument("--ngram-max", type=int, default=16, metavar="N")
     parser.add_argument("--adaptive", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--hybrid", type=float, metavar="RIGHT", help="measure a hybrid instead; share of right drafts")
     parser.add_argument("--steps", action="store_true", help="measure steps instead")
