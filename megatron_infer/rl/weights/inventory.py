@@ -165,7 +165,7 @@ class Inventory:
         """Whether a name of the whole model belongs to another rank: to another stage, or to another expert."""
         found = _LAYER.fullmatch(name)
         if found is None:
-            outer = name == EMBEDDING or name.startswith(("embedding.", "decoder.final_", "output_layer.", "mtp."))
+            outer = name == EMBEDDING or name.startswith(("embedding.", "decoder.final_", "output_layer."))
             return self._is_stage and outer
         if int(found[1]) >= self._num_layers:
             return False
