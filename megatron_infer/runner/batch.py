@@ -210,7 +210,7 @@ class BatchBuilder:
             max_writes=max(256, 2 * max_requests + max_tokens // sizes.block_size + sizes.max_blocks_per_row),
         )
         self.rows = RowTensors(device, sizes, dummy_block=store.layout.dummy_block) if rows is None else rows
-        self._writer = PlanWriter(self._buffer, dummy_row=self.rows.dummy_row)
+        self.writer = PlanWriter(self._buffer, dummy_row=self.rows.dummy_row)
         self.device, self.store, self._kernels = device, store, kernels
         self._block_size, self._first_dummy_pos = sizes.block_size, store.layout.dummy_block * sizes.block_size
         self.rotations = Rotations(device, dtype, sizes.max_sequence_length)
@@ -236,7 +236,7 @@ class BatchBuilder:
         the rows has put the plan's tokens there.
         """
         try:
-            written = self._writer.write(plan, shape)
+            written = self.writer.write(plan, shape)
             num_writes = self.rows.put_writes(table_writes, self._buffer)
             if written.advances and not num_writes:
                 self._buffer.advance_mirror(len(written.sample_rows))
@@ -246,7 +246,7 @@ class BatchBuilder:
             if not rows_are_written:
                 self.rows.admit(plan)
         except BaseException:
-            self._writer.forget()
+            self.writer.forget()
             raise
         restore = self.store.pending_restore()
         captures = _captures(plan, first_prefill=written.views.size.num_decode)

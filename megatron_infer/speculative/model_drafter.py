@@ -91,6 +91,8 @@ class ModelDrafter:
 
     def _write_rows(self, plan: StepPlan, table_writes: Sequence[tuple[int, int, int]]) -> None:
         """Write block-table entries and the tokens of admitted requests, without a step."""
+        if plan.readmitted or any(chunk.first for chunk in plan.prefill):
+            self._builder.writer.forget()
         rows, stage = self._builder.rows, self._builder.device.to_device
         table = {row * rows.max_blocks + column: block for row, column, block in table_writes}
         if table:

@@ -409,4 +409,4 @@ def test_a_layer_that_is_not_known_is_refused_by_name():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_mtp_layer_like_the_model_is_accepted_entirely_through_random_events(model, expected, seed):
-    check_random_events(partial(drafting, model), expected["sampled"], seed, aborts=False)
+    check_random_events(partial(drafting, model), expected["sampled"], seed)
