@@ -158,7 +158,8 @@ def check_guesses(model: torch.nn.Module, folder: Path, want: dict[str, Any]) ->
         engine = stage_case.make_engine(model, speculative=speculative | {"adaptive": adaptive}, overlap=adaptive)
         stage_case.assert_same(stage_case.generate(engine), want["attention, all that a request returns"], "guesses")
         found = engine.spec_decode_metrics()
-        assert found is not None and 0 < found.num_accepted < found.num_drafted, found
+        assert found is not None and found.num_accepted < found.num_drafted, found  # adaptive: as measured times decide
+        assert adaptive or found.num_accepted > 0
     hybrid = build_model(CheckpointSource(folder / "hybrid"), pipeline_parallel=2)
     engine = drafting(hybrid, folder / "guesser", "hybrid", prefix="lru", overlap=True, **OTHERS["chunked"])
     assert run(engine, "sampled") == want["hybrid"]["sampled"]
