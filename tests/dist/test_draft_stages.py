@@ -183,3 +183,19 @@ def test_two_stages_keep_all_drafts_of_a_model_like_theirs(folder):
 @pytest.mark.timeout(300)
 def test_two_stages_with_saved_requests_failed_steps_and_wrong_drafts(folder):
     ranks.run_on_ranks(on_stages_beside, 2, folder)
+
+
+def on_two_by_two(rank: int, size: int, folder: Path) -> None:
+    want = json.loads((folder / "want.json").read_text())
+    ranks.new_groups(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    model = build_model(CheckpointSource(folder / "attention"), tensor_parallel=2, pipeline_parallel=2)
+    engine = drafting(model, folder / "attention", overlap=True, prefix="lru")
+    assert run(engine, "sampled") == want["attention"]["sampled"]
+    check_all_kept(engine)
+    check_sizes(engine, is_last=rank >= size // 2)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_two_by_two_ranks_keep_all_drafts_of_a_model_like_theirs(folder):
+    ranks.run_on_ranks(on_two_by_two, 4, folder)
