@@ -158,7 +158,8 @@ def check_guesses(model: torch.nn.Module, folder: Path, want: dict[str, Any]) ->
         engine = stage_case.make_engine(model, speculative=speculative | {"adaptive": adaptive}, overlap=adaptive)
         stage_case.assert_same(stage_case.generate(engine), want["attention, all that a request returns"], "guesses")
         found = engine.spec_decode_metrics()
-        assert found is not None and 0 < found.num_accepted < found.num_drafted, found
+        assert found is not None and found.num_accepted < found.num_drafted, found  # adaptive: as measured times decide
+        assert adaptive or found.num_accepted > 0
     hybrid = build_model(CheckpointSource(folder / "hybrid"), pipeline_parallel=2)
     engine = drafting(hybrid, folder / "guesser", "hybrid", prefix="lru", overlap=True, **OTHERS["chunked"])
     assert run(engine, "sampled") == want["hybrid"]["sampled"]
@@ -182,3 +183,19 @@ def test_two_stages_keep_all_drafts_of_a_model_like_theirs(folder):
 @pytest.mark.timeout(300)
 def test_two_stages_with_saved_requests_failed_steps_and_wrong_drafts(folder):
     ranks.run_on_ranks(on_stages_beside, 2, folder)
+
+
+def on_two_by_two(rank: int, size: int, folder: Path) -> None:
+    want = json.loads((folder / "want.json").read_text())
+    ranks.new_groups(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    model = build_model(CheckpointSource(folder / "attention"), tensor_parallel=2, pipeline_parallel=2)
+    engine = drafting(model, folder / "attention", overlap=True, prefix="lru")
+    assert run(engine, "sampled") == want["attention"]["sampled"]
+    check_all_kept(engine)
+    check_sizes(engine, is_last=rank >= size // 2)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_two_by_two_ranks_keep_all_drafts_of_a_model_like_theirs(folder):
+    ranks.run_on_ranks(on_two_by_two, 4, folder)
