@@ -31,8 +31,8 @@ RL_DEMO_ARGS ?=
 
 # Minutes that `make speech-demo` trains its codec and its model.
 SPEECH_DEMO ?= voice
-CODEC_MINUTES ?= 22
-MODEL_MINUTES ?= 12
+CODEC_MINUTES ?= 14
+MODEL_MINUTES ?= 18
 
 .PHONY: install demo rl-demo speech-demo gpu test test-all check-kernels kernels-table lint format bench clean
 

@@ -1,6 +1,6 @@
 """Train the codec: sound of the teacher in, one token of 20 ms, the same sound out.
 
-    python examples/speech/train_codec.py --out-dir voice --minutes 22          voice/codec.safetensors
+    python examples/speech/train_codec.py --out-dir voice --minutes 14          voice/codec.safetensors
     python examples/speech/train_codec.py --out-dir voice --quick               seconds, for tests: it says noise
 
 The loss compares short-time spectra at several resolutions, so a phase that no token could hold costs nothing. Codes
@@ -162,7 +162,7 @@ def bound_codes(codec: Codec) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out-dir", type=Path, default=Path("voice"))
-    parser.add_argument("--minutes", type=float, default=22.0, help="of training (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=14.0, help="of training (%(default)s)")
     parser.add_argument("--sentences", type=int, default=600, help="spoken by the teacher (%(default)s)")
     parser.add_argument("--codebooks", type=int, choices=(1, 2), default=1, help="tokens of 20 ms (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,6 @@
 """Train the model that speaks: a voice and words in, speech tokens of the codec out.
 
-    python examples/speech/train_lm.py --out-dir voice --minutes 12       after train_codec.py, into the same directory
+    python examples/speech/train_lm.py --out-dir voice --minutes 18       after train_codec.py, into the same directory
     python examples/speech/train_lm.py --out-dir voice --quick            seconds, for tests: it says noise
     megatron-infer speak voice/ --voice anna --text "Seventeen ships left the harbor." --output out.wav
 
@@ -54,6 +54,8 @@ TEXT_WEIGHT = 3.0
 """Weight of marks, words and the end in the loss: they are few, and each decides over a word's sound."""
 COPIES, COPIED_WORDS = 6, 10
 """Texts of random words in a step, and the longest of them."""
+SHARE_SHUFFLED = 0.7
+"""Phrases whose words stand in random order: what is spoken follows from the prompt, not from the grammar."""
 SHARE_WITHOUT_VOICE = 0.05
 LR, WARM_STEPS = 2e-3, 30
 VOICE_TEXT = "please open the small door"
@@ -123,6 +125,8 @@ def phrases(codec: Codec, teacher: Teacher, *, per_stage: int, seed: int) -> lis
         stage = list[Phrase]()
         for words in text.balanced(_cut(one.split(), most, rng) for one in source):
             voice = rng.choice(list(VOICES))
+            if rng.random() < SHARE_SHUFFLED:
+                rng.shuffle(words)
             stage.append(Phrase(words, voice, _sounds(codec, teacher, words, voice)))
             if len(stage) == per_stage:
                 break
@@ -249,7 +253,7 @@ def speak(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out-dir", type=Path, default=Path("voice"), help="holds codec.safetensors")
-    parser.add_argument("--minutes", type=float, default=12.0, help="of training (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=18.0, help="of training (%(default)s)")
     parser.add_argument("--phrases", type=int, default=600, help="of each of three lengths (%(default)s)")
     parser.add_argument("--batch-tokens", type=int, default=1024, help="of a step (%(default)s)")
     parser.add_argument("--speak-every", type=int, default=200, help="steps between samples (%(default)s)")
