@@ -392,10 +392,8 @@ class AdoptedModel:
         """Why linears would not use packed copies of their weights; None: all do."""
         if self.fp8 is not None:
             return "the model's products are in FP8, by its trainer's recipe"
-        if (foreign := self.foreign_layer()) is not None:
-            return f"{foreign} is of a class of its own, which multiplies by its own weights"
-        other = next((weight.dtype for weight in self.packable_weights() if weight.dtype is not self._dtype), None)
-        return None if other is None else f"a linear has weights in {other}, the model is in {self._dtype}"
+        foreign = self.foreign_layer()
+        return None if foreign is None else f"{foreign} is of a class of its own, which multiplies by its own weights"
 
     def refresh_scan_weights(self) -> None:
         """Derive the weights of the Mamba scans again; needed after every change of the model's parameters."""

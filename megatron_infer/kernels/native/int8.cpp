@@ -147,35 +147,6 @@ struct Block {
     }
 };
 
-// The fp16 number whose multiples by integers of 8 bits, rounded to bf16, are the values, of which `most` is the largest
-// one times 127; 0 where there is none. Blocks of a q8_0 file are found again behind the rounding.
-static uint16_t scale_before_bf16(const Block<bf16>& block, float most) {
-    const float least = most * (1 - 0x1p-8f) / kMostCode, last = most * (1 + 0x1p-8f) / kMostCode;
-    if (!(most > 0 && last < 60000.0f)) return 0;
-    const vf magic = splat(12582912.0f);
-    float values[kInputs];
-    for (int v = 0; v < kInputs / W; ++v) store(values + v * W, block.part[v]);
-    uint16_t halves[W];
-    store_halves(halves, splat(least));
-    for (uint16_t from = halves[0]; of_half(from) <= last; from += W) {  // a vector of scales at a time
-        for (int i = 0; i < W; ++i) halves[i] = from + i;
-        const vf scale = load_halves(halves), factor = 1 / scale;
-        vi fits = (scale > 0.0f) & (scale <= last);
-        for (int i = 0; i < kInputs; ++i) {
-            bf16 rounded[W];
-            store(rounded, (fma_of(splat(values[i]), factor, magic) - magic) * scale);
-            fits &= load(rounded) == splat(values[i]);
-#if defined(__AVX512F__)
-            if (!_mm512_test_epi32_mask((__m512i)fits, (__m512i)fits)) break;
-#endif
-        }
-        for (int i = 0; i < W; ++i)
-            if (fits[i]) return halves[i];
-    }
-    return 0;
-}
-static uint16_t scale_before_bf16(const Block<float>&, float) { return 0; }
-
 // The blocks of a token, `pitch` apart.
 template <class T>
 static void encode_token(const T* x, int64_t inner, Inputs* out, int64_t pitch) {
@@ -287,15 +258,8 @@ static void pack_panel(const T* weight, uint8_t* out, int64_t inner, int64_t row
     for (int64_t b = 0; b < blocks; ++b, codes += kBlockBytes) {
         uint16_t* scales = (uint16_t*)(codes + kInputs * W);
         float most[W] = {}, factor[W];
-        uint16_t before[W] = {};
-        for (int r = 0; r < count; ++r) {
-            const Block<T> block(weight + (from + r) * inner, b * kInputs, inner);
-            most[r] = block.largest();
-            if ((b + 1) * kInputs <= inner) before[r] = scale_before_bf16(block, most[r]);
-        }
+        for (int r = 0; r < count; ++r) most[r] = Block<T>(weight + (from + r) * inner, b * kInputs, inner).largest();
         store_halves(scales, load(most) / kMostCode);
-        for (int r = 0; r < W; ++r)
-            if (before[r]) scales[r] = before[r];
         const vf scale = load_halves(scales);
         store(factor, (scale > 0) ? 1 / scale : vf{});
         for (int r = 0; r < W; ++r) {
