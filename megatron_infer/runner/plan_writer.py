@@ -76,7 +76,7 @@ class PlanWriter:
         return WrittenPlan(views=views, sample_rows=self._decode_rows, sample_positions=positions, advances=advances)
 
     def forget(self) -> None:
-        """Write the next plan in full: the device lacks the last one, or requests got other rows in a plan not seen here."""
+        """Write the next plan in full: the device lacks the last one, or rows changed in a plan not seen here."""
         self._decode, self._decode_rows, self._next_starts = [], np.empty(0, dtype=np.int32), None
 
     def _write_decode(self, views: StepViews, starts: np.ndarray, num_decode: int) -> None:

@@ -351,9 +351,7 @@ def test_a_draft_model_is_loaded_by_name(folders, capsys):
     assert sizes["draft_block_bytes"]["value"] * 3 == sizes["block_bytes"]["value"]
 
 
-def check_random_events(
-    make: Callable[..., DynamicInferenceEngine], expected: list[list[int]], seed: int
-) -> None:
+def check_random_events(make: Callable[..., DynamicInferenceEngine], expected: list[list[int]], seed: int) -> None:
     """Sampled answers of `make(**settings)` are the expected ones, and all drafts are kept: with too few blocks, prefix
     hits, suspends, pauses and an aborted request, with and without overlap and chunks."""
     rng = random.Random(seed)
