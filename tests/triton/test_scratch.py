@@ -136,12 +136,13 @@ def test_experts_take_no_more_than_is_estimated(monkeypatch):
     num_tokens, hidden = 512, MODEL.hidden_size
     fc1, fc2 = [{"weight": given(2 * 1408, hidden), "bias": None}], [{"weight": given(hidden, 1408), "bias": None}]
     weights = ExpertWeights(fc1=fc1, fc2=fc2, first=0, top_k=6, activation=None)
-    monkeypatch.setattr(ExpertWeights, "addresses", lambda *_: Addresses(given(1, dtype=torch.int64), True))
+    table = Addresses(given(1, dtype=torch.int64), True)
+    monkeypatch.setattr(ExpertWeights, "addresses", lambda *_: table)
     numbers = given(2 * num_tokens * 6 + 8 * 64, dtype=torch.int32)
     choice = ExpertChoice(numbers, num_tokens=num_tokens, top_k=6, num_runs=8, num_experts=64)
     x_TD = given(num_tokens, hidden)
     with Taken(monkeypatch) as taken:
         TritonExperts().add(x_TD, choice, weights, x_TD)
     sizes = {"top_k": 6, "fc1_width": 2 * 1408, "fc2_width": 1408, "hidden": hidden, "element_bytes": 2}
-    dead = num_tokens * 6 * 1408 * 2  # what goes into the activation is gone before the product is made
+    dead = num_tokens * 6 * 2 * 1408 * 2  # what goes into the activation is gone before the product is made
     assert 0.95 * expert_bytes(num_tokens, **sizes) < taken.num_bytes - dead <= expert_bytes(num_tokens, **sizes)

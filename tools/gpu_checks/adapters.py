@@ -30,7 +30,9 @@ def _weights(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
     for slot, rank in enumerate((max_rank, 1, max(1, max_rank // 2))):
         a = torch.randn(rank, width_in, generator=generator) / width_in**0.5
         b = torch.randn(width_out, rank, generator=generator) / rank**0.5
-        weights.put(slot, weights.pack(a, b), 2.0 / (slot + 1))
+        packed = weights.pack([(a, b, None)])
+        assert packed is not None
+        weights.put(slot, packed, 2.0 / (slot + 1))
     return weights
 
 

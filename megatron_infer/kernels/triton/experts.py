@@ -216,11 +216,11 @@ class TritonExperts:
         sort_pairs((experts,), numbers, record_P6, num_tokens, num_runs, num_all, first, experts, max_tiles)
         middle_PX = fc1.run(x_TD, num_pairs, max_tiles, record_P6)
         if (form := weights.form) is not None:
-            middle_PF = self._activations.run(form, middle_PX, record_P6)
+            middle_PX = self._activations.run(form, middle_PX, record_P6)
         else:
             assert weights.activation is not None
-            middle_PF = (weights.activation(middle_PX) * record_P6[:, :1].view(torch.float32)).to(x_TD.dtype)
-        product_PD = fc2.run(middle_PF, num_pairs, max_tiles, record_P6)
+            middle_PX = (weights.activation(middle_PX) * record_P6[:, :1].view(torch.float32)).to(x_TD.dtype)
+        product_PD = fc2.run(middle_PX, num_pairs, max_tiles, record_P6)
         add_up((num_tokens, parts), product_PD, numbers, record_P6, out_TD, first, experts, width)
         return out_TD
 
