@@ -250,9 +250,9 @@ def _constexprs(layer: Layer, tiles: DecodeTiles) -> tuple[dict[str, Any], dict[
 
 def _options(constexprs: Mapping[str, Any], tiles: DecodeTiles) -> dict[str, int]:
     """Of decode_kernel: 8 warps where the sums of a tile, 64 lines of 128 dims or more, are half of 4 warps' registers
-    with the scores beside them."""
-    sums = constexprs["BLOCK_M"] * constexprs["HEAD_PAD"]
-    return {"num_warps": 8 if sums >= 64 * 128 else 4, "num_stages": tiles.num_stages}
+    with the scores beside them; and in fp32, whose widened keys spill from 4."""
+    sums, fp32 = constexprs["BLOCK_M"] * constexprs["HEAD_PAD"], constexprs["PRECISION"] == precision(4)
+    return {"num_warps": 8 if fp32 or sums >= 64 * 128 else 4, "num_stages": tiles.num_stages}
 
 
 class DecodeKernels(NamedTuple):

@@ -177,12 +177,13 @@ def prefill_tiles(
 
     Bytes: lines*H for the queries and num_stages * 2*keys*H for what is loaded ahead, times the element size.
     16 bit, H=128: 128*128*2 = 32 KiB and 3 * 2*64*128*2 = 96 KiB. The shapes are those of torch's flex attention, which
-    are good on H100 and A100; H=64 and H=256 have twice the warps, since 4 spill registers.
+    are good on H100 and A100; H=64 and H=256 have twice the warps, since 4 spill registers, and H=128 in fp32 has 16
+    keys, since 32 do.
     """
     large = shared_kib >= LARGE_SHARED_KIB
     lines = query_lines(head_pad, element_bytes, large=large)
     if element_bytes > 2:
-        keys, num_warps, num_stages = 32 if head_pad <= 128 else 16, 8, 1
+        keys, num_warps, num_stages = 32 if head_pad <= 64 else 16, 8, 1
     elif head_pad <= 64:
         keys, num_warps, num_stages = 64, 8 if head_pad > 32 else 4, 3
     elif head_pad <= 128:
