@@ -120,9 +120,9 @@ class NativeLoRA:
         return found
 
     def _readable(self, tensor: Tensor) -> Tensor:
-        """In a dtype and order that the native calls read."""
+        """On the host, in a dtype and order that the native calls read."""
         dtype = tensor.dtype if tensor.dtype in SUFFIXES else self._dtype
-        return tensor.detach().to(dtype).contiguous()
+        return tensor.detach().to("cpu", dtype).contiguous()
 
     def plan(self, slot_T: Tensor) -> None:
         slots, tokens = slot_T.sort(stable=True)

@@ -72,7 +72,7 @@ def decode_splits(max_keys: int, max_splits: int, chunk: int = DECODE_CHUNK, win
     if seen <= chunk:
         return 1
     short = cdiv(min(seen, DECODE_SHORT * chunk), max(1, chunk // DECODE_SHORT_PARTS))
-    begun = 0 if window is None else 1  # what is seen may begin within a chunk
+    begun = 0 if seen == max_keys else 1  # what is seen may begin within a chunk
     return min(max(short, cdiv(seen, chunk)) + begun, max_splits)
 
 

@@ -103,7 +103,12 @@ class AdapterBank:
                     f"adapter {name!r}: {path} has rank {pair.rank}, the limit is {limit} (max_rank "
                     f"{self.max_rank}); raise max_rank in LoRAConfig (--max-lora-rank)"
                 )
-            if pair.shape != expected or any(len(a) != b.shape[1] for a, b, _ in pair.blocks):
+            out = pair.shape[0]
+            fits = (
+                a.shape == (b.shape[1], pair.shape[1]) and len(b) == (out if rows is None else len(rows))
+                for a, b, rows in pair.blocks
+            )
+            if pair.shape != expected or not all(fits):
                 (out, width), (want_out, want_width) = pair.shape, expected
                 raise ModelError(
                     f"adapter {name!r}: {path} is for {width} inputs and {out} outputs, the model's linear has "

@@ -75,11 +75,19 @@ def read_adapter(
         if isinstance(source, Mapping):
             linears = AdaptedLinears.of(model, tuple(map(_module_name, source)), description)
             pairs = _Pairs(settings, linears, max_rank)
-            return Adapter(name, pairs.joined(pairs.checked(source)))
+            return Adapter(name, pairs.joined(pairs.checked(_copied(source))))
         return Adapter(name, _read_pairs(Path(source) / WEIGHTS, model, description, settings, max_rank))
     except ModelError as error:
         text = f"adapter {name!r}: {error}"
         raise ModelError(text.encode("utf-8", "backslashreplace").decode()) from error  # names may be no UTF-8
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as they are now, whatever the caller writes into them later."""
+    for name, one in tensors.items():
+        if isinstance(one, Tensor) and (one.is_meta or one.layout is not torch.strided or hasattr(one, "full_tensor")):
+            raise ModelError(f"{name[:200]} is no plain tensor with content; of a DTensor give full_tensor()")
+    return {name: one.detach().clone() if isinstance(one, Tensor) else one for name, one in tensors.items()}
 
 
 @dataclass(slots=True)
@@ -354,7 +362,7 @@ def _empty_tensors(header: Mapping[str, Any], name: str) -> tuple[dict[str, Tens
             if not all(type(size) is int and 0 <= size < 1 << 31 for size in shape) or len(shape) > 8:
                 raise TypeError("not a shape")
             found[tensor] = torch.empty(shape, dtype=_DTYPE_NAMES[dtype], device="meta")
-            if type(start) is not int or end - start != found[tensor].nbytes:
+            if type(start) is not int or type(end) is not int or end - start != found[tensor].nbytes:
                 raise TypeError("not its offsets")
         except ModelError:
             raise

@@ -7,6 +7,7 @@ little-endian.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -71,7 +72,7 @@ class GGUFFile:
         self._position = 4
         try:
             self._read_header()
-        except (struct.error, IndexError) as error:
+        except (struct.error, IndexError, OverflowError) as error:
             raise ModelError(f"{self.path}: truncated: the file ends within its header") from error
         except UnicodeDecodeError as error:
             raise ModelError(f"{self.path}: damaged: a string of its header is not UTF-8") from error
@@ -99,6 +100,7 @@ class GGUFFile:
         shape = tensor.shape
         if rows is not None:
             if len(shape) > 1:
+                assert 0 <= rows[0] <= rows[1] <= shape[0], f"rows {rows} of {shape[0]}"
                 raw, shape = raw[rows[0] : rows[1]], (rows[1] - rows[0], *shape[1:])
             else:
                 return self.read(name)[rows[0] : rows[1]]
@@ -117,7 +119,8 @@ class GGUFFile:
     def release_pages(self) -> None:
         """Give the file's pages back to the system's cache; they are read again where they are needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+            with contextlib.suppress(OSError):  # of a process that locks its memory
+                self._map.madvise(mmap.MADV_DONTNEED)
 
     def _read_header(self) -> None:
         version = self._scalar("<I")

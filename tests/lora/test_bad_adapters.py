@@ -165,6 +165,14 @@ def test_tensors_in_memory_are_read_like_files(written, model):
     own = read_adapter("own", adapter.state_dict(), model, config={"lora_alpha": 4})
     assert own.digest == adapter.to_adapter().digest and own.rank == 2
     adapter.detach()
+    mine = {name: tensor.clone() for name, tensor in tensors.items()}
+    kept = read_adapter("one", mine, model, config=config)
+    for tensor in mine.values():
+        tensor.mul_(2)
+    assert kept.digest in digests, "it is the tensors as they were"
+    for odd in (tensors[f"{Q}.lora_A.weight"].to("meta"), tensors[f"{Q}.lora_A.weight"].to_sparse()):
+        with pytest.raises(ModelError, match=r"lora_A\.weight is no plain tensor with content"):
+            read_adapter("one", tensors | {f"{Q}.lora_A.weight": odd}, model, config=config)
     with pytest.raises(ModelError, match="no lora_alpha"):
         read_adapter("one", tensors, model)
     with pytest.raises(ModelError, match=r"adapter 'one': rank 2, the limit is 1 \(max_rank\)"):
@@ -177,6 +185,7 @@ def test_damaged_and_hostile_files_are_refused(written, model, tmp_path):
     whole = (tmp_path / WEIGHTS).read_bytes()
     header = int.from_bytes(whole[:8], "little")
     huge = json.dumps({f"{Q}.lora_A.weight": {"dtype": "F32", "shape": [1 << 40, 64], "data_offsets": [0, 1 << 48]}})
+    float_end = json.dumps({f"{Q}.lora_A.weight": {"dtype": "F32", "shape": [1, 1], "data_offsets": [10**400, 1.0]}})
     overlapping = json.loads(whole[8 : 8 + header])
     for entry in overlapping.values():
         if "data_offsets" in entry:
@@ -192,6 +201,7 @@ def test_damaged_and_hostile_files_are_refused(written, model, tmp_path):
         (1 << 62).to_bytes(8, "little") + whole[8:]: "header is over 8,388,608 bytes",
         (9 << 20).to_bytes(8, "little") + b" " * (9 << 20): "header is over 8,388,608 bytes",
         len(huge).to_bytes(8, "little") + huge.encode(): "its header says no shape",
+        len(float_end).to_bytes(8, "little") + float_end.encode(): "its header says no shape",
         len(overlapping).to_bytes(8, "little") + overlapping.encode() + whole[8 + header :]: "damaged or cut short",
         whole + b"\0" * (4 << 20): "damaged or cut short",
         (4).to_bytes(8, "little") + b"[[]]": "expected a JSON object|no tensors",
