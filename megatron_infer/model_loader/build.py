@@ -258,7 +258,14 @@ def _gpt(description: ModelDescription, config: TransformerConfig, *, stock: boo
     from megatron_infer.models.mcore_compat import GPTModel
     from megatron_infer.models.specs import gpt_spec, mtp_spec
 
-    spec = gpt_spec(config, pp_rank=group_rank(arguments["pg_collection"].pp), stock=stock)
+    stages = arguments["pg_collection"].pp
+    own_copy = description.tied_embeddings or description.position_embedding == "learned_absolute"
+    if config.mtp_num_layers and own_copy and group_size(stages) > 1:
+        raise ConfigError(
+            "an MTP layer on the last of several pipeline stages needs an output layer of its own and no learned "
+            "positions: megatron-core saves and loads no second copy of tied or learned embeddings; use one stage"
+        )
+    spec = gpt_spec(config, pp_rank=group_rank(stages), stock=stock)
     arguments["mtp_block_spec"] = mtp_spec(config, spec) if arguments["post_process"] else None
     model = GPTModel(config=config, transformer_layer_spec=spec, **arguments, **_rope_arguments(description))
     if description.position_embedding == "rope" and not _native_rope(description.rope_scaling):

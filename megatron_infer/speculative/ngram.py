@@ -9,19 +9,22 @@ from megatron_infer.scheduler.request import Request
 
 SOURCE = "ngram"
 
+KEYS = (8, 4, 2, 1)
+"""Lengths of the runs that are indexed, each brought within `ngram_min` and `ngram_max`."""
 NUM_CANDIDATES = 8
-"""Latest places of the shortest run that are compared for the longest."""
+"""Latest places of the longest indexed run, those that are compared for the longest run of all."""
 NUM_FORGOTTEN = 64
 """Requests indexed beyond those that run before the ended ones are dropped."""
 
 
 @dataclass(slots=True)
 class _Index:
-    """Where each run of `ngram_min` tokens ends, in one request."""
+    """Where runs of tokens end, in one request."""
 
     num_seen: int = 0
     """Leading tokens that are indexed."""
-    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    ends: dict[int, list[int]] = field(default_factory=dict)
+    """By the hash of a run; runs of one hash are told apart where they are compared."""
 
 
 class NgramProposer:
@@ -29,7 +32,8 @@ class NgramProposer:
 
     def __init__(self, *, ngram_min: int, ngram_max: int) -> None:
         assert 1 <= ngram_min <= ngram_max, f"runs of {ngram_min} to {ngram_max} tokens"
-        self._shortest, self._longest = ngram_min, ngram_max
+        self._longest = ngram_max
+        self._runs = sorted({min(max(run, ngram_min), ngram_max) for run in KEYS}, reverse=True)
         self._indices: dict[Request, _Index] = {}
 
     def propose(self, request: Request, most: int) -> Proposal:
@@ -40,17 +44,16 @@ class NgramProposer:
         """
         tokens, index = request.tokens, self._index_of(request)
         length = len(tokens)
-        if length <= self._shortest:
-            return NO_PROPOSAL
         best, best_run = 0, 0
-        for end in reversed(index.ends.get(tuple(tokens[-self._shortest :]), ())[-NUM_CANDIDATES:]):
-            run = self._shortest
-            while run < self._longest and run < end and tokens[end - 1 - run] == tokens[length - 1 - run]:
-                run += 1
-            if run > best_run:
-                best, best_run = end, run
-                if run == self._longest:
-                    break
+        for run in self._runs:
+            for end in reversed(index.ends.get(hash(tuple(tokens[-run:])), ())[-NUM_CANDIDATES:]):
+                same = 0
+                while same < self._longest and same < end and tokens[end - 1 - same] == tokens[length - 1 - same]:
+                    same += 1
+                if same > best_run and same >= run:
+                    best, best_run = end, same
+            if best:
+                break
         if not best:
             return NO_PROPOSAL
         while (
@@ -67,8 +70,11 @@ class NgramProposer:
             if len(self._indices) > NUM_FORGOTTEN:
                 self._indices = {one: known for one, known in self._indices.items() if one.finish_reason is None}
             index = self._indices[request] = _Index()
-        tokens, run, ends = request.tokens, self._shortest, index.ends
-        for end in range(max(index.num_seen, run), len(tokens)):
-            ends.setdefault(tuple(tokens[end - run : end]), []).append(end)
+        tokens, ends = request.tokens, index.ends
+        for run in self._runs:
+            first, behind = max(index.num_seen - run, 0), len(tokens) - run
+            runs = zip(*(tokens[first + place : behind + place] for place in range(run)), strict=False)
+            for end, key in enumerate(map(hash, runs), first + run):
+                ends.setdefault(key, []).append(end)
         index.num_seen = len(tokens)
         return index

@@ -33,6 +33,10 @@ def on_rank(rank: int, size: int, folder: Path) -> None:
                 assert (engine.sizes.draft_block_bytes > 0) == (how == "tensor" or rank == size - 1)
                 engine.rank_group.lockstep.close()
             save_checkpoint(part, folder / f"{name}, {how}")
+    ranks.new_groups(pipeline_model_parallel_size=size)
+    with pytest.raises(ConfigError, match="needs an output layer of its own"):
+        build_model(CheckpointSource(folder / "tied"), pipeline_parallel=size)
+    ranks.new_groups(tensor_model_parallel_size=size)
     with pytest.raises(ConfigError, match="'residual' needs whole distributions on each rank"):
         drafting(part, speculative=MTP | {"verification": "residual"}, collective_timeout_s=60)
 
@@ -43,6 +47,7 @@ def test_two_ranks_draft_what_one_process_does(tmp_path):
     for name, model in (("knows", knowing(num_layers=2)), ("guesses", guessing())):
         save_checkpoint(model, tmp_path / name)
         want[name] = run(drafting(build_model(CheckpointSource(tmp_path / name)), speculative=None), "sampled")
+    save_checkpoint(guessing(share_embeddings_and_output_weights=True), tmp_path / "tied")
     (tmp_path / "want.json").write_text(json.dumps(want))
     ranks.run_on_ranks(on_rank, 2, tmp_path)
     for name in want:

@@ -334,14 +334,26 @@ class Heard:
 
 
 def test_ngrams_find_the_longest_run_and_go_on_with_a_repetition():
-    def propose(tokens: list[int], most: int = 4, shortest: int = 2) -> list[int]:
-        request = Request(id="r", tokens=tokens, prompt_len=1, params=SamplingParams(), max_total=99, seed=0)
-        return list(NgramProposer(ngram_min=shortest, ngram_max=3).propose(request, most).tokens)
+    def propose(tokens: list[int], most: int = 4, shortest: int = 2, longest: int = 3) -> list[int]:
+        request = Request(id="r", tokens=[], prompt_len=1, params=SamplingParams(), max_total=99, seed=0)
+        proposer = NgramProposer(ngram_min=shortest, ngram_max=longest)
+        for token in tokens[:-1]:  # as an answer grows
+            request.tokens.append(token)
+            proposer.propose(request, most)
+        request.tokens.append(tokens[-1])
+        alone = Request(id="s", tokens=tokens, prompt_len=1, params=SamplingParams(), max_total=99, seed=0)
+        found = list(proposer.propose(request, most).tokens)
+        assert found == list(proposer.propose(alone, most).tokens)
+        return found
 
     assert propose([1, 2, 3]) == []
     assert propose([9, 1, 2, 5, 8, 1, 2, 6, 9, 1, 2]) == [5, 8, 1, 2]  # 9 1 2 is longer than the later 1 2
     assert propose([1, 2, 5, 1, 2, 6, 1, 2]) == [6, 1, 2, 6]  # of equal runs the latest
     assert propose([4, 7, 8, 7, 8]) == [7, 8, 7, 8]
+    often = [token for at in range(20) for token in (40 + at, 4)]
+    assert propose([1, 2, 3, 4, 5, *often, 1, 2, 3, 4], most=1, shortest=1, longest=16) == [
+        5
+    ]  # however often 4 came since
     assert propose([2, 6, 3, 2]) == [] and propose([2, 6, 3, 2], shortest=1) == [6, 3, 2, 6]
 
 
