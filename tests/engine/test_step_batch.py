@@ -88,7 +88,7 @@ class BatchWorld(World):
     def launch(self, plan: StepPlan):
         super().launch(plan)
         tokens = torch.tensor(self.in_flight_steps[-1][1], dtype=torch.int64)
-        self.uploading._writer.forget()
+        self.uploading.writer.forget()
         batches = [builder.build(plan, self.writes) for builder in (self.advancing, self.uploading)]
         shape = smallest(plan)
         self.counts["padded" if shape else "exact"] += 1
