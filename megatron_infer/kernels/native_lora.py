@@ -16,7 +16,7 @@ from megatron_infer.kernels.lora import PackedPair, PairBlock
 COLUMNS = 32
 """Outputs of a linear in one block of B (kColumns in native/lora.cpp)."""
 _BLOCK_FIELDS, _PACKING_FIELDS = 7, 10
-"""Of LoraBlock and LoraPacking in native/lora.cpp."""
+"""Fields of the structs LoraBlock and LoraPacking in native/lora.cpp, 8 bytes each."""
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -86,7 +86,7 @@ class NativeLoRA:
         return NativePairs(num_slots, max_rank, width_in, width_out)
 
     def pack(self, given: Sequence[tuple[NativePairs, Sequence[PairBlock]]]) -> list[PackedPair | None]:
-        """Of each pair (A, B in blocks of COLUMNS outputs by the ranks with entries there, these ranks of each block).
+        """Each pair as (A, B in blocks of COLUMNS outputs by the ranks not zero there, the range of these per block).
 
         All are in one piece of memory, which two native calls find the size of and fill.
         """

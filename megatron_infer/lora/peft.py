@@ -14,8 +14,9 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -328,10 +329,10 @@ def _read_pairs(
         pairs = _Pairs(config, linears, max_rank)
         checked = pairs.checked(empty)
         content = huge_pages.empty(sum(tensor.nbytes for tensor in empty.values()), torch.uint8)
-        if file.readinto(memoryview(content.numpy())) < len(content) or file.read(1):  # type: ignore[attr-defined]
+        if file.readinto(memoryview(content.numpy())) < len(content) or file.read(1):
             raise ModelError(f"{path.name} is damaged or cut short: its header says {len(content):,} bytes of tensors")
         file.seek(0)
-        if file.read(8 + length) != start + header:  # it was written anew in between
+        if file.read(8 + length) != start + header:  # the file was rewritten meanwhile
             raise ModelError(f"{path.name} has changed while it was read; load it again")
     read = {id(one): _view(content, starts[name], one) for name, one in empty.items()}
     dtypes = {tensor.dtype for tensor in empty.values()}
@@ -378,7 +379,7 @@ def _empty_tensors(header: Mapping[str, Any], name: str) -> tuple[dict[str, Tens
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BufferedReader]:
     """A regular file; what cannot be read is a ModelError that names the file without its folder."""
     if not path.is_file():
         other = next((one.name for one in sorted(path.parent.glob("adapter_model*")) if path.name == WEIGHTS), None)

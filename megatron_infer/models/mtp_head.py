@@ -69,7 +69,7 @@ class MTPHead:
 
     @property
     def experts(self) -> FusedExperts | None:
-        """Of a layer that has experts; they have no number among those of the model."""
+        """The MTP layer's experts; None: it is dense. They have no index among the model's MoE layers."""
         return self._layer.experts
 
     def weights(self) -> Iterator[Tensor]:

@@ -52,6 +52,8 @@ class NgramProposer:
                     same += 1
                 if same > best_run and same >= run:
                     best, best_run = end, same
+                if same == self._longest:
+                    break
             if best:
                 break
         if not best:
