@@ -252,7 +252,7 @@ def test_a_weight_update_renews_the_mtp_layer(exact):
 
 
 def test_an_mtp_layers_experts_are_compared_again_only_when_weights_change():
-    """An MTP layer's experts are watched like the model's: what kernels cached by their addresses lives until an update."""
+    """Like the model's, they are watched: what kernels cached by their addresses lives until an update."""
     model = guessing(**MOE)
     engine = drafting(model)
     grouped = inspect(engine).adopted.heads.experts.grouped
