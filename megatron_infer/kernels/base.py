@@ -95,6 +95,8 @@ class Ops(Protocol):
     """All experts of a mixture-of-experts layer at once; None: chosen experts run one after the other."""
     norms: Norms | None
     """Norms that have no method below; None: they take several calls."""
+    linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None
+    """linear_rows(x, weight, bias, rows): `linear` by the weight's first rows; None: `F.linear` does it as well."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 

@@ -134,19 +134,23 @@ class NativeOps(TorchOps):
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """From packed panels; without them oneDNN, the C++ linear for few tokens, or `F.linear`."""
+        return self.linear_rows(x_TX, weight, bias, weight.shape[0])
+
+    def linear_rows(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        """`linear` by the first rows of the weight alone."""
         packed = self._packed_of(id(weight))
         if packed is None:
             source, function = weight, self._linear if x_TX.shape[0] <= self._most_tokens else None
         elif self._panel_linear is None:
-            return packed_linear(x_TX, packed, bias)
+            return packed_linear(x_TX, packed, bias)[..., :rows]
         else:
             source, function = packed, self._panel_linear
         known = function is not None and x_TX.ndim == 2 and self._ours(x_TX, weight if packed is None else x_TX)
         if not known or not (bias is None or self._ours(x_TX, bias)):
             if source is not weight and self._is_int8:
-                return self._int8_linear(x_TX, weight, bias)
-            return F.linear(x_TX, weight, bias)
-        tokens, (rows, inner) = x_TX.shape[0], weight.shape
+                return self._int8_linear(x_TX, weight, bias)[..., :rows]
+            return F.linear(x_TX, weight[:rows], None if bias is None else bias[:rows])
+        tokens, inner = x_TX.shape[0], weight.shape[1]
         out = torch.empty(tokens, rows, dtype=self._dtype)
         function(
             x_TX.data_ptr(),

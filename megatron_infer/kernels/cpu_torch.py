@@ -31,6 +31,7 @@ class TorchOps:
     name = "torch"
     experts = None
     norms = None
+    linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None
 
     def __init__(self, packed: PackedLinears | None = None) -> None:
         self._packed_of = (packed or PackedLinears()).get

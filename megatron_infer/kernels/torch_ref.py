@@ -22,6 +22,7 @@ class ReferenceOps:
     name = "reference"
     experts = None
     norms = None
+    linear_rows = None
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)

@@ -359,9 +359,17 @@ class AdoptedModel:
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
-        if self._tp is not None:
-            hidden_SD = self._tp.spread(hidden_SD)
+        hidden_SD = hidden_SD if self._tp is None else self._tp.spread(hidden_SD)
         return ops.linear(hidden_SD, self._output_weight(), self.live.output_layer._parameters["bias"])
+
+    def first_logits(self, hidden_SD: Tensor, ops: Ops, count: int) -> Tensor | None:
+        """Those of the lowest `count` tokens; None where the vocabulary is split over ranks."""
+        if self._tp is not None:
+            return None
+        weight, bias = self._output_weight(), self.live.output_layer._parameters["bias"]
+        if ops.linear_rows is not None:
+            return ops.linear_rows(hidden_SD, weight, bias, count)
+        return F.linear(hidden_SD, weight[:count], None if bias is None else bias[:count])
 
     def whole_logits(self, logits_SW: Tensor) -> Tensor:
         """[S, V] on every rank, from the part of each; all ranks then compute the same from them."""

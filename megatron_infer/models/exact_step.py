@@ -89,6 +89,7 @@ class DifferentiableOps:
     name = "native, exact, differentiable"
     experts = None
     norms = None
+    linear_rows = None
 
     def __init__(self, exact: ExactOps) -> None:
         self.exact = exact

@@ -85,6 +85,7 @@ class StepSampler(Protocol):
 
     params: RowParams
     vocab_size: int
+    padded_vocab_size: int
 
     def sample(self, logits_SV: Tensor, inputs: SamplerInput) -> SamplerOutput: ...
 

@@ -18,16 +18,54 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.base import PagedModel
+from megatron_infer.kernels.base import Ops, PagedModel
 from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, StepSampler
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 from megatron_infer.speculative.residual import Proposals, ResidualSampler
+
+FORGETTING = 0.999
+LEAST_SEEN = 16
+LEAST_COVERED = 0.9
+"""See `LowTokens`: tokens seen before any are left out, and the share of them that is drafted among."""
+
+
+class DraftModel(PagedModel, Protocol):
+    """A model that drafts."""
+
+    def first_logits(self, hidden_SD: Tensor, ops: Ops, count: int) -> Tensor | None:
+        """`logits` of the lowest `count` tokens; None where they cost as much as all."""
+        ...
+
+
+class LowTokens:
+    """How many of the lowest token ids cover nearly all that is drawn: byte-pair vocabularies number the frequent
+    tokens first. Drafts among these read a part of the output layer, most of what one of an MTP layer reads."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._parts = (vocab_size // 4, vocab_size // 2)
+        self._seen, self._below = 0.0, [0.0] * len(self._parts)
+
+    def saw(self, token: int) -> None:
+        """A request drew `token`; what was seen long ago counts less."""
+        self._seen = FORGETTING * self._seen + 1
+        self._below = [
+            FORGETTING * below + (token < part) for below, part in zip(self._below, self._parts, strict=True)
+        ]
+
+    @property
+    def count(self) -> int | None:
+        """None: all of them."""
+        if self._seen < LEAST_SEEN:
+            return None
+        pairs = zip(self._parts, self._below, strict=True)
+        return next((part for part, below in pairs if below >= LEAST_COVERED * self._seen), None)
 
 
 class ModelDrafter:
@@ -35,7 +73,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        model: PagedModel,
+        model: DraftModel,
         builder: BatchBuilder,
         sampler: StepSampler,
         *,
@@ -47,6 +85,7 @@ class ModelDrafter:
         with what it computes for the drafts behind each step; None: `model` computes all tokens of a step itself."""
         self.target = target
         self._model, self._builder, self._sampler, self._kept = model, builder, sampler, kept
+        self._low_tokens = LowTokens(sampler.vocab_size)
         self.proposals: Proposals | None = None
         """The drafts of the last run with their distributions, where these are kept."""
 
@@ -63,6 +102,8 @@ class ModelDrafter:
         if self._kept is not None:
             self._kept.clear()  # a run that failed has left what it drew
         drafting = [chunk for chunk in plan.prefill if chunk.drafts_on_device]
+        for chunk in drafting:
+            self._low_tokens.saw(chunk.request.tokens[-1])
         first = len(plan.decode)
         if self.target is not None:
             self._write_rows(_first_step(plan, drafting), table_writes)
@@ -106,10 +147,20 @@ class ModelDrafter:
         positions = np.array([chunk.start + 1 + place for chunk in chunks], dtype=np.int64)
         pool = self._builder.token_pool
         inputs = SamplerInput(rows=rows, positions=positions, token_pool=pool)
-        tokens_R = self._sampler.sample(self._model.logits(hidden_RD, batch.ops), inputs).tokens_S
+        tokens_R = self._sampler.sample(self._logits(hidden_RD, batch), inputs).tokens_S
         stage = self._builder.device.to_device
         self._builder.rows.store(stage(rows), stage(positions), tokens_R)
         return tokens_R
+
+    def _logits(self, hidden_RD: Tensor, batch: Batch) -> Tensor:
+        """[R, V]; of tokens that are not drafted -inf."""
+        count = self._low_tokens.count
+        low = None if count is None else self._model.first_logits(hidden_RD, batch.ops, count)
+        if low is None:
+            return self._model.logits(hidden_RD, batch.ops)
+        logits_RV = low.new_full((len(low), self._sampler.padded_vocab_size), -torch.inf)
+        logits_RV[:, :count] = low
+        return logits_RV
 
     def _by_chunk(self, plan: StepPlan, drawn: Sequence[Tensor]) -> Tensor | None:
         """Drafts drawn place by place, in the order of the chunks."""

@@ -299,6 +299,40 @@ def test_adaptive_depth_stops_where_drafts_do_not_pay(guesser):
     assert 0 < adaptive.spec_decode_metrics().num_drafted < 0.8 * full.spec_decode_metrics().num_drafted
 
 
+@pytest.mark.parametrize("part", [4, 2, 1])
+def test_drafts_are_among_the_lowest_tokens_where_those_are_drawn(model, monkeypatch, part):
+    """A quarter of the output layer is read, half of it or all, and drafts are what they were."""
+    counts, first_logits = [], MTPModel.first_logits
+
+    def counted(self: MTPModel, hidden: torch.Tensor, ops: Any, count: int) -> torch.Tensor | None:
+        counts.append(count)
+        return first_logits(self, hidden, ops, count)
+
+    monkeypatch.setattr(MTPModel, "first_logits", counted)
+    settings = {"max_tokens": 80, "ignore_eos": True, "allowed_token_ids": range(VOCAB // part - 9, VOCAB // part)}
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=3, **settings)
+        engine = drafting(model)
+        assert shown(engine.generate([[5, 6, 7], [9]], params)) == shown(
+            drafting(model, speculative=None).generate([[5, 6, 7], [9]], params)
+        )
+        check_all_kept(engine)
+    assert set(counts) == ({VOCAB // part} if part > 1 else set())
+
+
+def test_drafts_follow_what_is_drawn_to_other_tokens(model):
+    engine = drafting(model)
+    for low in (0, VOCAB // 2):
+        allowed = range(low, low + 9)
+        params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, allowed_token_ids=allowed)
+        engine.generate([[5, 6, 7]], params)
+        engine.generate([[8]], params)
+    before = engine.spec_decode_metrics().num_drafted - engine.spec_decode_metrics().num_accepted
+    engine.generate([[9]], params)
+    found = engine.spec_decode_metrics()
+    assert found.num_drafted - found.num_accepted == before, "drafts are still among the tokens drawn long ago"
+
+
 def test_a_synthetic_acceptance_pays_for_the_layers_steps(guesser, monkeypatch):
     calls, hidden = [], MTPModel.hidden
     monkeypatch.setattr(MTPModel, "hidden", lambda self, batch: calls.append(batch) or hidden(self, batch))

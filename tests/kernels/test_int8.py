@@ -111,6 +111,16 @@ def test_a_token_has_the_same_bits_alone_and_in_any_company(packed):
             assert torch.equal(ops.linear(x[:tokens], weight), alone[:tokens])
 
 
+def test_the_first_rows_are_the_first_outputs(packed):
+    copies, ops, dtype = packed
+    weight, x, wide = (torch.randn(shape).to(dtype) for shape in ((100, 96), (7, 96), (7, 192)))
+    copies.pack([weight])
+    for rows in (16, 37):
+        assert torch.equal(ops.linear_rows(x, weight, None, rows), ops.linear(x, weight)[:, :rows])
+        strided = wide[:, ::2]
+        assert torch.equal(ops.linear_rows(strided, weight, None, rows), ops.linear(strided, weight)[:, :rows])
+
+
 def test_strided_and_bent_inputs_are_rounded_like_plain_ones(packed):
     packed, ops, dtype = packed
     weight, wide = torch.randn(10, 64).to(dtype), torch.randn(6, 128).to(dtype)

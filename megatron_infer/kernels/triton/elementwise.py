@@ -119,6 +119,7 @@ class TritonOps:
     """Norms and activations as one launch each; linears by cuBLAS, with bits that may depend on the batch."""
 
     name = "triton"
+    linear_rows = None
 
     def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
         """overlap: see `launch.overlapping`."""
