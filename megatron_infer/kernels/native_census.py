@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import sysconfig
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from megatron_infer.kernels import native_build
@@ -32,7 +34,7 @@ class _Census(ctypes.Structure):
     """Census in native/census.cpp."""
 
     _fields_ = [
-        *((name, _P) for name in ("gone", "facts", "mappings", "methods")),
+        *((name, _P) for name in ("gone", "facts", "methods")),
         ("names", _P * _NUM_NAMES),
         *((name, _I) for name in ("num_modules", "num_methods")),
     ]
@@ -45,20 +47,18 @@ def bind_census(
     gone: list[Any],
     facts: list[int],
     num_modules: int,
-    mappings: Iterable[Any],
     methods: list[tuple[type, str, Any]],
     names: tuple[str, ...],
 ) -> Callable[[], int] | None:
     """Tells whether all is as recorded, if so surely; None: the native library is not loaded, or not for this Python.
 
-    facts: see `_facts` in models/census.py. mappings: hints, which are not kept alive.
+    facts: see `_facts` in models/census.py.
     """
     library, python = native_build.loaded(), _python()
     if library is None or python is None:
         return None
     assert len(names) == _NUM_NAMES
-    numbers = facts, map(id, mappings), (id(part) for one in methods for part in one)
-    arrays = [array("Q", one) for one in numbers]
+    arrays = [array("Q", numbers) for numbers in (facts, map(id, chain.from_iterable(methods)))]
     addresses = [one.buffer_info()[0] for one in arrays]
     packed = _Census(id(gone), *addresses, (_P * _NUM_NAMES)(*map(id, names)), num_modules, len(methods))
     packed.kept = gone, arrays, methods, names
@@ -68,8 +68,8 @@ def bind_census(
 
 @functools.cache
 def _python() -> ctypes.Array[Any] | None:
-    """Python's functions; None: without a GIL, or not all are there."""
-    if sysconfig.get_config_var("Py_GIL_DISABLED") or ctypes.sizeof(_P) != 8:
+    """Python's functions; None: an id is no address, there may be no GIL, or a function is missing."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED") or ctypes.sizeof(_P) != 8:
         return None
     try:
         found = [ctypes.cast(getattr(ctypes.pythonapi, name), _P).value for name in _FUNCTIONS]

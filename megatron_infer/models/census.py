@@ -31,7 +31,6 @@ GRAPH_MANAGER = "cudagraph_manager"
 _STATE = attrgetter("__dict__")
 _MAPPINGS = ("_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters")
 """Names of the mappings in a module's state of which `_facts` tells."""
-_MAPPINGS_OF = itemgetter(*_MAPPINGS)
 HELD = "softmax_offset"
 """Name of the parameter that adoption itself holds, in an attention spec; others are read from their module."""
 
@@ -52,18 +51,18 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _facts(modules: list[torch.nn.Module]) -> list[int]:
     """Numbers that are others if a module's class, attributes, hooks, children or parameters are.
 
-    Columns of an element for each module, then the children and parameters of each. native/census.cpp reads it too.
+    Columns of an element for each module, then all children and all parameters. native/census.cpp reads it too.
     """
     states = list(map(_STATE, modules))
-    mappings = list(zip(*map(_MAPPINGS_OF, states), strict=True))
-    held = map(dict.values, filter(None, chain.from_iterable(zip(*mappings[2:], strict=True))))
+    mappings = [list(map(itemgetter(name), states)) for name in _MAPPINGS]
+    held = (map(dict.values, filter(None, column)) for column in mappings[2:])
     return [
         *map(id, modules),
         *map(id, map(type, modules)),
         *map(len, states),
         *map(contains, states, repeat("forward")),
         *map(len, chain.from_iterable(mappings)),
-        *map(id, chain.from_iterable(held)),
+        *map(id, chain.from_iterable(chain.from_iterable(held))),
     ]
 
 
@@ -108,7 +107,8 @@ class Census:
         died = self._gone.append  # which refers to the list alone
         self._modules = [weakref.ref(module, died) for module in modules]
         self._watched = [weakref.ref(one, died) for one in parameters if one is not None]
-        owners = dict.fromkeys(owner for cls in dict.fromkeys(map(type, modules)) for owner in cls.__mro__)
+        self._classes: list[type] = list(dict.fromkeys(type(module) for module in modules))  # kept: their addresses are compared
+        owners = dict.fromkeys(owner for cls in self._classes for owner in cls.__mro__)
         self._methods = [(owner, name, getattr(owner, name)) for owner in owners for name in _read_methods(owner)]
         self._facts = _facts(modules)
         self._holds: Callable[[], int] | None = None
@@ -134,7 +134,6 @@ class Census:
                 gone=self._gone,
                 facts=self._facts,
                 num_modules=len(modules),
-                mappings=chain.from_iterable((state, *_MAPPINGS_OF(state)) for state in map(_STATE, modules)),
                 methods=self._methods,
                 names=("forward", *_MAPPINGS),
             )

@@ -1,9 +1,8 @@
 // Whether the Python objects of a model are those that were recorded: called with the GIL held, before every step.
 //
-// A step streams all weights through the caches, so that each object is a cache miss. Modules are compared in groups:
-// the objects of the next group are asked for before those of this one are read, and within a group each stage asks for
-// what the next one reads. Python's functions come as pointers (kernels/native_census.py), of its stable interface only,
-// so that this library loads without an interpreter.
+// A step streams all weights through the caches, so that each object is a cache miss. Modules are compared in groups, in
+// stages that ask for what the next stage reads: half the time of one module after the other. Python's functions come as
+// pointers (kernels/native_census.py), of its stable interface only, so that this library loads without an interpreter.
 #include "common.h"
 
 namespace mi {
@@ -26,18 +25,16 @@ struct Python {
 struct Census {
     Object* gone;  // list that has an element when one of the recorded objects exists no more
     const uint64_t* facts;  // `_facts` in models/census.py: columns of `num_modules` elements, then what the mappings hold
-    Object* const* mappings;  // hints for all modules: `__dict__` and the mappings of each, not to be read
     Object* const* methods;  // (class, name, method) of each
-    Object* names[5];  // "forward" and those of the mappings
+    Object* names[5];  // "forward" and those of the mappings: hooks, hooks before, children, parameters
     int64_t num_modules, num_methods;
 };
 
 constexpr int kMappings = 4, kGroup = 16, kEqual = 2;
-constexpr int kFirstHeld = 2;  // the first of the mappings whose values are compared too
 
 static void ask_for(const void* at) { __builtin_prefetch(at); }
 
-// The tables of a dict, at the third and fourth word behind its header in every Python so far: else the hint is wrong.
+// The tables of a dict: the fifth and sixth word of it so far, and if they are something else nothing is lost but time.
 static void ask_for_tables(const Object* dict) {
     const char* const* words = (const char* const*)dict;
     ask_for(words[4]);
@@ -58,39 +55,39 @@ static bool same_modules(const Python& py, const Census& c) {
     const int64_t n = c.num_modules;
     Object* const* modules = (Object* const*)c.facts;
     const uint64_t *types = c.facts + n, *sizes = types + n, *forward = sizes + n, *lengths = forward + n;
-    const uint64_t* held = lengths + kMappings * n;
-    auto ask_for_group = [&](int64_t begin) {
-        for (int64_t i = begin; i < n && i < begin + kGroup; ++i) {
-            ask_for(modules[i]);
-            ask_for((const char*)modules[i] - 32);  // where the reference to `__dict__` may be
-            for (int k = 0; k <= kMappings; ++k) ask_for(c.mappings[i * (kMappings + 1) + k]);
-        }
-    };
-    ask_for_group(0);
+    const uint64_t *children = lengths + kMappings * n, *parameters = children;
+    for (int64_t i = 0; i < n; ++i) parameters += lengths[2 * n + i];
     for (int64_t begin = 0; begin < n; begin += kGroup) {
-        const int64_t end = begin + kGroup < n ? begin + kGroup : n;
-        ask_for_group(end);
-        Object *states[kGroup], *found[kGroup][kMappings];
-        for (int64_t i = begin; i < end; ++i) {
+        const int64_t count = n - begin < kGroup ? n - begin : kGroup;
+        for (int64_t i = begin + count; i < n && i < begin + 2 * kGroup; ++i) {
+            ask_for(modules[i]);
+            ask_for((const char*)modules[i] - 32);  // the reference to its `__dict__`, in Pythons so far
+        }
+        Object *states[kGroup], *mappings[kGroup][kMappings];
+        for (int64_t j = 0, i = begin; j < count; ++j, ++i) {
             Object* const type = py.type_of(modules[i]);
             py.dec_ref(type);  // the module holds it
-            Object* const state = py.dict_of(modules[i], nullptr);
-            if ((uint64_t)type != types[i] || !state) return false;
-            py.dec_ref(state);
-            ask_for_tables(states[i - begin] = state);
+            states[j] = py.dict_of(modules[i], nullptr);
+            if ((uint64_t)type != types[i] || !states[j]) return false;
+            py.dec_ref(states[j]);
+            ask_for_tables(states[j]);
         }
-        for (int64_t i = begin; i < end; ++i) {
-            Object* const state = states[i - begin];
+        for (int64_t j = 0, i = begin; j < count; ++j, ++i) {
+            Object* const state = states[j];
             if ((uint64_t)py.dict_size(state) != sizes[i] || !py.item(state, c.names[0]) == forward[i]) return false;
             for (int k = 0; k < kMappings; ++k) {
-                Object* const mapping = found[i - begin][k] = py.item(state, c.names[1 + k]);
-                if (!mapping || (uint64_t)py.dict_size(mapping) != lengths[k * n + i]) return false;
-                if (k >= kFirstHeld && lengths[k * n + i]) ask_for_tables(mapping);
+                mappings[j][k] = py.item(state, c.names[1 + k]);
+                if (!mappings[j][k]) return false;
+                ask_for(mappings[j][k]);
             }
         }
-        for (int64_t i = begin; i < end; ++i)
-            for (int k = kFirstHeld; k < kMappings; ++k)
-                if (lengths[k * n + i] && !same_values(py, found[i - begin][k], held)) return false;
+        for (int64_t j = 0, i = begin; j < count; ++j, ++i)
+            for (int k = 0; k < kMappings; ++k) {
+                const uint64_t length = lengths[k * n + i];
+                if ((uint64_t)py.dict_size(mappings[j][k]) != length) return false;
+                if (k == 2 && length && !same_values(py, mappings[j][k], children)) return false;
+                if (k == 3 && length && !same_values(py, mappings[j][k], parameters)) return false;
+            }
     }
     return true;
 }
