@@ -107,7 +107,8 @@ class Census:
         died = self._gone.append  # which refers to the list alone
         self._modules = [weakref.ref(module, died) for module in modules]
         self._watched = [weakref.ref(one, died) for one in parameters if one is not None]
-        self._classes: list[type] = list(dict.fromkeys(type(module) for module in modules))  # kept: their addresses are compared
+        self._classes = list(dict.fromkeys(map(type, modules)))
+        """Kept alive, as their addresses are compared."""
         owners = dict.fromkeys(owner for cls in self._classes for owner in cls.__mro__)
         self._methods = [(owner, name, getattr(owner, name)) for owner in owners for name in _read_methods(owner)]
         self._facts = _facts(modules)

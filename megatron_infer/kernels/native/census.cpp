@@ -30,7 +30,7 @@ struct Census {
     int64_t num_modules, num_methods;
 };
 
-constexpr int kMappings = 4, kGroup = 16, kEqual = 2;
+constexpr int kMappings = 4, kGroup = 8, kEqual = 2;
 
 static void ask_for(const void* at) { __builtin_prefetch(at); }
 
