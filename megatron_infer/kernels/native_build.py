@@ -35,6 +35,7 @@ SOURCES = (
     "layers.cpp",
     "conv_stack.cpp",
     "gguf.cpp",
+    "census.cpp",
     "team.cpp",
 )
 HEADERS = ("common.h", "attention.h", "checksum.h", "layer_ops.h", "shares.h", "tiles.h")
@@ -159,3 +160,8 @@ def load() -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"{path} does not load: {error}") from None
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The native library if this process has loaded it; compiles nothing."""
+    return load() if load.cache_info().currsize else None

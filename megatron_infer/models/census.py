@@ -12,12 +12,14 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain, compress, repeat
-from operator import attrgetter, call, contains, is_, is_not, itemgetter
+from itertools import chain, repeat
+from operator import attrgetter, call, contains, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_modules
+
+from megatron_infer.kernels.native_census import bind_census
 
 PACKAGE = __name__.partition(".")[0]
 LIBRARIES = (PACKAGE, "megatron.core", "torch", "transformer_engine", "apex")
@@ -26,9 +28,9 @@ READ = (f"{PACKAGE}.", "megatron.core.", "torch.")
 """Packages whose classes are compared with their code."""
 GRAPH_MANAGER = "cudagraph_manager"
 """Name of the child that megatron-core's own graphs add to a module; it is there in training only."""
-_NOTHING: Callable[[], None] = lambda: None  # noqa: E731
-"""In the place of a reference to a parameter that a module lacks."""
 _STATE = attrgetter("__dict__")
+_MAPPINGS = ("_forward_hooks", "_forward_pre_hooks", "_modules", "_parameters")
+"""Names of the mappings in a module's state of which `_facts` tells."""
 HELD = "softmax_offset"
 """Name of the parameter that adoption itself holds, in an attention spec; others are read from their module."""
 
@@ -44,6 +46,24 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
             found[id(module)] = module
             stack += reversed(module._modules.values())
     return list(found.values())
+
+
+def _facts(modules: list[torch.nn.Module]) -> list[int]:
+    """Numbers that are others if a module's class, attributes, hooks, children or parameters are.
+
+    Columns of an element for each module, then all children and all parameters. native/census.cpp reads it too.
+    """
+    states = list(map(_STATE, modules))
+    mappings = [list(map(itemgetter(name), states)) for name in _MAPPINGS]
+    held = (map(dict.values, filter(None, column)) for column in mappings[2:])
+    return [
+        *map(id, modules),
+        *map(id, map(type, modules)),
+        *map(len, states),
+        *map(contains, states, repeat("forward")),
+        *map(len, chain.from_iterable(mappings)),
+        *map(id, chain.from_iterable(chain.from_iterable(held))),
+    ]
 
 
 class ModuleRecord(NamedTuple):
@@ -80,18 +100,20 @@ class Census:
         """By path, "" for the model itself. A module with several paths has a record at each."""
         self.global_hooks = global_hooks()
         modules = modules_of(model)
-        self._modules = [weakref.ref(module) for module in modules]
-        states = list(map(_STATE, modules))
-        self._hooks = [hooks for state in states for hooks in (state["_forward_hooks"], state["_forward_pre_hooks"])]
-        """The modules' own mappings, which refer to no module; so do the empty ones of children and parameters."""
-        self._empty = [one for state in states for one in (state["_modules"], state["_parameters"]) if not one]
-        self._has_children = [bool(state["_modules"]) for state in states]
-        self._has_parameters = [bool(state["_parameters"]) for state in states]
-        self._parameters = [_NOTHING if one is None else weakref.ref(one) for one in self._parameters_in(states)]
-        self._num_parameters = sum(one is not _NOTHING for one in self._parameters)
-        owners = dict.fromkeys(owner for cls in dict.fromkeys(map(type, modules)) for owner in cls.__mro__)
-        self._owners = [(owner, attrgetter(*names)) for owner in owners if (names := _read_methods(owner))]
-        self._marks = self._marks_in(modules, states)
+        parameters = [one for module in modules for one in module._parameters.values()]
+        self._parameters = [None if one is None else weakref.ref(one) for one in parameters]
+        self._gone: list[Any] = []
+        """Has an element when a module or parameter exists no more: its address may be another object's."""
+        died = self._gone.append  # which refers to the list alone
+        self._modules = [weakref.ref(module, died) for module in modules]
+        self._watched = [weakref.ref(one, died) for one in parameters if one is not None]
+        self._classes = list(dict.fromkeys(map(type, modules)))
+        """Kept alive, as their addresses are compared."""
+        owners = dict.fromkeys(owner for cls in self._classes for owner in cls.__mro__)
+        self._methods = [(owner, name, getattr(owner, name)) for owner in owners for name in _read_methods(owner)]
+        self._facts = _facts(modules)
+        self._holds: Callable[[], int] | None = None
+        """The same comparison in C++, once the kernels are loaded."""
 
     def is_intact(self) -> bool:
         """Whether nothing has changed: no module or parameter was replaced, no class, hook or attribute is another.
@@ -99,35 +121,28 @@ class Census:
         Cheap enough for every step. False may have a cause that does not count, such as an attribute of the
         trainer's: `difference` tells. A cast shows in the addresses of the weights.
         """
+        if global_hooks() != self.global_hooks:
+            return False
+        if self._holds is not None and self._holds():
+            return True
         modules: list[Any] = list(map(call, self._modules))
-        if None in modules:
+        if None in modules or _facts(modules) != self._facts:
             return False
-        states = list(map(_STATE, modules))
-        if any(self._empty) or self._marks_in(modules, states) != self._marks:
+        if any(getattr(owner, name) != method for owner, name, method in self._methods):
             return False
-        known, present = list(map(call, self._parameters)), self._parameters_in(states)
-        is_alive = sum(map(is_not, known, repeat(None))) == self._num_parameters  # `==` would be one of tensors
-        return is_alive and len(present) == len(known) and all(map(is_, present, known))
-
-    def _marks_in(self, modules: list[Any], states: list[dict[str, Any]]) -> list[Any]:
-        children = map(dict.values, map(itemgetter("_modules"), compress(states, self._has_children)))
-        return [
-            list(map(type, modules)),
-            list(map(len, self._hooks)),
-            list(map(len, states)),
-            list(map(contains, states, repeat("forward"))),
-            list(map(id, chain.from_iterable(children))),  # all were alive then and are now: none is another object
-            [methods_of(owner) for owner, methods_of in self._owners],
-            global_hooks(),
-        ]
-
-    def _parameters_in(self, states: list[dict[str, Any]]) -> list[Any]:
-        found = map(itemgetter("_parameters"), compress(states, self._has_parameters))
-        return list(chain.from_iterable(map(dict.values, found)))
+        if self._holds is None:
+            self._holds = bind_census(
+                gone=self._gone,
+                facts=self._facts,
+                num_modules=len(modules),
+                methods=self._methods,
+                names=("forward", *_MAPPINGS),
+            )
+        return not self._gone  # last: until here all addresses were of what was recorded
 
     def has_same_parameters(self, other: Census) -> bool:
         """Whether all parameters are the same objects."""
-        # There is one weak reference to an object.
+        # There is one weak reference without a callback to an object.
         mine, others = self._parameters, other._parameters
         return len(mine) == len(others) and all(map(is_, mine, others))
 
@@ -158,8 +173,8 @@ def foreign_hooks(module: torch.nn.Module) -> int:
 
 def global_hooks() -> int:
     """Number of forward hooks and pre-hooks of all modules of the process."""
-    found = chain(torch_modules._global_forward_hooks.values(), torch_modules._global_forward_pre_hooks.values())
-    return sum(not _is_ours(hook) for hook in found)
+    hooks, before = torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
+    return sum(not _is_ours(hook) for hook in (*hooks.values(), *before.values())) if hooks or before else 0
 
 
 def patched_methods(module: torch.nn.Module) -> tuple[str, ...]:

@@ -41,7 +41,9 @@ from torch import nn
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import AdoptionError, StaleCache
+from megatron_infer.kernels import native_build
 from megatron_infer.kernels.select import BACKEND_VARIABLE
+from megatron_infer.models import census
 from megatron_infer.models.census import Census
 from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.models.mcore_compat import MLP, SelfAttention, TransformerLayer
@@ -410,3 +412,100 @@ def test_a_census_tells_modules_apart_by_path():
     del model.value_head
     model.decoder.layers[1].mlp.router.expert_bias = torch.zeros(4)
     assert before.difference(Census(model)) is None
+
+
+@pytest.fixture
+def native() -> None:
+    """Loads the library as an engine of this dtype would."""
+    try:
+        native_build.load()
+    except native_build.NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+def census_pair(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Census, Census]:
+    """(compares in C++, compares in Python)."""
+    with monkeypatch.context() as patch:
+        patch.setattr(census, "bind_census", lambda **_: None)
+        python = Census(model)
+    compiled = Census(model)
+    assert compiled.is_intact() and compiled._holds is not None and compiled._holds() == 1
+    monkeypatch.setattr(census, "bind_census", lambda **_: None)
+    assert python.is_intact() and python._holds is None
+    return compiled, python
+
+
+@pytest.mark.usefixtures("native")
+@every_kind
+@every_change
+def test_both_comparisons_notice_every_change(pair, change, monkeypatch):
+    model, donor = pair
+    compiled, python = census_pair(model, monkeypatch)
+    undo = change.make(model, donor)
+    wanted = change is CHANGES["cast"]  # which the addresses of the weights show
+    assert [bool(compiled._holds()), compiled.is_intact(), python.is_intact()] == [wanted] * 3
+    undo()
+    if compiled.is_intact():  # else an attribute or a hook mapping is left of it
+        assert compiled._holds() and python.is_intact()
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("kind", ["gpt"])
+def test_both_comparisons_notice_attributes_classes_methods_and_moved_children(pair, kind, monkeypatch):
+    model, _ = pair
+    compiled, python = census_pair(model, monkeypatch)
+
+    def notice() -> bool:
+        found = {bool(compiled._holds()), compiled.is_intact(), python.is_intact()}
+        assert len(found) == 1
+        return not found.pop()
+
+    layers, layer = model.decoder.layers, model.decoder.layers[1]
+    layers[0], layers[1] = layers[1], layers[0]
+    assert notice()
+    layers[0], layers[1] = layers[1], layers[0]
+    for name in ("noted", "forward"):
+        setattr(layer, name, None)
+        assert notice()
+        delattr(layer, name)
+    layer.mlp.register_parameter("more", None)
+    assert notice()
+    del layer.mlp.more
+    cls = type(layer)
+    layer.__class__ = type("Other", (cls,), {})
+    assert notice()
+    layer.__class__ = cls
+    assert not notice()
+    with monkeypatch.context() as patch:
+        patch.setattr(MLP, "forward", lambda *given: None)
+        assert notice()
+    assert not notice()
+    with torch.nn.modules.module.register_module_forward_pre_hook(lambda *given: None):
+        assert not compiled.is_intact() and not python.is_intact()
+    hooks, layer._forward_hooks = layer._forward_hooks, "none"  # not even a mapping
+    assert not compiled._holds()
+    layer._forward_hooks = hooks
+    assert not notice()
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("kind", ["gpt"])
+@pytest.mark.parametrize("what", ["module", "parameter"])
+def test_what_exists_no_more_is_noticed_and_was_not_kept(pair, kind, what, monkeypatch):
+    model, _ = pair
+    compiled, python = census_pair(model, monkeypatch)
+    mlp = model.decoder.layers[1].mlp
+    gone = weakref.ref(mlp if what == "module" else mlp.linear_fc1.weight)
+    if what == "module":
+        del model.decoder.layers[1].mlp
+    else:
+        del mlp.linear_fc1.weight
+    del mlp
+    gc.collect()
+    assert gone() is None and compiled._gone and python._gone
+    assert not (compiled._holds() or compiled.is_intact() or python.is_intact())
+    freed = weakref.ref(compiled)
+    del compiled
+    gc.collect()
+    assert freed() is None
+    del model.decoder.layers[0].mlp  # calls no census that exists no more
