@@ -152,16 +152,21 @@ def build() -> Path:
     return library
 
 
+_libraries: list[ctypes.CDLL] = []
+"""The library, once it is loaded."""
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """The native library, built if need be; raises NativeUnavailable."""
     path = build()
     try:
-        return ctypes.CDLL(str(path))
+        _libraries.append(ctypes.CDLL(str(path)))
     except OSError as error:
         raise NativeUnavailable(f"{path} does not load: {error}") from None
+    return _libraries[-1]
 
 
 def loaded() -> ctypes.CDLL | None:
     """The native library if this process has loaded it; compiles nothing."""
-    return load() if load.cache_info().currsize else None
+    return _libraries[-1] if _libraries else None
