@@ -151,8 +151,8 @@ class Team {
         for (;;) {
             if (!spin(budget, called)) {
                 pthread_mutex_lock(&mutex_);
-                asleep_.fetch_add(1);
-                while (!called() && !ended_) pthread_cond_wait(&work_, &mutex_);
+                // Said before each wait: a caller that was held up may take it back for a region that is known here.
+                while (asleep_.store(1), !called() && !ended_) pthread_cond_wait(&work_, &mutex_);
                 const bool ended = ended_;
                 pthread_mutex_unlock(&mutex_);
                 if (ended) return leave();
