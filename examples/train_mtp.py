@@ -4,7 +4,7 @@
     megatron-infer serve smollm2-mtp --speculative mtp --num-speculative-tokens 1
 
     the model asks ──▶ it answers ──▶ its hidden states ──▶ MTP layer: least squares, then trained to say what the
-      two fifths of the time             an eighth          model says one token later, the rest of the time
+      two fifths of the time             a quarter          model says one token later, the rest of the time
 
 The layer's projection begins as the linear map that comes nearest to the model's next hidden state, and the rest of it
 as nothing, which alone agrees with the model in a quarter of all positions. Its loss is the cross entropy to the
