@@ -96,7 +96,7 @@ class Ops(Protocol):
     norms: Norms | None
     """Norms that have no method below; None: they take several calls."""
     linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None
-    """linear_rows(x, weight, bias, rows): `linear` by the weight's first rows; None: `F.linear` does it as well."""
+    """linear_rows(x, weight, bias, rows): `linear` by the weight's first rows; None: `F.linear` of a slice of it."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 

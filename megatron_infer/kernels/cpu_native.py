@@ -137,7 +137,7 @@ class NativeOps(TorchOps):
         return self.linear_rows(x_TX, weight, bias, weight.shape[0])
 
     def linear_rows(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-        """`linear` by the first rows of the weight alone."""
+        """`linear` by the first rows of the weight; of oneDNN's copies, which have no rows, the first outputs."""
         packed = self._packed_of(id(weight))
         if packed is None:
             source, function = weight, self._linear if x_TX.shape[0] <= self._most_tokens else None

@@ -61,7 +61,7 @@ def _facts(modules: list[torch.nn.Module]) -> list[int]:
         *map(id, map(type, modules)),
         *map(len, states),
         *map(contains, states, repeat("forward")),
-        *map(len, chain.from_iterable(mappings)),
+        *map(dict.__len__, chain.from_iterable(mappings)),
         *map(id, chain.from_iterable(chain.from_iterable(held))),
     ]
 

@@ -15,7 +15,7 @@ position of the draw that verifies them: a draft model like the model proposes w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -30,7 +30,7 @@ from megatron_infer.sampling.sampler import Sampler, SamplerInput, StepSampler
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 from megatron_infer.speculative.residual import Proposals, ResidualSampler
 
-FORGETTING = 0.999
+FORGETTING = 0.99
 LEAST_SEEN = 16
 LEAST_COVERED = 0.9
 """See `LowTokens`: tokens seen before any are left out, and the share of them that is drafted among."""
@@ -52,12 +52,13 @@ class LowTokens:
         self._parts = (vocab_size // 4, vocab_size // 2)
         self._seen, self._below = 0.0, [0.0] * len(self._parts)
 
-    def saw(self, token: int) -> None:
-        """A request drew `token`; what was seen long ago counts less."""
-        self._seen = FORGETTING * self._seen + 1
-        self._below = [
-            FORGETTING * below + (token < part) for below, part in zip(self._below, self._parts, strict=True)
-        ]
+    def saw(self, tokens: Iterable[int]) -> None:
+        """A request drew `tokens`; what was seen long ago counts less."""
+        for token in tokens:
+            self._seen = FORGETTING * self._seen + 1
+            self._below = [
+                FORGETTING * below + (token < part) for below, part in zip(self._below, self._parts, strict=True)
+            ]
 
     @property
     def count(self) -> int | None:
@@ -102,8 +103,13 @@ class ModelDrafter:
         if self._kept is not None:
             self._kept.clear()  # a run that failed has left what it drew
         drafting = [chunk for chunk in plan.prefill if chunk.drafts_on_device]
-        for chunk in drafting:
-            self._low_tokens.saw(chunk.request.tokens[-1])
+        for (
+            chunk
+        ) in drafting:  # as many tokens as its drafts may have given, not the last alone, which follows a wrong one
+            self._low_tokens.saw(chunk.request.tokens[-1 - len(chunk.drafts) :])
+        for request, start in zip(plan.decode, plan.decode_starts, strict=True):
+            if len(request.tokens) == start + 1:  # else its last token is still in flight
+                self._low_tokens.saw(request.tokens[-1:])
         first = len(plan.decode)
         if self.target is not None:
             self._write_rows(_first_step(plan, drafting), table_writes)

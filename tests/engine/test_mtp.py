@@ -26,7 +26,7 @@ from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.models.adopt import adopt
 from megatron_infer.pipelines.config import PipelineConfig
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
-from megatron_infer.speculative.model_drafter import ModelDrafter
+from megatron_infer.speculative.model_drafter import LowTokens, ModelDrafter
 from megatron_infer.speculative.mtp import MTPModel
 from megatron_infer.testing.inspect import inspect
 
@@ -318,6 +318,29 @@ def test_drafts_are_among_the_lowest_tokens_where_those_are_drawn(model, monkeyp
         )
         check_all_kept(engine)
     assert set(counts) == ({VOCAB // part} if part > 1 else set())
+
+
+def test_low_tokens_are_left_within_a_few_other_ones():
+    low = LowTokens(VOCAB)
+    assert low.count is None
+    low.saw([3] * 5000)
+    assert low.count == VOCAB // 4
+    low.saw([VOCAB // 3] * 12)
+    assert low.count == VOCAB // 2
+    low.saw([VOCAB - 1] * 12)
+    assert low.count is None
+
+
+@pytest.mark.parametrize("allowed", [range(9), range(VOCAB - 9, VOCAB)])
+def test_rejection_among_the_lowest_tokens_draws_what_is_allowed(model, allowed):
+    """Requests of both kinds in one step; those of high tokens have no draft that they could draw."""
+    engine = drafting(model, speculative=MTP | {"verification": "residual"})
+    low = SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True, allowed_token_ids=range(9))
+    engine.generate([[5, 6, 7], [9]], low)
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=40, ignore_eos=True, allowed_token_ids=allowed)
+    for output in engine.generate([[5, 6, 7], [9], [11]], [params, low, params]):
+        assert output.error is None and len(output.outputs[0].token_ids) in (40, 60)
+        assert set(output.outputs[0].token_ids) <= {*range(9), *allowed}
 
 
 def test_drafts_follow_what_is_drawn_to_other_tokens(model):

@@ -51,6 +51,7 @@ static bool same_values(const Python& py, Object* dict, const uint64_t*& held) {
     return true;
 }
 
+// Nothing here allocates, so that no collection of garbage frees a module after `gone` was looked at.
 static bool same_modules(const Python& py, const Census& c) {
     const int64_t n = c.num_modules;
     Object* const* modules = (Object* const*)c.facts;
@@ -74,7 +75,7 @@ static bool same_modules(const Python& py, const Census& c) {
         }
         for (int64_t j = 0, i = begin; j < count; ++j, ++i) {
             Object* const state = states[j];
-            if ((uint64_t)py.dict_size(state) != sizes[i] || !py.item(state, c.names[0]) == forward[i]) return false;
+            if ((uint64_t)py.dict_size(state) != sizes[i] || (py.item(state, c.names[0]) != nullptr) != (forward[i] != 0)) return false;
             for (int k = 0; k < kMappings; ++k) {
                 mappings[j][k] = py.item(state, c.names[1 + k]);
                 if (!mappings[j][k]) return false;
@@ -108,6 +109,6 @@ static bool same_methods(const Python& py, const Census& c) {
 extern "C" int mi_census_holds(const mi::Python* py, const mi::Census* census) {
     // Here, with the GIL held until the last module was read: an object that exists no more is not looked at.
     const bool holds = !py->list_size(census->gone) && same_modules(*py, *census) && same_methods(*py, *census);
-    if (!holds) py->clear_error();
+    py->clear_error();
     return holds;
 }

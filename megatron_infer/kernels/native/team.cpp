@@ -151,7 +151,8 @@ class Team {
         for (;;) {
             if (!spin(budget, called)) {
                 pthread_mutex_lock(&mutex_);
-                // Said before each wait: a caller that was held up may take it back for a region that is known here.
+                // Set again before each wait: a caller that was held up may clear it for a region that is done here, and
+                // then wake a worker that has nothing to do yet.
                 while (asleep_.store(1), !called() && !ended_) pthread_cond_wait(&work_, &mutex_);
                 const bool ended = ended_;
                 pthread_mutex_unlock(&mutex_);
