@@ -109,6 +109,12 @@ def int8_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout:
     )
 
 
+def _first_rows(weight: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
+    if rows == weight.shape[0]:
+        return weight, bias
+    return weight[:rows], None if bias is None else bias[:rows]
+
+
 class NativeOps(TorchOps):
     """C++ norms, activation and linears for one dtype; `TorchOps` runs the rest."""
 
@@ -149,7 +155,7 @@ class NativeOps(TorchOps):
         if not known or not (bias is None or self._ours(x_TX, bias)):
             if source is not weight and self._is_int8:
                 return self._int8_linear(x_TX, weight, bias)[..., :rows]
-            return F.linear(x_TX, weight[:rows], None if bias is None else bias[:rows])
+            return F.linear(x_TX, *_first_rows(weight, bias, rows))
         tokens, inner = x_TX.shape[0], weight.shape[1]
         out = torch.empty(tokens, rows, dtype=self._dtype)
         function(

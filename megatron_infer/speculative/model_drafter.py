@@ -103,9 +103,8 @@ class ModelDrafter:
         if self._kept is not None:
             self._kept.clear()  # a run that failed has left what it drew
         drafting = [chunk for chunk in plan.prefill if chunk.drafts_on_device]
-        for (
-            chunk
-        ) in drafting:  # as many tokens as its drafts may have given, not the last alone, which follows a wrong one
+        # As many tokens as a request's drafts may have given: the last alone is often the one that they missed.
+        for chunk in drafting:
             self._low_tokens.saw(chunk.request.tokens[-1 - len(chunk.drafts) :])
         for request, start in zip(plan.decode, plan.decode_starts, strict=True):
             if len(request.tokens) == start + 1:  # else its last token is still in flight
