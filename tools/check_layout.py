@@ -103,6 +103,7 @@ OPTIONAL = (
     "scheduler.draft_depth",
     "scheduler.phases",
     "runner.padded_steps",
+    "runner.warm_up",
     "sampling.grammar_matchers",
     "context.build",
     "context.adapter_slots",

@@ -78,6 +78,7 @@ from megatron_infer.requests.input_processor import InputProcessor, Limits, Text
 from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.runner.batch import BatchBuilder
 from megatron_infer.runner.model_runner import ModelRunner, Runner
+from megatron_infer.runner.warm_up import launch_kernels
 from megatron_infer.sampling.draw_groups import DeviceOps
 from megatron_infer.sampling.row_params import RowParams
 from megatron_infer.sampling.sampler import Sampler
@@ -491,7 +492,7 @@ def warm_up(setup: ModelSetup) -> None:
     used = {kernels.ops.name} | {row.chosen for row in kernels.rows if row.operation.startswith((ATTENTION, SCAN))}
     if setup.device.is_cuda and TRITON in used and used <= WARMED_UP and adopted.foreign_layer() is None:
         started = time.perf_counter()
-        setup.runner.warm_up(most, [count for count in adopted.token_counts(kernels.ops) if count <= most])
+        launch_kernels(setup.runner, most, [count for count in adopted.token_counts(kernels.ops) if count <= most])
         log.info("kernels compiled and loaded in %.1f s", time.perf_counter() - started)
 
 
@@ -588,7 +589,7 @@ def make_runner(
         builder,
         for_group(sampler, adopted.tp_group),
         graphs=graphs,
-        edit_logits=hooks.apply,
+        edit_logits=hooks,
         load_adapter=None if bank is None else bank.write,
         draft=None if drafter is None else drafter.run,
     )

@@ -97,6 +97,9 @@ class Ops(Protocol):
     """Norms that have no method below; None: they take several calls."""
     linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None
     """linear_rows(x, weight, bias, rows): `linear` by the weight's first rows; None: `F.linear` of a slice of it."""
+    argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None
+    """argmax_linear(x, weight, rows): `Argmax` of what `linear` gives by the weight's first rows, without all of it.
+    None, or that it gives None: `linear` is as fast."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
@@ -310,6 +313,10 @@ class PagedModel(Protocol):
 
         V is this rank's part where the vocabulary is split over tensor-parallel ranks.
         """
+        ...
+
+    def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
+        """`Argmax` of the logits of the lowest `count` tokens, without all of them; None: `logits` is as fast."""
         ...
 
     def rotary_table(self, num_positions: int) -> RotaryTable | None: ...

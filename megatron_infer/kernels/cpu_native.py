@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.kernels.argmax_linear import ArgmaxLinear
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.kv_rounding import only_own_dtype
@@ -109,6 +110,12 @@ def int8_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout:
     )
 
 
+def argmax_linear(library: ctypes.CDLL, suffix: str, packed: PackedLinears | None) -> ArgmaxLinear | None:
+    """None: for weights in another layout."""
+    is_for = packed is not None and packed.layout.name == PANELS
+    return ArgmaxLinear(library, suffix, packed) if is_for and packed is not None else None
+
+
 def _first_rows(weight: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
     if rows == weight.shape[0]:
         return weight, bias
@@ -137,6 +144,7 @@ class NativeOps(TorchOps):
         kernel = None if packed is None else KERNELS.get(packed.layout.name)
         self._panel_linear = None if kernel is None else bind(library, f"{kernel}_{suffix}", signature)
         self._is_int8 = packed is not None and packed.layout.name == INT8_PANELS
+        self.argmax_linear = argmax_linear(library, suffix, packed)
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """From packed panels; without them oneDNN, the C++ linear for few tokens, or `F.linear`."""
@@ -232,10 +240,9 @@ class NativeOps(TorchOps):
         self, y_TM: Tensor, gate_TM: Tensor, weight: Tensor | None, eps: float, *, group_size: int
     ) -> Tensor:
         """A token has the same bits alone and among others."""
-        dtype = self._dtype
         if (
             not self._ours(y_TM, y_TM if weight is None else weight)
-            or gate_TM.dtype is not dtype
+            or gate_TM.dtype is not self._dtype
             or gate_TM.stride(-1) != 1
             or group_size > MAX_NORM_GROUP
         ):

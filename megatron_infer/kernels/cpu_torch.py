@@ -32,6 +32,7 @@ class TorchOps:
     experts = None
     norms = None
     linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None
+    argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None = None
 
     def __init__(self, packed: PackedLinears | None = None) -> None:
         self._packed_of = (packed or PackedLinears()).get

@@ -99,6 +99,8 @@ class PackedLinears:
         self._packed: dict[int, Tensor] = {}
         self.get: Callable[[int], Tensor | None] = self._packed.get
         """get(id(weight)) -> the packed copy, or None for a weight that is not packed."""
+        self._derived: dict[int, tuple[int, Tensor]] = {}
+        """id(weight) -> `num_packings` when it was derived, and what was."""
 
     def pack(self, weights: Iterable[Tensor]) -> dict[int, int]:
         """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out.
@@ -110,6 +112,7 @@ class PackedLinears:
         self._weights = [weight for weight in unique.values() if self._takes(weight)]
         self._packed.clear()  # freed first: the peak is one extra set
         self.num_packings += 1
+        self._derived = {key: self._derived[key] for key in map(id, self._weights) if key in self._derived}
         sums = {}
         with torch.no_grad():
             for weight, memory in zip(self._weights, self._memory(), strict=True):
@@ -117,6 +120,17 @@ class PackedLinears:
                 if checksum is not None:
                     sums[id(weight)] = checksum
         return sums
+
+    def derived(self, weight: Tensor, derive: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+        """What follows from the packed copy of `weight`, kept until weights are packed again.
+
+        derive: (the copy, what was derived from the one before, to be overwritten, or None) -> it.
+        """
+        packing, found = self._derived.get(id(weight), (0, None))
+        if found is None or packing != self.num_packings:
+            found = derive(self._packed[id(weight)], found)
+            self._derived[id(weight)] = self.num_packings, found
+        return found
 
     def _memory(self) -> list[Tensor] | list[None]:
         """Where to pack each weight: side by side, as most copies alone would be smaller than a huge page."""
@@ -137,6 +151,7 @@ class PackedLinears:
         """Free the copies; linears run plain until the next `pack`."""
         self._weights, self._arena = [], []
         self._packed.clear()
+        self._derived.clear()
 
     def differs(self, weights: Iterable[Tensor]) -> str | None:
         """What distinguishes the copies from a fresh `pack(weights)`; None: nothing. Packs each weight once more."""
@@ -161,5 +176,6 @@ class PackedLinears:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the packed copies, beside the live weights."""
-        return sum(packed.numel() * packed.element_size() for packed in self._packed.values())
+        """Memory of the packed copies and of what was derived from them, beside the live weights."""
+        held = [*self._packed.values(), *(derived for _, derived in self._derived.values())]
+        return sum(packed.numel() * packed.element_size() for packed in held)

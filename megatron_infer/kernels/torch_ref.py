@@ -23,6 +23,7 @@ class ReferenceOps:
     experts = None
     norms = None
     linear_rows = None
+    argmax_linear = None
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)

@@ -39,6 +39,7 @@ from megatron_infer.models.layer_programs import with_programs
 from megatron_infer.models.model_shape import model_shape
 from megatron_infer.models.moe import FusedExperts, routing_shape
 from megatron_infer.models.mtp_head import MTPHead
+from megatron_infer.models.output_layer import OutputLayer
 from megatron_infer.models.paged_layers import SEQUENCE_PARALLEL, require_inference
 from megatron_infer.models.rotary import cpu_rotary, rotary_table
 from megatron_infer.models.tp_collectives import Reducer
@@ -206,7 +207,7 @@ class AdoptedModel:
         """Those of all layers and the final norm; None: megatron-core's decoder runs the layers."""
         self.routing = reading.routing
         self._dtype = getattr(torch, self.shape.dtype)
-        self._tp = reading.tp
+        self._tp, self._output = reading.tp, OutputLayer(self.live, reading.tp)
         self.num_adoptions += 1
         self._census = Census(self.live)
 
@@ -359,17 +360,14 @@ class AdoptedModel:
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
-        hidden_SD = hidden_SD if self._tp is None else self._tp.spread(hidden_SD)
-        return ops.linear(hidden_SD, self._output_weight(), self.live.output_layer._parameters["bias"])
+        return self._output.logits(hidden_SD, ops)
 
     def first_logits(self, hidden_SD: Tensor, ops: Ops, count: int) -> Tensor | None:
         """Those of the lowest `count` tokens; None where the vocabulary is split over ranks."""
-        if self._tp is not None:
-            return None
-        weight, bias = self._output_weight(), self.live.output_layer._parameters["bias"]
-        if ops.linear_rows is not None:
-            return ops.linear_rows(hidden_SD, weight, bias, count)
-        return F.linear(hidden_SD, weight[:count], None if bias is None else bias[:count])
+        return self._output.first_logits(hidden_SD, ops, count)
+
+    def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
+        return self._output.argmax(hidden_SD, ops, count)
 
     def whole_logits(self, logits_SW: Tensor) -> Tensor:
         """[S, V] on every rank, from the part of each; all ranks then compute the same from them."""
@@ -389,7 +387,7 @@ class AdoptedModel:
     def packable_weights(self) -> Iterable[Tensor]:
         """This rank's weights that go through `ops.linear`, the output layer's included."""
         if self.is_last_stage:
-            yield self._output_weight()
+            yield self._output.weight
         for layer in self.layers:
             if layer is not None:
                 yield from layer.weights()
@@ -458,12 +456,6 @@ class AdoptedModel:
         if embedding.add_position_embedding:
             x_TD += F.embedding(step.positions_T, embedding.position_embeddings.weight)
         return x_TD
-
-    def _output_weight(self) -> Tensor:
-        live = self.live
-        if live.share_embeddings_and_output_weights:
-            return live.shared_embedding_or_output_weight()
-        return live.output_layer._parameters["weight"]
 
 
 def _with_sinks(before: Sequence[AttendSpec], now: Sequence[AttendSpec]) -> tuple[list[bool], list[bool]]:

@@ -90,6 +90,7 @@ class DifferentiableOps:
     experts = None
     norms = None
     linear_rows = None
+    argmax_linear = None
 
     def __init__(self, exact: ExactOps) -> None:
         self.exact = exact

@@ -32,7 +32,6 @@ from megatron_infer.runner.in_flight import LocalStep, PromptScores, RunnerOutpu
 from megatron_infer.runner.model_runner import ModelRunner
 from megatron_infer.runner.pooling import pooled_as, pooled_chunks
 from megatron_infer.runner.routing import asks_routing, routing_buffer
-from megatron_infer.runner.warm_up import warm_up
 from megatron_infer.sampling.logprobs import LogprobBatch
 from megatron_infer.sampling.returned_details import TokenDetailsBatch
 from megatron_infer.sampling.token_masks import TokenMasks
@@ -120,7 +119,8 @@ class StageRunner:
         """
         self.link, self.draws = link, link.is_last
         self.store, self.builder, self.sampler = runner.store, runner.builder, runner.sampler
-        self.graphs = runner.graphs
+        self.graphs, self.model = runner.graphs, runner.model
+        self.received = None if link.is_first else link.nothing_received
         self._runner, self._on_wait, self._alone_s = runner, on_wait, alone_s
         self._thread = OrderedThread(f"stage {link.rank}")
         self._thread.submit(runner.device.make_current)
@@ -148,17 +148,6 @@ class StageRunner:
 
     def then(self, action: Callable[[], None]) -> None:
         self._thread.submit(action)
-
-    def warm_up(self, max_tokens: int, token_counts: Sequence[int] = ()) -> None:
-        warm_up(
-            self._runner.model,
-            self.builder,
-            self.sampler,
-            max_tokens=max_tokens,
-            token_counts=token_counts,
-            received=None if self.link.is_first else self.link.nothing_received,
-            is_last=self.link.is_last,
-        )
 
     def _compare_routing(self, own: RoutingShape | None) -> tuple[int, RoutingShape | None]:
         """Exchange shapes with the other stages: a step's routing is sent with its residual stream, and each stage adds

@@ -25,9 +25,11 @@ INT8_BYTES = 34 / 32
 
 
 def packed_bytes(shape: ModelShape, *, has_own_embedding: bool, is_int8: bool) -> int:
-    """Bytes of packed linear weights: of all parameters but an input embedding that is not the output layer, too."""
-    embedding = shape.padded_vocab_size * shape.hidden_size if has_own_embedding else 0
-    return int(max(0, shape.num_parameters - embedding) * (INT8_BYTES if is_int8 else shape.kv_dtype_bytes))
+    """Bytes of packed linear weights: of all parameters but an input embedding that is not the output layer, too. Of
+    the output layer, in 8 bits as well: greedy tokens are found with it."""
+    output = shape.padded_vocab_size * shape.hidden_size
+    weights = max(0, shape.num_parameters - (output if has_own_embedding else 0))
+    return int(weights * INT8_BYTES if is_int8 else weights * shape.kv_dtype_bytes + output * INT8_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

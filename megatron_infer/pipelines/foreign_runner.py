@@ -159,6 +159,9 @@ class ForeignModel:
                 place_S = torch.searchsorted(self._offsets_R1[1:], place_S, right=True)
         return logits.index_select(0, place_S).to(self._dtype)
 
+    def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> None:
+        """The model has computed its logits."""
+
     def whole_logits(self, logits_SV: Tensor) -> Tensor:
         return logits_SV
 

@@ -89,6 +89,9 @@ class LocalStep:
     batch: Batch = None  # type: ignore[assignment]
     """Set by `ModelRunner.prepare`."""
     logits_SV: Tensor | None = None
+    """None: nothing is drawn from them."""
+    greedy: SamplerOutput | None = None
+    """The tokens, where they follow without all logits."""
     prompt_scores: list[PromptScores] = field(default_factory=list)
     pooled: list[Pooled] = field(default_factory=list)
     shape: GraphShape | None = None
@@ -107,7 +110,7 @@ class LocalStep:
 
     def begin_read(self, device: Device, sampled: SamplerOutput | None = None) -> None:
         """Everything is enqueued, and these tokens are drawn: start copying the step's outputs to the host."""
-        self.logits_SV, self.padded, self._sampled = None, None, sampled
+        self.logits_SV, self.padded, self.greedy, self._sampled = None, None, None, sampled
         tensors = [] if sampled is None else [sampled.tokens_S, sampled.bad_S]
         tensors += [one for one in (self.routed_TLK, self.drafts_N) if one is not None]
         parts = [tensor for part in self._parts() for tensor in _tensors_of(part)]

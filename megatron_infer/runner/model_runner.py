@@ -13,13 +13,12 @@ from torch import Tensor
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.kernels.base import PagedModel, RoutingShape
 from megatron_infer.memory.store import CacheStore
-from megatron_infer.runner.batch import BatchBuilder
+from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.runner.in_flight import InFlightStep, LocalStep, PromptScores
 from megatron_infer.runner.pooling import pool
 from megatron_infer.runner.routing import asks_routing, routing_buffer
-from megatron_infer.runner.warm_up import warm_up
 from megatron_infer.sampling.logprobs import prompt_logprobs
-from megatron_infer.sampling.sampler import SamplerInput, StepSampler
+from megatron_infer.sampling.sampler import SamplerInput, SamplerOutput, StepSampler, greedy_output
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan
@@ -27,17 +26,27 @@ from megatron_infer.scheduler.step_plan import StepPlan
 if TYPE_CHECKING:
     from megatron_infer.runner.padded_steps import PaddedSteps
 
-EditLogits = Callable[[Tensor, Sequence[Request]], Tensor | None]
-"""Logits and the requests that draw from them -> logits to draw from instead; None: from those."""
 Draft = Callable[[StepPlan, Sequence[tuple[int, int, int]]], Tensor | None]
 """A plan and its block-table writes -> the drafts that a model drew, see `speculative.model_drafter`."""
 PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
 
 
+class EditLogits(Protocol):
+    """What changes logits before tokens are drawn: `engine.logits_hooks.LogitsHooks`."""
+
+    hooks: Sequence[Any]
+    """Empty: nothing does."""
+
+    def apply(self, logits_SV: Tensor, sampled: Sequence[Request]) -> Tensor | None:
+        """Logits and the requests that draw from them -> logits to draw from instead; None: from those."""
+        ...
+
+
 class Runner(Protocol):
     """What an engine runs its steps with: `ModelRunner`, or `parallel.stage_runner.StageRunner`."""
 
+    model: PagedModel
     store: CacheStore
     builder: BatchBuilder
     sampler: StepSampler
@@ -47,6 +56,8 @@ class Runner(Protocol):
     """What requests may return of their tokens' experts; None: nothing."""
     draws: bool
     """Whether tokens are drawn on this rank, or received from another."""
+    received: Callable[[int], Tensor] | None
+    """received(num_tokens): a residual stream as a pipeline stage receives it, of zeros; None in the first."""
 
     def shape_of(self, plan: StepPlan) -> GraphShape | None:
         """The shape that the step is padded to, the same on every rank; None: it runs as it is."""
@@ -70,15 +81,11 @@ class Runner(Protocol):
         """Call `action` once the host work of all steps launched so far is done."""
         ...
 
-    def warm_up(self, max_tokens: int, token_counts: Sequence[int] = ()) -> None:
-        """See `runner.warm_up`; all ranks call it."""
-        ...
-
 
 class ModelRunner:
     """Runs the steps of a model on this rank; of one pipeline stage, where a `StageRunner` drives it."""
 
-    draws = True
+    draws, received = True, None
 
     def __init__(
         self,
@@ -87,7 +94,7 @@ class ModelRunner:
         sampler: StepSampler,
         *,
         graphs: PaddedSteps | None = None,
-        edit_logits: EditLogits = lambda logits_SV, sampled: None,
+        edit_logits: EditLogits | None = None,
         load_adapter: Callable[[int, str], None] | None = None,
         draft: Draft | None = None,
     ) -> None:
@@ -153,24 +160,30 @@ class ModelRunner:
             assert hidden_TD is not None
             only_decodes = len(plan.decode) == plan.num_tokens
             hidden_SD = hidden_TD if only_decodes else hidden_TD.index_select(0, step.batch.sample_token_S)
-            step.logits_SV = self.model.logits(hidden_SD, step.batch.ops)
+            step.greedy = self._greedy(hidden_SD, step.batch)
+            if step.greedy is None:
+                step.logits_SV = self.model.logits(hidden_SD, step.batch.ops)
         if hidden_TD is not None and plan.prefill:
             step.prompt_scores = self._score_prompts(step, hidden_TD)
             step.pooled = pool(plan, hidden_TD)
 
     @torch.inference_mode()
     def sample(self, step: LocalStep, masks: TokenMasks | None = None) -> None:
-        if step.logits_SV is None:
-            step.begin_read(self.device)
-            return
         batch = step.batch
+        if step.greedy is not None:
+            self.builder.store_sampled(batch, step.greedy.tokens_S)
+        if step.logits_SV is None:
+            step.begin_read(self.device, step.greedy)
+            return
         inputs = SamplerInput(
             rows=batch.sample_rows,
             positions=batch.sample_positions,
             token_pool=self.builder.token_pool,
             masks=masks,
         )
-        sampled, edited_SV = None, self._edit_logits(step.logits_SV, step.plan.sampled)
+        sampled, edited_SV = None, None
+        if self._edit_logits is not None:
+            edited_SV = self._edit_logits.apply(step.logits_SV, step.plan.sampled)
         if edited_SV is None and step.padded is not None:
             assert self.graphs is not None
             sampled = self.graphs.sampled(step.padded, inputs)
@@ -182,9 +195,6 @@ class ModelRunner:
     def then(self, action: Callable[[], None]) -> None:
         action()
 
-    def warm_up(self, max_tokens: int, token_counts: Sequence[int] = ()) -> None:
-        warm_up(self.model, self.builder, self.sampler, max_tokens=max_tokens, token_counts=token_counts)
-
     def _set_rows(self, plan: StepPlan) -> None:
         """Set the sampling parameters of rows that have a new request in this plan."""
         for request in plan.readmitted:
@@ -194,6 +204,14 @@ class ModelRunner:
             for request in (chunk.request, *chunk.forks) if chunk.first else chunk.forks:
                 assert request.lease is not None, f"{request.id} is planned without a lease"
                 self.sampler.params.set(request.lease.row, request)
+
+    def _greedy(self, hidden_SD: Tensor, batch: Batch) -> SamplerOutput | None:
+        """The tokens of a step whose rows are all greedy and want nothing but a token; None: it takes all logits."""
+        sampler, edits = self.sampler, self._edit_logits
+        if (edits is not None and edits.hooks) or sampler.params.flags[batch.sample_rows].any():
+            return None
+        found = self.model.argmax(hidden_SD, batch.ops, sampler.vocab_size)
+        return None if found is None else greedy_output(*found)
 
     def _score_prompts(self, step: LocalStep, hidden_TD: Tensor) -> list[PromptScores]:
         """Prompt logprobs of chunks whose requests return them; a prompt's last position scores no prompt token."""

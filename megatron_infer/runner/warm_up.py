@@ -7,7 +7,7 @@ which still loads each. Steps of padding alone launch what steps launch: they to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
-from megatron_infer.kernels.base import PagedModel
 from megatron_infer.runner.batch import EMPTY_PLAN, BatchBuilder
+from megatron_infer.runner.model_runner import Runner
 from megatron_infer.sampling.sampler import SamplerInput, StepSampler
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import Request
@@ -47,29 +47,20 @@ copy of some rows."""
 
 
 @torch.inference_mode()
-def warm_up(
-    model: PagedModel,
-    builder: BatchBuilder,
-    sampler: StepSampler,
-    *,
-    max_tokens: int,
-    token_counts: Sequence[int] = (),
-    received: Callable[[int], Tensor] | None = None,
-    is_last: bool = True,
-) -> None:
+def launch_kernels(runner: Runner, max_tokens: int, token_counts: Sequence[int] = ()) -> None:
     """Launch what steps of up to max_tokens tokens launch: a decode step, prefills, and draws of every kind.
 
     Called before the first step, by all ranks. token_counts: the least tokens of steps that run other kernels than
-    smaller ones. received(num_tokens): the residual stream that a pipeline stage receives; None in the first.
-    is_last: the stage has the output layer.
+    smaller ones.
     """
+    model, builder, received = runner.model, runner.builder, runner.received
     prompts = (GraphShape(count, 1, 0) for count in (min(PROMPT_TOKENS, max_tokens), *token_counts))
     for shape in (GraphShape(1, 0, 1), *prompts):
         builder.derive(batch := builder.build(EMPTY_PLAN, (), shape=shape))
         hidden_TD = model.hidden(batch) if received is None else model.hidden(batch, received(batch.num_tokens))
-    if is_last:
+    if runner.draws:
         # the weights may hold anything at this point, logits that are drawn from must not
-        _draw_padding(builder, sampler, torch.zeros_like(model.logits(hidden_TD[:1], batch.ops))[0])
+        _draw_padding(builder, runner.sampler, torch.zeros_like(model.logits(hidden_TD[:1], batch.ops))[0])
 
 
 def _draw_padding(builder: BatchBuilder, sampler: StepSampler, logits_V: Tensor) -> None:

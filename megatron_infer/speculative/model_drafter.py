@@ -26,10 +26,14 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import Ops, PagedModel
 from megatron_infer.runner.batch import Batch, BatchBuilder
-from megatron_infer.sampling.sampler import Sampler, SamplerInput, StepSampler
+from megatron_infer.sampling.returned_details import TOKEN_DETAILS
+from megatron_infer.sampling.row_params import RowFlags
+from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput, StepSampler, greedy_output
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 from megatron_infer.speculative.residual import Proposals, ResidualSampler
 
+RETURNED = RowFlags.LOGPROBS | TOKEN_DETAILS
+"""What a request returns of its tokens, and not of its drafts."""
 FORGETTING = 0.99
 LEAST_SEEN = 16
 LEAST_COVERED = 0.9
@@ -152,10 +156,19 @@ class ModelDrafter:
         positions = np.array([chunk.start + 1 + place for chunk in chunks], dtype=np.int64)
         pool = self._builder.token_pool
         inputs = SamplerInput(rows=rows, positions=positions, token_pool=pool)
-        tokens_R = self._sampler.sample(self._logits(hidden_RD, batch), inputs).tokens_S
+        drawn = self._greedy(hidden_RD, batch, rows) or self._sampler.sample(self._logits(hidden_RD, batch), inputs)
+        tokens_R = drawn.tokens_S
         stage = self._builder.device.to_device
         self._builder.rows.store(stage(rows), stage(positions), tokens_R)
         return tokens_R
+
+    def _greedy(self, hidden_RD: Tensor, batch: Batch, rows: np.ndarray) -> SamplerOutput | None:
+        """The drafts of rows that are all greedy; None: it takes logits."""
+        if self._kept is not None or (self._sampler.params.flags[rows] & ~int(RETURNED)).any():
+            return None
+        count = self._low_tokens.count or self._sampler.vocab_size
+        found = self._model.argmax(hidden_RD, batch.ops, count)
+        return None if found is None else greedy_output(*found)
 
     def _logits(self, hidden_RD: Tensor, batch: Batch) -> Tensor:
         """[R, V]; of tokens that are not drafted -inf."""

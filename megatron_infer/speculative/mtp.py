@@ -59,6 +59,9 @@ class MTPModel:
     def first_logits(self, hidden_SD: Tensor, ops: Ops, count: int) -> Tensor | None:
         return self._adopted.first_logits(hidden_SD, ops, count)
 
+    def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
+        return self._adopted.argmax(hidden_SD, ops, count)
+
     def rotary_table(self, num_positions: int) -> RotaryTable | None:
         return self._adopted.rotary_table(num_positions)
 
@@ -119,6 +122,9 @@ class MTPTarget:
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
         return self._adopted.logits(hidden_SD, ops)
+
+    def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
+        return self._adopted.argmax(hidden_SD, ops, count)
 
     def rotary_table(self, num_positions: int) -> RotaryTable | None:
         return self._adopted.rotary_table(num_positions)

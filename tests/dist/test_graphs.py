@@ -18,6 +18,7 @@ from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
 from megatron_infer.parallel.tensor_parallel_sampler import RowSpread
+from megatron_infer.runner.warm_up import launch_kernels
 from megatron_infer.testing.inspect import inspect, run_one_by_one
 from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder, _NoReading
 from megatron_infer.testing.static_kernels import STATIC
@@ -89,7 +90,7 @@ def run_ranks(rank: int, size: int, folder: Path) -> None:
     for name in NAMES:
         model = stage_case.load_model(folder, name, pipeline_parallel=size)
         engine = stage_case.make_engine(model, overlap=True, **GRAPHS)
-        inspect(engine).runner.warm_up(64)
+        launch_kernels(inspect(engine).runner, 64)
         with no_waits_for_the_stage_before(engine):
             answers = stage_case.generate(engine)
         stage_case.assert_same(answers, expected[name], name, tolerance=1e-4)
@@ -99,7 +100,7 @@ def run_ranks(rank: int, size: int, folder: Path) -> None:
     ranks.new_groups(tensor_model_parallel_size=size)
     model = stage_case.load_model(folder, "tied", tensor_parallel=size)
     engine = stage_case.make_engine(model, **GRAPHS)
-    inspect(engine).runner.warm_up(64)  # all of them together, as when an engine on GPUs is built
+    launch_kernels(inspect(engine).runner, 64)  # all of them together, as when an engine on GPUs is built
     stage_case.assert_same(stage_case.generate(engine), expected["tied"], "two tensor-parallel ranks", tolerance=1e-4)
     check_used(engine)
     with exchanges_counted() as exchanged:

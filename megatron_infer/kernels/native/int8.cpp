@@ -5,6 +5,11 @@
 // that all of it is one stream. A token's inputs are cut and coded in the same way, with scales in fp32. Codes are
 // multiplied as integers without error; the sum of a block is scaled and added in fp32, blocks in order. So an output
 // depends on its own token alone.
+//
+// The products also tell which outputs of the weight itself can be a token's largest: see Bounds.
+#include <cmath>
+#include <limits>
+
 #include "checksum.h"
 #include "layer_ops.h"
 #include "shares.h"
@@ -158,13 +163,13 @@ static void encode_token(const T* x, int64_t inner, Inputs* out, int64_t pitch) 
     }
 }
 
-template <class T>
+// put(thread, panel, token, count, sums): takes the outputs of `count` tokens for the rows of a panel.
+template <class Put>
 struct Int8Linear {
     const Inputs* x;  // tiles of up to kMostTokens tokens, each [block][token]
     const uint8_t* panels;
-    const T* bias;
-    T* out;
-    int64_t tokens, inner, rows;
+    int64_t tokens, inner;
+    Put put;
 
     // Tokens are cut into tiles of nearly equal size.
     int64_t num_tiles() const { return (tokens + kMostTokens - 1) / kMostTokens; }
@@ -172,7 +177,7 @@ struct Int8Linear {
 
     // Meanwhile the bytes from `next` on, as many as a panel has, are fetched into L2; null: nothing is.
     template <int M>
-    void tile(int64_t token, int64_t panel, const char* next) const {
+    void tile(int thread, int64_t token, int64_t panel, const char* next) const {
         const int64_t blocks = blocks_of(inner);
         const Inputs* in = x + token * blocks;
         const uint8_t* w = panels + panel * panel_bytes(inner);
@@ -192,31 +197,32 @@ struct Int8Linear {
                 acc[m] = fma_of(__builtin_convertvector(sum, vf), scale * splat(in[m].scale), acc[m]);
             }
         }
-        put_panel(out, bias, rows, panel, token, M, [&](int m) { return acc[m]; });
+        put(thread, panel, token, M, [&](int m) { return acc[m]; });
     }
 
     template <int M>
-    void tile_of(int64_t count, int64_t token, int64_t panel, const char* next) const {
+    void tile_of(int64_t count, int thread, int64_t token, int64_t panel, const char* next) const {
         if constexpr (M > 0) {
-            if (count == M) return tile<M>(token, panel, next);
-            tile_of<M - 1>(count, token, panel, next);
+            if (count == M) return tile<M>(thread, token, panel, next);
+            tile_of<M - 1>(count, thread, token, panel, next);
         }
     }
 
     // Panels begin .. end for tiles first .. last.
-    void run(int64_t begin, int64_t end, int64_t first, int64_t last) const {
+    void run(int thread, int64_t begin, int64_t end, int64_t first, int64_t last) const {
         const int64_t bytes = panel_bytes(inner), ahead = tokens > 4 ? bytes : 4096;
         for (int64_t panel = begin; panel < end; ++panel)
             for (int64_t t = first; t < last; ++t) {
                 const int64_t from = first_of(t);
                 const char* next = (const char*)panels + panel * bytes + ahead;
-                tile_of<kMostTokens>(first_of(t + 1) - from, from, panel, t == first ? next : nullptr);
+                tile_of<kMostTokens>(first_of(t + 1) - from, thread, from, panel, t == first ? next : nullptr);
             }
     }
 };
 
-template <class T>
-static void linear(const T* x, int64_t x_stride, Int8Linear<T> task, int threads) {
+// coded(token, blocks, pitch): called once for each token, on the thread that has cut and coded it.
+template <class T, class Put, class Coded>
+static void multiply(const T* x, int64_t x_stride, Int8Linear<Put> task, int64_t rows, int threads, Coded&& coded) {
     static thread_local Buffer buffer;
     const int64_t blocks = blocks_of(task.inner), tiles = task.num_tiles();
     Inputs* inputs = buffer.get<Inputs>(task.tokens * blocks);
@@ -224,8 +230,11 @@ static void linear(const T* x, int64_t x_stride, Int8Linear<T> task, int threads
     auto encode = [&](int64_t begin, int64_t end) {
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t from = task.first_of(t), to = task.first_of(t + 1);
-            for (int64_t token = begin > from ? begin : from; token < (end < to ? end : to); ++token)
-                encode_token(x + token * x_stride, task.inner, inputs + from * blocks + token - from, to - from);
+            for (int64_t token = begin > from ? begin : from; token < (end < to ? end : to); ++token) {
+                Inputs* own = inputs + from * blocks + token - from;
+                encode_token(x + token * x_stride, task.inner, own, to - from);
+                coded(token, own, to - from);
+            }
         }
     };
     if (task.tokens * task.inner < kShort)
@@ -233,7 +242,7 @@ static void linear(const T* x, int64_t x_stride, Int8Linear<T> task, int threads
     else
         parallel_ranges(threads, task.tokens, encode);
 
-    const int64_t panels = (task.rows + W - 1) / W;
+    const int64_t panels = (rows + W - 1) / W;
     int64_t size = panels / (threads * 16);
     size = size < 1 ? 1 : size;
     constexpr int64_t span = kSpan / kMostTokens;
@@ -243,11 +252,21 @@ static void linear(const T* x, int64_t x_stride, Int8Linear<T> task, int threads
     auto body = [&](int thread, int) {
         for (int64_t part; (part = shares.take(thread)) >= 0;) {
             const int64_t begin = part % stretches * size, first = part / stretches * span;
-            task.run(begin, begin + size < panels ? begin + size : panels, first,
+            task.run(thread, begin, begin + size < panels ? begin + size : panels, first,
                      tiles - first < span ? tiles : first + span);
         }
     };
     parallel(threads, body);
+}
+
+template <class T>
+static void linear(const T* x, int64_t x_stride, const uint8_t* panels, const T* bias, T* out, int64_t tokens, int64_t inner,
+                   int64_t rows, int threads) {
+    auto put = [=](int, int64_t panel, int64_t token, int count, auto&& value) {
+        put_panel(out, bias, rows, panel, token, count, value);
+    };
+    auto coded = [](int64_t, const Inputs*, int64_t) {};
+    multiply(x, x_stride, Int8Linear<decltype(put)>{nullptr, panels, tokens, inner, put}, rows, threads, coded);
 }
 
 template <class T>
@@ -280,6 +299,140 @@ static uint64_t pack(const T* weight, uint8_t* out, int64_t inner, int64_t rows,
     });
 }
 
+// Which rows of a weight can give a token's largest output, told by its copy in 8 bits. With x' and w' as they are coded,
+//     | x.w - x'.w' |  <=  |x| |w - w'| + |x - x'| |w'|
+// so a row whose output is at most below another's least output is not needed. `norms` has for each panel |w - w'| and
+// |w'| of its W rows. Sums in fp32 and products of bf16 are rounded: `slack` of the norms' product is more than that.
+struct Bounds {
+    const float* norms;
+    float *of_weight_error, *of_weight;  // [tokens]: factors of the norms
+    vf* least;                           // [threads][tokens]: the largest of the least outputs
+    float* most;                         // [panels][tokens]: the largest output, at most
+    int64_t tokens, rows;
+
+    template <class Value>
+    void operator()(int thread, int64_t panel, int64_t token, int count, Value&& value) const {
+        const vf error = load(norms + panel * 2 * W), norm = load(norms + (panel * 2 + 1) * W);
+        const vf lowest = splat(-std::numeric_limits<float>::infinity());
+        vi inside;
+        for (int r = 0; r < W; ++r) inside[r] = r < rows - panel * W ? -1 : 0;
+#pragma GCC unroll 16
+        for (int m = 0; m < count; ++m) {
+            const vf sum = value(m), bound = splat(of_weight_error[token + m]) * error + splat(of_weight[token + m]) * norm;
+            vf& best = least[thread * tokens + token + m];
+            best = vmax(inside ? sum - bound : lowest, best);
+            most[panel * tokens + token + m] = max_or_nan(inside ? sum + bound : lowest);
+        }
+    }
+    static float max_or_nan(vf v) {  // NaN beside a NaN
+#if defined(__AVX512F__)
+        const float most = _mm512_reduce_max_ps((__m512)v);
+        return _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q) ? std::numeric_limits<float>::quiet_NaN() : most;
+#else
+        float most = v[0];
+        for (int i = 1; i < W; ++i) most = most >= v[i] ? most : v[i];
+        for (int i = 0; i < W; ++i) most = v[i] == v[i] ? most : v[i];
+        return most;
+#endif
+    }
+};
+
+template <class T>
+static float squares_of(const T* x, int64_t n) {
+    vf sum{};
+    for (int64_t i = 0; i < n; i += W) {
+        const vf v = load_any(x, i, n);
+        sum = fma_of(v, v, sum);
+    }
+    return sum_of(sum);
+}
+
+// The panels that can have the largest output of a token among the first `rows`, in order -> their number.
+template <class T>
+static int64_t candidates(const T* x, int64_t x_stride, const uint8_t* panels, const float* norms, int32_t* found, int64_t tokens,
+                          int64_t inner, int64_t rows, int threads) {
+    static thread_local Buffer buffer;
+    const int64_t num_panels = (rows + W - 1) / W, own = (tokens + W - 1) / W * W;
+    vf* least = (vf*)buffer.get<float>(threads * tokens * W + 3 * own + num_panels * tokens);
+    float *of_error = (float*)(least + threads * tokens), *of_norm = of_error + own, *lowest = of_norm + own, *most = lowest + own;
+    for (int64_t i = 0; i < threads * tokens; ++i) least[i] = splat(-std::numeric_limits<float>::infinity());
+    const float slack = (float)(inner + 256) * 0x1p-22f, tiny = 1e-30f;
+    auto coded = [&](int64_t token, const Inputs* blocks, int64_t pitch) {
+        const T* in = x + token * x_stride;
+        float errors = 0;
+        for (int64_t i = 0; i < inner; i += kInputs, blocks += pitch) {
+            float left[kInputs];
+            for (int j = 0; j < kInputs; ++j) left[j] = i + j < inner ? to_float(in[i + j]) - (float)blocks->code[j] * blocks->scale : 0;
+            errors += squares_of(left, kInputs);
+        }
+        const float norm = std::sqrt(squares_of(in, inner)) * (1 + slack);
+        of_error[token] = norm + tiny;
+        of_norm[token] = std::sqrt(errors) * (1 + slack) + slack * norm + tiny;
+    };
+    Bounds bounds{norms, of_error, of_norm, least, most, tokens, rows};
+    multiply(x, x_stride, Int8Linear<Bounds>{nullptr, panels, tokens, inner, bounds}, rows, threads, coded);
+
+    for (int64_t t = 0; t < tokens; ++t) {
+        vf best = least[t];
+        for (int i = 1; i < threads; ++i) best = vmax(least[i * tokens + t], best);
+        const float most_of = max_of(best);  // outputs are rounded to T, so that a lower one may become equal
+        lowest[t] = most_of - __builtin_fabsf(most_of) * (sizeof(T) == 2 ? 0x1p-7f : 0x1p-22f) - tiny;
+    }
+    int64_t count = 0;
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+        const float* at_most = most + panel * tokens;
+        bool needed = false;
+        for (int64_t t = 0; t < tokens; ++t) needed |= !(at_most[t] < lowest[t]);
+        found[count] = (int32_t)panel;
+        count += needed;
+    }
+    return count;
+}
+
+// Entry i of the W rows of a panel in its own dtype.
+inline vf panel_entry(const float* panel, int64_t i) { return load(panel + i * W); }
+inline vf panel_entry(const bf16* panel, int64_t i) {  // two entries of a row lie together
+    vu both;
+    std::memcpy(&both, panel + i / 2 * 2 * W, sizeof both);
+    return (vf)(i % 2 ? both & 0xffff0000u : both << 16);
+}
+
+// A weight's panels in 8 bits and `norms` of Bounds, from its panels in its own dtype.
+template <class T>
+static void code_panels(const T* source, uint8_t* out, float* norms, int64_t inner, int64_t rows, int threads) {
+    parallel_ranges(threads, (rows + W - 1) / W, [&](int64_t begin, int64_t end) {
+        for (int64_t panel = begin; panel < end; ++panel) {
+            uint8_t* codes = out + panel * panel_bytes(inner);
+            vf errors{}, squares{};
+            for (int64_t i = 0; i < inner; i += kInputs, codes += kBlockBytes) {
+                vf entry[kInputs];
+                vu most{};
+                for (int j = 0; j < kInputs; ++j) {
+                    entry[j] = i + j < inner ? panel_entry(source + panel * W * inner, i + j) : vf{};
+                    const vu bits = (vu)entry[j] & 0x7fffffffu;  // in the order of the values, NaN last
+                    most = (bits > most) ? bits : most;
+                }
+                uint16_t* scales = (uint16_t*)(codes + kInputs * W);
+                store_halves(scales, ((most < 0x7f800000u) ? (vf)most : splat(__builtin_nanf(""))) / kMostCode);
+                const vf scale = load_halves(scales), factor = (scale > 0) ? 1 / scale : vf{}, magic = splat(12582912.0f);
+                for (int g = 0; g < kGroups; ++g) {
+                    vu four{};
+                    for (int j = 0; j < 4; ++j) {
+                        const vi code = (vi)fma_of(entry[4 * g + j], factor, magic) - (vi)magic;  // as code_of
+                        const vf coded = __builtin_convertvector(code, vf) * scale, left = entry[4 * g + j] - coded;
+                        four |= ((vu)(code + kOffset) & 0xffu) << (8 * j);
+                        errors = fma_of(left, left, errors), squares = fma_of(coded, coded, squares);
+                    }
+                    std::memcpy(codes + g * kVector, &four, sizeof four);
+                }
+            }
+            float *error = norms + panel * 2 * W, *norm = error + W;
+            store(error, errors), store(norm, squares);
+            for (int r = 0; r < 2 * W; ++r) error[r] = std::sqrt(error[r]) * 1.001f;
+        }
+    });
+}
+
 }  // namespace mi
 
 using namespace mi;
@@ -294,9 +447,27 @@ int64_t mi_int8_bytes(int64_t inner, int64_t rows) { return (rows + W - 1) / W *
     }                                                                                                                      \
     void mi_int8_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,         \
                                  int64_t tokens, int64_t inner, int64_t rows, int threads) {                               \
-        linear((const T*)x, x_stride,                                                                                      \
-               Int8Linear<T>{nullptr, (const uint8_t*)panels, (const T*)bias, (T*)out, tokens, inner, rows}, threads);     \
+        linear((const T*)x, x_stride, (const uint8_t*)panels, (const T*)bias, (T*)out, tokens, inner, rows, threads);      \
     }
 MI_INT8(f32, float)
 MI_INT8(bf16, bf16)
+
+int64_t mi_bounds_bytes(int64_t inner, int64_t rows) {
+    return (rows + W - 1) / W * (panel_bytes(inner) + 2 * W * (int64_t)sizeof(float));
+}
+
+// out: the panels in 8 bits, and behind them the norms.
+#define MI_BOUNDS(SUFFIX, T)                                                                                               \
+    void mi_bounds_pack_##SUFFIX(const void* panels, void* out, int64_t inner, int64_t rows, int threads) {                \
+        code_panels((const T*)panels, (uint8_t*)out, (float*)((uint8_t*)out + mi_int8_bytes(inner, rows)), inner, rows,     \
+                    threads);                                                                                              \
+    }                                                                                                                      \
+    int64_t mi_candidates_##SUFFIX(const void* x, int64_t x_stride, const void* packed, int64_t packed_rows, int32_t* found, \
+                                   int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \
+        const uint8_t* codes = (const uint8_t*)packed;                                                                     \
+        return candidates((const T*)x, x_stride, codes, (const float*)(codes + mi_int8_bytes(inner, packed_rows)), found,  \
+                          tokens, inner, rows, threads);                                                                   \
+    }
+MI_BOUNDS(f32, float)
+MI_BOUNDS(bf16, bf16)
 }

@@ -1,4 +1,5 @@
-// The operations that one call runs for many layers (layers.cpp), as the files that define them must declare them.
+// The operations that one call runs for many layers (layers.cpp), or for others, as the files that define them must declare
+// them.
 #pragma once
 
 #include "attention.h"
@@ -19,6 +20,10 @@ extern "C" {
                                   int64_t tokens, int64_t inner, int64_t rows, int threads);                               \
     void mi_int8_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,         \
                                  int64_t tokens, int64_t inner, int64_t rows, int threads);                                \
+    int64_t mi_candidates_##SUFFIX(const void* x, int64_t x_stride, const void* packed, int64_t packed_rows, int32_t* found, \
+                                   int64_t tokens, int64_t inner, int64_t rows, int threads);                              \
+    void mi_argmax_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, int64_t* id, float* top,           \
+                            int threads);                                                                                  \
     void mi_silu_mul_##SUFFIX(const void* x, void* out, int64_t rows, int64_t dim, int threads);                           \
     void mi_lora_##SUFFIX(const mi::LoraWeights* weights, const mi::LoraStep* step, void* y, const void* x,                \
                           int64_t y_stride, int64_t x_stride);

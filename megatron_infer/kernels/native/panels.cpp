@@ -227,6 +227,18 @@ static void linear(const PanelLinear<T>& task, int64_t tokens, int threads) {
     parallel(threads, body);
 }
 
+// The outputs of `count` chosen panels, side by side.
+template <class T>
+static void chosen(const PanelLinear<T>& task, const int32_t* which, int64_t count, int64_t tokens, int threads) {
+    parallel_ranges(threads, count, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            PanelLinear<T> one = task;
+            one.panels += (which[i] - i) * W * task.inner;
+            one.run(i, i + 1, 0, tokens);
+        }
+    });
+}
+
 #if defined(__AVX512F__)
 // Four bytes at row r, column c of 16 rows -> out[c][r]; rows are `stride` bytes apart. The copy bypasses the caches: it is
 // not read soon, and no line is fetched to be overwritten.
@@ -302,6 +314,21 @@ int mi_panel_rows() { return W; }
                                    int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \
         linear(PanelLinear<T>{(const T*)x, (const T*)panels, (const T*)bias, (T*)out, x_stride, inner, rows}, tokens,     \
                threads);                                                                                                   \
+    }                                                                                                                      \
+    int64_t mi_argmax_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bounds, int64_t* id, \
+                                      float* top, int64_t tokens, int64_t inner, int64_t packed_rows, int64_t rows,        \
+                                      int64_t most, int threads) {                                                         \
+        static thread_local Buffer list, outputs;                                                                          \
+        int32_t* which = list.get<int32_t>((rows + W - 1) / W);                                                            \
+        const int64_t count = mi_candidates_##SUFFIX(x, x_stride, bounds, packed_rows, which, tokens, inner, rows, threads); \
+        if (count > most) return count;                                                                                    \
+        T* out = outputs.get<T>(tokens * count * W);                                                                       \
+        chosen(PanelLinear<T>{(const T*)x, (const T*)panels, nullptr, out, x_stride, inner, count * W}, which, count, tokens, \
+               threads);                                                                                                   \
+        const int64_t last = rows - which[count - 1] * W;                                                                  \
+        mi_argmax_##SUFFIX(out, count * W, tokens, (count - 1) * W + (last < W ? last : W), id, top, threads);             \
+        for (int64_t t = 0; t < tokens; ++t) id[t] = which[id[t] / W] * W + id[t] % W;                                     \
+        return count;                                                                                                      \
     }
 MI_PANELS(f32, float)
 #if MI_BF16_DOT  // without bf16 products other libraries are faster

@@ -120,6 +120,7 @@ class TritonOps:
 
     name = "triton"
     linear_rows = None
+    argmax_linear = None
 
     def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
         """overlap: see `launch.overlapping`."""

@@ -1,0 +1,74 @@
+"""The largest outputs of a linear, found by a copy of its weight in 8 bits (native/int8.cpp).
+
+A greedy token needs one logit of a vocabulary. Products with the 8-bit copy, half of a bf16 weight, bound every
+output; panels of the weight are multiplied only where an output can still be the largest. What is multiplied has the
+bits that `NativeOps.linear` gives, and every output left out is surely smaller: the argmax is the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from megatron_infer.kernels.packing import PackedLinears
+
+LEAST_BYTES = 4 << 20
+"""A smaller weight stays in the caches and is multiplied whole."""
+LEAST_SAVED = 0.5
+"""Share of the panels that must be left out, else the next `PAUSE` products are whole."""
+PAUSE = 64
+_P, _I = ctypes.c_void_p, ctypes.c_int64
+
+
+class ArgmaxLinear:
+    """`linear` and `Argmax` of one dtype at once."""
+
+    def __init__(self, library: ctypes.CDLL, suffix: str, packed: PackedLinears) -> None:
+        self._packed = packed
+        self._num_bytes, self._pack = library.mi_bounds_bytes, getattr(library, f"mi_bounds_pack_{suffix}")
+        self._num_bytes.argtypes, self._num_bytes.restype = [_I, _I], _I
+        self._pack.argtypes, self._pack.restype = [_P, _P, _I, _I, ctypes.c_int], None
+        self._run = getattr(library, f"mi_argmax_linear_{suffix}")
+        self._run.argtypes, self._run.restype = [_P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, ctypes.c_int], _I
+        self._panel_rows = int(library.mi_panel_rows())
+        self._pause = 0
+
+    def __call__(self, x_TX: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
+        """What `kernels.base.Argmax` gives for the outputs of the weight's first `rows`; None where that would not be
+        faster than to multiply all of it. x_TX: contiguous, of the weight's dtype."""
+        panels = self._packed.get(id(weight))
+        if panels is None or weight.nbytes < LEAST_BYTES or self._pause:
+            self._pause = max(0, self._pause - 1)
+            return None
+        bounds = self._packed.derived(weight, lambda copy, memory: self._bounds_of(weight, copy, memory))
+        tokens, inner = x_TX.shape
+        most = int((1 - LEAST_SAVED) * rows / self._panel_rows)
+        token, top = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens)
+        count = self._run(
+            x_TX.data_ptr(),
+            inner,
+            panels.data_ptr(),
+            bounds.data_ptr(),
+            token.data_ptr(),
+            top.data_ptr(),
+            tokens,
+            inner,
+            len(weight),
+            rows,
+            most,
+            torch.get_num_threads(),
+        )
+        if count > most:
+            self._pause = PAUSE
+            return None
+        return token, top
+
+    def _bounds_of(self, weight: Tensor, panels: Tensor, memory: Tensor | None) -> Tensor:
+        rows, inner = weight.shape
+        size = self._num_bytes(inner, rows)
+        if memory is None or len(memory) != size:
+            memory = torch.empty(size, dtype=torch.uint8)
+        self._pack(panels.data_ptr(), memory.data_ptr(), inner, rows, torch.get_num_threads())
+        return memory
