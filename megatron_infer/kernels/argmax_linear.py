@@ -44,7 +44,7 @@ class ArgmaxLinear:
             return None
         bounds = self._packed.derived(weight, lambda copy, memory: self._bounds_of(weight, copy, memory))
         tokens, inner = x_TX.shape
-        most = int((1 - LEAST_SAVED) * rows / self._panel_rows)
+        most = int((1 - LEAST_SAVED) * -(-rows // self._panel_rows))
         token, top = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens)
         count = self._run(
             x_TX.data_ptr(),
