@@ -20,7 +20,7 @@ from megatron_infer.kernels.base import PagedModel
 from megatron_infer.kernels.select import ChosenKernels
 from megatron_infer.memory.device import Device
 from megatron_infer.memory.store import CacheStore, DraftCache
-from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.build import build_model, load_weights
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.models.adopt import AdoptedModel, adopt
 from megatron_infer.models.adoption_checks import unwrap
@@ -74,19 +74,22 @@ def make_draft(
         dtype = getattr(torch, config.kv_dtype_of(target.shape))
         shape = mtp_shape(target.shape, kv_element_bytes=dtype.itemsize)
         return MTPDraft(adopted=target, shape=shape, is_residual=is_residual)
-    asked, adopted = config.speculative.draft_model, None
+    asked, live = config.speculative.draft_model, None
     with rank_group.together("checking the draft model"):
         if isinstance(asked, str):
             source, described = _described(config, asked, target, device, tokenizer)
+            live = _built(source, target, device) if target.is_last_stage else None
         elif target.is_last_stage:
             adopted = _adopted(config, asked, target)
     if isinstance(asked, str):
-        with rank_group.together("loading the draft model"):
-            if target.is_last_stage:
-                adopted = _loaded(asked, source, described, target, device)
-            else:
+        with rank_group.together("loading the draft model"):  # in which all ranks may take part
+            if live is None:
                 source.load_into(None)
-    if adopted is None:
+            else:
+                load_weights(live, source)
+                log.info("draft model %s: %s parameters", asked, f"{described.num_parameters:,}")
+                adopted = adopt(live, name=asked, vocab_size=described.vocab_size)
+    if not target.is_last_stage:
         return None
     return DraftModel(adopted=adopted, kernels=choose(adopted, config, device), is_residual=is_residual)
 
@@ -114,20 +117,17 @@ def _described(
     return source, described
 
 
-def _loaded(
-    name: str, source: ModelSource, described: ModelShape, target: AdoptedModel, device: Device
-) -> AdoptedModel:
+def _built(source: ModelSource, target: AdoptedModel, device: Device) -> Any:
+    """The source's model on this rank, without its weights."""
     groups = copy(target.live.pg_collection)
     groups.pp = groups.embd = groups.pos_embd = None  # all of its layers are on this stage
-    live = build_model(
-        source,
+    return build_model(
+        source.config(),
         dtype=target.shape.dtype,
         device=device.torch,
         pg_collection=groups,
         sequence_parallel=target.live.config.sequence_parallel,
     )
-    log.info("draft model %s: %s parameters", name, f"{described.num_parameters:,}")
-    return adopt(live, name=name, vocab_size=described.vocab_size)
 
 
 def _check_tokenizers(name: str, source: ModelSource, tokenizer: Any) -> None:

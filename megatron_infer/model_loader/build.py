@@ -95,8 +95,13 @@ def build_model(
     _keep_routers_exact(model)
     _mark_parts(model)
     if not isinstance(source, ModelDescription):
-        source.load_into(model, _shard(model, tensor_parallel))
+        load_weights(model, source)
     return model.eval()
+
+
+def load_weights(model: GPTModel | MambaModel, source: ModelSource) -> None:
+    """Read this rank's part of the weights into a model that `build_model` made of the source's description."""
+    source.load_into(model, _shard(model, group_size(model.pg_collection.tp)))
 
 
 def _groups(given: Any, tensor: int, pipeline: int, expert: int) -> Any:

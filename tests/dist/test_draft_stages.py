@@ -16,6 +16,7 @@ from test_pp import failing
 from test_same_answer import VOCAB, make_engine, run, workload
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine import draft_model
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError
 from megatron_infer.model_loader.build import build_model
@@ -73,6 +74,7 @@ def on_stages_beside(rank: int, size: int, folder: Path) -> None:
     model = build_model(CheckpointSource(folder / "attention"), pipeline_parallel=size)
     check_saved(model, folder)
     check_failures(model, folder, is_last=rank == size - 1)
+    check_no_memory(model, folder, is_last=rank == size - 1)
     check_guesses(model, folder, want)
     check_live(model, want["attention"]["greedy"], is_last=rank == size - 1)
     with pytest.raises(InferenceError, match="draft_model is one of several pipeline stages"):
@@ -149,6 +151,20 @@ def check_failures(model: torch.nn.Module, folder: Path, *, is_last: bool) -> No
     assert 0 < sum(failed) < len(failed), failed
     assert all(output.error is None or "raised on pipeline stage 1" in str(output.error) for output in outputs)
     assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == want
+
+
+def check_no_memory(model: torch.nn.Module, folder: Path, *, is_last: bool) -> None:
+    """A draft model that cannot be made on the last stage is refused on all of them, which wait for none to read it."""
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room for the draft model")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if is_last:
+            patch.setattr(draft_model, "build_model", no_memory)
+        with pytest.raises(MemoryError if is_last else InferenceError, match="no room for the draft model"):
+            drafting(model, folder / "attention")
+    assert drafting(model, folder / "attention").generate([[5, 6, 7]], SAMPLED)
 
 
 def check_guesses(model: torch.nn.Module, folder: Path, want: dict[str, Any]) -> None:

@@ -29,6 +29,9 @@ class Link:
     def receive(self, num_tokens, *, routing_width):
         return None, None, None
 
+    def nothing_received(self, num_tokens):
+        return None
+
     def send(self, *args, **kwargs):
         pass
 
