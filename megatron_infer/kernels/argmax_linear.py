@@ -36,8 +36,8 @@ class ArgmaxLinear:
         self._pause = 0
 
     def __call__(self, x_TX: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
-        """What `kernels.base.Argmax` gives for the outputs of the weight's first `rows`; None where that would not be
-        faster than to multiply all of it. x_TX: contiguous, of the weight's dtype."""
+        """See `Ops.argmax_linear`; None where it would not be faster to multiply by all of the weight. x_TX: contiguous,
+        of the weight's dtype."""
         panels = self._packed.get(id(weight))
         if panels is None or weight.nbytes < LEAST_BYTES or self._pause:
             self._pause = max(0, self._pause - 1)
@@ -45,14 +45,14 @@ class ArgmaxLinear:
         bounds = self._packed.derived(weight, lambda copy, memory: self._bounds_of(weight, copy, memory))
         tokens, inner = x_TX.shape
         most = int((1 - LEAST_SAVED) * -(-rows // self._panel_rows))
-        token, top = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens)
+        token, bad = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.bool)
         count = self._run(
             x_TX.data_ptr(),
             inner,
             panels.data_ptr(),
             bounds.data_ptr(),
             token.data_ptr(),
-            top.data_ptr(),
+            bad.data_ptr(),
             tokens,
             inner,
             len(weight),
@@ -63,7 +63,7 @@ class ArgmaxLinear:
         if count > most:
             self._pause = PAUSE
             return None
-        return token, top
+        return token, bad
 
     def _bounds_of(self, weight: Tensor, panels: Tensor, memory: Tensor | None) -> Tensor:
         rows, inner = weight.shape

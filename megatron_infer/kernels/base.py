@@ -98,8 +98,8 @@ class Ops(Protocol):
     linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None
     """linear_rows(x, weight, bias, rows): `linear` by the weight's first rows; None: `F.linear` of a slice of it."""
     argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None
-    """argmax_linear(x, weight, rows): `Argmax` of what `linear` gives by the weight's first rows, without all of it.
-    None, or that it gives None: `linear` is as fast."""
+    """argmax_linear(x, weight, rows) -> (int64 [S], lowest id of the largest of what `linear` gives by the weight's first
+    rows; bool [S], that it is not finite, and the id 0), without all of it. None, or giving None: `linear` is as fast."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
@@ -316,7 +316,7 @@ class PagedModel(Protocol):
         ...
 
     def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
-        """`Argmax` of the logits of the lowest `count` tokens, without all of them; None: `logits` is as fast."""
+        """Of the logits of the lowest `count` tokens, see `Ops.argmax_linear`; None: `logits` is as fast."""
         ...
 
     def rotary_table(self, num_positions: int) -> RotaryTable | None: ...

@@ -18,7 +18,7 @@ from megatron_infer.runner.in_flight import InFlightStep, LocalStep, PromptScore
 from megatron_infer.runner.pooling import pool
 from megatron_infer.runner.routing import asks_routing, routing_buffer
 from megatron_infer.sampling.logprobs import prompt_logprobs
-from megatron_infer.sampling.sampler import SamplerInput, SamplerOutput, StepSampler, greedy_output
+from megatron_infer.sampling.sampler import SamplerInput, SamplerOutput, StepSampler
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import StepPlan
@@ -211,7 +211,7 @@ class ModelRunner:
         if (edits is not None and edits.hooks) or sampler.params.flags[batch.sample_rows].any():
             return None
         found = self.model.argmax(hidden_SD, batch.ops, sampler.vocab_size)
-        return None if found is None else greedy_output(*found)
+        return None if found is None else SamplerOutput(*found, None)
 
     def _score_prompts(self, step: LocalStep, hidden_TD: Tensor) -> list[PromptScores]:
         """Prompt logprobs of chunks whose requests return them; a prompt's last position scores no prompt token."""

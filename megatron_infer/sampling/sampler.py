@@ -80,12 +80,6 @@ class SamplerOutput:
     token_details: TokenDetailsBatch | None = None
 
 
-def greedy_output(token_S: Tensor, top_S: Tensor) -> SamplerOutput:
-    """The output of greedy rows that want nothing but a token, from what `Argmax` gives; writes into token_S."""
-    bad_S = ~top_S.isfinite()
-    return SamplerOutput(token_S.masked_fill_(bad_S, 0), bad_S, None)
-
-
 class StepSampler(Protocol):
     """What a runner needs of a sampler: `Sampler`, or one whose vocabulary is split over ranks."""
 

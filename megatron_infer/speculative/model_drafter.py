@@ -28,7 +28,7 @@ from megatron_infer.kernels.base import Ops, PagedModel
 from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.sampling.returned_details import TOKEN_DETAILS
 from megatron_infer.sampling.row_params import RowFlags
-from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput, StepSampler, greedy_output
+from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput, StepSampler
 from megatron_infer.scheduler.step_plan import PrefillChunk, StepPlan
 from megatron_infer.speculative.residual import Proposals, ResidualSampler
 
@@ -168,7 +168,7 @@ class ModelDrafter:
             return None
         count = self._low_tokens.count or self._sampler.vocab_size
         found = self._model.argmax(hidden_RD, batch.ops, count)
-        return None if found is None else greedy_output(*found)
+        return None if found is None else SamplerOutput(*found, None)
 
     def _logits(self, hidden_RD: Tensor, batch: Batch) -> Tensor:
         """[R, V]; of tokens that are not drafted -inf."""

@@ -5,6 +5,7 @@
 // tokens is computed, the weights are fetched ahead into L2: reading them then overlaps with the arithmetic, and steps of 8
 // to 64 tokens, which need much of both, take little longer than the larger of the two. An output is summed in the same
 // order for any number of tokens, so a token's result does not depend on the rest of the step.
+#include <cmath>
 #include <type_traits>
 
 #include "checksum.h"
@@ -316,9 +317,9 @@ int mi_panel_rows() { return W; }
                threads);                                                                                                   \
     }                                                                                                                      \
     int64_t mi_argmax_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bounds, int64_t* id, \
-                                      float* top, int64_t tokens, int64_t inner, int64_t packed_rows, int64_t rows,        \
+                                      uint8_t* bad, int64_t tokens, int64_t inner, int64_t packed_rows, int64_t rows,        \
                                       int64_t most, int threads) {                                                         \
-        static thread_local Buffer list, outputs;                                                                          \
+        static thread_local Buffer list, outputs, largest;                                                                 \
         int32_t* which = list.get<int32_t>((rows + W - 1) / W);                                                            \
         const int64_t count = mi_candidates_##SUFFIX(x, x_stride, bounds, packed_rows, which, tokens, inner, rows, threads); \
         if (count > most) return count;                                                                                    \
@@ -326,8 +327,12 @@ int mi_panel_rows() { return W; }
         chosen(PanelLinear<T>{(const T*)x, (const T*)panels, nullptr, out, x_stride, inner, count * W}, which, count, tokens, \
                threads);                                                                                                   \
         const int64_t last = rows - which[count - 1] * W;                                                                  \
+        float* top = largest.get<float>(tokens);                                                                           \
         mi_argmax_##SUFFIX(out, count * W, tokens, (count - 1) * W + (last < W ? last : W), id, top, threads);             \
-        for (int64_t t = 0; t < tokens; ++t) id[t] = which[id[t] / W] * W + id[t] % W;                                     \
+        for (int64_t t = 0; t < tokens; ++t) {                                                                             \
+            bad[t] = !std::isfinite(top[t]);                                                                               \
+            id[t] = bad[t] ? 0 : which[id[t] / W] * W + id[t] % W;                                                         \
+        }                                                                                                                  \
         return count;                                                                                                      \
     }
 MI_PANELS(f32, float)
