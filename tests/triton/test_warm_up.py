@@ -17,6 +17,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.kernels.select import BACKEND_VARIABLE
 from megatron_infer.kernels.triton import experts
 from megatron_infer.kernels.triton.launch import listening
+from megatron_infer.runner.warm_up import launch_kernels
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import EXPERTS, tiny_gpt, tiny_hybrid
 
@@ -83,7 +84,7 @@ def test_requests_launch_nothing_that_was_not_compiled_when_the_engine_was_built
     calls: list[Any] = []
     with monkeypatch.context() as patch:
         patch.setattr(engine.device, "is_cuda", True)
-        patch.setattr(inspect(engine).runner, "warm_up", lambda *args: calls.append(args))
+        patch.setattr(build, "launch_kernels", lambda runner, *args: calls.append(args))
         parts = inspect(engine)
         build.warm_up(
             SimpleNamespace(
@@ -94,7 +95,7 @@ def test_requests_launch_nothing_that_was_not_compiled_when_the_engine_was_built
     assert calls == [(64, TALLER[kind])], "on a GPU it is part of building the engine"
     seen: list[set[Any]] = [set(), set()]
     with listening(lambda _, kernel, grid, args, options: seen[0].add(compiled_as(kernel, args, dict(options)))):
-        inspect(engine).runner.warm_up(*calls[0])
+        launch_kernels(inspect(engine).runner, *calls[0])
     assert len(seen[0]) > 8
     assert sum(name == "forbid_kernel" for name, *_ in seen[0]) == 2, "masks of all rows, and of some"
     with listening(lambda _, kernel, grid, args, options: seen[1].add(compiled_as(kernel, args, dict(options)))):

@@ -132,6 +132,9 @@ class LastStage:
         self._ctx.cuda._sleep(BUSY_CYCLES)
         return None, None, None
 
+    def nothing_received(self, num_tokens: int) -> None:
+        return None
+
     def send(self, hidden_TD: Any, num_tokens: int, **more: Any) -> None:
         assert more["failure"] is None, more["failure"]
         if self._ends:
