@@ -58,20 +58,26 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | Non
     """Weights in panels for `NativeOps.linear`; None where the CPU has no products of `dtype`."""
     if not multiplies(library, dtype):
         return None
-    function = bind(library, f"mi_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int], ctypes.c_uint64)
-    width = int(bind(library, "mi_panel_rows", [], ctypes.c_int)())
+    suffix = SUFFIXES[dtype]
+    function = bind(library, f"mi_pack_{suffix}", [_P, _P, _I, _I, ctypes.c_int, ctypes.c_int], ctypes.c_uint64)
+    num_bytes = bind(library, f"mi_packed_bytes_{suffix}", [_I, _I, ctypes.c_int], _I)
+    fits_compact = bind(library, f"mi_fits_compact_{suffix}", [_P, _I, _I, ctypes.c_int], ctypes.c_int)
+
+    def size_of(weight: Tensor, is_compact: bool) -> int:
+        rows, inner = weight.shape
+        return int(num_bytes(inner, rows, is_compact)) // dtype.itemsize
 
     def num_elements(weight: Tensor) -> int:
-        rows, inner = weight.shape
-        return -(-rows // width) * width * inner
+        data, (rows, inner) = weight.contiguous(), weight.shape
+        return size_of(weight, bool(fits_compact(data.data_ptr(), inner, rows, torch.get_num_threads())))
 
     def pack(weight: Tensor, panels: Tensor | None) -> tuple[Tensor, int | None]:
         weight = weight.contiguous()
         rows, inner = weight.shape
-        size = num_elements(weight)
-        if panels is None or panels.numel() != size:
-            panels = torch.empty(size, dtype=dtype)
-        checksum = function(weight.data_ptr(), panels.data_ptr(), inner, rows, torch.get_num_threads())
+        if panels is None or panels.numel() not in (size_of(weight, False), size_of(weight, True)):
+            panels = torch.empty(num_elements(weight), dtype=dtype)
+        is_compact = panels.numel() == size_of(weight, True) != size_of(weight, False)
+        checksum = function(weight.data_ptr(), panels.data_ptr(), inner, rows, is_compact, torch.get_num_threads())
         return panels, int(checksum)
 
     # bf16 is multiplied in pairs along the inner dimension.

@@ -12,6 +12,7 @@
 
 #include "checksum.h"
 #include "layer_ops.h"
+#include "packed_weight.h"
 #include "shares.h"
 
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
@@ -397,18 +398,30 @@ inline vf panel_entry(const bf16* panel, int64_t i) {  // two entries of a row l
     return (vf)(i % 2 ? both & 0xffff0000u : both << 16);
 }
 
-// A weight's panels in 8 bits and `norms` of Bounds, from its panels in its own dtype.
+// A weight's panels in 8 bits and `norms` of Bounds, from its packed copy in its own dtype.
 template <class T>
-static void code_panels(const T* source, uint8_t* out, float* norms, int64_t inner, int64_t rows, int threads) {
+static void code_panels(const void* packed, uint8_t* out, float* norms, int64_t inner, int64_t rows, int threads) {
+    const bool compact = ((const PackedHeader*)packed)->is_compact;
+    const uint8_t* panels = (const uint8_t*)packed + sizeof(PackedHeader);
+    const int64_t bytes = panel_bytes_of<T>(compact, inner);
     parallel_ranges(threads, (rows + W - 1) / W, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel) {
+            const T* source = (const T*)(panels + panel * bytes);
+#if MI_COMPACT
+            if constexpr (sizeof(T) == sizeof(bf16))
+                if (compact) {
+                    static thread_local Buffer buffer;
+                    expand(panels + panel * bytes, inner, buffer.get<bf16>(W * inner));
+                    source = buffer.get<bf16>(W * inner);
+                }
+#endif
             uint8_t* codes = out + panel * panel_bytes(inner);
             vf errors{}, squares{};
             for (int64_t i = 0; i < inner; i += kInputs, codes += kBlockBytes) {
                 vf entry[kInputs];
                 vu most{};
                 for (int j = 0; j < kInputs; ++j) {
-                    entry[j] = i + j < inner ? panel_entry(source + panel * W * inner, i + j) : vf{};
+                    entry[j] = i + j < inner ? panel_entry(source, i + j) : vf{};
                     const vu bits = (vu)entry[j] & 0x7fffffffu;  // in the order of the values, NaN last
                     most = (bits > most) ? bits : most;
                 }
@@ -459,7 +472,7 @@ int64_t mi_bounds_bytes(int64_t inner, int64_t rows) {
 // out: the panels in 8 bits, and behind them the norms.
 #define MI_BOUNDS(SUFFIX, T)                                                                                               \
     void mi_bounds_pack_##SUFFIX(const void* panels, void* out, int64_t inner, int64_t rows, int threads) {                \
-        code_panels((const T*)panels, (uint8_t*)out, (float*)((uint8_t*)out + mi_int8_bytes(inner, rows)), inner, rows,     \
+        code_panels<T>(panels, (uint8_t*)out, (float*)((uint8_t*)out + mi_int8_bytes(inner, rows)), inner, rows,     \
                     threads);                                                                                              \
     }                                                                                                                      \
     int64_t mi_candidates_##SUFFIX(const void* x, int64_t x_stride, const void* packed, int64_t packed_rows, int32_t* found, \

@@ -10,6 +10,7 @@
 
 #include "checksum.h"
 #include "layer_ops.h"
+#include "packed_weight.h"
 #include "shares.h"
 #include "tiles.h"
 
@@ -19,6 +20,7 @@ constexpr int kBlock = 12;        // tokens with an accumulator each
 constexpr int kPanels = W == 16 ? 2 : 1;  // side by side, as far as there are registers
 constexpr int64_t kManyTokens = 20;  // least tokens for that: fewer are bound by memory, which is fastest with one stream
 constexpr int64_t kTokens = 256;  // tokens that are multiplied by a stretch of panels before the next tokens
+constexpr int kCompactBlock = 16;  // up to so many tokens are multiplied by the values of compact panels as they are read
 
 // Whether memory that is read once is best fetched past L2. On AMD's CPUs it is; Intel's then read at a fifth of the speed.
 inline bool past_l2() {
@@ -57,17 +59,23 @@ struct Product<bf16> {
 template <class T>
 struct PanelLinear {
     using P = Product<T>;
-    const T *x, *panels, *bias;
+    const T *x, *bias;
     T* out;
     int64_t x_stride, inner, rows;
+    bool compact;
+    const char* panels;
+    int64_t bytes;  // of a panel
 
-    // M tokens by N neighbouring panels: one broadcast of an input serves N products.
+    PanelLinear(const void* x, int64_t x_stride, const void* packed, const void* bias, void* out, int64_t inner, int64_t rows)
+        : x((const T*)x), bias((const T*)bias), out((T*)out), x_stride(x_stride), inner(inner), rows(rows),
+          compact(((const PackedHeader*)packed)->is_compact), panels((const char*)packed + sizeof(PackedHeader)),
+          bytes(panel_bytes_of<T>(compact, inner)) {}
+
+    // M tokens by N neighbouring panels, which lie at w: one broadcast of an input serves N products. Meanwhile `step` bytes
+    // from `next` on are fetched for each vector that is multiplied; null: nothing is.
     template <int M, int N>
-    void block(int64_t token, int64_t panel, bool fetch) const {
-        constexpr int64_t ahead = (M > 4 ? 8192 : 4096) / (int64_t)sizeof(T);
-        const T* w = panels + panel * W * inner;
+    void block(int64_t token, int64_t panel, const T* w, const char* next, int step) const {
         const T* in = x + token * x_stride;
-        const T* next = w + (N > 1 ? N * W * inner : ahead);
         vf acc[N][M] = {};
         auto advance = [&](int64_t i) {
             typename P::Vec column[N];
@@ -78,14 +86,14 @@ struct PanelLinear {
         auto fetching = [&](auto locality) {
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) {
                 // the panels are contiguous and are fetched as one
-                for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * W * P::pair, 0, decltype(locality)::value);
-                next += N * W * P::pair;
+                for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * step, 0, decltype(locality)::value);
+                next += N * step;
                 advance(i);
             }
         };
-        if (fetch && M <= 4 && past_l2())  // few tokens are one block: no other reads these weights from L2
+        if (next && M <= 4 && past_l2())  // few tokens are one block: no other reads these weights from L2
             fetching(std::integral_constant<int, 0>{});
-        else if (fetch)
+        else if (next)
             fetching(std::integral_constant<int, 2>{});
         else
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) advance(i);
@@ -94,19 +102,81 @@ struct PanelLinear {
     }
 
     template <int M, int N>
-    void block_of(int64_t count, int64_t token, int64_t panel, bool fetch) const {
+    void block_of(int64_t count, int64_t token, int64_t panel, const T* w, const char* next, int step) const {
         if constexpr (M > 0) {
-            if (count == M) return block<M, N>(token, panel, fetch);
-            block_of<M - 1, N>(count, token, panel, fetch);
+            if (count == M) return block<M, N>(token, panel, w, next, step);
+            block_of<M - 1, N>(count, token, panel, w, next, step);
         }
     }
+
+    // N panels, which lie at w, for all tokens, in blocks of nearly equal size.
+    template <int N>
+    void blocks(int64_t panel, int64_t first, int64_t count, const T* w, const char* next, int step) const {
+        const int64_t number = (count + kBlock - 1) / kBlock;
+        for (int64_t b = 0; b < number; ++b) {
+            const int64_t from = count * b / number, to = count * (b + 1) / number;
+            block_of<kBlock, N>(to - from, first + from, panel, w, b == 0 ? next : nullptr, step);
+        }
+    }
+
+#if MI_COMPACT
+    // M tokens by a compact panel, whose values are multiplied as they are read: in the order of `block`.
+    template <int M>
+    void compact_block(int64_t token, int64_t panel) const {
+        constexpr int64_t ahead = M > 4 ? 8192 : 4096;
+        const T* in = x + token * x_stride;
+        vf acc[M] = {};
+        auto multiply = [&](auto locality) {
+            for_each_group((const uint8_t*)panels + panel * bytes, inner, [&](int64_t i, const uint8_t* p, const __m512i* values) {
+                for (int line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(p + ahead + line, 0, decltype(locality)::value);
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; ++v)
+#pragma GCC unroll 16
+                    for (int m = 0; m < M; ++m) acc[m] = P::add(acc[m], (__m512bh)values[v], in + m * x_stride + i + 2 * v);
+            });
+        };
+        if (past_l2())
+            multiply(std::integral_constant<int, 0>{});
+        else
+            multiply(std::integral_constant<int, 2>{});
+        put_panel(out, bias, rows, panel, token, M, [&](int m) { return acc[m]; });
+    }
+
+    template <int M>
+    void compact_block_of(int64_t count, int64_t token, int64_t panel) const {
+        if constexpr (M > 0) {
+            if (count == M) return compact_block<M>(token, panel);
+            compact_block_of<M - 1>(count, token, panel);
+        }
+    }
+
+    // As `run`. For many tokens panels are expanded, while those behind them are fetched.
+    void run_compact(int64_t begin, int64_t end, int64_t first, int64_t count) const {
+        if (count <= kCompactBlock) {
+            for (int64_t panel = begin; panel < end; ++panel) compact_block_of<kCompactBlock>(count, first, panel);
+            return;
+        }
+        static thread_local Buffer buffer;
+        T* plain = buffer.get<T>(kPanels * W * inner);
+        for (int64_t panel = begin; panel < end;) {
+            const int width = count >= kManyTokens && panel + kPanels <= end ? kPanels : 1;
+            const char* at = panels + panel * bytes;
+            for (int n = 0; n < width; ++n) expand((const uint8_t*)at + n * bytes, inner, plain + n * W * inner);
+            if (width == 1)
+                blocks<1>(panel, first, count, plain, at + bytes, kGroupBytes / 4);
+            else
+                blocks<kPanels>(panel, first, count, plain, at + kPanels * bytes, kGroupBytes / 4);
+            panel += width;
+        }
+    }
+#endif
 
 #if MI_TILES
     // Products of up to two groups of 16 tokens with N neighbouring panels; `from`, `from2`: their inputs behind the last whole
     // product, filled up with zeros.
     template <bool Two, int N>
     void tiles(int64_t token, int64_t panel, int first, int second, bool fetch, const bf16* from, const bf16* from2) const {
-        const bf16* w = panels + panel * W * inner;
+        const bf16* w = (const bf16*)panels + panel * W * inner;
         const bf16 *in = x + token * x_stride, *in2 = in + kTileLines * x_stride;
         const char* next = (const char*)(w + (N > 1 ? N * W * inner : 2048));
         const int64_t stride = x_stride * (int64_t)sizeof(bf16), whole = inner / kTileInner * kTileInner;
@@ -189,22 +259,23 @@ struct PanelLinear {
     }
 #endif
 
-    // Panels begin .. end for tokens first .. first + count, in blocks of nearly equal size.
+    // Panels begin .. end for tokens first .. first + count.
     void run(int64_t begin, int64_t end, int64_t first, int64_t count) const {
 #if MI_TILES
         if constexpr (sizeof(T) == sizeof(bf16))
             if (tiles_allowed()) return run_tiles(begin, end, first, count);
 #endif
-        const int64_t blocks = (count + kBlock - 1) / kBlock;
+#if MI_COMPACT
+        if constexpr (sizeof(T) == sizeof(bf16))
+            if (compact) return run_compact(begin, end, first, count);
+#endif
         for (int64_t panel = begin; panel < end;) {
             const int width = count >= kManyTokens && panel + kPanels <= end ? kPanels : 1;
-            for (int64_t b = 0; b < blocks; ++b) {
-                const int64_t from = count * b / blocks, to = count * (b + 1) / blocks;
-                if (width == 1)
-                    block_of<kBlock, 1>(to - from, first + from, panel, b == 0);
-                else
-                    block_of<kBlock, kPanels>(to - from, first + from, panel, b == 0);
-            }
+            const char* at = panels + panel * bytes;
+            if (width == 1)
+                blocks<1>(panel, first, count, (const T*)at, at + (count > 4 ? 8192 : 4096), 64);
+            else
+                blocks<kPanels>(panel, first, count, (const T*)at, at + kPanels * bytes, 64);
             panel += width;
         }
     }
@@ -234,16 +305,18 @@ static void chosen(const PanelLinear<T>& task, const int32_t* which, int64_t cou
     parallel_ranges(threads, count, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             PanelLinear<T> one = task;
-            one.panels += (which[i] - i) * W * task.inner;
+            one.panels += (which[i] - i) * task.bytes;
             one.run(i, i + 1, 0, tokens);
         }
     });
 }
 
 #if defined(__AVX512F__)
-// Four bytes at row r, column c of 16 rows -> out[c][r]; rows are `stride` bytes apart. The copy bypasses the caches: it is
-// not read soon, and no line is fetched to be overwritten.
+// Four bytes at row r, column c of 16 rows -> out[c][r]; rows are `stride` bytes apart. Streamed, the copy bypasses the
+// caches: it is not read soon, and no line is fetched to be overwritten.
+template <bool Streamed>
 inline void transpose(const char* rows, int64_t stride, char* out) {
+    auto put = [](char* p, __m512i v) { Streamed ? _mm512_stream_si512((__m512i*)p, v) : _mm512_store_si512(p, v); };
     __m512i a[16], b[16];
     for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_si512(rows + r * stride);
     for (int r = 0; r < 16; r += 2) {
@@ -260,24 +333,24 @@ inline void transpose(const char* rows, int64_t stride, char* out) {
         const __m512i even = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), odd = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
         const __m512i even2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
         const __m512i odd2 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
-        _mm512_stream_si512((__m512i*)(out + i * 64), _mm512_shuffle_i32x4(even, even2, 0x88));
-        _mm512_stream_si512((__m512i*)(out + (i + 8) * 64), _mm512_shuffle_i32x4(even, even2, 0xdd));
-        _mm512_stream_si512((__m512i*)(out + (i + 4) * 64), _mm512_shuffle_i32x4(odd, odd2, 0x88));
-        _mm512_stream_si512((__m512i*)(out + (i + 12) * 64), _mm512_shuffle_i32x4(odd, odd2, 0xdd));
+        put(out + i * 64, _mm512_shuffle_i32x4(even, even2, 0x88));
+        put(out + (i + 8) * 64, _mm512_shuffle_i32x4(even, even2, 0xdd));
+        put(out + (i + 4) * 64, _mm512_shuffle_i32x4(odd, odd2, 0x88));
+        put(out + (i + 12) * 64, _mm512_shuffle_i32x4(odd, odd2, 0xdd));
     }
 }
 #endif
 
-template <class T>
-static void pack_panel(const T* weight, T* out, int64_t inner, int64_t rows, int64_t panel) {
+// to: aligned to a cache line. Streamed: see transpose.
+template <bool Streamed, class T>
+static void pack_panel(const T* weight, T* to, int64_t inner, int64_t rows, int64_t panel) {
     constexpr int pair = Product<T>::pair;
-    T* to = out + panel * W * inner;
     int64_t i = 0;
 #if defined(__AVX512F__)
     const int64_t step = 64 / (int64_t)sizeof(T);
     if ((panel + 1) * W <= rows && (uintptr_t)to % 64 == 0)
         for (; i + step <= inner; i += step)
-            transpose((const char*)(weight + panel * W * inner + i), inner * (int64_t)sizeof(T), (char*)(to + i * W));
+            transpose<Streamed>((const char*)(weight + panel * W * inner + i), inner * (int64_t)sizeof(T), (char*)(to + i * W));
 #endif
     for (int r = 0; r < W; ++r) {
         const int64_t row = panel * W + r;
@@ -286,13 +359,50 @@ static void pack_panel(const T* weight, T* out, int64_t inner, int64_t rows, int
     }
 }
 
+// Whether a weight's panels can be compact here.
+template <class T>
+static bool fits(const T* weight, int64_t inner, int64_t rows, int threads) {
+#if MI_COMPACT
+    if constexpr (sizeof(T) == sizeof(bf16)) {
+        if (inner % kGroup || compact_panel_bytes(inner) >= panel_bytes_of<T>(false, inner)) return false;
+#if MI_TILES
+        if (tiles_allowed()) return false;  // these multiply plain panels
+#endif
+        bool all = true;
+        parallel_ranges(threads, (rows + W - 1) / W, [&](int64_t begin, int64_t end) {
+            for (int64_t panel = begin; panel < end && __atomic_load_n(&all, __ATOMIC_RELAXED); ++panel) {
+                const int64_t row = panel * W;
+                if (!fits_compact(weight + row * inner, inner, (int)(rows - row < W ? rows - row : W)))
+                    __atomic_store_n(&all, false, __ATOMIC_RELAXED);
+            }
+        });
+        return all;
+    }
+#endif
+    return false;
+}
+
 // Returns the weight's checksum: each stretch is packed while it is in the cache.
 template <class T>
-static uint64_t pack(const T* weight, T* out, int64_t inner, int64_t rows, int threads) {
-    const int64_t panel_bytes = W * inner * (int64_t)sizeof(T);
+static uint64_t pack(const T* weight, void* packed, bool compact, int64_t inner, int64_t rows, int threads) {
+    *(PackedHeader*)packed = PackedHeader{compact};
+    char* out = (char*)packed + sizeof(PackedHeader);
+    const int64_t source = W * inner * (int64_t)sizeof(T), bytes = panel_bytes_of<T>(compact, inner);
     return checksum(weight, rows * inner * (int64_t)sizeof(T), threads, [&](int64_t from, int64_t to) {
-        const int64_t begin = (from + panel_bytes - 1) / panel_bytes, end = (to + panel_bytes - 1) / panel_bytes;
-        for (int64_t panel = begin; panel < end; ++panel) pack_panel(weight, out, inner, rows, panel);
+        const int64_t begin = (from + source - 1) / source, end = (to + source - 1) / source;
+        for (int64_t panel = begin; panel < end; ++panel) {
+#if MI_COMPACT
+            if constexpr (sizeof(T) == sizeof(bf16))
+                if (compact) {
+                    static thread_local Buffer buffer;
+                    T* plain = buffer.get<T>(W * inner);
+                    pack_panel<false>(weight, plain, inner, rows, panel);
+                    compress(plain, inner, (int)(rows - panel * W < W ? rows - panel * W : W), (uint8_t*)out + panel * bytes);
+                    continue;
+                }
+#endif
+            pack_panel<true>(weight, (T*)(out + panel * bytes), inner, rows, panel);
+        }
 #if defined(__AVX512F__)
         _mm_sfence();
 #endif
@@ -308,13 +418,18 @@ extern "C" {
 int mi_panel_rows() { return W; }
 
 #define MI_PANELS(SUFFIX, T)                                                                                               \
-    uint64_t mi_pack_##SUFFIX(const void* weight, void* out, int64_t inner, int64_t rows, int threads) {                   \
-        return pack((const T*)weight, (T*)out, inner, rows, threads);                                                      \
+    int mi_fits_compact_##SUFFIX(const void* weight, int64_t inner, int64_t rows, int threads) {                           \
+        return fits((const T*)weight, inner, rows, threads);                                                               \
+    }                                                                                                                      \
+    int64_t mi_packed_bytes_##SUFFIX(int64_t inner, int64_t rows, int compact) {                                           \
+        return (int64_t)sizeof(PackedHeader) + (rows + W - 1) / W * panel_bytes_of<T>(compact, inner);                     \
+    }                                                                                                                      \
+    uint64_t mi_pack_##SUFFIX(const void* weight, void* out, int64_t inner, int64_t rows, int compact, int threads) {      \
+        return pack((const T*)weight, out, compact, inner, rows, threads);                                                 \
     }                                                                                                                      \
     void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,       \
                                    int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \
-        linear(PanelLinear<T>{(const T*)x, (const T*)panels, (const T*)bias, (T*)out, x_stride, inner, rows}, tokens,     \
-               threads);                                                                                                   \
+        linear(PanelLinear<T>(x, x_stride, panels, bias, out, inner, rows), tokens, threads);                              \
     }                                                                                                                      \
     int64_t mi_argmax_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bounds, int64_t* id, \
                                       uint8_t* bad, int64_t tokens, int64_t inner, int64_t packed_rows, int64_t rows,        \
@@ -324,8 +439,7 @@ int mi_panel_rows() { return W; }
         const int64_t count = mi_candidates_##SUFFIX(x, x_stride, bounds, packed_rows, which, tokens, inner, rows, threads); \
         if (count > most) return count;                                                                                    \
         T* out = outputs.get<T>(tokens * count * W);                                                                       \
-        chosen(PanelLinear<T>{(const T*)x, (const T*)panels, nullptr, out, x_stride, inner, count * W}, which, count, tokens, \
-               threads);                                                                                                   \
+        chosen(PanelLinear<T>(x, x_stride, panels, nullptr, out, inner, count * W), which, count, tokens, threads);        \
         const int64_t last = rows - which[count - 1] * W;                                                                  \
         float* top = largest.get<float>(tokens);                                                                           \
         mi_argmax_##SUFFIX(out, count * W, tokens, (count - 1) * W + (last < W ? last : W), id, top, threads);             \
