@@ -85,9 +85,13 @@ ProgramOp = NormOp | LinearOp | AttendOp | SiluMulOp
 class LayerProgram:
     """Operations in order. Kernels keep what they derive from one by its identity."""
 
-    def __init__(self, ops: Sequence[ProgramOp]) -> None:
+    def __init__(self, ops: Sequence[ProgramOp], *, ends_model: bool = False) -> None:
+        """ends_model: its output is the model's final hidden states."""
         self.ops = tuple(ops)
         self.is_first_norm = isinstance(self.ops[0], NormOp)
+        attends = [place for place, op in enumerate(self.ops) if isinstance(op, AttendOp)]
+        self.narrows_at = attends[-1] + 1 if ends_model and attends else None
+        """The operation from which on nothing but the tokens whose output is wanted need be computed; None: none."""
 
 
 class _LayerOp(ctypes.Structure):
@@ -116,6 +120,8 @@ class _LayerCall(ctypes.Structure):
         *((name, _I) for name in ("layer_bytes", "starts_residual")),
         ("lora", _P),
         ("int8", _I),
+        ("kept", _P),
+        *((name, _I) for name in ("num_kept", "narrows_at")),
         ("ns", _P),
     ]
 
@@ -170,10 +176,12 @@ class NativeLayers:
         residual_TD: Tensor | None,
         *,
         has_adapters: bool = False,
+        kept_S: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None] | None:
         """What the operations of the program return one by one, to the bit; None: they must run one by one.
 
         residual_TD may be overwritten. has_adapters: some token has one, and `lora` has planned the step.
+        kept_S: int64, the tokens of the output, fewer than x has; only of a program that narrows, without adapters.
         """
         attention = self._attention
         if x_TD.dtype is not self._dtype or kv_cache.dtype is not self._dtype or not x_TD.is_contiguous():
@@ -191,7 +199,7 @@ class NativeLayers:
         if len(self._buffers) < 2 * size:
             self._buffers = torch.empty(0, dtype=self._dtype)
             self._buffers = huge_pages.empty(2 * size, self._dtype)
-        out = torch.empty(tokens, prepared.width, dtype=self._dtype)
+        out = torch.empty(tokens if kept_S is None else len(kept_S), prepared.width, dtype=self._dtype)
         layer_stride, plane_stride = kv_cache.stride()[:2]
         call, buffer, keys = self._call, self._buffers.data_ptr(), kv_cache.data_ptr()
         call.ops, call.num_ops = ctypes.addressof(prepared.structs), len(prepared.structs)
@@ -201,6 +209,10 @@ class NativeLayers:
         call.buffers[0], call.buffers[1], call.out = buffer, buffer + size * item, out.data_ptr()
         call.keys, call.values, call.layer_bytes = keys, keys + plane_stride * item, layer_stride * item
         call.starts_residual = starts
+        call.narrows_at = 0
+        if kept_S is not None:
+            assert len(kept_S) < tokens and program.narrows_at is not None and kept_S.dtype is torch.int64
+            call.kept, call.num_kept, call.narrows_at = kept_S.data_ptr(), len(kept_S), program.narrows_at
         call.lora = self._lora_step(prepared) if has_adapters else None
         self._function(self._address)
         return out, residual_TD

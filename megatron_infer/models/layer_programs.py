@@ -41,15 +41,18 @@ class ProgramOps(LayerOps):
         return super().run(step, x, residual_TD) if done is None else done
 
 
-def with_programs(operations: Iterable[LayerOp]) -> list[LayerOp]:
-    """The same operations, each run of several that a program can hold as one `ProgramOps`."""
+def with_programs(operations: Iterable[LayerOp], *, end_model: bool) -> list[LayerOp]:
+    """The same operations, each run of several that a program can hold as one `ProgramOps`.
+
+    end_model: the last of them gives the model's final hidden states.
+    """
     found: list[LayerOp] = []
     run: list[tuple[LayerOp, ProgramOp | None]] = []
 
-    def close() -> None:
+    def close(*, ends_model: bool = False) -> None:
         ops = [op for _, op in run if op is not None]
         operations = [operation for operation, _ in run]
-        found.extend(operations if len(ops) < 2 else [ProgramOps(operations, LayerProgram(ops))])
+        found.extend(operations if len(ops) < 2 else [ProgramOps(operations, LayerProgram(ops, ends_model=ends_model))])
         run.clear()
 
     for group in _with_heads(operations):
@@ -59,7 +62,7 @@ def with_programs(operations: Iterable[LayerOp]) -> list[LayerOp]:
             found.extend(group)
         else:
             run += [(operation, op if operation is group[-1] else None) for operation in group]
-    close()
+    close(ends_model=end_model)
     return found
 
 

@@ -58,9 +58,9 @@ class MTPHead:
             raise AdoptionError(f"{name}.{inner}", "not a transformer layer with attention")
         operations = self._layer.fused.flat()
         last_norm = FusedNorm(layer.final_layernorm, f"{name}.final_layernorm")
-        self._all = LayerOps(*with_programs([*operations, last_norm]))
+        self._all = LayerOps(*with_programs([*operations, last_norm], end_model=False))
         attend = next(place for place, one in enumerate(operations) if isinstance(one, Attend))
-        self._up_to_attention = LayerOps(*with_programs(operations[: attend + 1]))
+        self._up_to_attention = LayerOps(*with_programs(operations[: attend + 1], end_model=False))
 
     @property
     def spec(self) -> AttendSpec:

@@ -77,6 +77,10 @@ class Batch:
     routing_TLK: Tensor | None = None
     lora: LoRABackend | None = None
     is_padded: bool = False
+    only_sampled: bool = False
+    """Of the final hidden states nothing but those of the tokens to be drawn is read: kernels may leave out the others."""
+    is_narrow: bool = False
+    """They did: a row of the final hidden states for each sample, in the place of one for each token."""
 
     use_flashinfer_fused_rope = False
     materialize_only_last_token_logits = True
@@ -121,7 +125,13 @@ class Batch:
     ) -> tuple[Tensor, Tensor | None] | None:
         if self.layers is None or self.restore is not None:
             return None
-        return self.layers.run(program, self.kv_cache, x_TX, residual_TD, has_adapters=self.lora is not None)
+        narrows = self.only_sampled and program.narrows_at is not None and self.lora is None
+        kept_S = self.sample_token_S[: self.num_sampled] if narrows and self.num_sampled < self.num_tokens else None
+        done = self.layers.run(
+            program, self.kv_cache, x_TX, residual_TD, has_adapters=self.lora is not None, kept_S=kept_S
+        )
+        self.is_narrow = done is not None and kept_S is not None
+        return done
 
     # What megatron-core's stacks and models ask of a context while a step runs (reference: its GPTModel.forward).
     def is_static_batching(self) -> bool:

@@ -32,6 +32,11 @@ PROMPT_LOGPROB_CHUNK = 256
 """Positions scored at a time: the largest tensor is this many rows of the vocabulary."""
 
 
+def reads_all_hidden(request: Request) -> bool:
+    """Whether what a request returns of its prompt is made from hidden states that no token is drawn from."""
+    return request.params.prompt_logprobs is not None or request.params.pooling is not None
+
+
 class EditLogits(Protocol):
     """What changes logits before tokens are drawn: `engine.logits_hooks.LogitsHooks`."""
 
@@ -138,6 +143,7 @@ class ModelRunner:
         """Run the layers, then the plan's copies of blocks and states -> final hidden states [T, D].
 
         A padded step that only decodes gives None. A pipeline stage that is not the last gives its residual stream.
+        Where the batch `is_narrow` afterwards, a row for each sample.
         received_TD: the residual stream of the stage before; None in the first.
         """
         plan, batch = step.plan, step.batch
@@ -147,6 +153,7 @@ class ModelRunner:
             step.padded = self.graphs.launch(step.shape, batch, num_decode=num_decode, received_TD=received_TD)
             hidden_TD = step.padded.hidden_TD
         else:
+            batch.only_sampled = not any(reads_all_hidden(chunk.request) for chunk in plan.prefill)
             hidden_TD = self.model.hidden(batch) if received_TD is None else self.model.hidden(batch, received_TD)
         self.store.run_copies(plan.copies_after)
         return hidden_TD
@@ -158,12 +165,12 @@ class ModelRunner:
             step.logits_SV = step.padded.logits_SV
         elif plan.sampled:
             assert hidden_TD is not None
-            only_decodes = len(plan.decode) == plan.num_tokens
-            hidden_SD = hidden_TD if only_decodes else hidden_TD.index_select(0, step.batch.sample_token_S)
+            is_whole = len(plan.decode) == plan.num_tokens or step.batch.is_narrow
+            hidden_SD = hidden_TD if is_whole else hidden_TD.index_select(0, step.batch.sample_token_S)
             step.greedy = self._greedy(hidden_SD, step.batch)
             if step.greedy is None:
                 step.logits_SV = self.model.logits(hidden_SD, step.batch.ops)
-        if hidden_TD is not None and plan.prefill:
+        if hidden_TD is not None and plan.prefill and not step.batch.is_narrow:
             step.prompt_scores = self._score_prompts(step, hidden_TD)
             step.pooled = pool(plan, hidden_TD)
 

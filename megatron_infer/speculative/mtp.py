@@ -116,6 +116,7 @@ class MTPTarget:
         return self._adopted.embed(step)
 
     def hidden(self, batch: Batch, received_TD: Tensor | None = None) -> Tensor:
+        batch.only_sampled = False  # the layer reads the hidden state of each token
         hidden_TD = self._adopted.hidden(batch, received_TD)
         self._mtp.follow(batch, hidden_TD)
         return hidden_TD

@@ -131,3 +131,35 @@ def test_a_weight_or_a_norm_that_changes_is_followed(change):
                 module.weight = torch.nn.Parameter(weight * 1.5)
     after = answers(engine)
     assert after != before and after == answers(engine_of(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_behind_the_last_attention_only_tokens_that_draw_are_computed(monkeypatch, dtype):
+    """Prompts of one token with n > 1, chunks that draw nothing, and decode rows beside them: the same bits."""
+    model = model_of("plain", dtype)
+    greedy = {"temperature": 0.0, "ignore_eos": True, "logprobs": 2, "max_tokens": 4}
+    prompts = [list(range(3, 50)), [9], [5, 6], list(range(40, 60))]
+    params = [SamplingParams(n=3 if number == 1 else 1, **greedy) for number in range(4)]
+    wide = [*params[:3], SamplingParams(**greedy, prompt_logprobs=1)]
+    run, counts = NativeLayers.run, []
+
+    def counted(self, program, kv_cache, x_TD, residual_TD, *, kept_S=None, **more):
+        counts.append((len(x_TD), None if kept_S is None else len(kept_S)))
+        return run(self, program, kv_cache, x_TD, residual_TD, kept_S=kept_S, **more)
+
+    def said(params: list[SamplingParams]) -> list[str]:
+        outputs = engine_of(model).generate(prompts, params)
+        return [repr([(one.token_ids, one.logprobs) for one in output.outputs]) for output in outputs]
+
+    if engine_of(model).kernels.layers is None:
+        pytest.skip("no native layers for this dtype here")
+    monkeypatch.setattr(NativeLayers, "run", counted)
+    narrow = said(params)
+    kept = [pair for pair in counts if pair[1] is not None]
+    assert any(num_kept == 0 for _, num_kept in kept) and any(0 < num_kept < num for num, num_kept in kept)
+    assert all(num_kept < num for num, num_kept in kept)
+    counts.clear()
+    assert said(wide) == narrow
+    assert sum(num_kept is not None for _, num_kept in counts) < len(kept), "prompt log probabilities need all tokens"
+    monkeypatch.setattr(NativeLayers, "run", lambda *arguments, **_: None)
+    assert said(params) == narrow

@@ -31,6 +31,8 @@ struct LayerCall {  // mirrored in native_layers.py
     int64_t starts_residual; // the first norm sets the residual
     const LoraStep* lora;    // null: no token has an adapter
     int64_t int8;            // the copies of the linears' weights are in 8 bits (int8.cpp)
+    const int64_t* kept;     // the tokens that operations from number `narrows_at` on compute, fewer than all
+    int64_t num_kept, narrows_at;  // narrows_at 0: all operations compute all tokens
     int64_t* ns;             // time of each kind of operation, added up
 };
 
@@ -60,21 +62,20 @@ static int64_t clock_ns() {
 }
 
 template <class T>
-static void run_op(const LayerCall& call, const LayerOp& op, const T* x, T* out, bool starts_residual) {
+static void run_op(const LayerCall& call, const LayerOp& op, int64_t tokens, const T* x, T* out, bool starts_residual) {
     using K = Kernels<T>;
     const int threads = (int)call.threads;
     switch (op.kind) {
         case kNorm:
             if (!starts_residual) {
-                K::add_norm(x, call.residual, op.weight, out, call.tokens, op.inner, (float)op.eps, threads);
+                K::add_norm(x, call.residual, op.weight, out, tokens, op.inner, (float)op.eps, threads);
                 return;
             }
-            for (int64_t i = 0, n = call.tokens * op.inner; i < n; i += W) store_any((float*)call.residual, load_any(x, i, n), i, n);
-            K::norm(x, nullptr, op.weight, out, call.tokens, op.inner, (float)op.eps, threads);
+            for (int64_t i = 0, n = tokens * op.inner; i < n; i += W) store_any((float*)call.residual, load_any(x, i, n), i, n);
+            K::norm(x, nullptr, op.weight, out, tokens, op.inner, (float)op.eps, threads);
             return;
         case kLinear:
-            (call.int8 ? K::int8_linear : K::linear)(x, op.inner, op.weight, op.bias, out, call.tokens, op.inner, op.outer,
-                                                     threads);
+            (call.int8 ? K::int8_linear : K::linear)(x, op.inner, op.weight, op.bias, out, tokens, op.inner, op.outer, threads);
             return;
         case kAttend: {
             const int64_t dim = op.spec->head_dim, at = op.layer * call.layer_bytes;
@@ -83,18 +84,33 @@ static void run_op(const LayerCall& call, const LayerOp& op, const T* x, T* out,
             K::attend(call.context, call.step, op.spec, &attend);
             return;
         }
-        default: K::silu_mul(x, out, call.tokens, op.outer, threads);
+        default: K::silu_mul(x, out, tokens, op.outer, threads);
     }
+}
+
+// The first `num` rows of x become its rows `which`.
+template <class T>
+static void gather(T* x, int64_t width, const int64_t* which, int64_t num) {
+    static thread_local Buffer buffer;
+    T* rows = buffer.get<T>(num * width);
+    for (int64_t i = 0; i < num; ++i) std::memcpy(rows + i * width, x + which[i] * width, width * sizeof(T));
+    std::memcpy(x, rows, num * width * sizeof(T));
 }
 
 template <class T>
 static void run_layers(const LayerCall& call) {
     const T* x = (const T*)call.x;
-    int64_t begin = clock_ns();
+    int64_t begin = clock_ns(), tokens = call.tokens;
     for (int64_t i = 0; i < call.num_ops; ++i) {
         const LayerOp& op = call.ops[i];
+        if (i && i == call.narrows_at) {
+            tokens = call.num_kept;
+            gather((T*)x, op.inner, call.kept, tokens);
+            gather((float*)call.residual, call.ops[call.num_ops - 1].outer, call.kept, tokens);
+        }
+        if (!tokens) return;
         T* out = (T*)(i + 1 < call.num_ops ? call.buffers[i & 1] : call.out);
-        run_op(call, op, x, out, i == 0 && call.starts_residual);
+        run_op(call, op, tokens, x, out, i == 0 && call.starts_residual);
         int64_t end = clock_ns();
         call.ns[op.kind] += end - begin;
         if (call.lora && op.lora) {
