@@ -54,8 +54,11 @@ def multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or bool(bind(library, "mi_has_bf16_dot", [], ctypes.c_int)())
 
 
-def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | None:
-    """Weights in panels for `NativeOps.linear`; None where the CPU has no products of `dtype`."""
+def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool = True) -> PackedLayout | None:
+    """Weights in panels for `NativeOps.linear`; None where the CPU has no products of `dtype`.
+
+    may_compact: weights of bfloat16 take 12 bits a value where that is possible (native/packed_weight.h).
+    """
     if not multiplies(library, dtype):
         return None
     suffix = SUFFIXES[dtype]
@@ -69,7 +72,8 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout | Non
 
     def num_elements(weight: Tensor) -> int:
         data, (rows, inner) = weight.contiguous(), weight.shape
-        return size_of(weight, bool(fits_compact(data.data_ptr(), inner, rows, torch.get_num_threads())))
+        fits = may_compact and fits_compact(data.data_ptr(), inner, rows, torch.get_num_threads())
+        return size_of(weight, bool(fits))
 
     def pack(weight: Tensor, panels: Tensor | None) -> tuple[Tensor, int | None]:
         weight = weight.contiguous()

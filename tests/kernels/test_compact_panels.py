@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -41,7 +40,7 @@ class Both:
 
     def __init__(self, library, layout: PackedLayout, weight: Tensor) -> None:
         self.weight, self.ops = weight, []
-        for one in (layout, dataclasses.replace(layout, num_elements=plain_elements)):
+        for one in (layout, panel_layout(library, BF16, may_compact=False)):
             packed = PackedLinears(layout=one)
             packed.pack([weight])
             self.ops.append(NativeOps(library, BF16, packed))
@@ -124,7 +123,7 @@ def test_packing_again_follows_a_weight_into_the_other_form_and_back(native_libr
         weight.copy_(kept * (10.0 ** torch.randint(-9, 9, weight.shape) if scale is None else scale))
         packed.pack([weight])
         sizes.append(packed.num_bytes)
-        want = PackedLinears(layout=dataclasses.replace(layout, num_elements=plain_elements))
+        want = PackedLinears(layout=panel_layout(native_library, BF16, may_compact=False))
         want.pack([weight])
         assert torch.equal(ops.linear(x, weight), NativeOps(native_library, BF16, want).linear(x, weight))
         assert packed.differs([weight]) is None

@@ -42,9 +42,13 @@ inline vf load(const float* p) {
     return v;
 }
 inline vf load(const bf16* p) {
+#if defined(__AVX512F__)  // GCC widens a vector of 16 in two halves
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
     vh h;
     std::memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 // Past the caches, for what is not read soon; p is aligned to a vector. `stream_end` before others may read it.
@@ -167,24 +171,37 @@ inline float max_of(vf v) {
     return m;
 }
 
-// out[i] = sum of the lanes of v[i], for 16 vectors: a tree of shuffles costs 3 instructions a sum.
-inline void sums_of(const vf* v, float* out) {
 #if defined(__AVX512F__)
+// Lane i = the lanes of v[i] combined, for 16 vectors: a tree of shuffles costs 3 instructions a vector.
+template <class Combine>
+inline __m512 combined(const vf* v, Combine&& combine) {
     __m512 a[16], b[8];
     for (int i = 0; i < 16; ++i) a[i] = (__m512)v[i];
     for (int i = 0; i < 8; ++i)  // 128-bit lanes: i, i, i + 8, i + 8
-        b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 8], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 8], 0xee));
+        b[i] = combine(_mm512_shuffle_f32x4(a[i], a[i + 8], 0x44), _mm512_shuffle_f32x4(a[i], a[i + 8], 0xee));
     __m512 c[4], d[2];
     for (int i = 0; i < 4; ++i)  // 128-bit lanes: i, i + 8, i + 4, i + 12
-        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd));
-    for (int i = 0; i < 2; ++i)
-        d[i] = _mm512_add_ps(_mm512_unpacklo_ps(c[i], c[i + 2]), _mm512_unpackhi_ps(c[i], c[i + 2]));
-    __m512 e = _mm512_add_ps(_mm512_unpacklo_ps(d[0], d[1]), _mm512_unpackhi_ps(d[0], d[1]));
+        c[i] = combine(_mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd));
+    for (int i = 0; i < 2; ++i) d[i] = combine(_mm512_unpacklo_ps(c[i], c[i + 2]), _mm512_unpackhi_ps(c[i], c[i + 2]));
+    const __m512 e = combine(_mm512_unpacklo_ps(d[0], d[1]), _mm512_unpackhi_ps(d[0], d[1]));
     // Within a lane the two unpacks leave 0, 1, 2, 3; the lanes are put in order last.
-    e = _mm512_shuffle_f32x4(e, e, 0xd8);
-    std::memcpy(out, &e, sizeof e);
+    return _mm512_shuffle_f32x4(e, e, 0xd8);
+}
+#endif
+
+// out[i] = sum, or largest, of the lanes of v[i], for 16 vectors.
+inline void sums_of(const vf* v, float* out) {
+#if defined(__AVX512F__)
+    _mm512_storeu_ps(out, combined(v, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); }));
 #else
     for (int i = 0; i < 16; ++i) out[i] = sum_of(v[i]);
+#endif
+}
+inline void largest_of(const vf* v, float* out) {
+#if defined(__AVX512F__)
+    _mm512_storeu_ps(out, combined(v, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); }));
+#else
+    for (int i = 0; i < 16; ++i) out[i] = max_of(v[i]);
 #endif
 }
 

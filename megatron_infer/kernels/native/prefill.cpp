@@ -32,13 +32,13 @@ struct Operand<bf16> {
 };
 #endif
 
-// C[r][j] (+)= sum over p of A[r][p] . B[p][j] for kMicroRows rows and NV vectors of columns; B is one panel.
+// C[r][j] (+)= sum over p of A[r][p] . B[p][j] for kMicroRows rows and NV vectors of columns; B is a panel of b_wide vectors.
 template <int NV, bool Accumulate>
-static void multiply(const float* a, int a_stride, const float* b, int steps, float* c, int c_stride) {
+static void multiply(const float* a, int a_stride, const float* b, int b_wide, int steps, float* c, int c_stride) {
     vf acc[kMicroRows][NV];
     for (int r = 0; r < kMicroRows; ++r)
         for (int j = 0; j < NV; ++j) acc[r][j] = Accumulate ? load(c + r * c_stride + j * W) : vf{};
-    for (int p = 0; p < steps; ++p, b += NV * W) {
+    for (int p = 0; p < steps; ++p, b += b_wide * W) {
         vf column[NV];
         for (int j = 0; j < NV; ++j) column[j] = load(b + j * W);
         for (int r = 0; r < kMicroRows; ++r)
@@ -49,12 +49,12 @@ static void multiply(const float* a, int a_stride, const float* b, int steps, fl
 }
 #if MI_BF16_DOT
 template <int NV, bool Accumulate>
-static void multiply(const bf16* a, int a_stride, const bf16* b, int steps, float* c, int c_stride) {
+static void multiply(const bf16* a, int a_stride, const bf16* b, int b_wide, int steps, float* c, int c_stride) {
     __m512 acc[kMicroRows][NV];
     for (int r = 0; r < kMicroRows; ++r)
         for (int j = 0; j < NV; ++j)
             acc[r][j] = Accumulate ? _mm512_loadu_ps(c + r * c_stride + j * W) : _mm512_setzero_ps();
-    for (int p = 0; p < steps; ++p, b += 2 * NV * W) {
+    for (int p = 0; p < steps; ++p, b += 2 * b_wide * W) {
         __m512bh column[NV];
         for (int j = 0; j < NV; ++j) column[j] = (__m512bh)_mm512_loadu_si512(b + 2 * j * W);
         for (int r = 0; r < kMicroRows; ++r) {
@@ -111,6 +111,10 @@ struct PrefillTask {
 
     void put(T from, float* to) const { *to = to_float(from); }
     void put(T from, bf16* to) const { std::memcpy(to, &from, sizeof *to); }
+    void put_head(const T* from, float* to) const {
+        for (int d = 0; d < dim; d += W) store(to + d, load(from + d));
+    }
+    void put_head(const T* from, bf16* to) const { std::memcpy(to, from, dim * sizeof *to); }
 
     // Keys as [panel of keys][dim / pair][keys][pair], values as [panel of dims][keys / pair][dims][pair]; what is behind the
     // row's last key is 0.
@@ -214,7 +218,7 @@ struct PrefillTask {
             const T* q = (const T*)call.q + token * call.q_token + head * call.q_kv + (first_lane + r % heads) * call.q_group;
             T turned[kMaxHeadDim];
             rotate_head(step, spec, token, q, turned);
-            for (int d = 0; d < dim; ++d) put(turned[d], s.queries + r * dim + d);
+            put_head(turned, s.queries + r * dim);
             s.position[r] = row.first_position + first + r / heads;
             s.top[r] = kMasked;
             s.mass[r] = 0;
@@ -240,6 +244,15 @@ struct PrefillTask {
         return spec.window && position + 1 > spec.window ? (int)(position + 1 - spec.window) : 0;
     }
 
+    // Scores of all rows for the first `wide` vectors of a panel's keys.
+    template <int NV>
+    void score(const Op* keys, int panel, int wide, Scratch& s) const {
+        if constexpr (NV > 1)
+            if (wide < NV) return score<NV - 1>(keys, panel, wide, s);
+        for (int r = 0; r < s.padded; r += kMicroRows)
+            multiply<NV, false>(s.queries + r * dim, dim, keys, kPanel, dim / pair, s.scores + r * kTile + panel, kTile);
+    }
+
     void attend_keys(const Op* keys, int first_key, Scratch& s) const {
         constexpr int kWide = kPanel * W;
         // Keys that some row of the tile sees. A key outside weighs exactly 0 in the rows that do not see it.
@@ -252,11 +265,8 @@ struct PrefillTask {
         if constexpr (sizeof(Op) == sizeof(bf16))
             if (tiles) return attend_tiles(keys, values, first_key, low, high, s);
 #endif
-        for (int panel = low; panel < high; panel += kWide)
-            for (int r = 0; r < s.padded; r += kMicroRows)
-                multiply<kPanel, false>(s.queries + r * dim, dim, keys + panel * dim, dim / pair,
-                                        s.scores + r * kTile + panel, kTile);
-        for (int r = 0; r < s.rows; ++r) weigh(r, first_key, low, high, s);
+        for (int panel = low; panel < high; panel += kWide) score<kPanel>(keys + panel * dim, panel, (high - panel + W - 1) / W, s);
+        weigh(first_key, low, high, s);
         const int whole = dim / kWide * kWide, steps = (high - low) / pair;
         for (int d = 0; d < dim;) {
             const bool full = d < whole;
@@ -264,9 +274,9 @@ struct PrefillTask {
             for (int r = 0; r < s.padded; r += kMicroRows) {
                 const Op* weights = s.weights + r * kTile + low;
                 if (full)
-                    multiply<kPanel, true>(weights, kTile, from, steps, s.out + r * dim + d, dim);
+                    multiply<kPanel, true>(weights, kTile, from, kPanel, steps, s.out + r * dim + d, dim);
                 else
-                    multiply<1, true>(weights, kTile, from, steps, s.out + r * dim + d, dim);
+                    multiply<1, true>(weights, kTile, from, 1, steps, s.out + r * dim + d, dim);
             }
             d += full ? kWide : W;
         }
@@ -278,7 +288,7 @@ struct PrefillTask {
         const int groups = s.padded / kTileLines, whole = dim / kWide * kWide, steps = (high - low) / kTileInner;
         for (int panel = low; panel < high; panel += kWide)
             multiply_tiles<false>(s.queries, dim, keys + panel * dim, kLine, groups, kPanel, dim / kTileInner, s.scores + panel, kTile);
-        for (int r = 0; r < s.rows; ++r) weigh(r, first_key, low, high, s);
+        weigh(first_key, low, high, s);
         for (int d = 0; d < dim;) {
             const int wide = d < whole ? kWide : W;
             multiply_tiles<true>(s.weights + low, kTile, values + d * kTile + low * wide, wide * pair, groups, wide / W, steps,
@@ -288,45 +298,76 @@ struct PrefillTask {
     }
 #endif
 
-    // Scores of row r over keys low .. high of this tile -> weights; rescales the row's sums so far.
-    void weigh(int r, int first_key, int low, int high, Scratch& s) const {
-        float* score = s.scores + r * kTile;
-        Op* weight = s.weights + r * kTile;
-        int begin = first_visible(s.position[r]) - first_key, end = s.position[r] + 1 - first_key;
-        begin = begin < low ? low : begin;
-        end = end > high ? high : end;
-        if (begin >= end) {
-            std::memset(weight + low, 0, (high - low) * sizeof(Op));
-            return;
+    // Keys of this tile that row r sees, within low .. high.
+    void seen_by(int r, int first_key, int low, int high, const Scratch& s, int* begin, int* end) const {
+        *begin = first_visible(s.position[r]) - first_key, *end = s.position[r] + 1 - first_key;
+        *begin = *begin < low ? low : *begin;
+        *end = *end > high ? high : *end;
+    }
+
+    // Scores of all rows over keys low .. high of this tile -> weights; rescales the rows' sums so far. What combines the
+    // lanes of a vector does so for 16 rows at once.
+    void weigh(int first_key, int low, int high, Scratch& s) const {
+        const float scale = (float)spec.scale;
+        vf each[kTileRows];
+        float found[kTileRows], shrink[kTileRows];
+        for (int r = 0; r < kTileRows; ++r) each[r] = r < s.rows ? highest(r, first_key, low, high, s) : splat(kMasked);
+        for (int r = 0; r < s.rows; r += 16) largest_of(each + r, found + r);
+        for (int r = 0; r < s.rows; r += W) {
+            const vf before = load(s.top + r), top = vmax(load(found + r), before);
+            store(shrink + r, exp_of((before - top) * scale));
+            store(s.mass + r, load(s.mass + r) * load(shrink + r));
+            store(s.top + r, top);
         }
-        const int from = begin / W * W, to = (end + W - 1) / W * W;
-        for (int t = from; t < begin; ++t) score[t] = kMasked;
-        for (int t = end; t < to; ++t) score[t] = kMasked;
-        vf best[2] = {splat(s.top[r]), splat(kMasked)};
-        int t = from;
+        for (int r = 0; r < s.rows; ++r) {
+            if (shrink[r] != 1.0f)
+                for (int d = 0; d < dim; d += W) store(s.out + r * dim + d, load(s.out + r * dim + d) * splat(shrink[r]));
+            each[r] = weights_of(r, first_key, low, high, scale, s);
+        }
+        for (int r = 0; r < s.rows; r += 16) sums_of(each + r, found + r);
+        for (int r = 0; r < s.rows; r += W) store(s.mass + r, load(s.mass + r) + load(found + r));
+    }
+
+    // The largest scores of row r, by lane. Marks keys that it does not see, in the vectors in which it sees some.
+    vf highest(int r, int first_key, int low, int high, Scratch& s) const {
+        float* score = s.scores + r * kTile;
+        int begin, end;
+        seen_by(r, first_key, low, high, s, &begin, &end);
+        vf best[2] = {splat(kMasked), splat(kMasked)};
+        if (begin >= end) return best[0];
+        int t = begin / W * W;
+        const int to = (end + W - 1) / W * W;
+        for (int i = t; i < begin; ++i) score[i] = kMasked;
+        for (int i = end; i < to; ++i) score[i] = kMasked;
         for (; t + 2 * W <= to; t += 2 * W) {
             best[0] = vmax(load(score + t), best[0]);
             best[1] = vmax(load(score + t + W), best[1]);
         }
         if (t < to) best[0] = vmax(load(score + t), best[0]);
-        const float top = highest_of(vmax(best[0], best[1])), scale = (float)spec.scale;
-        if (top > s.top[r]) {
-            const vf shrink = exp_of(splat((s.top[r] - top) * scale));
-            s.mass[r] *= shrink[0];
-            s.top[r] = top;
-            for (int d = 0; d < dim; d += W) store(s.out + r * dim + d, load(s.out + r * dim + d) * shrink);
-        }
-        const Softmax<T> weight_of(top, scale);
+        return vmax(best[0], best[1]);
+    }
+
+    // Weights of row r; returns their sums, by lane.
+    vf weights_of(int r, int first_key, int low, int high, float scale, Scratch& s) const {
+        const float* score = s.scores + r * kTile;
+        Op* weight = s.weights + r * kTile;
+        int begin, end;
+        seen_by(r, first_key, low, high, s, &begin, &end);
         vf mass = {};
-        for (t = from; t < to; t += W) {
+        if (begin >= end) {
+            std::memset(weight + low, 0, (high - low) * sizeof(Op));
+            return mass;
+        }
+        const Softmax<T> weight_of(s.top[r], scale);
+        for (int t = begin / W * W; t < end; t += W) {
             vf e = weight_of(load(score + t));
             store(weight + t, e);
             mass += e;
         }
-        s.mass[r] += sum_of(mass);
         // What is left of masked keys, e^-87 at most, differs with the chunk: it vanishes in the sum, and the weights are 0.
         std::memset(weight + low, 0, (begin - low) * sizeof(Op));
         if (end < high) std::memset(weight + end, 0, (high - end) * sizeof(Op));
+        return mass;
     }
 };
 
