@@ -191,5 +191,5 @@ def test_packing_again_follows_an_update_in_the_same_memory(packed):
     assert "weight 0 of 2" in packed.differs(weights)
     packed.pack(weights)
     assert [packed.get(id(weight)).data_ptr() for weight in weights] == at and packed.num_bytes == before
-    torch.testing.assert_close(ops.linear(x, weights[0]).float(), x.float() @ weights[0].float().T, atol=0.4, rtol=0.03)
+    torch.testing.assert_close(ops.linear(x, weights[0]).float(), x.float() @ weights[0].float().T, atol=1.0, rtol=0.03)
     assert packed.differs(weights) is None

@@ -66,14 +66,7 @@ template <>
 struct Softmax<bf16> {
     vf factor, shift;
     Softmax(float top, float scale) : factor(splat(scale * 1.44269504088896f)), shift(splat(top) * -factor) {}
-    vf operator()(vf s) const {  // 2^y = 2^n 2^f with |f| <= 1/2 and a polynomial in f
-        const vf y = fma_of(s, factor, shift), n = (vf)_mm512_roundscale_ps((__m512)y, 8), f = y - n;
-        vf p = fma_of(f, splat(0.00957008731f), splat(0.0559178591f));
-        p = fma_of(p, f, splat(0.240247458f));
-        p = fma_of(p, f, splat(0.693121791f));
-        p = fma_of(p, f, splat(0.999999285f));
-        return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
-    }
+    vf operator()(vf s) const { return exp2_of(fma_of(s, factor, shift)); }
 };
 #endif
 

@@ -224,6 +224,18 @@ inline vf exp_of(vf x) {
     return (vf)((vi)p + ((vi)shifted << 23));
 }
 
+#if defined(__AVX512F__)
+// 2^y to 4e-6, as weights and activations of bf16 need it: 2^n 2^f with |f| <= 1/2 and a polynomial in f.
+inline vf exp2_of(vf y) {
+    const vf n = (vf)_mm512_roundscale_ps((__m512)y, 8), f = y - n;
+    vf p = fma_of(f, splat(0.00957008731f), splat(0.0559178591f));
+    p = fma_of(p, f, splat(0.240247458f));
+    p = fma_of(p, f, splat(0.693121791f));
+    p = fma_of(p, f, splat(0.999999285f));
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+}
+#endif
+
 // The entry points of team.cpp, in the form of an OpenMP runtime's.
 struct Runtime {
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);

@@ -19,7 +19,8 @@ namespace mi {
 constexpr int kBlock = 12;        // tokens with an accumulator each
 constexpr int kPanels = W == 16 ? 2 : 1;  // side by side, as far as there are registers
 constexpr int64_t kManyTokens = 20;  // least tokens for that: fewer are bound by memory, which is fastest with one stream
-constexpr int64_t kTokens = 256;  // tokens that are multiplied by a stretch of panels before the next tokens
+constexpr int64_t kTokens = 256;  // about so many tokens are multiplied by a stretch of panels before the next tokens
+constexpr int64_t kMostTokens = kTokens + 32;  // so that few more are no pass of their own
 constexpr int kCompactBlock = 16;  // up to so many tokens are multiplied by the values of compact panels as they are read
 
 // Whether memory that is read once is best fetched past L2. On AMD's CPUs it is; Intel's then read at a fifth of the speed.
@@ -228,7 +229,7 @@ struct PanelLinear {
     // As `run`. The groups of 16 tokens are multiplied in pairs; what is left is one group or two, the last of them shorter.
     void run_tiles(int64_t begin, int64_t end, int64_t first, int64_t count) const {
         const int64_t whole = inner / kTileInner * kTileInner;
-        alignas(64) bf16 from[kTokens][kTileInner];
+        alignas(64) bf16 from[kMostTokens][kTileInner];
         if (whole < inner)
             for (int64_t t = 0; t < count; ++t) {
                 std::memset(from[t], 0, sizeof from[t]);
@@ -251,7 +252,7 @@ struct PanelLinear {
                 if (pairs || !shaped) shape_tiles(longer, shorter), shaped = true;
                 const auto call = shorter ? width == 2 ? &PanelLinear::tiles<true, 2> : &PanelLinear::tiles<true, 1>
                                   : width == 2 ? &PanelLinear::tiles<false, 2> : &PanelLinear::tiles<false, 1>;
-                (this->*call)(first + pairs, panel, longer, shorter, !pairs, from[pairs], from[(pairs + kTileLines) % kTokens]);
+                (this->*call)(first + pairs, panel, longer, shorter, !pairs, from[pairs], from[(pairs + kTileLines) % kMostTokens]);
             }
             panel += width;
         }
@@ -286,14 +287,15 @@ static void linear(const PanelLinear<T>& task, int64_t tokens, int threads) {
     const int64_t panels = (task.rows + W - 1) / W;
     int64_t size = panels / (threads * 16);
     size = size < 1 ? 1 : size;
-    const int64_t stretches = (panels + size - 1) / size, spans = (tokens + kTokens - 1) / kTokens;
+    const int64_t stretches = (panels + size - 1) / size;
+    const int64_t spans = tokens <= kMostTokens ? 1 : (tokens + 2 * kTokens - kMostTokens - 1) / kTokens;
     threads = (int)(stretches < threads ? stretches : threads);
     Shares shares(stretches * spans, threads < Shares::kMost ? threads : Shares::kMost);
     auto body = [&](int thread, int) {
         for (int64_t part; (part = shares.take(thread)) >= 0;) {
-            const int64_t begin = part % stretches * size, first = part / stretches * kTokens;
-            task.run(begin, begin + size < panels ? begin + size : panels, first,
-                     tokens - first < kTokens ? tokens - first : kTokens);
+            const int64_t begin = part % stretches * size, span = part / stretches;
+            const int64_t first = tokens * span / spans, last = tokens * (span + 1) / spans;
+            task.run(begin, begin + size < panels ? begin + size : panels, first, last - first);
         }
     };
     parallel(threads, body);
