@@ -285,8 +285,9 @@ struct PanelLinear {
 template <class T>
 static void linear(const PanelLinear<T>& task, int64_t tokens, int threads) {
     const int64_t panels = (task.rows + W - 1) / W;
-    int64_t size = panels / (threads * 16);
-    size = size < 1 ? 1 : size;
+    const int64_t least = tokens >= kManyTokens ? kPanels : 1;
+    int64_t size = panels / (threads * 16) / least * least;
+    size = size < least ? least : size;
     const int64_t stretches = (panels + size - 1) / size;
     const int64_t spans = tokens <= kMostTokens ? 1 : (tokens + 2 * kTokens - kMostTokens - 1) / kTokens;
     threads = (int)(stretches < threads ? stretches : threads);
