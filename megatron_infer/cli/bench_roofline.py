@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_infer.cli.bench_workload import Workload
 from megatron_infer.config.step_work import Ceiling, key_flops, kv_token_bytes, state_bytes, state_flops
-from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
+from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES, weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,9 @@ def least_work(
     """
     width = torch.finfo(getattr(torch, shape.dtype)).bits // 8
     projection = shape.padded_vocab_size * shape.hidden_size
-    weights = round(shape.num_parameters * WEIGHT_DTYPE_BYTES.get(weight_dtype, width))
+    num_weights = shape.num_parameters
+    is_rounded = weight_dtype in WEIGHT_DTYPE_BYTES
+    weights = weight_bytes(weight_dtype, num_weights, projection) if is_rounded else num_weights * width
     kv_token, per_key = kv_token_bytes(shape, kv_dtype_bytes), key_flops(shape)
     prompts, samples = [len(prompt) for prompt in workload.prompts], workload.num_samples
     keys_prefill = sum(n * (n + 1) // 2 for n in prompts)

@@ -119,6 +119,15 @@ def quantised_layout(library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: str
     )
 
 
+LINEAR_ARGUMENTS = [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int]
+
+
+def panel_linear(library: ctypes.CDLL, suffix: str, layout: PackedLayout) -> Callable[..., Any] | None:
+    """The linear that reads weights in `layout`; None: there is none here."""
+    kernel = KERNELS.get(layout.name)
+    return None if kernel is None else bind(library, f"{kernel}_{suffix}", LINEAR_ARGUMENTS)
+
+
 def argmax_linear(library: ctypes.CDLL, suffix: str, packed: PackedLinears | None) -> ArgmaxLinear | None:
     """None: for weights in another layout."""
     is_for = packed is not None and packed.layout.name == PANELS
@@ -147,12 +156,11 @@ class NativeOps(TorchOps):
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
 
-        signature = [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int]
-        self._linear = bind(library, f"mi_linear_{suffix}", signature)
+        self._linear = bind(library, f"mi_linear_{suffix}", LINEAR_ARGUMENTS)
         self._most_tokens = LINEAR_TOKENS if multiplies(library, dtype) else LINEAR_TOKENS_NO_DOT
-        kernel = None if packed is None else KERNELS.get(packed.layout.name)
-        self._panel_linear = None if kernel is None else bind(library, f"{kernel}_{suffix}", signature)
-        self._is_quantised = packed is not None and packed.layout.name in QUANTISED_PANELS.values()
+        self._copies = packed or PackedLinears()
+        self._panel_linear = panel_linear(library, suffix, self._copies.layout)
+        self._output_linear = panel_linear(library, suffix, self._copies.output_layout)
         self.argmax_linear = argmax_linear(library, suffix, packed)
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -167,10 +175,11 @@ class NativeOps(TorchOps):
         elif self._panel_linear is None:
             return packed_linear(x_TX, packed, bias)[..., :rows]
         else:
-            source, function = packed, self._panel_linear
+            is_output = id(weight) == self._copies.output_id
+            source, function = packed, self._output_linear if is_output else self._panel_linear
         known = function is not None and x_TX.ndim == 2 and self._ours(x_TX, weight if packed is None else x_TX)
         if not known or not (bias is None or self._ours(x_TX, bias)):
-            if source is not weight and self._is_quantised:
+            if source is not weight and self._copies.layout.name != PANELS:
                 return self._quantised_linear(x_TX, weight, bias)[..., :rows]
             return F.linear(x_TX, *_first_rows(weight, bias, rows))
         tokens, inner = x_TX.shape[0], weight.shape[1]

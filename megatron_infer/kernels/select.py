@@ -40,6 +40,7 @@ from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
 from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
+from megatron_infer.kernels.weight_dtypes import OUTPUT_DTYPE
 from megatron_infer.utils.named_class import make_named
 
 if TYPE_CHECKING:
@@ -191,8 +192,9 @@ def _quantised_linear(
     if library is None:
         raise ConfigError(f'weight_dtype={weight_dtype!r} needs the native kernels: {why_not}; leave it "auto"')
     layout = quantised_layout(library, dtype, weight_dtype)
+    output = None if weight_dtype == OUTPUT_DTYPE else quantised_layout(library, dtype, OUTPUT_DTYPE)
     row = BackendChoice("linear", layout.name, {PANELS: f"weight_dtype={weight_dtype}"})
-    return row, packing.PackedLinears(layout=layout)
+    return row, packing.PackedLinears(layout=layout, output_layout=output)
 
 
 def _check_forced(operation: str, forced: str | None, missing: dict[str, str], *, by: str = BACKEND_VARIABLE) -> None:

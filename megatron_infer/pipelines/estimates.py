@@ -11,7 +11,7 @@ from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
 from megatron_infer.errors import CapacityError
-from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
+from megatron_infer.kernels.weight_dtypes import OUTPUT_DTYPE, WEIGHT_DTYPE_BYTES, weight_bytes
 
 MOST_REQUESTS = 512
 """Requests at once by default, where memory and the tokens of a step allow more."""
@@ -27,8 +27,8 @@ def packed_bytes(shape: ModelShape, *, has_own_embedding: bool, weight_dtype: st
     output = shape.padded_vocab_size * shape.hidden_size
     weights = max(0, shape.num_parameters - (output if has_own_embedding else 0))
     if weight_dtype in WEIGHT_DTYPE_BYTES:
-        return int(weights * WEIGHT_DTYPE_BYTES[weight_dtype])
-    return int(weights * shape.kv_dtype_bytes + output * WEIGHT_DTYPE_BYTES["int8"])
+        return weight_bytes(weight_dtype, weights, min(output, weights))
+    return int(weights * shape.kv_dtype_bytes + output * WEIGHT_DTYPE_BYTES[OUTPUT_DTYPE])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits on two ranks: stages give what one process gives, tensor-parallel ranks round equal blocks."""
+"""Weights in 8 and 4 bits on two ranks: stages give what one process gives, tensor parallelism rounds equal blocks."""
 
 from __future__ import annotations
 

@@ -21,8 +21,10 @@ from megatron_infer.kernels import native_build
 from megatron_infer.kernels.cpu_native import QUANTISED_PANELS
 from megatron_infer.kernels.native_layers import NativeLayers
 from megatron_infer.kernels.select import choose
+from megatron_infer.kernels.weight_dtypes import OUTPUT_DTYPE, WEIGHT_DTYPE_BYTES
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.rl.session import RolloutSession
+from megatron_infer.testing.inspect import inspect
 
 BASE: dict[str, Any] = {
     "buffer_size_gb": 0.01,
@@ -145,6 +147,11 @@ def expected(model, weight_dtype) -> Answers:
     engine = make_engine(model, weight_dtype)
     row = next(row for row in engine.kernels.rows if row.operation == "linear")
     assert row.chosen == QUANTISED_PANELS[weight_dtype] == engine.kernels.packed.layout.name
+    for weight in inspect(engine).adopted.packable_weights():
+        is_output = weight is inspect(engine).adopted.output_weight()
+        size = weight.numel() * WEIGHT_DTYPE_BYTES[OUTPUT_DTYPE if is_output else weight_dtype]
+        if weight.shape[0] % 64 == weight.shape[1] % 64 == 0:
+            assert engine.kernels.packed.get(id(weight)).numel() == size
     return run(engine)
 
 

@@ -139,6 +139,8 @@ def test_packing_tells_the_checksum_and_uses_given_memory(native_library, packed
     panels, checksum = layout.pack(weight, None)
     assert checksum == native_checksum(native_library, weight) and len(panels) == layout.num_elements(weight)
     before = panels.clone()
+    whole = torch.empty(64, 256, dtype=packed.dtype)
+    assert layout.num_elements(whole) == whole.numel() * WEIGHT_DTYPE_BYTES[packed.weight_dtype]
     again, checksum = layout.pack(weight.mul_(-1), panels)
     assert again.data_ptr() == panels.data_ptr() and not torch.equal(before, panels)
     assert checksum == native_checksum(native_library, weight)
@@ -169,6 +171,23 @@ def test_a_token_has_the_same_bits_alone_and_in_any_company(packed):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             assert torch.equal(ops.linear(x[:tokens], weight), alone[:tokens])
+
+
+def test_the_output_layer_has_a_layout_of_its_own(native_library, packed):
+    _, ops, _, dtype = packed
+    layer, output, x = (torch.randn(shape).to(dtype) for shape in ((40, 96), (70, 96), (5, 96)))
+    packed.copies.pack([layer, output])
+    layouts = {name: quantised_layout(native_library, dtype, name) for name in WEIGHT_DTYPE_BYTES}
+    both = PackedLinears(layout=layouts["int4"], output_layout=layouts[packed.weight_dtype])
+    mixed = NativeOps(native_library, dtype, both)
+    for _ in range(2):
+        both.pack([layer, output], output=output)
+        assert torch.equal(mixed.linear(x, output), ops.linear(x, output))
+        assert torch.equal(mixed.linear_rows(x, output, None, 33), ops.linear(x, output)[:, :33])
+        assert torch.equal(mixed.linear(x, layer), ops.linear(x, layer)) == (packed.weight_dtype == "int4")
+        assert both.differs([layer, output]) is None
+    both.pack([layer, output])  # none is the output layer's
+    assert torch.equal(mixed.linear(x, output), ops.linear(x, output)) == (packed.weight_dtype == "int4")
 
 
 def test_the_first_rows_are_the_first_outputs(packed):
