@@ -240,10 +240,7 @@ _OF_WEIGHTS: dict[str, tuple[dict[str, float | None], dict[str, float | None]]] 
         {"abs_diff_mean": 0.15, "kl_k3": 0.03, "token_mult_prob_error": 1.18, "share_outside": 0.5},
         {"kl_k3": 0.05, "token_mult_prob_error": 2.0},
     ),
-    "int4": (
-        {"abs_diff_mean": 1.0, "kl_k3": 0.5, "token_mult_prob_error": 3.0, "share_outside": None},
-        {"kl_k3": 1.0, "token_mult_prob_error": 5.0},
-    ),
+    "int4": ({"abs_diff_mean": 1.5, "kl_k3": 1.0, "token_mult_prob_error": None, "share_outside": None}, {}),
 }
 """weight_dtype -> thresholds that its rounding stays below, and those that differ in a model with experts."""
 LIMITS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from durable_case import Collector, add_all, assert_same
@@ -47,9 +48,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 ROUNDING = 5e-3
 """Of log probabilities of models with scans, whose states are rounded where a chunk ends: the last digit of an
 activation decides about one of eight bits."""
-LIMITS = {"int8": (0.08, 0.5), "int4": (0.6, 2.5)}
+LIMITS = {"int8": (0.08, 0.5), "int4": (0.6, 4.0)}
 """The mean and the largest difference of log probabilities from those of unrounded weights, on random tiny models:
-0.053 and 0.24 measured for int8, 0.40 and 1.6 for int4."""
+0.053 and 0.24 measured for int8, 0.37 and 2.3 for int4."""
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
@@ -200,6 +201,20 @@ def test_answers_differ_little_from_those_of_unrounded_weights(weight_dtype, dty
     assert mean / 4 < difference.mean() < mean and difference.max() < largest
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_int4_serves_the_values_of_a_4_bit_file(kind):
+    model = make_model("attention", max_sequence_length=96)
+    adopted = inspect(make_engine(model, "auto")).adopted
+    with torch.no_grad():
+        for weight in adopted.packable_weights():
+            if weight is not adopted.output_weight():
+                of_file = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
+                weight.copy_(torch.from_numpy(gguf.quants.dequantize(of_file, gguf.GGMLQuantizationType[kind])))
+    found = [prompt_logprobs(make_engine(model, name)) for name in ("auto", "int8", "int4")]
+    by_int8, by_int4 = ((found[0] - logprobs).abs().mean() for logprobs in found[1:])
+    assert by_int4 < 1.1 * by_int8
 
 
 @pytest.mark.parametrize("update", ["add", "data", "replace"])
