@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.bench_suspend import render_suspensions
 from megatron_infer.cli.bench_workload import QUIET_CORES, RunResult, Workload, latency_summary
+from megatron_infer.config.inference import WeightDtype
 from megatron_infer.config.model_shape import KV_DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ def summarize_column(
 
     shape = engine.shape
     config = engine.config
-    is_int8 = config.weight_dtype == "int8"
-    work = least_work(shape, workload, kv_dtype_bytes=KV_DTYPE_BYTES[config.kv_dtype_of(shape)], is_int8=is_int8)
+    kv_dtype_bytes = KV_DTYPE_BYTES[config.kv_dtype_of(shape)]
+    weight_dtype = WeightDtype(config.weight_dtype).value
+    work = least_work(shape, workload, kv_dtype_bytes=kv_dtype_bytes, weight_dtype=weight_dtype)
     engines = {name: summarize(runs, workload) for name, runs in results.items()}
     for name, summary in engines.items():
         seconds = summary["seconds"]["median"]

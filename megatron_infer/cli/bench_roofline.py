@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_infer.cli.bench_workload import Workload
 from megatron_infer.config.step_work import Ceiling, key_flops, kv_token_bytes, state_bytes, state_flops
+from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES, weight_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +38,6 @@ class Work:
         return prefill + ceiling.seconds(self.decode_bytes, self.decode_flops)
 
 
-INT8_BYTES = 34 / 32
-"""Bytes a weight with weight_dtype=int8: a block of 32 codes has a scale of 2 bytes."""
-
-
 def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int = 2048) -> Ceiling:
     """Best of five: the sum of a tensor much larger than any cache, and a square matmul in the model's dtype."""
     kind = getattr(torch, dtype)
@@ -52,7 +49,9 @@ def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int 
     return Ceiling(read_gb_s=large.nbytes / read_s / 1e9, gemm_gflop_s=2 * size**3 / gemm_s / 1e9)
 
 
-def least_work(shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = None, is_int8: bool = False) -> Work:
+def least_work(
+    shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = None, weight_dtype: str = "auto"
+) -> Work:
     """Floating-point operations and bytes of a workload on a dense model of `shape` (a ModelShape).
 
     A token costs 2 operations per parameter, and 4 * N * H per key it sees in every attention layer; a prompt token but
@@ -60,11 +59,13 @@ def least_work(shape: Any, workload: Workload, *, kv_dtype_bytes: int | None = N
     keys and values, once per step. Example: 100 outputs, 10 of them from prompts, 9 at once -> 10 steps.
     A recurrent state costs 5 operations per entry and token (decay, step, C h); it is read and written once per decoded
     token, and written once per prompt. kv_dtype_bytes: bytes of a number in the KV cache; None: the model's.
-    is_int8: linears read 34 bytes for 32 weights.
+    weight_dtype: the option, which says what linears read.
     """
     width = torch.finfo(getattr(torch, shape.dtype)).bits // 8
     projection = shape.padded_vocab_size * shape.hidden_size
-    weights = round(shape.num_parameters * (INT8_BYTES if is_int8 else width))
+    num_weights = shape.num_parameters
+    is_rounded = weight_dtype in WEIGHT_DTYPE_BYTES
+    weights = weight_bytes(weight_dtype, num_weights, projection) if is_rounded else num_weights * width
     kv_token, per_key = kv_token_bytes(shape, kv_dtype_bytes), key_flops(shape)
     prompts, samples = [len(prompt) for prompt in workload.prompts], workload.num_samples
     keys_prefill = sum(n * (n + 1) // 2 for n in prompts)

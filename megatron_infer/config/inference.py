@@ -173,6 +173,8 @@ class WeightDtype(str, Enum):
     """The model's dtype."""
     INT8 = "int8"
     """Eight bits, with a scale for each 32 inputs of an output, on a CPU: see `kernels/native/int8.cpp`."""
+    INT4 = "int4"
+    """Four bits, with a scale and a minimum for each 32 inputs of an output, on a CPU: `kernels/native/int4.cpp`."""
 
 
 class GraphSizing(str, Enum):
@@ -288,9 +290,9 @@ class InferenceConfig:
     scales: SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). fp8_e4m3 runs on Triton kernels
     from compute capability 8.9 on, elsewhere on torch operations. It excludes batch_invariant."""
     weight_dtype: WeightDtype = WeightDtype.AUTO
-    """The dtype that linears multiply in: auto (the model's) or int8 (on a CPU; packed copies of the weights and the
-    inputs of linears are rounded to 8 bits, copies again after each update; see docs/int8_weights.md). The model's own
-    weights stay as they are. int8 excludes batch_invariant."""
+    """The dtype that linears multiply in: auto (the model's), int8 or int4 (on a CPU; packed copies of the weights are
+    rounded to 8 or 4 bits, again after each update, and the inputs of linears to 8; see docs/quantised_weights.md). The
+    model's own weights stay as they are. int8 and int4 exclude batch_invariant."""
     cuda_graph_sizing_distribution: GraphSizing = GraphSizing.EXPONENTIAL
     """The steps between sizes of graphs: exponential or linear. Acts only with CUDA graphs."""
     cuda_graph_max_tokens: int = 512

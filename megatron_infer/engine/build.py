@@ -459,7 +459,7 @@ def register_derived(derived: DerivedCaches, setup: ModelSetup) -> None:
     """Register everything that the engine itself derives from the weights."""
     adopted, packed, builder = setup.adopted, setup.kernels.packed, setup.runner.builder
     positions = setup.agreed.sizes.max_sequence_length
-    derived.register(packed_weights("packed weights", packed, adopted.packable_weights))
+    derived.register(packed_weights("packed weights", packed, adopted.packable_weights, adopted.output_weight))
     derived.register(
         DerivedCache(
             name="rotary tables",

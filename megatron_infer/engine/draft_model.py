@@ -182,7 +182,8 @@ class DraftModel:
     def register_derived(self, derived: DerivedCaches) -> None:
         """Copies of the draft model's weights are renewed and released with those of the model's."""
         name = "packed weights of the draft model"
-        derived.register(packed_weights(name, self.kernels.packed, self.adopted.packable_weights))
+        of = self.adopted
+        derived.register(packed_weights(name, self.kernels.packed, of.packable_weights, of.output_weight))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears, packed_linear
+from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 
 LINEAR_TOKENS = 32
 """Up to this many tokens the C++ linear, which streams the live weight, is faster than `F.linear` (measured)."""
@@ -29,8 +30,9 @@ MAX_HEAD_DIM = 512
 MAX_NORM_GROUP = 16384
 """Channels of one gated norm, whose products native/elementwise.cpp keeps on the stack."""
 PANELS = "native panels"
-INT8_PANELS = "native panels, int8"
-KERNELS = {PANELS: "mi_panel_linear", INT8_PANELS: "mi_int8_linear"}
+QUANTISED_PANELS = {name: f"{PANELS}, {name}" for name in WEIGHT_DTYPE_BYTES}
+"""weight_dtype -> layout of weights that are rounded to it."""
+KERNELS = {PANELS: "mi_panel_linear"} | {layout: f"mi_{name}_linear" for name, layout in QUANTISED_PANELS.items()}
 """Layout of packed weights -> the linear that reads it, without its dtype."""
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
@@ -93,10 +95,11 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool 
     )
 
 
-def int8_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout:
-    """Weights of `dtype` in 8 bits, with a scale for each 32 inputs of an output (native/int8.cpp), on any CPU."""
-    function = bind(library, f"mi_int8_pack_{SUFFIXES[dtype]}", [_P, _P, _I, _I, ctypes.c_int], ctypes.c_uint64)
-    num_bytes = bind(library, "mi_int8_bytes", [_I, _I], _I)
+def quantised_layout(library: ctypes.CDLL, dtype: torch.dtype, weight_dtype: str) -> PackedLayout:
+    """Weights of `dtype` in the codes of `weight_dtype` (native/int8.cpp, int4.cpp), on any CPU."""
+    arguments = [_P, _P, _I, _I, ctypes.c_int]
+    function = bind(library, f"mi_{weight_dtype}_pack_{SUFFIXES[dtype]}", arguments, ctypes.c_uint64)
+    num_bytes = bind(library, f"mi_{weight_dtype}_bytes", [_I, _I], _I)
 
     def num_elements(weight: Tensor) -> int:
         rows, inner = weight.shape
@@ -112,12 +115,21 @@ def int8_layout(library: ctypes.CDLL, dtype: torch.dtype) -> PackedLayout:
         return panels, int(checksum)
 
     return PackedLayout(
-        name=INT8_PANELS,
+        name=QUANTISED_PANELS[weight_dtype],
         takes=lambda weight: weight.dtype is dtype,
         pack=pack,
         num_elements=num_elements,
         dtype=torch.uint8,
     )
+
+
+LINEAR_ARGUMENTS = [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int]
+
+
+def panel_linear(library: ctypes.CDLL, suffix: str, layout: PackedLayout) -> Callable[..., Any] | None:
+    """The linear that reads weights in `layout`; None: there is none here."""
+    kernel = KERNELS.get(layout.name)
+    return None if kernel is None else bind(library, f"{kernel}_{suffix}", LINEAR_ARGUMENTS)
 
 
 def argmax_linear(library: ctypes.CDLL, suffix: str, packed: PackedLinears | None) -> ArgmaxLinear | None:
@@ -148,12 +160,11 @@ class NativeOps(TorchOps):
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
 
-        signature = [_P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int]
-        self._linear = bind(library, f"mi_linear_{suffix}", signature)
+        self._linear = bind(library, f"mi_linear_{suffix}", LINEAR_ARGUMENTS)
         self._most_tokens = LINEAR_TOKENS if multiplies(library, dtype) else LINEAR_TOKENS_NO_DOT
-        kernel = None if packed is None else KERNELS.get(packed.layout.name)
-        self._panel_linear = None if kernel is None else bind(library, f"{kernel}_{suffix}", signature)
-        self._is_int8 = packed is not None and packed.layout.name == INT8_PANELS
+        self._copies = packed or PackedLinears()
+        self._panel_linear = panel_linear(library, suffix, self._copies.layout)
+        self._output_linear = panel_linear(library, suffix, self._copies.output_layout)
         self.argmax_linear = argmax_linear(library, suffix, packed)
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -168,11 +179,12 @@ class NativeOps(TorchOps):
         elif self._panel_linear is None:
             return packed_linear(x_TX, packed, bias)[..., :rows]
         else:
-            source, function = packed, self._panel_linear
+            is_output = id(weight) == self._copies.output_id
+            source, function = packed, self._output_linear if is_output else self._panel_linear
         known = function is not None and x_TX.ndim == 2 and self._ours(x_TX, weight if packed is None else x_TX)
         if not known or not (bias is None or self._ours(x_TX, bias)):
-            if source is not weight and self._is_int8:
-                return self._int8_linear(x_TX, weight, bias)[..., :rows]
+            if source is not weight and self._copies.layout.name != PANELS:
+                return self._quantised_linear(x_TX, weight, bias)[..., :rows]
             return F.linear(x_TX, *_first_rows(weight, bias, rows))
         tokens, inner = x_TX.shape[0], weight.shape[1]
         out = torch.empty(tokens, rows, dtype=self._dtype)
@@ -189,7 +201,7 @@ class NativeOps(TorchOps):
         )
         return out
 
-    def _int8_linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _quantised_linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`linear` for other forms of inputs: their products are rounded as those of plain inputs are."""
         x = x_TX.reshape(-1, x_TX.shape[-1]).to(self._dtype).contiguous()
         bias = None if bias is None else bias.to(self._dtype).contiguous()

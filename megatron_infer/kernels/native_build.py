@@ -28,6 +28,7 @@ SOURCES = (
     "lora.cpp",
     "panels.cpp",
     "int8.cpp",
+    "int4.cpp",
     "decode.cpp",
     "prefill.cpp",
     "sampling.cpp",
@@ -38,7 +39,16 @@ SOURCES = (
     "census.cpp",
     "team.cpp",
 )
-HEADERS = ("common.h", "attention.h", "checksum.h", "layer_ops.h", "packed_weight.h", "shares.h", "tiles.h")
+HEADERS = (
+    "common.h",
+    "attention.h",
+    "checksum.h",
+    "layer_ops.h",
+    "packed_weight.h",
+    "quantised_linear.h",
+    "shares.h",
+    "tiles.h",
+)
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 BUILD_TIMEOUT_S = 180.0
 

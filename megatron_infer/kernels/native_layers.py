@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_native import INT8_PANELS, SUFFIXES, NativePagedAttention, bind
+from megatron_infer.kernels.cpu_native import KERNELS, SUFFIXES, NativePagedAttention, bind
 from megatron_infer.kernels.native_lora import NativeLoRA
 from megatron_infer.kernels.packing import PackedLinears
 
@@ -118,9 +118,7 @@ class _LayerCall(ctypes.Structure):
         ("buffers", _P * 2),
         *((name, _P) for name in ("out", "keys", "values")),
         *((name, _I) for name in ("layer_bytes", "starts_residual")),
-        ("lora", _P),
-        ("int8", _I),
-        ("kept", _P),
+        *((name, _P) for name in ("lora", "linear", "kept")),
         *((name, _I) for name in ("num_kept", "narrows_at")),
         ("ns", _P),
     ]
@@ -166,7 +164,8 @@ class NativeLayers:
         self._buffers = torch.empty(0, dtype=dtype)
         self._ns = (ctypes.c_int64 * len(KINDS))()
         self._call.ns = ctypes.addressof(self._ns)
-        self._call.int8 = packed.layout.name == INT8_PANELS
+        linear = getattr(library, f"{KERNELS[packed.layout.name]}_{SUFFIXES[dtype]}")
+        self._call.linear = ctypes.cast(linear, _P).value
 
     def run(
         self,

@@ -86,9 +86,14 @@ class PackedLinears:
         self,
         *,
         layout: PackedLayout | None = None,
+        output_layout: PackedLayout | None = None,
         reason: str | None = None,
     ) -> None:
         self.layout = layout or ONEDNN
+        self.output_layout = output_layout or self.layout
+        """That of the output layer's weight."""
+        self.output_id: int | None = None
+        """The id of the output layer's weight where it has a layout of its own."""
         self.reason = reason
         """Why nothing is packed here (`pack` keeps no weight and linears run plain); None: packing works."""
         self._weights: list[Tensor] = []
@@ -102,13 +107,15 @@ class PackedLinears:
         self._derived: dict[int, tuple[int, Tensor]] = {}
         """id(weight) -> `num_packings` when it was derived, and what was."""
 
-    def pack(self, weights: Iterable[Tensor]) -> dict[int, int]:
+    def pack(self, weights: Iterable[Tensor], *, output: Tensor | None = None) -> dict[int, int]:
         """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out.
 
-        Overwrites the copies of before where weights of the same sizes are packed again. -> id(weight) -> checksum, for
-        weights whose checksum packing computes.
+        output: the one of the output layer; None: there is none among them. Overwrites the copies of before where
+        weights of the same sizes are packed again. -> id(weight) -> checksum, for weights whose checksum packing
+        computes.
         """
         unique = {id(weight): weight for weight in weights}
+        self.output_id = None if output is None or self.output_layout is self.layout else id(output)
         self._weights = [weight for weight in unique.values() if self._takes(weight)]
         self._packed.clear()  # freed first: the peak is one extra set
         self.num_packings += 1
@@ -116,7 +123,7 @@ class PackedLinears:
         sums = {}
         with torch.no_grad():
             for weight, memory in zip(self._weights, self._memory(), strict=True):
-                self._packed[id(weight)], checksum = self.layout.pack(weight.detach(), memory)
+                self._packed[id(weight)], checksum = self._layout_of(weight).pack(weight.detach(), memory)
                 if checksum is not None:
                     sums[id(weight)] = checksum
         return sums
@@ -136,7 +143,11 @@ class PackedLinears:
         """Where to pack each weight: side by side, as most copies alone would be smaller than a huge page."""
         if self.layout.num_elements is None:
             return [None] * len(self._weights)
-        sizes = [self.layout.num_elements(weight) for weight in self._weights]
+        sizes = []
+        for weight in self._weights:
+            num_elements = self._layout_of(weight).num_elements
+            assert num_elements is not None, "one of two layouts that finds its memory"
+            sizes.append(num_elements(weight))
         if sizes != [len(part) for part in self._arena]:
             self._arena = []
             dtype = self.layout.dtype or (self._weights[0].dtype if self._weights else torch.uint8)
@@ -160,12 +171,15 @@ class PackedLinears:
             return f"{len(wanted.keys() ^ self._packed.keys())} weights are packed or missing that should not be"
         with torch.no_grad():
             for place, (key, weight) in enumerate(wanted.items()):
-                have, want = self._packed[key], self.layout.pack(weight.detach(), None)[0]
+                have, want = self._packed[key], self._layout_of(weight).pack(weight.detach(), None)[0]
                 if have.is_mkldnn:
                     have, want = have.to_dense(), want.to_dense()
                 if not torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
                     return f"weight {place} of {len(wanted)}, {list(weight.shape)}"
         return None
+
+    def _layout_of(self, weight: Tensor) -> PackedLayout:
+        return self.output_layout if id(weight) == self.output_id else self.layout
 
     def _takes(self, weight: Tensor) -> bool:
         return self.reason is None and weight.device.type == "cpu" and weight.ndim == 2 and self.layout.takes(weight)

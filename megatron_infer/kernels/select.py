@@ -23,10 +23,10 @@ from megatron_infer.kernels.cpu_native import (
     SUFFIXES,
     NativeOps,
     NativePagedAttention,
-    int8_layout,
     multiplies,
     native_checksums,
     panel_layout,
+    quantised_layout,
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
@@ -40,6 +40,7 @@ from megatron_infer.kernels.ssm_ref import ReferenceScan
 from megatron_infer.kernels.ssm_torch import TorchScan
 from megatron_infer.kernels.step_gather import Gather, torch_gather
 from megatron_infer.kernels.torch_ref import ReferenceAttention, ReferenceOps
+from megatron_infer.kernels.weight_dtypes import OUTPUT_DTYPE
 from megatron_infer.utils.named_class import make_named
 
 if TYPE_CHECKING:
@@ -179,19 +180,21 @@ def _choose_linear(
     return BackendChoice("linear", "torch", reasons), packed
 
 
-def _int8_linear(
-    dtype: torch.dtype, library: ctypes.CDLL | None, asked: str, why_not: str
+def _quantised_linear(
+    weight_dtype: str, dtype: torch.dtype, library: ctypes.CDLL | None, asked: str, why_not: str
 ) -> tuple[BackendChoice, packing.PackedLinears]:
-    """`_choose_linear` for weight_dtype=int8: it runs or is refused, as no other backend gives the same answers."""
+    """`_choose_linear` for a weight_dtype: it runs or is refused, as no other backend gives the same answers."""
     if asked == "vendor":
         raise ConfigError(
-            "weight_dtype='int8' excludes linear_backend='vendor': only the native kernels multiply in 8 bits; leave "
-            'linear_backend "auto"'
+            f"weight_dtype={weight_dtype!r} excludes linear_backend='vendor': only the native kernels multiply by such "
+            'weights; leave linear_backend "auto"'
         )
     if library is None:
-        raise ConfigError(f"weight_dtype='int8' needs the native kernels: {why_not}; leave it \"auto\"")
-    layout = int8_layout(library, dtype)
-    return BackendChoice("linear", layout.name, {PANELS: "weight_dtype=int8"}), packing.PackedLinears(layout=layout)
+        raise ConfigError(f'weight_dtype={weight_dtype!r} needs the native kernels: {why_not}; leave it "auto"')
+    layout = quantised_layout(library, dtype, weight_dtype)
+    output = None if weight_dtype == OUTPUT_DTYPE else quantised_layout(library, dtype, OUTPUT_DTYPE)
+    row = BackendChoice("linear", layout.name, {PANELS: f"weight_dtype={weight_dtype}"})
+    return row, packing.PackedLinears(layout=layout, output_layout=output)
 
 
 def _check_forced(operation: str, forced: str | None, missing: dict[str, str], *, by: str = BACKEND_VARIABLE) -> None:
@@ -499,7 +502,7 @@ def choose(
     if weight_dtype == AUTO:
         linear_row, packed = _choose_linear(device, dtype, forced, library, linear, reasons.get("native", ""))
     else:
-        linear_row, packed = _int8_linear(dtype, library, linear, reasons.get("native", ""))
+        linear_row, packed = _quantised_linear(weight_dtype, dtype, library, linear, reasons.get("native", ""))
     argmax: Argmax = lowest_argmax
     others, missing = backend_candidates.available(backend_candidates.OPS, device, dtype, forced=forced)
     ops: Ops

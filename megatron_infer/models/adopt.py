@@ -386,10 +386,15 @@ class AdoptedModel:
             return None
         return rotary_table(self.live.rotary_pos_emb, num_positions, self.device)
 
+    def output_weight(self) -> Tensor | None:
+        """The output layer's, or this rank's part of it; None on other stages than the last."""
+        return self._output.weight if self.is_last_stage else None
+
     def packable_weights(self) -> Iterable[Tensor]:
         """This rank's weights that go through `ops.linear`, the output layer's included."""
-        if self.is_last_stage:
-            yield self._output.weight
+        output = self.output_weight()
+        if output is not None:
+            yield output
         for layer in self.layers:
             if layer is not None:
                 yield from layer.weights()

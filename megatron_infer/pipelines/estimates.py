@@ -11,6 +11,7 @@ from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.model_shape import ModelShape, kv_block_bytes
 from megatron_infer.errors import CapacityError
+from megatron_infer.kernels.weight_dtypes import OUTPUT_DTYPE, WEIGHT_DTYPE_BYTES, weight_bytes
 
 MOST_REQUESTS = 512
 """Requests at once by default, where memory and the tokens of a step allow more."""
@@ -20,16 +21,14 @@ SNAPSHOT_SHARE = 1 / 9
 """Share of the room for recurrent states that the prefix cache keeps: at most an eighth of the buffer beside it."""
 
 
-INT8_BYTES = 34 / 32
-"""Bytes of a weight that is packed in 8 bits: a code, and a share of its block's scale."""
-
-
-def packed_bytes(shape: ModelShape, *, has_own_embedding: bool, is_int8: bool) -> int:
-    """Bytes of packed linear weights: of all parameters but an input embedding that is not the output layer, too. Of
-    the output layer, in 8 bits as well: greedy tokens are found with it."""
+def packed_bytes(shape: ModelShape, *, has_own_embedding: bool, weight_dtype: str) -> int:
+    """Bytes of packed linear weights: of all parameters but an input embedding that is not the output layer, too. With
+    the model's own dtype, of the output layer in 8 bits as well: greedy tokens are found with it."""
     output = shape.padded_vocab_size * shape.hidden_size
     weights = max(0, shape.num_parameters - (output if has_own_embedding else 0))
-    return int(weights * INT8_BYTES if is_int8 else weights * shape.kv_dtype_bytes + output * INT8_BYTES)
+    if weight_dtype in WEIGHT_DTYPE_BYTES:
+        return weight_bytes(weight_dtype, weights, min(output, weights))
+    return int(weights * shape.kv_dtype_bytes + output * WEIGHT_DTYPE_BYTES[OUTPUT_DTYPE])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +66,8 @@ class Estimator:
     """One rank's share of the model that drafts."""
     packed: int = 0
     """Bytes of the copies of linear weights in the layout of a CPU's kernels, see `packed_bytes`."""
-    is_int8: bool = False
-    """The copies have 8 bits a weight, whatever the model's dtype."""
+    weight_dtype: str = "auto"
+    """The option: unless it is auto, the copies have as many bits in every dtype of a model."""
     keeps_snapshots: bool
     """The prefix cache keeps recurrent states, on top of the buffer."""
     buffer: int | None = None
@@ -179,7 +178,8 @@ class Estimator:
             state = None if self.shape.state is None else replace(self.shape.state, conv_dtype="bfloat16")
             shape = replace(self.shape, dtype="bfloat16", kv_dtype_bytes=2, state=state)
             size = min(2, self.kv_element_bytes)
+            packed = self.packed // (2 if self.weight_dtype == "auto" else 1)
             yield (
                 "quantization_encoding=bfloat16",
-                replace(self, shape=shape, kv_element_bytes=size, packed=self.packed // (1 if self.is_int8 else 2)),
+                replace(self, shape=shape, kv_element_bytes=size, packed=packed),
             )

@@ -222,6 +222,9 @@ class ForeignModel:
     def packable_weights(self) -> Iterable[Tensor]:
         return ()
 
+    def output_weight(self) -> None:
+        return
+
 
 def _shape_of(model: PipelineModel[Any], params: KVCacheParams, live: torch.nn.Module) -> ModelShape:
     vocab_size = getattr(model.huggingface_config, "vocab_size", None)

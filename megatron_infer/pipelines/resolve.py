@@ -346,10 +346,10 @@ def _estimator(
     engine = asked.engine
     assert asked.description is not None
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "WORLD_SIZE" in os.environ else layout.dp
-    is_int8 = engine.get("weight_dtype") == WeightDtype.INT8
-    packed = packed_bytes(shape, has_own_embedding=not asked.description.tied_embeddings, is_int8=is_int8)
+    weight_dtype = WeightDtype(engine.get("weight_dtype", WeightDtype.AUTO)).value
+    packed = packed_bytes(shape, has_own_embedding=not asked.description.tied_embeddings, weight_dtype=weight_dtype)
     if drafting is not None and draft is not None:
-        packed += packed_bytes(draft, has_own_embedding=not drafting.tied_embeddings, is_int8=is_int8)
+        packed += packed_bytes(draft, has_own_embedding=not drafting.tied_embeddings, weight_dtype=weight_dtype)
     is_fp8 = engine.get("kv_cache_dtype") == "fp8_e4m3"
     kv_element_bytes = KV_DTYPE_BYTES[FP8_E4M3] if is_fp8 else shape.kv_dtype_bytes
     drafts = speculative_of(engine.get("speculative"))
@@ -365,7 +365,7 @@ def _estimator(
         max_tokens=engine.get("max_tokens") or DEFAULT_MAX_TOKENS,
         draft=draft,
         packed=0 if machine.is_cuda else packed,
-        is_int8=is_int8,
+        weight_dtype=weight_dtype,
         keeps_snapshots=shape.state is not None and bool(engine.get("enable_prefix_caching")),
         buffer=int(engine["buffer_size_gb"] * GIB) if "buffer_size_gb" in engine else None,
     )

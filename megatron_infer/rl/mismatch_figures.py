@@ -204,8 +204,8 @@ class Alarm:
 
     @classmethod
     def of(cls, dtype: str, *, experts: bool = False, **changes: Any) -> Alarm:
-        """Thresholds that rounding in a model of `dtype` ("float32", "bfloat16", "float16") stays below; "int8": in
-        rollouts whose linears multiply in 8 bits (weight_dtype).
+        """Thresholds that rounding in a model of `dtype` ("float32", "bfloat16", "float16") stays below; "int8",
+        "int4": in rollouts whose linears multiply in 8 or 4 bits (weight_dtype), by any model's weights.
 
         Half precision: single unlikely tokens may be far off; means may not. experts: a mixture-of-experts router near
         a tie may send some tokens to other experts, and those are off by any amount, which dominates a mean of
@@ -222,9 +222,9 @@ class Alarm:
             sampler_excess_mean=0.05,
             min_tokens=32,
         )
-        if dtype == "int8":
-            limits = {"abs_diff_mean": 0.15, "kl_k3": 0.05 if experts else 0.03, "share_outside": 0.5}
-            half = replace(half, **limits, token_mult_prob_error=2.0 if experts else 1.18)
+        if dtype in _OF_WEIGHTS:
+            limits, with_experts = _OF_WEIGHTS[dtype]
+            half = replace(half, **limits | (with_experts if experts else {}))
         return replace(half, **changes)
 
     def tripped(self, figures: MismatchFigures) -> dict[str, tuple[float, float]]:
@@ -235,6 +235,14 @@ class Alarm:
         return {name: pair for name, pair in pairs.items() if pair[1] is not None and not pair[0] <= pair[1]}
 
 
+_OF_WEIGHTS: dict[str, tuple[dict[str, float | None], dict[str, float | None]]] = {
+    "int8": (
+        {"abs_diff_mean": 0.15, "kl_k3": 0.03, "token_mult_prob_error": 1.18, "share_outside": 0.5},
+        {"kl_k3": 0.05, "token_mult_prob_error": 2.0},
+    ),
+    "int4": ({"abs_diff_mean": 1.5, "kl_k3": 1.0, "token_mult_prob_error": None, "share_outside": None}, {}),
+}
+"""weight_dtype -> thresholds that its rounding stays below, and those that differ in a model with experts."""
 LIMITS = (
     "abs_diff_mean",
     "abs_diff_max",

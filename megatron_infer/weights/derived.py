@@ -25,11 +25,13 @@ class DerivedCache:
     num_bytes: Callable[[], int] = lambda: 0
 
 
-def packed_weights(name: str, packed: PackedLinears, weights: Callable[[], Iterable[Tensor]]) -> DerivedCache:
-    """The packed copies of a model's weights. weights: those that are packed."""
+def packed_weights(
+    name: str, packed: PackedLinears, weights: Callable[[], Iterable[Tensor]], output: Callable[[], Tensor | None]
+) -> DerivedCache:
+    """The packed copies of a model's weights. weights: those that are packed; output: that of the output layer."""
     return DerivedCache(
         name=name,
-        refresh=lambda: packed.pack(weights()),
+        refresh=lambda: packed.pack(weights(), output=output()),
         differs=lambda: packed.differs(weights()),
         release=packed.clear,
         num_bytes=lambda: packed.num_bytes,

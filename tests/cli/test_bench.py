@@ -152,6 +152,9 @@ def test_least_work_is_the_sum_over_tokens_and_keys():
     kv_token = 2 * 2 * 2 * 8 * 2
     assert work.decode_bytes == 2 * 20_000 + kv_token * keys_read  # 4 decoded tokens, 2 at once: 2 steps
     assert least_work(SHAPE, load, kv_dtype_bytes=1).decode_bytes == 2 * 20_000 + kv_token // 2 * keys_read
+    for weight_dtype, num_bytes in (("int8", 10_625), ("int4", 6_250 + projection * 14 // 32)):
+        rounded = least_work(SHAPE, load, weight_dtype=weight_dtype)
+        assert work.decode_bytes - rounded.decode_bytes == 2 * (20_000 - num_bytes)
     assert work.prefill_bytes == 20_000 + kv_token * 8
 
 

@@ -140,6 +140,7 @@ def test_the_command_prints_both_steps_and_json_has_the_same_figures(capsys, lla
         ("--roofline --device h100 --max-lora-rank 8", "no use for --max-lora-rank;"),
         ("--roofline --device h100 --weight-dtype int8", "no use for --weight-dtype;"),
         ("--device cuda --memory-gb 80 --weight-dtype int8", "weight_dtype='int8' needs the native kernels"),
+        ("--device cuda --memory-gb 80 --weight-dtype int4", "weight_dtype='int4' needs the native kernels"),
     ],
 )
 def test_what_changes_no_figure_or_has_none_is_refused(capsys, llama, flags, said):

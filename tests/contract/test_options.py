@@ -102,7 +102,7 @@ ENUMS = {
     inference.BatchingPolicy: {"MIXED": "mixed", "PREFILL_FIRST": "prefill_first", "PHASED": "phased"},
     inference.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},
     inference.KVCacheDtype: {"AUTO": "auto", "FP8_E4M3": "fp8_e4m3"},
-    inference.WeightDtype: {"AUTO": "auto", "INT8": "int8"},
+    inference.WeightDtype: {"AUTO": "auto", "INT8": "int8", "INT4": "int4"},
     inference.PreemptionMode: {"AUTO": "auto", "RECOMPUTE": "recompute", "SWAP": "swap"},
     inference.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},
 }

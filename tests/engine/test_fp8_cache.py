@@ -9,7 +9,7 @@ import pytest
 import torch
 from durable_case import make_engine as make_durable
 from model_kinds import buffers, make_model
-from test_int8_weights import check_saved_requests_go_on, prompt_logprobs, run
+from test_quantised_weights import check_saved_requests_go_on, prompt_logprobs, run
 
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams

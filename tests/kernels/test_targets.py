@@ -12,13 +12,23 @@ from paged_case import check_case, make_case
 
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_native import SUFFIXES, NativePagedAttention, int8_layout
+from megatron_infer.kernels.cpu_native import SUFFIXES, NativePagedAttention, quantised_layout
 from megatron_infer.kernels.native_sampling import NativeSampling
+from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 
 pytestmark = pytest.mark.long
 TARGETS = {"haswell": {"avx2", "fma", "bmi2"}, "skylake-avx512": {"avx512f", "avx512dq", "avx512bw", "avx512vl"}}
 """Compiler's name of a CPU -> the flags that this one must have to run its code."""
-SOURCES = ("elementwise.cpp", "linear.cpp", "panels.cpp", "decode.cpp", "prefill.cpp", "sampling.cpp", "team.cpp")
+SOURCES = (
+    "elementwise.cpp",
+    "linear.cpp",
+    "panels.cpp",
+    "int8.cpp",
+    "decode.cpp",
+    "prefill.cpp",
+    "sampling.cpp",
+    "team.cpp",
+)
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -75,14 +85,16 @@ def test_draws_are_those_of_this_cpus_own_kernels(library, native_library):
 
 
 @pytest.fixture(scope="module", params=["x86-64", *TARGETS, "icelake-server", "alderlake"])
-def int8_library(request, tmp_path_factory) -> ctypes.CDLL:
-    """The linears in 8 bits for a CPU without AVX2, with it, with AVX-512, with VNNI and with AVX-VNNI."""
+def quantised_library(request, tmp_path_factory) -> ctypes.CDLL:
+    """The linears in 8 and 4 bits for a CPU without AVX2, with it, with AVX-512, with VNNI and with AVX-VNNI."""
     more = {"icelake-server": {"avx512_vnni", "avx512vbmi"}, "alderlake": {"avx_vnni", "vaes"}}
     flags = set(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else set()
     if missing := (TARGETS | more).get(request.param, {"sse2"}) - flags:
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_build, "SOURCES", ("int8.cpp", "panels.cpp", "linear.cpp", "team.cpp"))
+        patch.setattr(
+            native_build, "SOURCES", ("int8.cpp", "int4.cpp", "panels.cpp", "linear.cpp", "sampling.cpp", "team.cpp")
+        )
         work = tmp_path_factory.mktemp(request.param)
         try:
             path = native_build._compile(native_build.find_compiler(), f"-march={request.param}", work)
@@ -94,23 +106,25 @@ def int8_library(request, tmp_path_factory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linears_in_8_bits_have_the_bits_of_this_cpus_own(int8_library, native_library, dtype):
+@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPE_BYTES)
+def test_quantised_linears_have_the_bits_of_this_cpus_own(quantised_library, native_library, weight_dtype, dtype):
     torch.manual_seed(0)
     weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((77, 578), (77,), (37, 578)))
     weight[3], weight[5, :32], x[4] = 0, 1e-5, 1e3 * x[4]
     x[6, :64] = 127  # the largest sums of products that there are
-    weight[9, :64] = 127
+    weight[9, :64], weight[10, :64] = 127, torch.tensor([0] + [127] * 63)
     found = []
-    for library in (int8_library, native_library):
-        packed, signature = int8_layout(library, dtype), [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3]
-        linear = library[f"mi_int8_linear_{SUFFIXES[dtype]}"]
+    for library in (quantised_library, native_library):
+        packed = quantised_layout(library, dtype, weight_dtype)
+        signature = [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3]
+        linear = library[f"mi_{weight_dtype}_linear_{SUFFIXES[dtype]}"]
         linear.argtypes = [*signature, *[ctypes.c_int64] * 3, ctypes.c_int]
         panels, _ = packed.pack(weight, None)
         out = torch.empty(37, 77, dtype=dtype)
         linear(x.data_ptr(), 578, panels.data_ptr(), bias.data_ptr(), out.data_ptr(), 37, 578, 77, 2)
         found.append(out)
     there, here = (out.double() for out in found)
-    if int8_library.has_fma:
+    if quantised_library.has_fma:
         assert torch.equal(there, here)
     else:  # some codes are those of a neighbour, up to 1.3% of an output beside weights of 127; rounding is 4%
         assert ((there - here).norm(dim=1) < 2e-2 * here.norm(dim=1)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -381,6 +382,19 @@ def test_each_remedy_for_too_little_memory_fits(free_mib, model):
         name, text = remedy.split("=")
         value = text if name == "quantization_encoding" else yaml.safe_load(text)
         resolved(free_mib, **values | cast | {name: value})
+
+
+def test_copies_of_weights_take_what_their_dtype_takes():
+    bits, found = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}, {}
+    for encoding, name in itertools.product(("float32", "bfloat16"), ("auto", *bits)):
+        given = {"quantization_encoding": encoding, "allow_safetensors_weights_fp32_bf6_bidirectional_cast": True}
+        found[encoding, name] = resolved(64, weight_dtype=name, **given).resolved.estimate.weights
+    copies = [2 * found["bfloat16", name] - found["float32", name] for name in bits]
+    packed = copies[0] * 8 / bits["int8"]
+    output = (found["float32", "int8"] - copies[0]) / 4 - packed  # as large as the embedding, which has no copy
+    assert output > 1000  # in 8 bits with both
+    assert copies[1] == pytest.approx(copies[0] - (packed - output) * (bits["int8"] - bits["int4"]) / 8, abs=4)
+    assert found["bfloat16", "auto"] > found["bfloat16", "int8"] + packed
 
 
 def test_host_memory_is_that_of_the_mode_by_either_name():

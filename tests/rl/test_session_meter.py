@@ -218,15 +218,18 @@ def test_a_block_without_an_end_keeps_few_samples():
     assert inspect(session.engine).context.num_free_rows == 8
 
 
-def test_limits_are_wider_where_rollouts_multiply_in_8_bits():
+@pytest.mark.parametrize("kind", ["attention", "experts"])
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_limits_are_wider_where_rollouts_multiply_in_few_bits(weight_dtype, kind):
     from megatron_infer.kernels import native_build
 
     try:
         native_build.load()
     except native_build.NativeUnavailable as error:
         pytest.skip(str(error))
-    session = make_session(MAKERS["attention"](), settings={"weight_dtype": "int8"}, meter=ALL)
-    assert session.meter.alarm == Alarm.of("int8")
+    session = make_session(MAKERS[kind](), settings={"weight_dtype": weight_dtype}, meter=ALL)
+    assert session.meter.alarm == Alarm.of(weight_dtype, experts=kind == "experts")
     generate(session, SamplingParams(n=8, max_tokens=24, ignore_eos=True, seed=3))
     figures = session.meter.last.figures
-    assert figures.abs_diff_mean > Alarm.of("float32").abs_diff_mean and not session.meter.last.is_alarm
+    narrower = Alarm.of("float32" if weight_dtype == "int8" else "int8")
+    assert figures.abs_diff_mean > narrower.abs_diff_mean and not session.meter.last.is_alarm

@@ -42,6 +42,7 @@ import torch
 from light.engine import pool_gib
 from light.shapes import PLANS, layout_of, random_model
 
+from megatron_infer.config.inference import WeightDtype
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.sampling_params import SamplingParams
@@ -53,7 +54,7 @@ from megatron_infer.testing.inspect import inspect
 
 SHAPES = ("smollm2", "llama-1b-4", "moe", "hybrid")
 PARTS = {
-    "linears": ("mi_linear", "mi_panel_linear", "mi_int8_linear"),
+    "linears": ("mi_linear", "mi_panel_linear", "mi_int8_linear", "mi_int4_linear"),
     "attention": ("mi_attend",),
     "scan": ("mi_ssm", "mi_scan", "mi_conv"),
     "norms": ("mi_rms_norm", "mi_gated_rms_norm", "mi_silu"),
@@ -254,7 +255,7 @@ def main() -> None:
     parser.add_argument("--logprobs", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--weight-dtype", choices=["auto", "int8"], default="auto")
+    parser.add_argument("--weight-dtype", choices=[kind.value for kind in WeightDtype], default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -7,6 +7,10 @@
 namespace mi {
 struct LoraWeights;
 struct LoraStep;
+
+// y = x . weight^T + bias from a packed copy of the weight.
+using Linear = void(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out, int64_t tokens,
+                    int64_t inner, int64_t rows, int threads);
 }  // namespace mi
 
 extern "C" {
@@ -16,10 +20,7 @@ extern "C" {
                               float eps, int threads);                                                                     \
     void mi_rms_norm_wide_##SUFFIX(const void* x, void* residual, const void* weight, void* out, int64_t rows,             \
                                    int64_t dim, float eps, int threads);                                                   \
-    void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,        \
-                                  int64_t tokens, int64_t inner, int64_t rows, int threads);                               \
-    void mi_int8_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,         \
-                                 int64_t tokens, int64_t inner, int64_t rows, int threads);                                \
+    mi::Linear mi_panel_linear_##SUFFIX, mi_int8_linear_##SUFFIX, mi_int4_linear_##SUFFIX;                                 \
     int64_t mi_candidates_##SUFFIX(const void* x, int64_t x_stride, const void* packed, int64_t packed_rows, int32_t* found, \
                                    int64_t tokens, int64_t inner, int64_t rows, int threads);                              \
     void mi_argmax_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, int64_t* id, float* top,           \

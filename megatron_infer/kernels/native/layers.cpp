@@ -30,7 +30,7 @@ struct LayerCall {  // mirrored in native_layers.py
     int64_t layer_bytes;     // from one layer's keys to the next one's
     int64_t starts_residual; // the first norm sets the residual
     const LoraStep* lora;    // null: no token has an adapter
-    int64_t int8;            // the copies of the linears' weights are in 8 bits (int8.cpp)
+    Linear* linear;          // reads the copies of the linears' weights
     const int64_t* kept;     // the tokens that operations from number `narrows_at` on compute, fewer than all
     int64_t num_kept, narrows_at;  // narrows_at 0: all operations compute all tokens
     int64_t* ns;             // time of each kind of operation, added up
@@ -45,8 +45,6 @@ struct Kernels;
         static constexpr auto attend = mi_attend_##SUFFIX;   \
         static constexpr auto norm = mi_rms_norm_##SUFFIX;   \
         static constexpr auto add_norm = mi_rms_norm_wide_##SUFFIX; \
-        static constexpr auto linear = mi_panel_linear_##SUFFIX;    \
-        static constexpr auto int8_linear = mi_int8_linear_##SUFFIX; \
         static constexpr auto silu_mul = mi_silu_mul_##SUFFIX;      \
         static constexpr auto lora = mi_lora_##SUFFIX;              \
     };
@@ -75,7 +73,7 @@ static void run_op(const LayerCall& call, const LayerOp& op, int64_t tokens, con
             K::norm(x, nullptr, op.weight, out, tokens, op.inner, (float)op.eps, threads);
             return;
         case kLinear:
-            (call.int8 ? K::int8_linear : K::linear)(x, op.inner, op.weight, op.bias, out, tokens, op.inner, op.outer, threads);
+            call.linear(x, op.inner, op.weight, op.bias, out, tokens, op.inner, op.outer, threads);
             return;
         case kAttend: {
             const int64_t dim = op.spec->head_dim, at = op.layer * call.layer_bytes;

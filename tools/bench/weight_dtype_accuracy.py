@@ -1,10 +1,11 @@
-"""What weight_dtype=int8 does to a model's log probabilities and greedy choices, beside what bfloat16 does.
+"""What weight_dtype=int8 and int4 do to a model's log probabilities and greedy choices, beside what bfloat16 does.
 
-    python tools/bench/int8_accuracy.py [--model smollm2] [--tokens 48] [--samples 4] [--json out.json]
+    python tools/bench/weight_dtype_accuracy.py [--model smollm2] [--moved] [--tokens 48] [--samples 4] [--json FILE]
 
 Two kinds of text are scored by engines that differ in one thing: passages of this repository's documentation, and the
 model's own answers to questions, drawn at temperature 1 by an int8 engine, as a rollout would. A difference is one of
-log probabilities of a given token; `same choice` counts positions whose likeliest token is the same.
+log probabilities of a given token; `same choice` counts positions whose likeliest token is the same. With --moved all
+engines have other weights, which are not those of a 4-bit file: each is moved by up to half a step of its block.
 """
 
 from __future__ import annotations
@@ -24,23 +25,44 @@ ROOT = Path(__file__).parents[2]
 PASSAGE = 256
 """Tokens of a passage."""
 PAGES = ("rl.md", "server.md", "suspend_resume.md", "metrics.md", "parallel.md", "security.md", "lora.md", "clients.md")
+DTYPES = ("float32", "bfloat16")
 ENGINES = {
     "float32": ("float32", "auto"),
     "bfloat16": ("bfloat16", "auto"),
     "int8, float32": ("float32", "int8"),
     "int8, bfloat16": ("bfloat16", "int8"),
+    "int4, float32": ("float32", "int4"),
+    "int4, bfloat16": ("bfloat16", "int4"),
 }
 """Name -> (dtype, weight_dtype)."""
-PAIRS = [("float32", "bfloat16"), ("float32", "int8, float32"), ("bfloat16", "int8, bfloat16")]
+DRAWS = "int8, bfloat16"
+"""The engine that answers the questions."""
+PAIRS = [("float32", "bfloat16"), *((dtype, f"{name}, {dtype}") for name in ("int8", "int4") for dtype in DTYPES)]
+BLOCK = 32
 Scores = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def load(model: str, name: str) -> LLM:
+@torch.no_grad()
+def move_weights(llm: LLM) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for weight in llm.engine.model.parameters():
+        if weight.ndim == 2:
+            blocks = weight.float().unflatten(1, (-1, BLOCK))
+            step = (blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)) / 15
+            moved = blocks + step * (torch.rand(blocks.shape, generator=generator) - 0.5)
+            weight.copy_(moved.flatten(1))
+    llm.engine.refresh_weights()
+
+
+def load(model: str, name: str, *, moved: bool) -> LLM:
     dtype, weight_dtype = ENGINES[name]
     config = InferenceConfig(
         weight_dtype=weight_dtype, buffer_size_gb=0.25, max_sequence_length=1024, max_tokens=1024, max_requests=32
     )
-    return LLM(model, dtype=dtype, config=config)
+    llm = LLM(model, dtype=dtype, config=config)
+    if moved:
+        move_weights(llm)
+    return llm
 
 
 def texts(llm: LLM, tokens: int, samples: int) -> dict[str, list[tuple[list[int], int]]]:
@@ -89,14 +111,15 @@ def compare(one: Scores, other: Scores) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--moved", action="store_true", help="weights that are not those of a 4-bit file")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
     parser.add_argument("--samples", type=int, default=4, help="answers to each of 16 questions")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: dict[str, list[tuple[list[int], int]]] = {}
     scores: dict[str, dict[str, Scores]] = {}
-    for name in reversed(ENGINES):  # int8 in bfloat16 first: it draws
-        llm = load(args.model, name)
+    for name in (DRAWS, *(name for name in ENGINES if name != DRAWS)):
+        llm = load(args.model, name, moved=args.moved)
         found = found or texts(llm, args.tokens, args.samples)
         scores[name] = {kind: score(llm, of_kind) for kind, of_kind in found.items()}
     report: list[dict[str, Any]] = []
