@@ -13,17 +13,17 @@ namespace mi {
 constexpr int kPartition = 256;  // keys of an item
 constexpr int kLanes = 4;        // heads of a group handled in one pass
 constexpr int kStretch = 16;     // keys that all heads of an item read before any head reads the next
-constexpr int kFar = 64;         // keys or values fetched into L2 ahead of use
+constexpr int kFar = 32;         // keys or values between one that is read and the one that is fetched into L2 meanwhile
 constexpr int kItemHeads = 16;   // most query heads of an item
 constexpr int64_t kPartialBytes = 1 << 25;  // rows are processed in groups whose partial results fit in about this much
 constexpr float kMasked = -1e30f;
 
-// Prefetches rows of memory into L2. Heads are read a few hundred bytes out of many, so the hardware sees no stream, and
-// L1 alone cannot keep enough lines in flight.
+// Each load of a key or value is paired with a prefetch of the same bytes of the one kFar further on: of `ahead`, which has
+// an address for each key. Heads are read a few hundred bytes out of many, so the hardware sees no stream, L1 alone cannot
+// keep enough lines in flight, and many prefetches at once would take all of the core's miss buffers.
 template <class T>
-inline void fetch_row(const T* at, int64_t offset, int span) {
-    for (int i = 0; i < span; i += 64 / (int)sizeof(T)) __builtin_prefetch(at + offset + i, 0, 2);
-    asm volatile("" ::: "memory");  // a function of prefetches only looks pure and would be removed
+inline void fetch(const T* at) {
+    __builtin_prefetch(at, 0, 2);
 }
 
 // How scores and sums over values are computed. fp32 products, and below bf16 products of pairs where the CPU has them.
@@ -34,20 +34,20 @@ struct Arithmetic {
     static int sums_of_head(int dim) { return dim; }  // floats of one head's sums over values
 
     // scores[g][t] = query g . key t for t in begin .. end; G is 1..4. Keys come 16 / (G rounded up to a power of 2) at a time.
-    template <int G, class Fetch>
-    static void score(const Q* q, const T* const* keys, int64_t head_offset, int begin, int end, int dim,
-                      float (*scores)[kPartition + W], Fetch& fetch) {
+    template <int G>
+    static void score(const Q* q, const T* const* keys, const T* const* ahead, int64_t head_offset, int begin, int end, int dim,
+                      float (*scores)[kPartition + W]) {
         constexpr int kSlots = G == 1 ? 1 : G == 2 ? 2 : 4, kKeys = 16 / kSlots;
         for (int t = begin; t < end; t += kKeys) {
             const T* key[kKeys];
             for (int r = 0; r < kKeys; ++r) key[r] = keys[t + r] + head_offset;
-            fetch(kKeys);
             vf acc[16] = {};
             for (int i = 0; i < dim; i += W) {
                 vf qv[G];
                 for (int g = 0; g < G; ++g) qv[g] = load(q + g * dim + i);
                 for (int r = 0; r < kKeys; ++r) {
                     vf kv = load(key[r] + i);
+                    fetch(ahead[t + r] + head_offset + i);
                     for (int g = 0; g < G; ++g) acc[g * kKeys + r] = fma_of(qv[g], kv, acc[g * kKeys + r]);
                 }
             }
@@ -58,31 +58,31 @@ struct Arithmetic {
     }
 
     // sums[g] += sum over t in begin .. end of weights[g][t] * value t.
-    template <int G, class Fetch>
-    static void mix(const T* const* keys, ptrdiff_t to_value, int begin, int end, int dim,
-                    const Weight (*weights)[kPartition + W], float* sums, Fetch& fetch) {
+    template <int G>
+    static void mix(const T* const* values, const T* const* ahead, int64_t head_offset, int begin, int end, int dim,
+                    const Weight (*weights)[kPartition + W], float* sums) {
         constexpr int kWide = W == 16 ? 4 : 2;
         int from = 0;
-        fetch(end - begin);
-        for (; from + kWide * W <= dim; from += kWide * W) mix_dims<G, kWide>(keys, to_value, begin, end, from, weights, sums, dim);
-        for (; from < dim; from += W) mix_dims<G, 1>(keys, to_value, begin, end, from, weights, sums, dim);
+        for (; from + kWide * W <= dim; from += kWide * W)
+            mix_dims<G, kWide>(values, ahead, head_offset + from, begin, end, weights, sums + from, dim);
+        for (; from < dim; from += W) mix_dims<G, 1>(values, ahead, head_offset + from, begin, end, weights, sums + from, dim);
     }
 
     template <int G, int NV>
-    static void mix_dims(const T* const* keys, ptrdiff_t to_value, int begin, int end, int from,
+    static void mix_dims(const T* const* values, const T* const* ahead, int64_t offset, int begin, int end,
                          const Weight (*weights)[kPartition + W], float* sums, int dim) {
         vf sum[G][NV];
         for (int g = 0; g < G; ++g)
-            for (int i = 0; i < NV; ++i) sum[g][i] = load(sums + g * dim + from + i * W);
+            for (int i = 0; i < NV; ++i) sum[g][i] = load(sums + g * dim + i * W);
         for (int t = begin; t < end; ++t) {
-            const T* value = keys[t] + to_value + from;
+            const T* value = values[t] + offset;
             vf v[NV];
-            for (int i = 0; i < NV; ++i) v[i] = load(value + i * W);
+            for (int i = 0; i < NV; ++i) v[i] = load(value + i * W), fetch(ahead[t] + offset + i * W);
             for (int g = 0; g < G; ++g)
                 for (int i = 0; i < NV; ++i) sum[g][i] = fma_of(splat(weights[g][t]), v[i], sum[g][i]);
         }
         for (int g = 0; g < G; ++g)
-            for (int i = 0; i < NV; ++i) store(sums + g * dim + from + i * W, sum[g][i]);
+            for (int i = 0; i < NV; ++i) store(sums + g * dim + i * W, sum[g][i]);
     }
 
     static void in_order(const float* sums, int dim, float* out) { std::memcpy(out, sums, dim * sizeof(float)); }
@@ -97,21 +97,23 @@ struct Arithmetic<bf16> {
 
     // As above, 16 keys at a time: key t + 4 l + c is in 128-bit lane l of vector c, against 8 dims of the query in every
     // lane. So 4 dims of a key are summed in its own lane, and one query's 16 scores take 9 instructions at the end.
-    template <int G, class Fetch>
-    static void score(const bf16* q, const bf16* const* keys, int64_t head_offset, int begin, int end, int dim,
-                      float (*scores)[kPartition + W], Fetch& fetch) {
+    template <int G>
+    static void score(const bf16* q, const bf16* const* keys, const bf16* const* ahead, int64_t head_offset, int begin, int end,
+                      int dim, float (*scores)[kPartition + W]) {
         for (int t = begin; t < end; t += 16) {
             __m512 acc[G][4];
             for (int half = 0; half < 4; half += 2) {
-                const bf16* key[8];
+                const bf16 *key[8], *later[8];
                 for (int c = 0; c < 2; ++c)
-                    for (int l = 0; l < 4; ++l) key[4 * c + l] = keys[t + 4 * l + half + c] + head_offset;
-                fetch(8);
+                    for (int l = 0; l < 4; ++l) {
+                        const int at = t + 4 * l + half + c;
+                        key[4 * c + l] = keys[at] + head_offset, later[4 * c + l] = ahead[at] + head_offset;
+                    }
                 __m512 sum[G][2];
                 for (int g = 0; g < G; ++g) sum[g][0] = sum[g][1] = _mm512_setzero_ps();
                 int i = 0;
-                for (; i + 32 <= dim; i += 32) dot_lanes<G, 4>(q + i, key, i, 0xffffffffu, dim, sum);
-                if (i < dim) dot_lanes<G, 2>(q + i, key, i, 0xffffu, dim, sum);
+                for (; i + 32 <= dim; i += 32) dot_lanes<G, 4>(q + i, key, later, i, 0xffffffffu, dim, sum);
+                if (i < dim) dot_lanes<G, 2>(q + i, key, later, i, 0xffffu, dim, sum);
                 for (int g = 0; g < G; ++g) acc[g][half] = sum[g][0], acc[g][half + 1] = sum[g][1];
             }
             for (int g = 0; g < G; ++g) {
@@ -125,10 +127,12 @@ struct Arithmetic<bf16> {
 
     // sum[g][c] += products of 8 L dims of 8 keys; L: 4, or 2 where only 16 dims are left.
     template <int G, int L>
-    static void dot_lanes(const bf16* q, const bf16* const* key, int i, __mmask32 mask, int dim, __m512 (*sum)[2]) {
+    static void dot_lanes(const bf16* q, const bf16* const* key, const bf16* const* later, int i, __mmask32 mask, int dim,
+                          __m512 (*sum)[2]) {
         __m512i lane[2][4];
         for (int c = 0; c < 2; ++c) {
             __m512i k[4];
+            for (int l = 0; l < 4; ++l) fetch(later[4 * c + l] + i);
             for (int l = 0; l < 4; ++l)
                 k[l] = L == 4 ? _mm512_loadu_si512(key[4 * c + l] + i) : _mm512_maskz_loadu_epi16(mask, key[4 * c + l] + i);
             const __m512i a = _mm512_shuffle_i32x4(k[0], k[1], 0x44), b = _mm512_shuffle_i32x4(k[2], k[3], 0x44);
@@ -148,27 +152,31 @@ struct Arithmetic<bf16> {
     }
 
     // As above, two keys at a time. The sums of 32 dims lie in two vectors as unpacking leaves them, until `in_order`.
-    template <int G, class Fetch>
-    static void mix(const bf16* const* keys, ptrdiff_t to_value, int begin, int end, int dim,
-                    const bf16 (*weights)[kPartition + W], float* sums, Fetch& fetch) {
+    template <int G>
+    static void mix(const bf16* const* values, const bf16* const* ahead, int64_t head_offset, int begin, int end, int dim,
+                    const bf16 (*weights)[kPartition + W], float* sums) {
         int from = 0;
-        fetch(end - begin);
-        for (; from + 64 <= dim; from += 64) mix_dims<G, 2>(keys, to_value, begin, end, from, 0xffffffffu, weights, sums, dim);
-        for (; from < dim; from += 32)
-            mix_dims<G, 1>(keys, to_value, begin, end, from, from + 32 <= dim ? 0xffffffffu : 0xffffu, weights, sums, dim);
+        for (; from + 64 <= dim; from += 64)
+            mix_dims<G, 2>(values, ahead, head_offset + from, begin, end, 0xffffffffu, weights, sums + from, dim);
+        for (; from < dim; from += 32) {
+            const __mmask32 mask = from + 32 <= dim ? 0xffffffffu : 0xffffu;
+            mix_dims<G, 1>(values, ahead, head_offset + from, begin, end, mask, weights, sums + from, dim);
+        }
     }
 
     template <int G, int NV>
-    static void mix_dims(const bf16* const* keys, ptrdiff_t to_value, int begin, int end, int from,
+    static void mix_dims(const bf16* const* values, const bf16* const* ahead, int64_t offset, int begin, int end,
                          __mmask32 mask, const bf16 (*weights)[kPartition + W], float* sums, int dim) {
         const int stride = sums_of_head(dim);
         __m512 sum[G][2 * NV];
         for (int g = 0; g < G; ++g)
-            for (int i = 0; i < 2 * NV; ++i) sum[g][i] = _mm512_loadu_ps(sums + g * stride + from + i * 16);
+            for (int i = 0; i < 2 * NV; ++i) sum[g][i] = _mm512_loadu_ps(sums + g * stride + i * 16);
         for (int t = begin; t < end; t += 2) {
-            const bf16 *even = keys[t] + to_value + from, *odd = keys[t + 1] + to_value + from;
+            const bf16 *even = values[t] + offset, *odd = values[t + 1] + offset;
             __m512bh v[2 * NV];
             for (int i = 0; i < NV; ++i) {
+                fetch(ahead[t] + offset + 32 * i);
+                fetch(ahead[t + 1] + offset + 32 * i);
                 const __m512i a = NV == 1 ? _mm512_maskz_loadu_epi16(mask, even) : _mm512_loadu_si512(even + 32 * i);
                 const __m512i b = NV == 1 ? _mm512_maskz_loadu_epi16(mask, odd) : _mm512_loadu_si512(odd + 32 * i);
                 v[2 * i] = (__m512bh)_mm512_unpacklo_epi16(a, b);
@@ -182,7 +190,7 @@ struct Arithmetic<bf16> {
             }
         }
         for (int g = 0; g < G; ++g)
-            for (int i = 0; i < 2 * NV; ++i) _mm512_storeu_ps(sums + g * stride + from + i * 16, sum[g][i]);
+            for (int i = 0; i < 2 * NV; ++i) _mm512_storeu_ps(sums + g * stride + i * 16, sum[g][i]);
     }
 
     static void in_order(const float* sums, int dim, float* out) {
@@ -227,10 +235,11 @@ struct DecodeItem {  // query heads first .. first + heads over one partition of
     const DecodeRow* row;
     int part, n, heads;
     int64_t first;
-    int64_t offset;  // of the heads' keys within a token's, and the width of them, in elements
-    int span;
-    const T* keys[kPartition + 16];  // of kv head 0; behind the n keys the last one, whose weights are 0 there
+    int padded;  // n as a multiple of 16: behind the n keys the last one is read again, with a weight of 0
+    // Addresses of kv head 0, as they are read: keys [padded], values [padded], and the first keys of the next item.
+    const T* at[2 * kPartition + kFar];
 };
+static_assert(kPartition % 16 == 0 && kFar % 16 == 0, "keys are read 16 at a time");
 
 template <class T>
 struct DecodeTask {
@@ -267,46 +276,32 @@ struct DecodeTask {
         const int end = row.first_key + (int)((int64_t)row.num_keys * (part + 1) / row.parts);
         const int32_t* table = step.block_table + step.table_row[row.row] * step.table_stride;
         item.row = &row, item.part = part, item.n = end - begin, item.first = first, item.heads = heads;
-        item.offset = first / spec.group * dim;
-        item.span = (int)(((first + heads - 1) / spec.group + 1) * dim - item.offset);
+        item.padded = (item.n + 15) / 16 * 16;
         int64_t column = begin / block_size, offset = begin % block_size;
         for (int t = 0; t < item.n;) {
             const T* at = (const T*)call.keys + (table[column] * block_size + offset) * key_stride;
-            for (; offset < block_size && t < item.n; ++offset, ++t, at += key_stride) item.keys[t] = at;
+            for (; offset < block_size && t < item.n; ++offset, ++t, at += key_stride) item.at[t] = at;
             offset = 0;
             ++column;
         }
-        for (int t = item.n; t < (item.n + 15) / 16 * 16; ++t) item.keys[t] = item.keys[item.n - 1];
+        for (int t = item.n; t < item.padded; ++t) item.at[t] = item.at[item.n - 1];
+        const ptrdiff_t to_value = (const T*)call.values - (const T*)call.keys;
+        for (int t = 0; t < item.padded; ++t) item.at[item.padded + t] = item.at[t] + to_value;
     }
 
-    // Fetches memory in the order in which it is read, kFar rows ahead: keys and values of the item, then of the next.
-    // A few rows at a time: more would take all of the core's miss buffers, and loads would wait behind them.
-    struct Fetch {
-        const DecodeTask& task;
-        const DecodeItem<T>&item, &next;
-        int at, visits, credit = 0;  // rows fetched so far; times that a key is visited, once for each group of lanes
+    // What is fetched during the end of an item: the beginning of the next; of none, what is there anyway.
+    static void append_next(DecodeItem<T>& item, const DecodeItem<T>& next) {
+        const int end = 2 * item.padded, there = 2 * next.padded;
+        for (int t = 0; t < kFar; ++t) item.at[end + t] = t < there ? next.at[t] : item.at[end - 1];
+    }
 
-        __attribute__((noinline)) void operator()(int keys) {
-            for (credit += keys; credit >= visits; credit -= visits) row(at++);
-        }
-        void row(int number) const {
-            const bool later = number >= 2 * item.n;
-            const DecodeItem<T>& which = later ? next : item;
-            const int t = later ? number - 2 * item.n : number;
-            const ptrdiff_t to_value = (const T*)task.call.values - (const T*)task.call.keys;
-            if (t < 2 * which.n)
-                fetch_row(t < which.n ? which.keys[t] : which.keys[t - which.n] + to_value, which.offset, which.span);
-        }
-    };
-
-    void run_item(const DecodeItem<T>& item, const DecodeItem<T>& next) const {
+    void run_item(const DecodeItem<T>& item) const {
         const DecodeRow& row = *item.row;
         const int dim = (int)spec.head_dim, group = (int)spec.group, n = item.n, heads = item.heads;
         const int64_t first = item.first;
         if (item.part == row.parts - 1 && row.row < step.num_decode)  // slices are appended before: see attend()
             for (int64_t kv = first / group; kv * group < first + heads; ++kv) append<T>(step, spec, call, row.token, kv);
-        const ptrdiff_t to_value = (const T*)call.values - (const T*)call.keys;
-
+        const T *const *keys = item.at, *const *values = item.at + item.padded;
         const int stride = Sums::sums_of_head(dim);
         Q q[kItemHeads * kMaxHeadDim];
         float sums[kItemHeads * kMaxHeadDim], scores[kItemHeads][kPartition + W], top[kItemHeads], mass[kItemHeads];
@@ -316,15 +311,14 @@ struct DecodeTask {
             load_query((const T*)call.q + row.token * call.q_token + kv * call.q_kv + lane * call.q_group, row.token,
                        q + h * dim);
         }
-        Fetch fetch{*this, item, next, kFar, visits_of(first, heads)};
         each_lanes(first, heads, n, [&](auto lanes, int h, int64_t head_offset, int from, int to) {
-            Sums::template score<decltype(lanes)::value>(q + h * dim, item.keys, head_offset, from, to, dim, scores + h, fetch);
+            Sums::template score<decltype(lanes)::value>(q + h * dim, keys, keys + kFar, head_offset, from, to, dim, scores + h);
         });
         for (int h = 0; h < heads; ++h) soften<T>(scores[h], n, (float)spec.scale, weights[h], top + h, mass + h);
         std::memset(sums, 0, heads * stride * sizeof(float));
         each_lanes(first, heads, n, [&](auto lanes, int h, int64_t head_offset, int from, int to) {
-            Sums::template mix<decltype(lanes)::value>(item.keys, to_value + head_offset, from, to, dim, weights + h,
-                                                       sums + h * stride, fetch);
+            Sums::template mix<decltype(lanes)::value>(values, values + kFar, head_offset, from, to, dim, weights + h,
+                                                       sums + h * stride);
         });
 
         if (row.parts == 1) {
@@ -344,12 +338,6 @@ struct DecodeTask {
         }
         int* arrived = arrivals + (&row - rows) * chunks + first / chunk_heads;
         if (__atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL) == row.parts) merge(row, first, heads);
-    }
-
-    int visits_of(int64_t first, int heads) const {
-        int visits = 0;
-        each_lanes(first, heads, 1, [&](auto, int, int64_t, int, int) { ++visits; });
-        return visits;
     }
 
     // body(lanes, first head, offset of its kv head, keys from, to) for up to kLanes heads of one group at a time.
@@ -414,7 +402,7 @@ static void run_group(Context& context, const Step& step, const Spec& spec, cons
         int64_t at = 0;  // item numbers only grow, so the next row is not before this one
         auto take = [&](DecodeItem<T>& item) {
             const int64_t number = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED), part = number / chunks;
-            item.n = 0;
+            item.n = item.padded = 0;
             if (number >= items) return false;
             while (at + 1 < count && rows[at + 1].first_part <= part) ++at;
             const int64_t first = number % chunks * chunk_heads, left = heads - first;
@@ -424,11 +412,10 @@ static void run_group(Context& context, const Step& step, const Spec& spec, cons
         DecodeItem<T> pair[2];
         int now = 0;
         bool more = take(pair[0]);
-        if (more)
-            for (int i = 0; i < kFar; ++i) typename DecodeTask<T>::Fetch{task, pair[0], pair[0], 0, 1}.row(i);
         for (; more; now ^= 1) {
             more = take(pair[now ^ 1]);  // known before this item runs, so that its memory is fetched meanwhile
-            task.run_item(pair[now], pair[now ^ 1]);
+            task.append_next(pair[now], pair[now ^ 1]);
+            task.run_item(pair[now]);
         }
     };
     parallel((int)(items < step.threads ? items : step.threads), body);
