@@ -254,6 +254,16 @@ void parallel(int threads, Body& body) {  // body(thread, threads)
                      (unsigned)threads, 0);
 }
 
+// Whether memory that is read once is best fetched past L2. On AMD's CPUs it is; Intel's then read at a fifth of the speed.
+inline bool past_l2() {
+#if defined(__x86_64__)
+    static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+    return amd;
+#else
+    return true;
+#endif
+}
+
 // Grow-only aligned memory.
 class Buffer {
   public:

@@ -13,7 +13,7 @@ namespace mi {
 constexpr int kPartition = 256;  // keys of an item
 constexpr int kLanes = 4;        // heads of a group handled in one pass
 constexpr int kStretch = 16;     // keys that all heads of an item read before any head reads the next
-constexpr int kFar = 32;         // keys or values between one that is read and the one that is fetched into L2 meanwhile
+constexpr int kFar = 16;         // keys or values between one that is read and the one that is fetched meanwhile
 constexpr int kItemHeads = 16;   // most query heads of an item
 constexpr int64_t kPartialBytes = 1 << 25;  // rows are processed in groups whose partial results fit in about this much
 constexpr float kMasked = -1e30f;
@@ -21,9 +21,13 @@ constexpr float kMasked = -1e30f;
 // Each load of a key or value is paired with a prefetch of the same bytes of the one kFar further on: of `ahead`, which has
 // an address for each key. Heads are read a few hundred bytes out of many, so the hardware sees no stream, L1 alone cannot
 // keep enough lines in flight, and many prefetches at once would take all of the core's miss buffers.
+static const bool kPastL2 = past_l2();
 template <class T>
 inline void fetch(const T* at) {
-    __builtin_prefetch(at, 0, 2);
+    if (kPastL2)
+        __builtin_prefetch(at, 0, 0);
+    else
+        __builtin_prefetch(at, 0, 2);
 }
 
 // How scores and sums over values are computed. fp32 products, and below bf16 products of pairs where the CPU has them.

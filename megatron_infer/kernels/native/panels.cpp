@@ -23,16 +23,6 @@ constexpr int64_t kTokens = 256;  // about so many tokens are multiplied by a st
 constexpr int64_t kMostTokens = kTokens + 32;  // so that few more are no pass of their own
 constexpr int kCompactBlock = 16;  // up to so many tokens are multiplied by the values of compact panels as they are read
 
-// Whether memory that is read once is best fetched past L2. On AMD's CPUs it is; Intel's then read at a fifth of the speed.
-inline bool past_l2() {
-#if defined(__x86_64__)
-    static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-    return amd;
-#else
-    return true;
-#endif
-}
-
 // pair: inner entries of one multiplication.
 template <class T>
 struct Product;
