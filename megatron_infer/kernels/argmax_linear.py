@@ -36,8 +36,10 @@ class ArgmaxLinear:
         self._pause = 0
 
     def __call__(self, x_TX: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
-        """See `Ops.argmax_linear`; None where it would not be faster to multiply by all of the weight. x_TX: contiguous,
-        of the weight's dtype."""
+        """See `Ops.argmax_linear`; None where it would not be faster to multiply by all of the weight.
+
+        x_TX: contiguous, of the weight's dtype.
+        """
         panels = self._packed.get(id(weight))
         if panels is None or weight.nbytes < LEAST_BYTES or self._pause:
             self._pause = max(0, self._pause - 1)

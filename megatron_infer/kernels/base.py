@@ -98,8 +98,8 @@ class Ops(Protocol):
     linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None
     """linear_rows(x, weight, bias, rows): `linear` by the weight's first rows; None: `F.linear` of a slice of it."""
     argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None
-    """argmax_linear(x, weight, rows) -> (int64 [S], lowest id of the largest of what `linear` gives by the weight's first
-    rows; bool [S], that it is not finite, and the id 0), without all of it. None, or giving None: `linear` is as fast."""
+    """argmax_linear(x, weight, rows) -> (int64 [S], lowest id of the largest output by the weight's first rows;
+    bool [S], that it is not finite, and the id 0), without all of them. None, or giving None: `linear` is as fast."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 

@@ -48,7 +48,7 @@ class OutputLayer:
         return F.linear(hidden_SD, weight[:count], None if bias is None else bias[:count])
 
     def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
-        """The largest of the lowest `count` tokens' logits, see `Ops.argmax_linear`; None where it takes all of them."""
+        """The largest of the lowest `count` tokens' logits, see `Ops.argmax_linear`; None: it takes all of them."""
         if self._tp is not None or ops.argmax_linear is None or self.bias is not None:
             return None
         return ops.argmax_linear(hidden_SD, self.weight, count)

@@ -51,13 +51,6 @@ class Batch:
     views: StepViews
     token_ids_T: Tensor
     """int64; set by `BatchBuilder.derive`, as are meta's positions, cache positions and cos/sin."""
-    sample_token_S: Tensor
-    """int64 index into the step's tokens of each sample's last context token. A padded step has as many samples as its
-    shape has sequences; those behind the first num_sampled are 0 here."""
-    sample_row_S: Tensor
-    """int32 request row of each sample; behind the first num_sampled the dummy row."""
-    sample_position_S: Tensor
-    """int32 position of each token to be drawn; behind the first num_sampled 0."""
     sample_rows: np.ndarray
     """int32 [num_sampled] request row of each sample."""
     sample_positions: np.ndarray
@@ -78,7 +71,7 @@ class Batch:
     lora: LoRABackend | None = None
     is_padded: bool = False
     only_sampled: bool = False
-    """Of the final hidden states nothing but those of the tokens to be drawn is read: kernels may leave out the others."""
+    """Of the final hidden states only those are read that tokens are drawn from: kernels may leave out the others."""
     is_narrow: bool = False
     """They did: a row of the final hidden states for each sample, in the place of one for each token."""
 
@@ -90,6 +83,22 @@ class Batch:
     def padding_T1(self) -> Tensor | None:
         """Tokens that pad the step: they are written to the dummy block, which lies behind all others."""
         return (self.meta.kv_pos_T >= self.first_dummy_pos).unsqueeze(1) if self.is_padded else None
+
+    @property
+    def sample_token_S(self) -> Tensor:
+        """int64 index into the step's tokens of each sample's last context token. A padded step has as many samples as
+        its shape has sequences; those behind the first num_sampled are 0 here."""
+        return self.views.mirror["sample_token"]
+
+    @property
+    def sample_row_S(self) -> Tensor:
+        """int32 request row of each sample; behind the first num_sampled the dummy row."""
+        return self.views.mirror["sample_row"]
+
+    @property
+    def sample_position_S(self) -> Tensor:
+        """int32 position of each token to be drawn; behind the first num_sampled 0."""
+        return self.views.mirror["sample_position"]
 
     @property
     def num_sampled(self) -> int:
@@ -347,15 +356,12 @@ class BatchBuilder:
 
     def _batch(self, meta: StepMetadata, views: StepViews, restore: LayerwiseRestore | None = None) -> Batch:
         """Without the tensors that `derive` sets, and without samples."""
-        mirror, kernels = views.mirror, self._kernels
+        kernels = self._kernels
         cache = self.store if restore is None else restore
         return Batch(
             meta=meta,
             views=views,
             token_ids_T=None,  # type: ignore[arg-type]
-            sample_token_S=mirror["sample_token"],
-            sample_row_S=mirror["sample_row"],
-            sample_position_S=mirror["sample_position"],
             sample_rows=_NO_ROWS,
             sample_positions=_NO_POSITIONS,
             ops=kernels.ops,

@@ -1,4 +1,4 @@
-"""bf16 weights packed into 12 bits: the same bits as plain panels, whatever is in them, and plain ones where they do not fit."""
+"""bf16 weights in 12 bits: the bits of plain panels, whatever is in them, and plain ones where they do not fit."""
 
 from __future__ import annotations
 
