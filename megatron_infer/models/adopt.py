@@ -203,8 +203,8 @@ class AdoptedModel:
         """What a step runs, in order; None: a class of the user's, and megatron-core's decoder runs all layers."""
         norm = [] if reading.norm is None else [reading.norm]
         each = [operation for layer in reading.fused if layer is not None for operation in layer.flat()]
-        self._operations = None if None in reading.fused else LayerOps(
-            *with_programs([*each, *norm], end_model=bool(norm))
+        self._operations = (
+            None if None in reading.fused else LayerOps(*with_programs([*each, *norm], end_model=bool(norm)))
         )
         """Those of all layers and the final norm; None: megatron-core's decoder runs the layers."""
         self.routing = reading.routing
