@@ -36,13 +36,12 @@ class ArgmaxLinear:
         self._pause = 0
 
     def __call__(self, x_TX: Tensor, weight: Tensor, rows: int) -> tuple[Tensor, Tensor] | None:
-        """See `Ops.argmax_linear`; None where it would not be faster to multiply by all of the weight.
-
-        x_TX: contiguous, of the weight's dtype.
-        """
+        """See `Ops.argmax_linear`; None also where x is not contiguous or of another dtype than the weight."""
         panels = self._packed.get(id(weight))
         if panels is None or weight.nbytes < LEAST_BYTES or self._pause:
             self._pause = max(0, self._pause - 1)
+            return None
+        if x_TX.dtype is not weight.dtype or not x_TX.is_contiguous():
             return None
         bounds = self._packed.derived(weight, lambda copy, memory: self._bounds_of(weight, copy, memory))
         tokens, inner = x_TX.shape

@@ -84,6 +84,8 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool 
             panels = torch.empty(num_elements(weight), dtype=dtype)
         is_compact = panels.numel() == size_of(weight, True) != size_of(weight, False)
         checksum = function(weight.data_ptr(), panels.data_ptr(), inner, rows, is_compact, torch.get_num_threads())
+        if ctypes.c_uint64.from_address(panels.data_ptr() + 8).value:  # it changed since its size was asked for
+            return pack(weight, torch.empty(size_of(weight, False), dtype=dtype))
         return panels, int(checksum)
 
     # bf16 is multiplied in pairs along the inner dimension.

@@ -40,8 +40,7 @@ class ExactOps(NativeOps):
         super().__init__(library, dtype, packed)
         self._library = library
         self._linear_f64 = bind(library, "mi_linear_f64", [_P, _P, _P, _P, _I, _I, _I, ctypes.c_int])
-        # Weights that are packed for one call: compact panels would take longer to make.
-        self._layout: PackedLayout | None = panel_layout(library, dtype, may_compact=False)
+        self._layout: PackedLayout | None = panel_layout(library, dtype, may_compact=False)  # packed for one call
         self._panels = self._panel_linear
         if self._layout is not None and self._panels is None:
             own = NativeOps(library, dtype, PackedLinears(layout=self._layout))

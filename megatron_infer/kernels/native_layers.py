@@ -141,8 +141,6 @@ class _Prepared:
         self.structs = (_LayerOp * len(ops))()
         self.found: list[object] = []
         """What the structs were made for (see `NativeLayers._ready`); empty: for nothing."""
-        self.copies: list[Tensor | None] = []
-        """Kept, so that no other copy has the id of one."""
         self.fits = False
         self.width = self.most = 0
         """Entries of a token behind the last operation, and at most between two."""
@@ -234,10 +232,10 @@ class NativeLayers:
         found = [self._packed.num_packings, *map(id, copies)]
         found += [None if vector is None else vector.data_ptr() for vector in vectors]
         if found != prepared.found:
-            prepared.found, prepared.copies = found, copies
+            prepared.found = found  # ids of copies are of this packing, which keeps them
             prepared.fits = None not in copies and all(vector is None or self._reads(vector) for vector in vectors)
             if prepared.fits:
-                self._fill(program, prepared, block_size, width)
+                self._fill(program, prepared, copies, block_size, width)
         return prepared if prepared.fits else None
 
     def _lora_step(self, prepared: _Prepared) -> int:
@@ -253,9 +251,11 @@ class NativeLayers:
     def _reads(self, vector: Tensor) -> bool:
         return vector.dtype is self._dtype and vector.is_contiguous()
 
-    def _fill(self, program: LayerProgram, prepared: _Prepared, block_size: int, width: int) -> None:
+    def _fill(
+        self, program: LayerProgram, prepared: _Prepared, packed: list[Tensor | None], block_size: int, width: int
+    ) -> None:
         prepared.most = 0
-        copies = iter(prepared.copies)
+        copies = iter(packed)
         for struct, op in zip(prepared.structs, program.ops, strict=True):
             struct.inner = width
             match op:

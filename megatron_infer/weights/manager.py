@@ -144,7 +144,7 @@ class WeightManager:
     def catch_up(self, tick: Tick = no_tick) -> None:
         """Before steps go on: accept weights that changed meanwhile, rebuild derived copies that were released.
 
-        Each weight is read once: packing it computes its checksum as well.
+        Weights that are packed are not read again for their checksums: packing computes them.
         """
         what = "checking whether weights changed"
         with self._rank_group.together(what):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -163,3 +165,18 @@ def test_behind_the_last_attention_only_tokens_that_draw_are_computed(monkeypatc
     assert sum(num_kept is not None for _, num_kept in counts) < len(kept), "prompt log probabilities need all tokens"
     monkeypatch.setattr(NativeLayers, "run", lambda *arguments, **_: None)
     assert said(params) == narrow
+
+
+def test_released_copies_are_freed_though_steps_have_used_them():
+    model = model_of("plain", torch.float32)
+    engine = engine_of(model)
+    if engine.kernels.layers is None:
+        pytest.skip("no native kernels here")
+    before = answers(engine)
+    copy = weakref.ref(engine.kernels.packed.get(id(model.decoder.layers[1].mlp.linear_fc1.weight)))
+    assert copy() is not None
+    engine.suspend("offload")
+    gc.collect()
+    assert copy() is None
+    engine.resume()
+    assert answers(engine) == before

@@ -67,7 +67,7 @@ def make(request, native_library):
 def test_the_largest_logit_is_that_of_all_logits(make, shape, threads, for_any_logits):
     torch.set_num_threads(threads)
     case = make(*shape)
-    for tokens in (1, 2, 5, 16, 17, 40):
+    for tokens in (1, 2, 5, 16, 17, 40, 300):
         for share in (0.0, 0.3, 1.0):
             x = case.near(tokens, share)
             for rows in {shape[0], shape[0] - 3, shape[0] // 2 + 1, 1}:
@@ -157,3 +157,18 @@ def test_a_weight_that_stays_in_the_caches_is_multiplied_whole(make, monkeypatch
     monkeypatch.setattr(argmax_linear, "LEAST_BYTES", 1 << 20)
     case = make(1000, 64)
     assert case.ops.argmax_linear(case.near(1, 3.0), case.weight, 1000) is None
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-18, 1e-24, 1e-36])
+def test_inputs_whose_squares_vanish_leave_nothing_out(make, scale, for_any_logits):
+    case = make(2000, 96)
+    x = torch.randn(4, 96)
+    x[:, ::32] *= 50
+    case.check((x * scale).to(case.dtype), 2000)
+
+
+def test_inputs_of_another_dtype_or_layout_are_left_to_the_linear(make):
+    case = make(2000, 96)
+    other = torch.bfloat16 if case.dtype is torch.float32 else torch.float32
+    for x in (case.near(4, 3.0).to(other), case.near(4, 3.0).T.contiguous().T):
+        assert case.ops.argmax_linear(x, case.weight, 2000) is None

@@ -145,3 +145,12 @@ def test_the_largest_output_is_found_in_compact_panels(native_library, layout, m
     x = (3 * weight[torch.tensor([5, 7, 2999, 3002])].float() + torch.randn(4, 128)).to(BF16)
     found = ops.argmax_linear(x, weight, 3003)
     assert found is not None and found[0].tolist() == ops.linear(x, weight).argmax(-1).tolist()
+
+
+def test_a_weight_that_changed_since_its_size_was_asked_for_is_packed_plain(native_library, layout):
+    weight = torch.randn(64, 256).to(BF16)
+    memory = torch.empty(layout.num_elements(weight), dtype=BF16)
+    weight.mul_(10.0 ** torch.randint(-9, 9, weight.shape))
+    panels, _ = layout.pack(weight, memory)
+    want, _ = panel_layout(native_library, BF16, may_compact=False).pack(weight, None)
+    assert torch.equal(panels.view(torch.int16), want.view(torch.int16))

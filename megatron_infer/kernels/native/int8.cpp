@@ -126,7 +126,8 @@ static int64_t candidates(const T* x, int64_t x_stride, const uint8_t* panels, c
             errors += squares_of(left, kInputs);
         }
         const float norm = std::sqrt(squares_of(in, inner)) * (1 + slack);
-        of_error[token] = norm + tiny;
+        // Squares of smaller inputs vanish: nothing is known of their outputs.
+        of_error[token] = norm < 1e-15f ? std::numeric_limits<float>::infinity() : norm + tiny;
         of_norm[token] = std::sqrt(errors) * (1 + slack) + slack * norm + tiny;
     };
     Bounds bounds{norms, of_error, of_norm, least, most, tokens, rows};

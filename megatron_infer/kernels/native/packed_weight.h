@@ -20,7 +20,8 @@ namespace mi {
 
 struct PackedHeader {
     uint64_t is_compact;
-    uint64_t unused[7];
+    uint64_t overflowed;  // a segment had more other values than it can list: the copy is not the weight's
+    uint64_t unused[6];
 };
 static_assert(sizeof(PackedHeader) == 64, "panels are aligned to a cache line");
 
@@ -99,12 +100,12 @@ inline void expand(const uint8_t* panel, int64_t inner, bf16* out) {
 
 // What decides how a segment is coded. for_each(call): call(which, values) for vectors of it and those of their values
 // that count.
-struct Census {
+struct Magnitudes {
     int largest = 0;
     int64_t small = 0, zeros = 0, least_negative = 0;  // values below the codes' exponents, those that are zero, those of kZeroCode
 
     template <class ForEach>
-    explicit Census(ForEach&& for_each) {
+    explicit Magnitudes(ForEach&& for_each) {
         const __m512i exponents = _mm512_set1_epi16(0x7f00);
         __m512i most = _mm512_setzero_si512();
         for_each([&](__mmask32 which, __m512i v) {
@@ -127,19 +128,21 @@ struct Census {
     bool fits() const { return (has_zero() ? small - zeros + least_negative : small) <= kMostRare; }
 };
 
-// A plain panel, of which `count` rows are a weight's, as a compact one. Values of the other rows are arbitrary.
-inline void compress(const bf16* panel, int64_t inner, int count, uint8_t* out) {
+// A plain panel, of which `count` rows are a weight's, as a compact one. Values of the other rows are arbitrary. Returns
+// whether all values are in it, as they are where the weight fits.
+inline bool compress(const bf16* panel, int64_t inner, int count, uint8_t* out) {
     const __mmask32 own = count < W ? ((uint32_t)1 << 2 * count) - 1 : ~(uint32_t)0;
+    bool whole = true;
     const __m512i byte = _mm512_set1_epi16(0xff), exponent = _mm512_set1_epi8(0x7f), lowest = _mm512_set1_epi8(kLow);
     for (int64_t first = 0; first < inner; first += kSegment, panel += kSegment * W) {
         const int64_t entries = first + kSegment < inner ? kSegment : inner - first;
-        const Census census([&](auto&& call) {
+        const Magnitudes found([&](auto&& call) {
             for (int64_t i = 0; i < entries * W; i += 2 * W) call(own, _mm512_loadu_si512(panel + i));
         });
         Segment& segment = *(Segment*)out;
-        segment = {(uint8_t)census.largest, 0, census.has_zero()};
+        segment = {(uint8_t)found.largest, 0, found.has_zero()};
         out += sizeof segment;
-        const __m512i largest = _mm512_set1_epi8((char)census.largest), filler = _mm512_set1_epi16((short)(census.largest << 8));
+        const __m512i largest = _mm512_set1_epi8((char)found.largest), filler = _mm512_set1_epi16((short)(found.largest << 8));
         for (int64_t i = 0; i < entries; i += kGroup, out += kGroupBytes) {
             __m512i codes[2];
             for (int half = 0; half < 2; ++half) {
@@ -166,27 +169,32 @@ inline void compress(const bf16* panel, int64_t inner, int count, uint8_t* out) 
                 const __m512i marks = _mm512_movm_epi8(rare), none = _mm512_setzero_si512();
                 _mm512_store_si512(is_rare, _mm512_unpacklo_epi8(marks, none));  // in the order of the values
                 _mm512_store_si512(is_rare + 2 * W, _mm512_unpackhi_epi8(marks, none));
-                for (int v = 0; v < 4 * W; ++v)
-                    if (is_rare[v] && segment.num_rare < kMostRare)
+                for (int v = 0; v < 4 * W; ++v) {
+                    if (!is_rare[v]) continue;
+                    if (segment.num_rare < kMostRare)
                         segment.rare[segment.num_rare++] = {(uint16_t)(i * W + 4 * W * half + v), values[v]};
+                    else
+                        whole = false;
+                }
             }
             _mm512_storeu_si512(out + 128, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
         }
     }
+    return whole;
 }
 
 // Whether `count` rows of a weight make a compact panel.
 inline bool fits_compact(const bf16* rows, int64_t inner, int count) {
     for (int64_t first = 0; first < inner; first += kSegment) {
         const int64_t end = first + kSegment < inner ? first + kSegment : inner;
-        const Census census([&](auto&& call) {
+        const Magnitudes found([&](auto&& call) {
             for (int r = 0; r < count; ++r)
                 for (int64_t i = first; i < end; i += 32) {
                     const __mmask32 inside = end - i < 32 ? ((uint32_t)1 << (end - i)) - 1 : ~(uint32_t)0;
                     call(inside, _mm512_maskz_loadu_epi16(inside, rows + r * inner + i));
                 }
         });
-        if (!census.fits()) return false;
+        if (!found.fits()) return false;
     }
     return true;
 }

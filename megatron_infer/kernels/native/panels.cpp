@@ -299,7 +299,8 @@ static void chosen(const PanelLinear<T>& task, const int32_t* which, int64_t cou
         for (int64_t i = begin; i < end; ++i) {
             PanelLinear<T> one = task;
             one.panels += (which[i] - i) * task.bytes;
-            one.run(i, i + 1, 0, tokens);
+            for (int64_t first = 0; first < tokens; first += kTokens)
+                one.run(i, i + 1, first, tokens - first < kTokens ? tokens - first : kTokens);
         }
     });
 }
@@ -378,7 +379,8 @@ static bool fits(const T* weight, int64_t inner, int64_t rows, int threads) {
 // Returns the weight's checksum: each stretch is packed while it is in the cache.
 template <class T>
 static uint64_t pack(const T* weight, void* packed, bool compact, int64_t inner, int64_t rows, int threads) {
-    *(PackedHeader*)packed = PackedHeader{compact};
+    PackedHeader& header = *(PackedHeader*)packed;
+    header = PackedHeader{compact};
     char* out = (char*)packed + sizeof(PackedHeader);
     const int64_t source = W * inner * (int64_t)sizeof(T), bytes = panel_bytes_of<T>(compact, inner);
     return checksum(weight, rows * inner * (int64_t)sizeof(T), threads, [&](int64_t from, int64_t to) {
@@ -390,7 +392,8 @@ static uint64_t pack(const T* weight, void* packed, bool compact, int64_t inner,
                     static thread_local Buffer buffer;
                     T* plain = buffer.get<T>(W * inner);
                     pack_panel<false>(weight, plain, inner, rows, panel);
-                    compress(plain, inner, (int)(rows - panel * W < W ? rows - panel * W : W), (uint8_t*)out + panel * bytes);
+                    if (!compress(plain, inner, (int)(rows - panel * W < W ? rows - panel * W : W), (uint8_t*)out + panel * bytes))
+                        __atomic_store_n(&header.overflowed, 1, __ATOMIC_RELAXED);
                     continue;
                 }
 #endif

@@ -42,7 +42,7 @@ static void multiply(const float* a, int a_stride, const float* b, int b_wide, i
         vf column[NV];
         for (int j = 0; j < NV; ++j) column[j] = load(b + j * W);
         for (int r = 0; r < kMicroRows; ++r)
-            for (int j = 0; j < NV; ++j) acc[r][j] += a[r * a_stride + p] * column[j];
+            for (int j = 0; j < NV; ++j) acc[r][j] = fma_of(splat(a[r * a_stride + p]), column[j], acc[r][j]);
     }
     for (int r = 0; r < kMicroRows; ++r)
         for (int j = 0; j < NV; ++j) store(c + r * c_stride + j * W, acc[r][j]);
