@@ -17,6 +17,8 @@
 #define MI_BF16_DOT 0
 #endif
 
+#define MI_INLINE __attribute__((always_inline))
+
 namespace mi {
 
 #if defined(__AVX512F__)

@@ -25,7 +25,7 @@ struct Int4 {
             codes[g + kGroups / 2] = (vb)(both >> 4 & 0x0f0f0f0fu);
         }
     }
-    vi products(const Inputs& in) const {
+    MI_INLINE vi products(const Inputs& in) const {
 #if !MI_BYTE_DOT && defined(__AVX512BW__)  // sums in 16 bits: of 16 products, each at most 15 * 127
         __m512i pairs = _mm512_setzero_si512();
         for (int g = 0; g < kGroups; ++g) {
@@ -48,7 +48,7 @@ struct Int4 {
         return sum;
 #endif
     }
-    vf add(vf sum, const Inputs& in) const {
+    MI_INLINE vf add(vf sum, const Inputs& in) const {
         sum = fma_of(__builtin_convertvector(products(in), vf), scale * splat(in.scale), sum);
         return fma_of(minimum, splat(in.total), sum);
     }

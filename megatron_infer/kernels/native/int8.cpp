@@ -21,7 +21,7 @@ struct Int8 {
     explicit Int8(const uint8_t* block) : scale(load_halves((const uint16_t*)(block + kInputs * W))) {
         for (int g = 0; g < kGroups; ++g) codes[g] = load_codes(block + g * kVector);
     }
-    vf add(vf sum, const Inputs& in) const {
+    MI_INLINE vf add(vf sum, const Inputs& in) const {
         vi products = vi{} + in.start;
         for (int g = 0; g < kGroups; ++g) products = dot4(products, codes[g], in.code + 4 * g);
         return fma_of(__builtin_convertvector(products, vf), scale * splat(in.scale), sum);

@@ -61,7 +61,7 @@ inline __m512i high_bytes(const Segment& segment) {
 
 // Calls each(i, group, values) for the groups of a panel: i of the first inner entry, where the group lies, its 4 vectors.
 template <class Each>
-inline __attribute__((always_inline)) void for_each_group(const uint8_t* p, int64_t inner, Each&& each) {
+inline MI_INLINE void for_each_group(const uint8_t* p, int64_t inner, Each&& each) {
     const __m512i four_bits = _mm512_set1_epi8(15);
     for (int64_t first = 0; first < inner; first += kSegment) {
         const Segment& segment = *(const Segment*)p;

@@ -68,13 +68,14 @@ struct PanelLinear {
     void block(int64_t token, int64_t panel, const T* w, const char* next, int step) const {
         const T* in = x + token * x_stride;
         vf acc[N][M] = {};
-        auto advance = [&](int64_t i) {
+        // inlined whatever else calls this: sums that a function took by reference would live in memory
+        auto advance = [&](int64_t i) MI_INLINE {
             typename P::Vec column[N];
             for (int n = 0; n < N; ++n) column[n] = P::weights(w + n * W * inner);
             for (int m = 0; m < M; ++m)
                 for (int n = 0; n < N; ++n) acc[n][m] = P::add(acc[n][m], column[n], in + m * x_stride + i);
         };
-        auto fetching = [&](auto locality) {
+        auto fetching = [&](auto locality) MI_INLINE {
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) {
                 // the panels are contiguous and are fetched as one
                 for (int n = 0; n < N; ++n) __builtin_prefetch(next + n * step, 0, decltype(locality)::value);
@@ -117,14 +118,15 @@ struct PanelLinear {
         constexpr int64_t ahead = M > 4 ? 8192 : 4096;
         const T* in = x + token * x_stride;
         vf acc[M] = {};
-        auto multiply = [&](auto locality) {
-            for_each_group((const uint8_t*)panels + panel * bytes, inner, [&](int64_t i, const uint8_t* p, const __m512i* values) {
+        auto multiply = [&](auto locality) MI_INLINE {
+            auto each = [&](int64_t i, const uint8_t* p, const __m512i* values) MI_INLINE {
                 for (int line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(p + ahead + line, 0, decltype(locality)::value);
 #pragma GCC unroll 4
                 for (int v = 0; v < 4; ++v)
 #pragma GCC unroll 16
                     for (int m = 0; m < M; ++m) acc[m] = P::add(acc[m], (__m512bh)values[v], in + m * x_stride + i + 2 * v);
-            });
+            };
+            for_each_group((const uint8_t*)panels + panel * bytes, inner, each);
         };
         if (past_l2())
             multiply(std::integral_constant<int, 0>{});
