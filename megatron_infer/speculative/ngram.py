@@ -72,9 +72,15 @@ class NgramProposer:
             if len(self._indices) > NUM_FORGOTTEN:
                 self._indices = {one: known for one, known in self._indices.items() if one.finish_reason is None}
             index = self._indices[request] = _Index()
-        tokens, ends = request.tokens, index.ends
+        tokens, ends, num_seen = request.tokens, index.ends, index.num_seen
+        if len(tokens) == num_seen + 1:  # as in nearly every step, in a quarter of the time
+            for run in self._runs:
+                if run <= num_seen:
+                    ends.setdefault(hash(tuple(tokens[num_seen - run : num_seen])), []).append(num_seen)
+            index.num_seen += 1
+            return index
         for run in self._runs:
-            first, behind = max(index.num_seen - run, 0), len(tokens) - run
+            first, behind = max(num_seen - run, 0), len(tokens) - run
             runs = zip(*(tokens[first + place : behind + place] for place in range(run)), strict=False)
             for end, key in enumerate(map(hash, runs), first + run):
                 ends.setdefault(key, []).append(end)
