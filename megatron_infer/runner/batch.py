@@ -71,7 +71,7 @@ class Batch:
     lora: LoRABackend | None = None
     is_padded: bool = False
     only_sampled: bool = False
-    """Of the final hidden states only those are read that tokens are drawn from: kernels may leave out the others."""
+    """Only the final hidden states of sampled tokens are read: kernels may leave out the others."""
     is_narrow: bool = False
     """They did: a row of the final hidden states for each sample, in the place of one for each token."""
 
