@@ -6,6 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,28 @@ def launches():
     """Every launch of a session, noted where that was asked for."""
     folder = os.environ.get(LAUNCHES_VARIABLE)
     with recording(Path(folder), "megatron_infer.kernels") if folder else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def products_in_double():
+    """The interpreter's products, summed in double: NumPy's sums depend, on some CPUs, on a row's place in its tile."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, *precision):
+        if any(x.data.dtype not in (np.float16, np.float32) for x in (a, b, d)):
+            return plain(self, a, b, d, *precision)
+        with np.errstate(over="ignore"):
+            product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", create_dot)
         yield
 
 
