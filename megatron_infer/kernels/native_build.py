@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_infer.utils import openmp
+
 FOLDER = Path(__file__).parent / "native"
 SOURCES = (
     "elementwise.cpp",
@@ -168,12 +170,13 @@ _libraries: list[ctypes.CDLL] = []
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The native library, built if need be; raises NativeUnavailable."""
+    """The native library, built if need be; raises NativeUnavailable. torch's idle threads leave the cores to its own."""
     path = build()
     try:
         _libraries.append(ctypes.CDLL(str(path)))
     except OSError as error:
         raise NativeUnavailable(f"{path} does not load: {error}") from None
+    openmp.crowd_cores()
     return _libraries[-1]
 
 

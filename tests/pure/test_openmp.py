@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -28,3 +29,36 @@ def test_threads_limit_spinning_unless_a_variable_is_set(before, env, expected, 
         monkeypatch.setenv(name, value)
     done = subprocess.run([sys.executable, "-c", before + SHOW], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == expected
+
+
+WAIT = """
+import time, torch
+from megatron_infer.utils.openmp import crowd_cores
+torch.set_num_threads(2)
+found = [crowd_cores(), crowd_cores()] if {crowd} else []
+x = torch.zeros(1 << 17)
+x.add_(1)
+begun = time.process_time() - time.thread_time()
+for _ in range(100):
+    x.add_(1)
+    time.sleep(0.002)
+print(time.process_time() - time.thread_time() - begun, *found)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no idle threads")
+def test_threads_of_a_torch_that_was_loaded_first_stop_spinning(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    seconds = {}
+    for crowd in (False, True):
+        done = subprocess.run(
+            [sys.executable, "-c", WAIT.format(crowd=crowd)], capture_output=True, text=True, check=True
+        )
+        waited, *found = done.stdout.split()
+        seconds[crowd] = float(waited)
+        assert found == (["True", "False"] if crowd else [])
+    assert seconds[True] < seconds[False] / 3, seconds
+    monkeypatch.setenv("GOMP_SPINCOUNT", "2000")
+    done = subprocess.run([sys.executable, "-c", WAIT.format(crowd=True)], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1:] == ["False", "False"]
