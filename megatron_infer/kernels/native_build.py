@@ -170,7 +170,10 @@ _libraries: list[ctypes.CDLL] = []
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The native library, built if need be; raises NativeUnavailable. torch's idle threads leave the cores to its own."""
+    """The native library, built if need be; raises NativeUnavailable.
+
+    torch's idle threads leave the cores to its own from then on.
+    """
     path = build()
     try:
         _libraries.append(ctypes.CDLL(str(path)))

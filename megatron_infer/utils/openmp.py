@@ -1,4 +1,4 @@
-"""How idle OpenMP threads wait. `limit_spinning` must run before torch loads its runtime, so this imports nothing heavy."""
+"""How idle OpenMP threads wait. `limit_spinning` must run before torch loads: this module imports nothing heavy."""
 
 from __future__ import annotations
 
