@@ -27,6 +27,10 @@ PROBE_SHARE = 0.01
 """Share of the time that goes to drafts that are not expected to pay, so that the measured costs stay current."""
 PLAIN_EVERY = 50
 """After this many steps with drafts, one step of as many rows runs without drafts and is measured."""
+SHORT_TURN_S = 1e-3
+"""Where a step takes less than this for each of its rows, the time of finding a proposal (about a hundredth) counts."""
+IDLE_STEPS, LOOK_EVERY = 8, 4
+"""There a request that drafted nothing in so many steps has a proposal in one of so many, until it drafts again."""
 NUM_FORGOTTEN = 64
 """With more records than this, those of ended requests are dropped."""
 
@@ -107,6 +111,8 @@ class _Record:
     """Tokens that the request had at its latest proposal."""
     compared: bool = True
     """Whether the latest proposal has been compared with what was drawn."""
+    idle: int = 0
+    """Short steps in a row in which nothing was drafted for it."""
 
     @property
     def odds(self) -> float:
@@ -143,9 +149,31 @@ class DraftDepth:
         self._priced = self.costs
         """What `_added_s` follows from: seconds that 1, 2, ... drafts add to a step, by its rows."""
         self._added_s: dict[int, list[float]] = {}
+        self._turn, self._all_rest = 0, False
 
     def of(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
         """Tokens of each proposal to verify in a step of all requests that decode; called once for each step."""
+        depths = self._counted(requests, proposals)
+        is_short = self.costs.seconds(max(1, len(requests)), verifying=False) < SHORT_TURN_S * len(requests)
+        self._all_rest = is_short
+        for request, depth in zip(requests, depths, strict=True):
+            record = self._record(request)
+            rests = is_short and not depth and request.params.structured is None  # a grammar forces tokens at any time
+            record.idle = record.idle + 1 if rests else 0
+            self._all_rest &= record.idle >= IDLE_STEPS
+        return depths
+
+    def begin_step(self) -> bool:
+        """Called once for each step, before `of` -> whether no request need propose in it, and `of` be called."""
+        self._turn = (self._turn + 1) % LOOK_EVERY
+        return self._all_rest and self._turn > 0
+
+    def rests(self, request: Request) -> bool:
+        """Whether the request goes without a proposal in this step."""
+        record = self._records.get(request)
+        return record is not None and record.idle >= IDLE_STEPS and self._turn > 0
+
+    def _counted(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
         rows, probes = len(requests), self._probes
         if not any(proposal.tokens for proposal in proposals):
             return [0] * rows

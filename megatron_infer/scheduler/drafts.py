@@ -122,8 +122,10 @@ class DraftPlanner:
         self, running_set: RunningSet, decode: list[Request], starts: list[int], *, room: int
     ) -> list[PrefillChunk]:
         """Move requests with drafts from the decode rows to chunks of their own; room: tokens left of the step."""
-        begun, stats = time.perf_counter(), self.stats
         chunks: list[PrefillChunk] = []
+        if self.depth is not None and self.depth.begin_step():
+            return chunks
+        begun, stats = time.perf_counter(), self.stats
         rows: list[tuple[Request, int]] = []
         proposals = [
             (self._proposals.get(request) or self._proposal(request))
@@ -132,6 +134,10 @@ class DraftPlanner:
             for request, start in zip(decode, starts, strict=True)
         ]
         depths = self._depths_of(decode, proposals, counts=True)
+        if not any(depths):
+            stats.proposals_per_depth[0] += sum(bool(proposal.tokens) for proposal in proposals)
+            stats.seconds_drafting += time.perf_counter() - begun
+            return chunks
         for request, start, proposal, depth in zip(decode, starts, proposals, depths, strict=True):
             most = min(depth, room)
             drafts: tuple[int, ...] = ()
@@ -206,6 +212,8 @@ class DraftPlanner:
 
     def _proposal(self, request: Request) -> Proposal:
         """What may follow the known tokens of `request`, as far as it can be drawn."""
+        if self.depth is not None and self.depth.rests(request):
+            return NO_PROPOSAL
         most = min(self._max_drafts, request.max_total - 1 - len(request.tokens))
         structured = request.params.structured is not None
         if most < 1 or request.params.speculate is False or (structured and self._num_allowed is None):

@@ -7,6 +7,8 @@ import random
 import pytest
 from fake_device import make_request
 
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.step_cost_meter import REPORT_STEPS, StepCostMeter
 from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, PLAIN_EVERY, DraftDepth, Proposal, StepCosts
 from megatron_infer.scheduler.step_plan import ON_DEVICE, PrefillChunk, StepPlan
@@ -130,6 +132,64 @@ def test_one_step_in_fifty_goes_without_drafts_to_be_measured():
             depth.verified(requests[0], 8, 8)
         requests[0].tokens += [1]
     assert drafted.count(0) == 10 and drafted[0] == 0
+
+
+SHORT = StepCosts(plain=[(16, 0.008)], verifying=[(17, 0.009), (32, 0.02)])
+"""16 rows that take half a millisecond each."""
+
+
+def looks(depth: DraftDepth, requests: list, proposals: list, steps: int) -> list[list[int]]:
+    """Rows that propose, of each step; nothing that was proposed is drawn."""
+    found = []
+    for _ in range(steps):
+        asked = [] if depth.begin_step() else [row for row, one in enumerate(requests) if not depth.rests(one)]
+        found.append(asked)
+        for row in asked:
+            depth.proposed(requests[row], proposals[row])
+        if asked:
+            depths = depth.of(requests, [one if row in asked else NO_PROPOSAL for row, one in enumerate(proposals)])
+            for row, count in enumerate(depths):
+                if count:
+                    depth.verified(requests[row], count, 0)
+        for request in requests:
+            request.tokens.append(7)
+    return found
+
+
+def test_requests_that_draft_nothing_propose_in_one_step_of_four_where_steps_are_short():
+    depth, requests = DraftDepth(), rows_of(16)
+    depth.costs = SHORT
+    proposals = [proposal(1, most=1)] * 16
+    looks(depth, requests, proposals, 200)
+    rested = looks(depth, requests, proposals, 40)
+    sizes = [len(rows) for rows in rested]
+    assert sizes.count(16) == 10 and sizes.count(0) >= 15 and sizes.count(0) + sizes.count(1) == 30  # 1: tried again
+    joined = [*requests[:-1], *rows_of(1)]  # a new one is seen at the next look, and then looks by itself
+    later = looks(depth, joined, proposals, 12)
+    assert next(rows for rows in later if rows) == list(range(16)) and [15] in later
+
+
+@pytest.mark.parametrize("why", ["steps are long", "a grammar forces tokens", "drafts pay"])
+def test_no_request_rests(why):
+    depth, requests = DraftDepth(), rows_of(16)
+    depth.costs = StepCosts(plain=[(16, 0.032)]) if why == "steps are long" else SHORT
+    if why == "a grammar forces tokens":
+        params = SamplingParams(structured=StructuredOutput(regex="a*"))
+        requests = [make_request(f"r{row}", [1], 999, params=params) for row in range(16)]
+    if why == "drafts pay":
+        depth.costs = StepCosts(plain=[(16, 0.008)], verifying=[(17, 0.008), (256, 0.0081)])
+        found = []
+        for _ in range(40):
+            found.append(depth.begin_step() or any(map(depth.rests, requests)))
+            for request in requests:
+                depth.proposed(request, proposal(16))
+            for request, count in zip(requests, depth.of(requests, [proposal(16)] * 16), strict=True):
+                if count:
+                    depth.verified(request, count, count)
+                request.tokens.append(50)
+        assert not any(found)
+        return
+    assert all(len(rows) == 16 for rows in looks(depth, requests, [proposal(1, most=1)] * 16, 60))
 
 
 def test_ended_requests_are_forgotten():
