@@ -165,7 +165,8 @@ class ModelRunner:
             step.logits_SV = step.padded.logits_SV
         elif plan.sampled:
             assert hidden_TD is not None
-            is_whole = len(plan.decode) == plan.num_tokens or step.batch.is_narrow
+            draws_all = len(plan.sampled) == plan.num_tokens and not any(chunk.forks for chunk in plan.prefill)
+            is_whole = draws_all or step.batch.is_narrow
             hidden_SD = hidden_TD if is_whole else hidden_TD.index_select(0, step.batch.sample_token_S)
             step.greedy = self._greedy(hidden_SD, step.batch)
             if step.greedy is None:
