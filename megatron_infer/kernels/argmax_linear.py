@@ -1,7 +1,7 @@
 """The largest outputs of a linear, found by a copy of its weight in 8 bits (native/int8.cpp).
 
 A greedy token needs one logit of a vocabulary. Products with the 8-bit copy, half of a bf16 weight, bound every
-output; panels of the weight are multiplied only where an output can still be the largest. What is multiplied has the
+output; a panel of the weight is multiplied only by tokens whose largest output can be there. What is multiplied has the
 bits that `NativeOps.linear` gives, and every output left out is surely smaller: the argmax is the same.
 """
 
@@ -16,8 +16,9 @@ from megatron_infer.kernels.packing import PackedLinears
 
 LEAST_BYTES = 4 << 20
 """A smaller weight stays in the caches and is multiplied whole."""
-LEAST_SAVED = 0.5
-"""Share of the panels that must be left out, else the next `PAUSE` products are whole."""
+LEAST_SAVED = 0.7
+"""Share of the panels that must be left out, on the mean over tokens where there are many, else the next `PAUSE` products
+are whole."""
 PAUSE = 64
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
@@ -31,7 +32,7 @@ class ArgmaxLinear:
         self._num_bytes.argtypes, self._num_bytes.restype = [_I, _I], _I
         self._pack.argtypes, self._pack.restype = [_P, _P, _I, _I, ctypes.c_int], None
         self._run = getattr(library, f"mi_argmax_linear_{suffix}")
-        self._run.argtypes, self._run.restype = [_P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, ctypes.c_int], _I
+        self._run.argtypes, self._run.restype = [_P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, ctypes.c_int], ctypes.c_int
         self._panel_rows = int(library.mi_panel_rows())
         self._pause = 0
 
@@ -47,7 +48,7 @@ class ArgmaxLinear:
         tokens, inner = x_TX.shape
         most = int((1 - LEAST_SAVED) * -(-rows // self._panel_rows))
         token, bad = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.bool)
-        count = self._run(
+        done = self._run(
             x_TX.data_ptr(),
             inner,
             panels.data_ptr(),
@@ -61,7 +62,7 @@ class ArgmaxLinear:
             most,
             torch.get_num_threads(),
         )
-        if count > most:
+        if not done:
             self._pause = PAUSE
             return None
         return token, bad

@@ -163,10 +163,14 @@ class DraftDepth:
             self._all_rest &= record.idle >= IDLE_STEPS
         return depths
 
-    def begin_step(self) -> bool:
-        """Called once for each step, before `of` -> whether no request need propose in it, and `of` be called."""
-        self._turn = (self._turn + 1) % LOOK_EVERY
+    @property
+    def all_rest(self) -> bool:
+        """Whether no request need propose in this step, and `of` need not be called."""
         return self._all_rest and self._turn > 0
+
+    def next_step(self) -> None:
+        """A step has been planned."""
+        self._turn = (self._turn + 1) % LOOK_EVERY
 
     def rests(self, request: Request) -> bool:
         """Whether the request goes without a proposal in this step."""

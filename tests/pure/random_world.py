@@ -10,7 +10,7 @@ from world import Swap, World
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.scheduler import policy
-from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, Proposal
+from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, DraftDepth, Proposal, StepCosts
 from megatron_infer.scheduler.request import CacheUse, Request
 
 
@@ -38,8 +38,18 @@ def random_world(rng: random.Random, *, drafting: float = 0.0, **fixed) -> World
     world = World(**(fields | fixed))
     if rng.random() < drafting:
         world.proposer = AdversarialProposer(rng, lambda: world.version)
+        if rng.random() < 0.5:
+            dear = rng.choice([1.05e-4, 1.2e-4, 5e-3])
+            world.depth = lambda: priced(StepCosts(plain=[(1, 1e-4)], verifying=[(2, dear), (64, 1.5 * dear)]))
         world.build()
     return world
+
+
+def priced(costs: StepCosts) -> DraftDepth:
+    """With these costs from the first step on."""
+    depth = DraftDepth()
+    depth.costs = costs
+    return depth
 
 
 class AdversarialProposer:

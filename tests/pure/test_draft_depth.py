@@ -142,7 +142,7 @@ def looks(depth: DraftDepth, requests: list, proposals: list, steps: int) -> lis
     """Rows that propose, of each step; nothing that was proposed is drawn."""
     found = []
     for _ in range(steps):
-        asked = [] if depth.begin_step() else [row for row, one in enumerate(requests) if not depth.rests(one)]
+        asked = [] if depth.all_rest else [row for row, one in enumerate(requests) if not depth.rests(one)]
         found.append(asked)
         for row in asked:
             depth.proposed(requests[row], proposals[row])
@@ -153,6 +153,7 @@ def looks(depth: DraftDepth, requests: list, proposals: list, steps: int) -> lis
                     depth.verified(requests[row], count, 0)
         for request in requests:
             request.tokens.append(7)
+        depth.next_step()
     return found
 
 
@@ -180,13 +181,14 @@ def test_no_request_rests(why):
         depth.costs = StepCosts(plain=[(16, 0.008)], verifying=[(17, 0.008), (256, 0.0081)])
         found = []
         for _ in range(40):
-            found.append(depth.begin_step() or any(map(depth.rests, requests)))
+            found.append(depth.all_rest or any(map(depth.rests, requests)))
             for request in requests:
                 depth.proposed(request, proposal(16))
             for request, count in zip(requests, depth.of(requests, [proposal(16)] * 16), strict=True):
                 if count:
                     depth.verified(request, count, count)
                 request.tokens.append(50)
+            depth.next_step()
         assert not any(found)
         return
     assert all(len(rows) == 16 for rows in looks(depth, requests, [proposal(1, most=1)] * 16, 60))

@@ -10,7 +10,8 @@ import restarted_world
 from fake_device import VOCAB
 from random_world import random_costs, random_leader, random_world
 
-from megatron_infer.scheduler import policy
+from megatron_infer.scheduler import draft_depth, policy
+from megatron_infer.scheduler.draft_depth import DraftDepth
 from megatron_infer.scheduler.request import FinishReason
 
 NUM_SEEDS = 900
@@ -115,8 +116,11 @@ def disturb(world, rng, totals, pending):
 
 
 @pytest.mark.parametrize("shard", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, NUM_SHARDS))])
-def test_tokens_equal_the_oracle_in_random_schedules(shard):
+def test_tokens_equal_the_oracle_in_random_schedules(shard, monkeypatch):
     totals = Counter()
+    monkeypatch.setattr(draft_depth, "IDLE_STEPS", 0)  # requests rest as soon as nothing is drafted for them
+    next_step = DraftDepth.next_step
+    monkeypatch.setattr(DraftDepth, "next_step", lambda depth: totals.update(rests=depth.all_rest) or next_step(depth))
     for seed in range(shard, NUM_SEEDS, NUM_SHARDS):
         try:
             run_schedule(seed, totals)
@@ -144,6 +148,7 @@ def test_tokens_equal_the_oracle_in_random_schedules(shard):
         "drafted",
         "accepted",
         "verified",
+        "rests",
     ):
         assert totals[what] > 10, f"{what}: {totals[what]} times only"
     assert totals["states swapped in"] and totals["late hits"] and totals["shared returns"], totals

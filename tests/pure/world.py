@@ -136,7 +136,9 @@ class World:
         drafts = None
         if self.proposer is not None and self.block_size > 1:
             most = min(self.max_drafts, self.block_size - 1)
-            drafts = DraftPlanner(self.context, self.proposer, max_drafts=most, vocab_size=VOCAB)
+            drafts = DraftPlanner(
+                self.context, self.proposer, max_drafts=most, vocab_size=VOCAB, depth=self.depth and self.depth()
+            )
         self.scheduler = Scheduler(
             self.context,
             max_tokens=self.max_tokens,
@@ -155,6 +157,8 @@ class World:
     """Further arguments of the scheduler."""
     proposer, max_drafts = None, 6
     """Drafts tokens; None, or blocks of one token: nothing is drafted."""
+    depth = None
+    """Makes what decides how many drafts pay; None: all of them are verified."""
 
     @property
     def drafts(self):

@@ -129,7 +129,7 @@ def clock_of(engine: DynamicInferenceEngine) -> PartClock:
     clock = PartClock() if kernels.layers is None else PartClock(kernels.layers.take_seconds)
     runner.forward = clock.timed(PYTHON, runner.forward)
     runner.sample = clock.timed(SAMPLING, runner.sample)
-    for holder in (kernels.ops, kernels.attention, kernels.scan):
+    for holder in (kernels.ops, getattr(kernels.ops, "argmax_linear", None), kernels.attention, kernels.scan):
         for name, value in list(vars(holder).items() if holder is not None else ()):
             if isinstance(value, ctypes._CFuncPtr):
                 setattr(holder, name, clock.timed(part_of(value.__name__), value))

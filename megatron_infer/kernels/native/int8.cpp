@@ -107,13 +107,14 @@ static float squares_of(const T* x, int64_t n) {
     return sum_of(sum);
 }
 
-// The panels that can have the largest output of a token among the first `rows`, in order -> their number.
+// The panels that can have the largest output of a token among the first `rows`, in order -> their number. Panel i of them
+// can have that of the tokens whose bits are set in the ith words of `needs`.
 template <class T>
-static int64_t candidates(const T* x, int64_t x_stride, const uint8_t* panels, const float* norms, int32_t* found, int64_t tokens,
-                          int64_t inner, int64_t rows, int threads) {
+static int64_t candidates(const T* x, int64_t x_stride, const uint8_t* panels, const float* norms, int32_t* found,
+                          uint64_t* needs, int64_t tokens, int64_t inner, int64_t rows, int threads) {
     static thread_local Buffer buffer;
-    const int64_t num_panels = (rows + W - 1) / W, own = (tokens + W - 1) / W * W;
-    vf* least = (vf*)buffer.get<float>(threads * tokens * W + 3 * own + num_panels * tokens);
+    const int64_t num_panels = (rows + W - 1) / W, own = (tokens + W - 1) / W * W, words = (tokens + 63) / 64;
+    vf* least = (vf*)buffer.get<float>(threads * tokens * W + 3 * own + num_panels * tokens + W);
     float *of_error = (float*)(least + threads * tokens), *of_norm = of_error + own, *lowest = of_norm + own, *most = lowest + own;
     for (int64_t i = 0; i < threads * tokens; ++i) least[i] = splat(-std::numeric_limits<float>::infinity());
     const float slack = (float)(inner + 256) * 0x1p-22f, tiny = 1e-30f;
@@ -142,10 +143,21 @@ static int64_t candidates(const T* x, int64_t x_stride, const uint8_t* panels, c
     int64_t count = 0;
     for (int64_t panel = 0; panel < num_panels; ++panel) {
         const float* at_most = most + panel * tokens;
-        bool needed = false;
-        for (int64_t t = 0; t < tokens; ++t) needed |= !(at_most[t] < lowest[t]);
+        uint64_t *own_needs = needs + count * words, any = 0;
+        std::memset(own_needs, 0, words * sizeof(uint64_t));
+        for (int64_t t = 0; t < tokens; t += W) {
+            uint64_t mask = 0;
+#if defined(__AVX512F__)
+            mask = (uint16_t)~_mm512_cmp_ps_mask(_mm512_loadu_ps(at_most + t), _mm512_loadu_ps(lowest + t), _CMP_LT_OQ);
+#else
+            for (int i = 0; i < W; ++i) mask |= (uint64_t)!(at_most[t + i] < lowest[t + i]) << i;
+#endif
+            if (tokens - t < W) mask &= ((uint64_t)1 << (tokens - t)) - 1;
+            own_needs[t / 64] |= mask << (t % 64);
+            any |= mask;
+        }
         found[count] = (int32_t)panel;
-        count += needed;
+        count += any != 0;
     }
     return count;
 }
@@ -237,10 +249,10 @@ int64_t mi_bounds_bytes(int64_t inner, int64_t rows) {
                     threads);                                                                                              \
     }                                                                                                                      \
     int64_t mi_candidates_##SUFFIX(const void* x, int64_t x_stride, const void* packed, int64_t packed_rows, int32_t* found, \
-                                   int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \
+                                   uint64_t* needs, int64_t tokens, int64_t inner, int64_t rows, int threads) {            \
         const uint8_t* codes = (const uint8_t*)packed;                                                                     \
         return candidates((const T*)x, x_stride, codes, (const float*)(codes + mi_int8_bytes(inner, packed_rows)), found,  \
-                          tokens, inner, rows, threads);                                                                   \
+                          needs, tokens, inner, rows, threads);                                                            \
     }
 MI_BOUNDS(f32, float)
 MI_BOUNDS(bf16, bf16)

@@ -6,6 +6,7 @@
 // to 64 tokens, which need much of both, take little longer than the larger of the two. An output is summed in the same
 // order for any number of tokens, so a token's result does not depend on the rest of the step.
 #include <cmath>
+#include <limits>
 #include <type_traits>
 
 #include "checksum.h"
@@ -301,17 +302,91 @@ static void linear(const PanelLinear<T>& task, int64_t tokens, int threads) {
     parallel(threads, body);
 }
 
-// The outputs of `count` chosen panels, side by side.
+// The largest output of each token and its lowest row, among panels `which` of the first `rows` rows; panel i for the tokens
+// whose bits are set in the ith words of `needs` alone.
 template <class T>
-static void chosen(const PanelLinear<T>& task, const int32_t* which, int64_t count, int64_t tokens, int threads) {
-    parallel_ranges(threads, count, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-            PanelLinear<T> one = task;
-            one.panels += (which[i] - i) * task.bytes;
-            for (int64_t first = 0; first < tokens; first += kTokens)
-                one.run(i, i + 1, first, tokens - first < kTokens ? tokens - first : kTokens);
+static void largest(const PanelLinear<T>& task, const int32_t* which, const uint64_t* needs, int64_t count, int64_t tokens,
+                    int64_t rows, int64_t* id, uint8_t* bad, int threads) {
+    struct Largest {
+        float value;
+        bool has_nan;
+        int64_t row;
+        void take(float v, int64_t at) {
+            if (v > value || (v == value && at < row)) value = v, row = at;
         }
-    });
+    };
+    static thread_local Buffer buffer;
+    Largest* found = buffer.get<Largest>(threads * tokens);
+    for (int64_t i = 0; i < threads * tokens; ++i) found[i] = {-std::numeric_limits<float>::infinity(), false, rows};
+    const int64_t words = (tokens + 63) / 64;
+    Shares shares(count, threads < Shares::kMost ? threads : Shares::kMost);
+    auto body = [&](int thread, int) {
+        static thread_local Buffer inputs, outputs, list;
+        T *x = inputs.get<T>(kTokens * task.inner), *out = outputs.get<T>(kTokens * W);
+        int32_t* own = list.get<int32_t>(kTokens);
+        for (int64_t i; (i = shares.take(thread)) >= 0;) {
+            const int64_t row = which[i] * (int64_t)W, left = rows - row;
+            const vi inside = [&] {
+                vi v{};
+                for (int r = 0; r < W; ++r) v[r] = r < left ? -1 : 0;
+                return v;
+            }();
+            for (int64_t first = 0; first < tokens; first += kTokens) {
+                int64_t num = 0;
+                for (int64_t t = first; t < tokens && t < first + kTokens; ++t)
+                    if (needs[i * words + t / 64] >> (t % 64) & 1) own[num++] = (int32_t)t;
+                if (!num) continue;
+                const bool all = num == (tokens - first < kTokens ? tokens - first : kTokens);
+                for (int64_t j = 0; j < num && !all; ++j)
+                    std::memcpy(x + j * task.inner, task.x + own[j] * task.x_stride, task.inner * sizeof(T));
+                PanelLinear<T> one = task;
+                one.x = all ? task.x + first * task.x_stride : x;
+                one.x_stride = all ? task.x_stride : task.inner;
+                one.panels += which[i] * task.bytes, one.out = out, one.rows = W;
+                one.run(0, 1, 0, num);
+                for (int64_t j = 0; j < num; ++j) {
+                    Largest& best = found[thread * tokens + own[j]];
+                    const vf v = load(out + j * W), lowest = splat(-std::numeric_limits<float>::infinity());
+                    const vi strange = (vi)(v != v) & inside;
+                    for (int r = 0; r < W; ++r) best.has_nan |= strange[r] != 0;
+                    const vf mine = (inside & ~strange) ? v : lowest;
+                    const float top = max_of(mine);
+                    if (top < best.value) continue;
+                    int r = 0;
+                    while (r < W - 1 && mine[r] != top) ++r;
+                    best.take(top, row + r);
+                }
+            }
+        }
+    };
+    parallel((int)(count < threads ? count : threads), body);
+    for (int64_t t = 0; t < tokens; ++t) {
+        Largest best = found[t];
+        for (int i = 1; i < threads; ++i) {
+            best.take(found[i * tokens + t].value, found[i * tokens + t].row);
+            best.has_nan |= found[i * tokens + t].has_nan;
+        }
+        bad[t] = best.has_nan || !std::isfinite(best.value);
+        id[t] = bad[t] ? 0 : best.row;
+    }
+}
+
+// Returns 0 where more than `most` panels would be needed for each token.
+template <class T, class Candidates>
+static int argmax_linear(Candidates&& candidates, const void* x, int64_t x_stride, const void* panels, const void* bounds,
+                         int64_t* id, uint8_t* bad, int64_t tokens, int64_t inner, int64_t packed_rows, int64_t rows,
+                         int64_t most, int threads) {
+    static thread_local Buffer list, bits;
+    const int64_t num_panels = (rows + W - 1) / W, words = (tokens + 63) / 64;
+    int32_t* which = list.get<int32_t>(num_panels);
+    uint64_t* needs = bits.get<uint64_t>(num_panels * words);
+    const int64_t count = candidates(x, x_stride, bounds, packed_rows, which, needs, tokens, inner, rows, threads);
+    int64_t pairs = 0;
+    for (int64_t i = 0; i < count * words; ++i) pairs += __builtin_popcountll(needs[i]);
+    // Few tokens wait for the panels, many for the products.
+    if ((tokens < kManyTokens ? count * tokens : pairs) > most * tokens) return 0;
+    largest(PanelLinear<T>(x, x_stride, panels, nullptr, nullptr, inner, W), which, needs, count, tokens, rows, id, bad, threads);
+    return 1;
 }
 
 #if defined(__AVX512F__)
@@ -436,23 +511,11 @@ int mi_panel_rows() { return W; }
                                    int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \
         linear(PanelLinear<T>(x, x_stride, panels, bias, out, inner, rows), tokens, threads);                              \
     }                                                                                                                      \
-    int64_t mi_argmax_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bounds, int64_t* id, \
+    int mi_argmax_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bounds, int64_t* id,     \
                                       uint8_t* bad, int64_t tokens, int64_t inner, int64_t packed_rows, int64_t rows,        \
                                       int64_t most, int threads) {                                                         \
-        static thread_local Buffer list, outputs, largest;                                                                 \
-        int32_t* which = list.get<int32_t>((rows + W - 1) / W);                                                            \
-        const int64_t count = mi_candidates_##SUFFIX(x, x_stride, bounds, packed_rows, which, tokens, inner, rows, threads); \
-        if (count > most) return count;                                                                                    \
-        T* out = outputs.get<T>(tokens * count * W);                                                                       \
-        chosen(PanelLinear<T>(x, x_stride, panels, nullptr, out, inner, count * W), which, count, tokens, threads);        \
-        const int64_t last = rows - which[count - 1] * W;                                                                  \
-        float* top = largest.get<float>(tokens);                                                                           \
-        mi_argmax_##SUFFIX(out, count * W, tokens, (count - 1) * W + (last < W ? last : W), id, top, threads);             \
-        for (int64_t t = 0; t < tokens; ++t) {                                                                             \
-            bad[t] = !std::isfinite(top[t]);                                                                               \
-            id[t] = bad[t] ? 0 : which[id[t] / W] * W + id[t] % W;                                                         \
-        }                                                                                                                  \
-        return count;                                                                                                      \
+        return argmax_linear<T>(mi_candidates_##SUFFIX, x, x_stride, panels, bounds, id, bad, tokens, inner, packed_rows,  \
+                                rows, most, threads);                                                                      \
     }
 MI_PANELS(f32, float)
 #if MI_BF16_DOT  // without bf16 products other libraries are faster
