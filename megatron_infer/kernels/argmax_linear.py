@@ -17,8 +17,8 @@ from megatron_infer.kernels.packing import PackedLinears
 LEAST_BYTES = 4 << 20
 """A smaller weight stays in the caches and is multiplied whole."""
 LEAST_SAVED = 0.7
-"""Share of the panels that must be left out, on the mean over tokens where there are many, else the next `PAUSE` products
-are whole."""
+"""Share of the panels that must be left out, on the mean over the tokens where these are many; else the next `PAUSE`
+products are whole."""
 PAUSE = 64
 _P, _I = ctypes.c_void_p, ctypes.c_int64
 
