@@ -113,6 +113,8 @@ class _Record:
     """Whether the latest proposal has been compared with what was drawn."""
     idle: int = 0
     """Short steps in a row in which nothing was drafted for it."""
+    rested: int = 0
+    """Steps in a row in which it rested."""
 
     @property
     def odds(self) -> float:
@@ -149,33 +151,26 @@ class DraftDepth:
         self._priced = self.costs
         """What `_added_s` follows from: seconds that 1, 2, ... drafts add to a step, by its rows."""
         self._added_s: dict[int, list[float]] = {}
-        self._turn, self._all_rest = 0, False
 
     def of(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
         """Tokens of each proposal to verify in a step of all requests that decode; called once for each step."""
         depths = self._counted(requests, proposals)
         is_short = self.costs.seconds(max(1, len(requests)), verifying=False) < SHORT_TURN_S * len(requests)
-        self._all_rest = is_short
         for request, depth in zip(requests, depths, strict=True):
             record = self._record(request)
-            rests = is_short and not depth and request.params.structured is None  # a grammar forces tokens at any time
-            record.idle = record.idle + 1 if rests else 0
-            self._all_rest &= record.idle >= IDLE_STEPS
+            record.rested = record.rested + 1 if self._rests(record) else 0
+            idles = is_short and not depth and request.params.structured is None  # a grammar forces tokens at any time
+            record.idle = record.idle + 1 if idles else 0
         return depths
 
-    @property
-    def all_rest(self) -> bool:
-        """Whether no request need propose in this step, and `of` need not be called."""
-        return self._all_rest and self._turn > 0
-
-    def next_step(self) -> None:
-        """A step has been planned."""
-        self._turn = (self._turn + 1) % LOOK_EVERY
-
     def rests(self, request: Request) -> bool:
-        """Whether the request goes without a proposal in this step."""
+        """Whether the request goes without a proposal in the next step that it is planned in."""
         record = self._records.get(request)
-        return record is not None and record.idle >= IDLE_STEPS and self._turn > 0
+        return record is not None and self._rests(record)
+
+    @staticmethod
+    def _rests(record: _Record) -> bool:
+        return record.idle >= IDLE_STEPS and record.rested < LOOK_EVERY - 1
 
     def _counted(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
         rows, probes = len(requests), self._probes

@@ -105,8 +105,6 @@ class DraftPlanner:
         if not num_in_flight:
             self._verifying.clear()  # a step that failed was undone, and is not committed
             return among
-        if self.depth is not None and self.depth.all_rest and not self._verifying:
-            return among
         begun, decoding = time.perf_counter(), running_set.decoding
         self._proposals = {request: self._proposal(request) for request in decoding}
         depths = self._depths_of(decoding, list(self._proposals.values()), counts=False)
@@ -124,13 +122,6 @@ class DraftPlanner:
         self, running_set: RunningSet, decode: list[Request], starts: list[int], *, room: int
     ) -> list[PrefillChunk]:
         """Move requests with drafts from the decode rows to chunks of their own; room: tokens left of the step."""
-        if self.depth is None:
-            return self._plan(running_set, decode, starts, room)
-        chunks = [] if self.depth.all_rest else self._plan(running_set, decode, starts, room)
-        self.depth.next_step()
-        return chunks
-
-    def _plan(self, running_set: RunningSet, decode: list[Request], starts: list[int], room: int) -> list[PrefillChunk]:
         begun, stats = time.perf_counter(), self.stats
         chunks: list[PrefillChunk] = []
         rows: list[tuple[Request, int]] = []

@@ -10,7 +10,8 @@ from megatron_infer.scheduler.request import Request
 SOURCE = "ngram"
 
 KEYS = (4, 1)
-"""Lengths of the runs that are indexed, each brought within `ngram_min` and `ngram_max`; more find hardly more."""
+"""Lengths of the runs that are indexed, each brought within `ngram_min` and `ngram_max`. (8, 4, 2, 1) finds no more of
+the two sets of tools/bench/speculative.py, and takes twice the time."""
 NUM_CANDIDATES = 8
 """Latest places of the longest indexed run, those that are compared for the longest run of all."""
 FEW = 16
@@ -41,8 +42,8 @@ class NgramProposer:
     def propose(self, request: Request, most: int) -> Proposal:
         """At most `most` tokens that may follow those of `request`; none where its last tokens are new.
 
-        Of the places where the longest run stood before, the latest counts. A run that reaches its own repetition goes
-        on with it: after 7 8 7 8 come 7 8 7 8.
+        Of the latest places of an indexed run, the one with the longest run of all counts, and of these the latest. A
+        run that reaches its own repetition goes on with it: after 7 8 7 8 come 7 8 7 8.
         """
         tokens, index = request.tokens, self._index_of(request)
         length = len(tokens)

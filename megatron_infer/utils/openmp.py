@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import threading
 
@@ -15,6 +16,8 @@ step.
 Decode step of a 135M model on two cores, in ms, idle / with one core busy: 300,000 iterations (libgomp's default)
 12 / 885, 1,000 iterations 12 / 25, none 17 / 17.
 """
+MOST_FREE = 4
+"""With more cores than this for each of torch's threads, spinning ones are in nobody's way."""
 _crowd: threading.Thread | None = None
 
 
@@ -31,26 +34,27 @@ def limit_spinning() -> bool:
 
 
 def crowd_cores() -> bool:
-    """The same once torch is loaded, for the rest of the process -> whether this call changed it.
+    """The like once torch is loaded, for the rest of the process: idle threads spin 100 turns -> whether they do now.
 
-    While libgomp has more threads than the process has cores, idle ones spin 100 turns only (its documentation of
-    GOMP_SPINCOUNT). So one thread has a team of its own, with a thread for each core, which sleeps for ever.
+    While libgomp has more threads than the process has cores, they spin no longer than that (its documentation of
+    GOMP_SPINCOUNT). So one thread has a team of its own, as large as that takes, which sleeps for ever. Left alone: a
+    torch of one thread, one that leaves most cores free, and other OpenMP runtimes.
     """
     global _crowd
     torch = sys.modules.get("torch")
-    if torch is None or _crowd is not None or any(name in os.environ for name in VARIABLES):
+    path = getattr(getattr(torch, "_C", None), "__file__", None)
+    if path is None or _crowd is not None or any(name in os.environ for name in VARIABLES):
         return False
-    library = ctypes.CDLL(torch._C.__file__)
-    try:
-        parallel, cores, nothing = library.GOMP_parallel, library.omp_get_num_procs(), library.omp_get_level
-    except AttributeError:  # another runtime
+    library, threads = ctypes.CDLL(path), torch.get_num_threads()  # type: ignore[union-attr]
+    if hasattr(library, "kmp_set_blocktime") or not hasattr(library, "GOMP_parallel"):
         return False
-    if cores < 2:
+    cores, nothing, done = library.omp_get_num_procs(), library.omp_get_level, threading.Event()
+    if threads < 2 or cores > MOST_FREE * threads:
         return False
-    done = threading.Event()
 
     def park() -> None:
-        parallel(nothing, None, ctypes.c_uint(cores), ctypes.c_uint(0))
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        library.GOMP_parallel(nothing, None, ctypes.c_uint(cores + 1), ctypes.c_uint(0))
         done.set()
         threading.Event().wait()
 

@@ -47,6 +47,10 @@ class Case:
         assert torch.equal(found[0], token.masked_fill(bad, 0)) and torch.equal(found[1], bad)
 
 
+def panel_rows_of(case: Case) -> int:
+    return case.ops.argmax_linear._panel_rows
+
+
 @pytest.fixture(autouse=True)
 def for_any_weight(monkeypatch):
     monkeypatch.setattr(argmax_linear, "LEAST_BYTES", 0)
@@ -78,6 +82,24 @@ def test_most_of_the_weight_is_left_out_where_one_logit_stands_out(make, monkeyp
     case = make(6000, 256)
     monkeypatch.setattr(argmax_linear, "LEAST_SAVED", 0.9)
     case.check(case.near(8, 1.0), 6000)
+
+
+def test_many_tokens_need_few_panels_each_where_all_of_them_together_need_many(make, monkeypatch):
+    case = make(6000, 256)
+    panels = -(-6000 // panel_rows_of(case))
+    x = case.near(panels, 2.0)
+    token, _ = case.whole(x, 6000)
+    needed = len(set((token // panel_rows_of(case)).tolist()))
+    assert needed > 0.5 * panels
+    monkeypatch.setattr(argmax_linear, "LEAST_SAVED", 0.9)
+    case.check(x, 6000)
+
+
+def test_more_threads_than_ranges_of_panels(make, for_any_logits):
+    torch.set_num_threads(70)
+    case = make(3000, 64)
+    for tokens in (1, 33):
+        case.check(case.near(tokens, 0.3), 3000)
 
 
 def test_flat_logits_are_multiplied_whole_and_the_next_ones_too(make):

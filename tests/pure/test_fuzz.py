@@ -118,9 +118,9 @@ def disturb(world, rng, totals, pending):
 @pytest.mark.parametrize("shard", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, NUM_SHARDS))])
 def test_tokens_equal_the_oracle_in_random_schedules(shard, monkeypatch):
     totals = Counter()
-    monkeypatch.setattr(draft_depth, "IDLE_STEPS", 0)  # requests rest as soon as nothing is drafted for them
-    next_step = DraftDepth.next_step
-    monkeypatch.setattr(DraftDepth, "next_step", lambda depth: totals.update(rests=depth.all_rest) or next_step(depth))
+    monkeypatch.setattr(draft_depth, "IDLE_STEPS", 1)  # requests rest a step after nothing was drafted for them
+    rests = DraftDepth.rests
+    monkeypatch.setattr(DraftDepth, "rests", lambda *args: totals.update(rests=rests(*args)) or rests(*args))
     for seed in range(shard, NUM_SEEDS, NUM_SHARDS):
         try:
             run_schedule(seed, totals)

@@ -371,7 +371,7 @@ static void largest(const PanelLinear<T>& task, const int32_t* which, const uint
     }
 }
 
-// Returns 0 where more than `most` panels would be needed for each token.
+// Returns 0 where too much is needed: more than `most` panels by any token, or, of many tokens, on the mean over them.
 template <class T, class Candidates>
 static int argmax_linear(Candidates&& candidates, const void* x, int64_t x_stride, const void* panels, const void* bounds,
                          int64_t* id, uint8_t* bad, int64_t tokens, int64_t inner, int64_t packed_rows, int64_t rows,
@@ -383,7 +383,7 @@ static int argmax_linear(Candidates&& candidates, const void* x, int64_t x_strid
     const int64_t count = candidates(x, x_stride, bounds, packed_rows, which, needs, tokens, inner, rows, threads);
     int64_t pairs = 0;
     for (int64_t i = 0; i < count * words; ++i) pairs += __builtin_popcountll(needs[i]);
-    // Few tokens wait for the panels, many for the products.
+    // The time of few tokens is that of reading the panels, of many that of the products.
     if ((tokens < kManyTokens ? count * tokens : pairs) > most * tokens) return 0;
     largest(PanelLinear<T>(x, x_stride, panels, nullptr, nullptr, inner, W), which, needs, count, tokens, rows, id, bad, threads);
     return 1;
