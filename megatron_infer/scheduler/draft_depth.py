@@ -117,6 +117,10 @@ class _Record:
     """Steps in a row in which it rested."""
 
     @property
+    def rests(self) -> bool:
+        return self.idle >= IDLE_STEPS and self.rested < LOOK_EVERY - 1
+
+    @property
     def odds(self) -> float:
         """Ratio of the odds that a draft of this request is kept to those of a draft of any request."""
         failed, expected_failed = self.tried - self.kept, self.tried - self.expected
@@ -151,26 +155,35 @@ class DraftDepth:
         self._priced = self.costs
         """What `_added_s` follows from: seconds that 1, 2, ... drafts add to a step, by its rows."""
         self._added_s: dict[int, list[float]] = {}
+        self._num_steps = 0
 
     def of(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
         """Tokens of each proposal to verify in a step of all requests that decode; called once for each step."""
         depths = self._counted(requests, proposals)
         is_short = self.costs.seconds(max(1, len(requests)), verifying=False) < SHORT_TURN_S * len(requests)
+        self._num_steps += 1
         for request, depth in zip(requests, depths, strict=True):
             record = self._record(request)
-            record.rested = record.rested + 1 if self._rests(record) else 0
+            record.rested = record.rested + 1 if record.rests else 0
             idles = is_short and not depth and request.params.structured is None  # a grammar forces tokens at any time
             record.idle = record.idle + 1 if idles else 0
+            if record.idle == IDLE_STEPS:
+                record.rested = self._num_steps % LOOK_EVERY  # looks where the others do
         return depths
 
     def rests(self, request: Request) -> bool:
         """Whether the request goes without a proposal in the next step that it is planned in."""
         record = self._records.get(request)
-        return record is not None and self._rests(record)
+        return record is not None and record.rests
 
-    @staticmethod
-    def _rests(record: _Record) -> bool:
-        return record.idle >= IDLE_STEPS and record.rested < LOOK_EVERY - 1
+    def all_rest(self, requests: Sequence[Request]) -> bool:
+        """Whether all that decode in a step rest. Then that step is counted, and `of` is not called for it."""
+        if not all(map(self.rests, requests)):
+            return False
+        self._num_steps += 1
+        for request in requests:
+            self._records[request].rested += 1
+        return True
 
     def _counted(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
         rows, probes = len(requests), self._probes

@@ -125,6 +125,9 @@ class DraftPlanner:
         begun, stats = time.perf_counter(), self.stats
         chunks: list[PrefillChunk] = []
         rows: list[tuple[Request, int]] = []
+        if self.depth is not None and self.depth.all_rest(decode):
+            stats.seconds_drafting += time.perf_counter() - begun
+            return chunks
         proposals = [
             (self._proposals.get(request) or self._proposal(request))
             if len(request.tokens) == start + 1

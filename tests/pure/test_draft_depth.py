@@ -142,14 +142,19 @@ def looks(depth: DraftDepth, requests: list, proposals: list, steps: int) -> lis
     """Rows that propose, of each step; nothing that was proposed is drawn."""
     found = []
     for _ in range(steps):
-        asked = [row for row, one in enumerate(requests) if not depth.rests(one)]
+        asked = (
+            []
+            if (all_rest := depth.all_rest(requests))
+            else [row for row, one in enumerate(requests) if not depth.rests(one)]
+        )
         found.append(asked)
         for row in asked:
             depth.proposed(requests[row], proposals[row])
-        depths = depth.of(requests, [one if row in asked else NO_PROPOSAL for row, one in enumerate(proposals)])
-        for row, count in enumerate(depths):
-            if count:
-                depth.verified(requests[row], count, 0)
+        if not all_rest:
+            depths = depth.of(requests, [one if row in asked else NO_PROPOSAL for row, one in enumerate(proposals)])
+            for row, count in enumerate(depths):
+                if count:
+                    depth.verified(requests[row], count, 0)
         for request in requests:
             request.tokens.append(7)
     return found
