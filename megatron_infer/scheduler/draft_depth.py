@@ -117,10 +117,6 @@ class _Record:
     """Steps in a row in which it rested."""
 
     @property
-    def rests(self) -> bool:
-        return self.idle >= IDLE_STEPS and self.rested < LOOK_EVERY - 1
-
-    @property
     def odds(self) -> float:
         """Ratio of the odds that a draft of this request is kept to those of a draft of any request."""
         failed, expected_failed = self.tried - self.kept, self.tried - self.expected
@@ -157,33 +153,42 @@ class DraftDepth:
         self._added_s: dict[int, list[float]] = {}
         self._num_steps = 0
 
-    def of(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
-        """Tokens of each proposal to verify in a step of all requests that decode; called once for each step."""
-        depths = self._counted(requests, proposals)
-        is_short = self.costs.seconds(max(1, len(requests)), verifying=False) < SHORT_TURN_S * len(requests)
+    def looking(self, requests: Sequence[Request]) -> list[int]:
+        """Places of those that may propose in a step of all requests that decode; the others rest in it. Called once for
+        each step."""
         self._num_steps += 1
-        for request, depth in zip(requests, depths, strict=True):
-            record = self._record(request)
-            record.rested = record.rested + 1 if record.rests else 0
-            idles = is_short and not depth and request.params.structured is None  # a grammar forces tokens at any time
-            record.idle = record.idle + 1 if idles else 0
-            if record.idle == IDLE_STEPS:
-                record.rested = self._num_steps % LOOK_EVERY  # looks where the others do
-        return depths
+        records, found = self._records, []
+        for place, request in enumerate(requests):
+            record = records.get(request)
+            if record is None or record.idle < IDLE_STEPS or record.rested >= LOOK_EVERY - 1:
+                found.append(place)
+            else:
+                record.rested += 1
+        return found
 
     def rests(self, request: Request) -> bool:
         """Whether the request goes without a proposal in the next step that it is planned in."""
         record = self._records.get(request)
-        return record is not None and record.rests
+        return record is not None and record.idle >= IDLE_STEPS and record.rested < LOOK_EVERY - 1
 
-    def all_rest(self, requests: Sequence[Request]) -> bool:
-        """Whether all that decode in a step rest. Then that step is counted, and `of` is not called for it."""
-        if not all(map(self.rests, requests)):
-            return False
-        self._num_steps += 1
-        for request in requests:
-            self._records[request].rested += 1
-        return True
+    def of(
+        self, requests: Sequence[Request], proposals: Sequence[Proposal], looking: Sequence[int] | None = None
+    ) -> list[int]:
+        """Tokens of each proposal to verify in a step of all requests that decode; called once for each step in which
+        some are `looking`; None: all are."""
+        depths = self._counted(requests, proposals)
+        is_short = self.costs.seconds(max(1, len(requests)), verifying=False) < SHORT_TURN_S * len(requests)
+        for place in range(len(requests)) if looking is None else looking:
+            request = requests[place]
+            record = self._record(request)
+            record.rested = 0
+            idles = (
+                is_short and not depths[place] and request.params.structured is None
+            )  # a grammar may force any token
+            record.idle = record.idle + 1 if idles else 0
+            if record.idle == IDLE_STEPS:
+                record.rested = self._num_steps % LOOK_EVERY  # looks where the others do
+        return depths
 
     def _counted(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
         rows, probes = len(requests), self._probes
@@ -230,7 +235,10 @@ class DraftDepth:
         self, requests: Sequence[Request], proposals: Sequence[Proposal]
     ) -> tuple[list[list[float]], list[int]]:
         """(the chance that each draft is kept, drafts to verify) of each request."""
-        chances = [self._chances(*both) for both in zip(requests, proposals, strict=True)]
+        chances = [
+            self._chances(request, proposal) if proposal.tokens else []
+            for request, proposal in zip(requests, proposals, strict=True)
+        ]
         rows = len(requests)
         depths = [0] * rows
         plain_s = self.costs.seconds(rows, verifying=False)
@@ -248,8 +256,6 @@ class DraftDepth:
 
     def _chances(self, request: Request, proposal: Proposal) -> list[float]:
         """The chance that each draft is kept, which it is if all before it are."""
-        if not proposal.tokens:
-            return []
         found: list[float] = []
         chance, odds, shares = 1.0, self._record(request).odds, self._shares_of(proposal)
         for place in range(len(proposal.tokens)):

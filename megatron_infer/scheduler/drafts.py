@@ -106,8 +106,12 @@ class DraftPlanner:
             self._verifying.clear()  # a step that failed was undone, and is not committed
             return among
         begun, decoding = time.perf_counter(), running_set.decoding
-        self._proposals = {request: self._proposal(request) for request in decoding}
-        depths = self._depths_of(decoding, list(self._proposals.values()), counts=False)
+        depth = self.depth
+        self._proposals = {
+            request: NO_PROPOSAL if depth is not None and depth.rests(request) else self._proposal(request)
+            for request in decoding
+        }
+        depths = self._depths_of(decoding, list(self._proposals.values()))
         self.stats.seconds_drafting += time.perf_counter() - begun
         waiting = {
             request
@@ -125,16 +129,13 @@ class DraftPlanner:
         begun, stats = time.perf_counter(), self.stats
         chunks: list[PrefillChunk] = []
         rows: list[tuple[Request, int]] = []
-        if self.depth is not None and self.depth.all_rest(decode):
-            stats.seconds_drafting += time.perf_counter() - begun
-            return chunks
-        proposals = [
-            (self._proposals.get(request) or self._proposal(request))
-            if len(request.tokens) == start + 1
-            else NO_PROPOSAL
-            for request, start in zip(decode, starts, strict=True)
-        ]
-        depths = self._depths_of(decode, proposals, counts=True)
+        looking = range(len(decode)) if self.depth is None else self.depth.looking(decode)
+        proposals = [NO_PROPOSAL] * len(decode)
+        for place in looking:
+            request = decode[place]
+            if len(request.tokens) == starts[place] + 1:
+                proposals[place] = self._proposals.get(request) or self._proposal(request)
+        depths = self._depths_of(decode, proposals, looking) if looking else [0] * len(decode)
         if not any(depths):
             stats.proposals_per_depth[0] += sum(bool(proposal.tokens) for proposal in proposals)
             stats.seconds_drafting += time.perf_counter() - begun
@@ -174,12 +175,14 @@ class DraftPlanner:
         if self.depth is not None:
             self.depth.costs = costs
 
-    def _depths_of(self, requests: Sequence[Request], proposals: Sequence[Proposal], *, counts: bool) -> list[int]:
-        """Tokens of each proposal to verify. counts: a step is planned with them."""
+    def _depths_of(
+        self, requests: Sequence[Request], proposals: Sequence[Proposal], looking: Sequence[int] | None = None
+    ) -> list[int]:
+        """Tokens of each proposal to verify. looking: a step is planned with them, of the requests at these places."""
         depth = self.depth
         if depth is None:
             return [len(proposal.tokens) for proposal in proposals]
-        return depth.of(requests, proposals) if counts else depth.expected(requests, proposals)
+        return depth.expected(requests, proposals) if looking is None else depth.of(requests, proposals, looking)
 
     def settle(self, chunk: PrefillChunk, num_kept: int) -> None:
         """Keep the first `num_kept` tokens that a chunk drew, at least one, and undo the others."""
@@ -213,8 +216,6 @@ class DraftPlanner:
 
     def _proposal(self, request: Request) -> Proposal:
         """What may follow the known tokens of `request`, as far as it can be drawn."""
-        if self.depth is not None and self.depth.rests(request):
-            return NO_PROPOSAL
         most = min(self._max_drafts, request.max_total - 1 - len(request.tokens))
         structured = request.params.structured is not None
         if most < 1 or request.params.speculate is False or (structured and self._num_allowed is None):

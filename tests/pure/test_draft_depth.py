@@ -142,19 +142,14 @@ def looks(depth: DraftDepth, requests: list, proposals: list, steps: int) -> lis
     """Rows that propose, of each step; nothing that was proposed is drawn."""
     found = []
     for _ in range(steps):
-        asked = (
-            []
-            if (all_rest := depth.all_rest(requests))
-            else [row for row, one in enumerate(requests) if not depth.rests(one)]
-        )
+        asked = depth.looking(requests)
         found.append(asked)
         for row in asked:
             depth.proposed(requests[row], proposals[row])
-        if not all_rest:
-            depths = depth.of(requests, [one if row in asked else NO_PROPOSAL for row, one in enumerate(proposals)])
-            for row, count in enumerate(depths):
-                if count:
-                    depth.verified(requests[row], count, 0)
+        depths = depth.of(requests, [one if row in asked else NO_PROPOSAL for row, one in enumerate(proposals)], asked)
+        for row, count in enumerate(depths):
+            if count:
+                depth.verified(requests[row], count, 0)
         for request in requests:
             request.tokens.append(7)
     return found

@@ -8,9 +8,10 @@
 
 Sets (speculative_NAME.jsonl): "copy" are 24 prompts whose answers repeat them (edits of code, JSON reshaped, quoting
 summaries), "chat" are 12 free questions, "json" are 8 that are answered by a schema. Answers are greedy and end where
-the model ends them. The engines take turns of a few steps, at the same place of the same answers, so that all see the
-same machine; only their own steps count. Their tokens must be the same. Peers (--vs) answer the same prompts one at a
-time after each round, with answers of the same lengths.
+the model ends them, at most behind --max-tokens, of several at once behind half as many to so many. The engines take
+turns of a few steps, at the same place of the same answers, so that all see the same machine; only their own steps
+count. Their tokens must be the same. Peers (--vs) answer the same prompts one at a time after each round, with answers
+of the same lengths.
 """
 
 from __future__ import annotations
@@ -68,6 +69,16 @@ def read_work(llm: LLM, name: str, args: argparse.Namespace) -> list[tuple[list[
         params = SamplingParams.from_dict(asked | {"structured": found.get("structured")})
         work.append((chat_prompt(llm.tokenizer, [{"role": "user", "content": found["prompt"]}]), params))
     return work
+
+
+def of_other_lengths(work: list[tuple[list[int], SamplingParams]], most: int) -> list[tuple[list[int], SamplingParams]]:
+    """The same with answers of at most half of `most` to `most` tokens: requests that begin and end together, which only
+    those without drafts do, would have their prompts computed in one step."""
+    half = most // 2
+    return [
+        (prompt, replace(params, max_tokens=half + 37 * number % (most - half + 1)))
+        for number, (prompt, params) in enumerate(work)
+    ]
 
 
 def make_llm(args: argparse.Namespace, speculative: SpeculativeConfig | None) -> LLM:
@@ -191,6 +202,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     work = read_work(llm, args.set, args)[: args.num_prompts]
     repeat = args.repeat or (1 if args.vs else -(-FULL * args.at_once // len(work)))
     work *= repeat
+    if args.at_once > 1:
+        work = of_other_lengths(work, args.max_tokens)
     for engine in engines.values():
         run(engine, work[: args.at_once], args.at_once)
     if args.oracle:
