@@ -154,8 +154,8 @@ class DraftDepth:
         self._num_steps = 0
 
     def looking(self, requests: Sequence[Request]) -> list[int]:
-        """Places of those that may propose in a step of all requests that decode; the others rest in it. Called once for
-        each step."""
+        """Places of those that may propose in a step of all requests that decode; the others rest. Called once for each
+        step."""
         self._num_steps += 1
         records, found = self._records, []
         for place, request in enumerate(requests):

@@ -72,8 +72,8 @@ def read_work(llm: LLM, name: str, args: argparse.Namespace) -> list[tuple[list[
 
 
 def of_other_lengths(work: list[tuple[list[int], SamplingParams]], most: int) -> list[tuple[list[int], SamplingParams]]:
-    """The same with answers of at most half of `most` to `most` tokens: requests that begin and end together, which only
-    those without drafts do, would have their prompts computed in one step."""
+    """The same with answers of at most half of `most` to `most` tokens. With equal ones, requests without drafts begin
+    and end together, and have their prompts computed in one step."""
     half = most // 2
     return [
         (prompt, replace(params, max_tokens=half + 37 * number % (most - half + 1)))
