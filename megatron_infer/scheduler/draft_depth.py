@@ -29,8 +29,9 @@ PLAIN_EVERY = 50
 """After this many steps with drafts, one step of as many rows runs without drafts and is measured."""
 SHORT_TURN_S = 1e-3
 """Where a step takes less than this for each of its rows, the time of finding a proposal (about a hundredth) counts."""
-IDLE_STEPS, LOOK_EVERY = 8, 4
-"""There a request that drafted nothing in so many steps has a proposal in one of so many, until it drafts again."""
+IDLE_STEPS, LEAST_REST, MOST_REST = 8, 2, 5
+"""There a request that drafted nothing in so many steps rests for so few to so many between two proposals, until it
+drafts again. How many changes, so that no text that repeats itself is looked at in the same place only."""
 NUM_FORGOTTEN = 64
 """With more records than this, those of ended requests are dropped."""
 
@@ -113,8 +114,8 @@ class _Record:
     """Whether the latest proposal has been compared with what was drawn."""
     idle: int = 0
     """Short steps in a row in which nothing was drafted for it."""
-    rested: int = 0
-    """Steps in a row in which it rested."""
+    rests: int = 0
+    """Steps that it is to go without a proposal yet."""
 
     @property
     def odds(self) -> float:
@@ -160,16 +161,16 @@ class DraftDepth:
         records, found = self._records, []
         for place, request in enumerate(requests):
             record = records.get(request)
-            if record is None or record.idle < IDLE_STEPS or record.rested >= LOOK_EVERY - 1:
+            if record is None or not record.rests:
                 found.append(place)
             else:
-                record.rested += 1
+                record.rests -= 1
         return found
 
     def rests(self, request: Request) -> bool:
         """Whether the request goes without a proposal in the next step that it is planned in."""
         record = self._records.get(request)
-        return record is not None and record.idle >= IDLE_STEPS and record.rested < LOOK_EVERY - 1
+        return record is not None and record.rests > 0
 
     def of(
         self, requests: Sequence[Request], proposals: Sequence[Proposal], looking: Sequence[int] | None = None
@@ -178,16 +179,16 @@ class DraftDepth:
         some are `looking`; None: all are."""
         depths = self._counted(requests, proposals)
         is_short = self.costs.seconds(max(1, len(requests)), verifying=False) < SHORT_TURN_S * len(requests)
+        # The same for all that look in one step, so that they do together from then on.
+        rests = LEAST_REST + (self._num_steps * 2654435761 >> 13) % (MOST_REST - LEAST_REST + 1)
         for place in range(len(requests)) if looking is None else looking:
             request = requests[place]
             record = self._record(request)
-            record.rested = 0
             idles = (
                 is_short and not depths[place] and request.params.structured is None
             )  # a grammar may force any token
             record.idle = record.idle + 1 if idles else 0
-            if record.idle == IDLE_STEPS:
-                record.rested = self._num_steps % LOOK_EVERY  # looks where the others do
+            record.rests = rests if record.idle >= IDLE_STEPS else 0
         return depths
 
     def _counted(self, requests: Sequence[Request], proposals: Sequence[Proposal]) -> list[int]:
@@ -243,6 +244,8 @@ class DraftDepth:
         depths = [0] * rows
         plain_s = self.costs.seconds(rows, verifying=False)
         best_rate = rows / plain_s
+        if not any(chances):
+            return chances, depths
         ranked = sorted(((chance, row) for row, own in enumerate(chances) for chance in own), reverse=True)
         added_s, drawn, num_best = self._added(rows, plain_s, len(ranked)), float(rows), 0
         for place, (chance, _) in enumerate(ranked):

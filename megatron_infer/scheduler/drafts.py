@@ -106,9 +106,9 @@ class DraftPlanner:
             self._verifying.clear()  # a step that failed was undone, and is not committed
             return among
         begun, decoding = time.perf_counter(), running_set.decoding
-        depth = self.depth
+        adaptive = self.depth
         self._proposals = {
-            request: NO_PROPOSAL if depth is not None and depth.rests(request) else self._proposal(request)
+            request: NO_PROPOSAL if adaptive is not None and adaptive.rests(request) else self._proposal(request)
             for request in decoding
         }
         depths = self._depths_of(decoding, list(self._proposals.values()))

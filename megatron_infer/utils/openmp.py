@@ -38,7 +38,8 @@ def crowd_cores() -> bool:
 
     While libgomp has more threads than the process has cores, they spin no longer than that (its documentation of
     GOMP_SPINCOUNT). So one thread has a team of its own, as large as that takes, which sleeps for ever. Left alone: a
-    torch of one thread, one that leaves most cores free, and other OpenMP runtimes.
+    torch of one thread, one that leaves most cores free, and other OpenMP runtimes. Without effect: in a process that
+    was bound to fewer cores after torch was imported.
     """
     global _crowd
     torch = sys.modules.get("torch")
@@ -54,8 +55,10 @@ def crowd_cores() -> bool:
 
     def park() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        library.GOMP_parallel(nothing, None, ctypes.c_uint(cores + 1), ctypes.c_uint(0))
-        done.set()
+        try:
+            library.GOMP_parallel(nothing, None, ctypes.c_uint(cores + 1), ctypes.c_uint(0))
+        finally:
+            done.set()
         threading.Event().wait()
 
     _crowd = threading.Thread(target=park, name="openmp-crowd", daemon=True)

@@ -155,16 +155,30 @@ def looks(depth: DraftDepth, requests: list, proposals: list, steps: int) -> lis
     return found
 
 
-def test_requests_that_draft_nothing_propose_in_one_step_of_four_where_steps_are_short():
+def test_requests_that_draft_nothing_rest_between_proposals_where_steps_are_short():
     depth, requests = DraftDepth(), rows_of(16)
     depth.costs = SHORT
-    proposals = [proposal(1, most=1)] * 16
-    looks(depth, requests, proposals, 200)
-    rested = looks(depth, requests, proposals, 40)
-    sizes = [len(rows) for rows in rested]
-    assert sizes.count(16) == 10 and sizes.count(0) >= 15 and sizes.count(0) + sizes.count(1) == 30  # 1: tried again
-    joined = looks(depth, [*requests[:-1], *rows_of(1)], proposals, 12)
-    assert all(15 in rows for rows in joined[:8]) and joined[-1] != [15]  # a new one rests after eight steps
+    looks(depth, requests, [NO_PROPOSAL] * 16, 8)
+    sizes = [len(rows) for rows in looks(depth, requests, [NO_PROPOSAL] * 16, 400)]
+    assert set(sizes) == {0, 16} and 400 / 6 <= sizes.count(16) <= 400 / 3
+    requests[15] = rows_of(1)[0]
+    joined = looks(depth, requests, [NO_PROPOSAL] * 16, 408)
+    assert all(15 in rows for rows in joined[:8]) and not all(15 in rows for rows in joined[8:16])
+    assert {len(rows) for rows in joined[200:]} == {0, 16}  # it looks with the others in the end
+    wrong = looks(depth, requests, [proposal(1, most=1)] * 16, 400)
+    assert 400 * 16 / 6 <= sum(map(len, wrong)) <= 400 * 16 / 2  # but for those that are tried again
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_text_that_repeats_itself_is_looked_at_in_all_places(place):
+    depth, requests, seen = DraftDepth(), rows_of(16), [0] * 4
+    depth.costs = SHORT
+    for step in range(400):
+        asked = depth.looking(requests)
+        if 0 in asked:
+            seen[(step + place) % 4] += 1
+        depth.of(requests, [NO_PROPOSAL] * 16, asked)
+    assert min(seen) > 10, seen
 
 
 @pytest.mark.parametrize("why", ["steps are long", "a grammar forces tokens", "drafts pay"])

@@ -76,7 +76,7 @@ def of_other_lengths(work: list[tuple[list[int], SamplingParams]], most: int) ->
     and end together, and have their prompts computed in one step."""
     half = most // 2
     return [
-        (prompt, replace(params, max_tokens=half + 37 * number % (most - half + 1)))
+        (prompt, replace(params, max_tokens=max(1, most - (most - half) * (37 * number % 64) // 63)))
         for number, (prompt, params) in enumerate(work)
     ]
 
@@ -142,7 +142,8 @@ class Oracle:
     """What the n-grams propose as far as it is right, which it knows from earlier answers."""
 
     def __init__(self, proposer: Proposer, sequences: list[list[int]]) -> None:
-        self._proposer, self._sequences = proposer, {tuple(one[:KNOWN_BY]): one for one in sequences}
+        longest_last = sorted(sequences, key=len)
+        self._proposer, self._sequences = proposer, {tuple(one[:KNOWN_BY]): one for one in longest_last}
 
     def propose(self, request: Request, most: int) -> Proposal:
         found, length = self._proposer.propose(request, most), len(request.tokens)
@@ -249,7 +250,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "tok_s": rates,
         "ratio": statistics.median(ratios),
         "ratios": [round(ratio, 3) for ratio in ratios],
-        "ratio_of_oracle": medians[ORACLE] / medians[OFF] if args.oracle else None,
+        "ratio_of_oracle": statistics.median(a / b for a, b in zip(rates[ORACLE], rates[OFF], strict=True))
+        if args.oracle
+        else None,
         "same_tokens_as_peer": same_share,
         **drafted,
     }
