@@ -29,7 +29,7 @@ PLAIN_EVERY = 50
 """After this many steps with drafts, one step of as many rows runs without drafts and is measured."""
 SHORT_TURN_S = 1e-3
 """Where a step takes less than this for each of its rows, the time of finding a proposal (about a hundredth) counts."""
-IDLE_STEPS, LEAST_REST, MOST_REST = 8, 2, 5
+IDLE_STEPS, LEAST_REST, MOST_REST = 8, 4, 9
 """There a request that drafted nothing in so many steps rests for so few to so many between two proposals, until it
 drafts again. How many changes, so that no text that repeats itself is looked at in the same place only."""
 NUM_FORGOTTEN = 64

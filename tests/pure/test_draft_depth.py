@@ -160,13 +160,13 @@ def test_requests_that_draft_nothing_rest_between_proposals_where_steps_are_shor
     depth.costs = SHORT
     looks(depth, requests, [NO_PROPOSAL] * 16, 8)
     sizes = [len(rows) for rows in looks(depth, requests, [NO_PROPOSAL] * 16, 400)]
-    assert set(sizes) == {0, 16} and 400 / 6 <= sizes.count(16) <= 400 / 3
+    assert set(sizes) == {0, 16} and 400 / 10 <= sizes.count(16) <= 400 / 5
     requests[15] = rows_of(1)[0]
     joined = looks(depth, requests, [NO_PROPOSAL] * 16, 408)
     assert all(15 in rows for rows in joined[:8]) and not all(15 in rows for rows in joined[8:16])
     assert {len(rows) for rows in joined[200:]} == {0, 16}  # it looks with the others in the end
     wrong = looks(depth, requests, [proposal(1, most=1)] * 16, 400)
-    assert 400 * 16 / 6 <= sum(map(len, wrong)) <= 400 * 16 / 2  # but for those that are tried again
+    assert 400 * 16 / 10 <= sum(map(len, wrong)) <= 400 * 16 / 2  # but for those that are tried again
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -178,7 +178,7 @@ def test_a_text_that_repeats_itself_is_looked_at_in_all_places(place):
         if 0 in asked:
             seen[(step + place) % 4] += 1
         depth.of(requests, [NO_PROPOSAL] * 16, asked)
-    assert min(seen) > 10, seen
+    assert min(seen) > 5, seen
 
 
 @pytest.mark.parametrize("why", ["steps are long", "a grammar forces tokens", "drafts pay"])

@@ -54,4 +54,4 @@ def test_a_request_whose_drafts_pay_drafts_beside_others_that_rest(kind, first, 
     monkeypatch.setattr(draft_depth, "IDLE_STEPS", 10**9)
     drafted_without, steps_without = play(kind, first)
     assert drafted_without > 30
-    assert drafted >= 0.8 * drafted_without and steps <= 1.2 * steps_without, (drafted, drafted_without, steps)
+    assert drafted >= 0.8 * drafted_without and steps <= 1.3 * steps_without, (drafted, drafted_without, steps)
