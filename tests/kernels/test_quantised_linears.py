@@ -159,7 +159,8 @@ def test_the_product_is_that_of_the_rounded_values(native_library, packed, token
         got, want = ops.linear(x, weight, added), reference(x, values, added)
         size = reference(x.abs(), values.abs(), None if added is None else added.abs())
         assert got.dtype is dtype and got.shape == want.shape
-        assert ((got.double() - want).abs() / size).max() < (1e-6 if dtype is torch.float32 else 4e-3)
+        # q4_1's codes and minimum are multiplied apart, and may cancel each other
+        assert ((got.double() - want).abs() / size).max() < (1e-5 if dtype is torch.float32 else 4e-3)
 
 
 def test_a_token_has_the_same_bits_alone_and_in_any_company(packed):
