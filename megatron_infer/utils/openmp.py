@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SPIN_COUNT = 1000
@@ -17,7 +18,7 @@ Decode step of a 135M model on two cores, in ms, idle / with one core busy: 300,
 12 / 885, 1,000 iterations 12 / 25, none 17 / 17.
 """
 MOST_FREE = 4
-"""With more cores than this for each of torch's threads, spinning ones are in nobody's way."""
+"""With more cores than this for each of torch's threads, spinning threads are left alone: most cores are idle."""
 _crowd: threading.Thread | None = None
 
 
@@ -42,11 +43,11 @@ def crowd_cores() -> bool:
     was bound to fewer cores after torch was imported.
     """
     global _crowd
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     path = getattr(getattr(torch, "_C", None), "__file__", None)
     if path is None or _crowd is not None or any(name in os.environ for name in VARIABLES):
         return False
-    library, threads = ctypes.CDLL(path), torch.get_num_threads()  # type: ignore[union-attr]
+    library, threads = ctypes.CDLL(path), torch.get_num_threads()
     if hasattr(library, "kmp_set_blocktime") or not hasattr(library, "GOMP_parallel"):
         return False
     cores, nothing, done = library.omp_get_num_procs(), library.omp_get_level, threading.Event()

@@ -1,4 +1,4 @@
-"""Requests that go without proposals: those whose drafts pay draft as if nobody rested, whatever is in flight."""
+"""Adaptive depth asks idle requests less often for proposals; one whose drafts pay must not draft fewer for it."""
 
 from __future__ import annotations
 
