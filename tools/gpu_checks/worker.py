@@ -7,10 +7,12 @@ parent                                      worker: gpu_check.py --worker
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.abc
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,7 +47,8 @@ START_S = 120.0
 """A process may take so long to import and find its device."""
 POISONED = 86
 """Exit status of a worker whose device answers no more."""
-TAIL = 500
+TAIL, TRACEBACK = 500, 12_000
+"""Characters of what went wrong that the line of a check has, and that the JSON report has."""
 NO_TIME = "no time left"
 
 
@@ -73,7 +76,8 @@ def run_one(check: Check, ctx: Any) -> Result:
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
         traceback.print_exc()
-        result = Result(FAILED, reason=" ".join(text.split())[:TAIL])
+        told = traceback.format_exc()[-TRACEBACK:].splitlines()
+        result = Result(FAILED, reason=" ".join(text.split())[:TAIL], details={"traceback": told})
     result.seconds = time.perf_counter() - start
     return result
 
@@ -92,6 +96,8 @@ def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absen
     """
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, chain=True)  # one that is stopped says where it was
 
     def tell(**message: Any) -> None:
         channel.write(json.dumps(message) + "\n")
@@ -164,10 +170,15 @@ class Worker:
                 self._process.wait()
         RUNNING.discard(self._process)
         status = self._process.returncode
-        self._log.seek(0)
-        printed = self._log.read().decode(errors="replace").strip()
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        printed = "\n".join(self.printed)
         return f"{how}: {' '.join(printed[-TAIL:].split())}" if printed else how
+
+    @property
+    def printed(self) -> list[str]:
+        """The last of what it printed so far, a line each."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace").strip()[-TRACEBACK:].splitlines()
 
     @property
     def status(self) -> int | None:
@@ -216,12 +227,11 @@ def _run_some(
         except TimeoutError:
             ended = worker.end()
             if remaining < limit:
-                tell(
-                    left[0], Result(SKIPPED, reason=f"{NO_TIME}: stopped after {remaining:.0f} s" if begun else NO_TIME)
-                )
+                reason = f"{NO_TIME}: stopped after {remaining:.0f} s" if begun else NO_TIME
+                tell(left[0], Result(SKIPPED, reason=reason, details={"printed": worker.printed} if begun else {}))
                 return left[1:]
             waited = f"took longer than {limit:.0f} s" if begun else f"did not begin within {limit:.0f} s"
-            tell(left[0], Result(FAILED, reason=f"{waited}; {ended}"))
+            tell(left[0], Result(FAILED, reason=f"{waited}; {ended}", details={"printed": worker.printed}))
             return left[1:]
         if message is None:
             ended = worker.end()
@@ -229,7 +239,7 @@ def _run_some(
                 return left
             lost = left[:1] if heard else left  # who dies before the first check dies of something that all have
             for one in lost:
-                tell(one, Result(FAILED, reason=f"its process died, {ended}"))
+                tell(one, Result(FAILED, reason=f"its process died, {ended}", details={"printed": worker.printed}))
             return left[len(lost) :]
         heard = True
         if "unavailable" in message:
