@@ -23,8 +23,6 @@ from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 
 LINEAR_TOKENS = 32
 """Up to this many tokens the C++ linear, which streams the live weight, is faster than `F.linear` (measured)."""
-LINEAR_TOKENS_NO_DOT = 1
-"""The same for bf16 on a CPU without bf16 products."""
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 MAX_HEAD_DIM = 512
 MAX_NORM_GROUP = 16384
@@ -51,18 +49,11 @@ def point_at(struct: ctypes.Structure, owner: Any, names: Sequence[str]) -> None
         setattr(struct, name, array.ctypes.data)
 
 
-def multiplies(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Whether this CPU has products of `dtype`; it always has those of fp32."""
-    return dtype is torch.float32 or bool(bind(library, "mi_has_bf16_dot", [], ctypes.c_int)())
-
-
-def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool = True) -> PackedLayout | None:
-    """Weights in panels for `NativeOps.linear`; None where the CPU has no products of `dtype`.
+def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool = True) -> PackedLayout:
+    """Weights in panels for `NativeOps.linear`.
 
     may_compact: weights of bfloat16 take 12 bits a value where that is possible (native/packed_weight.h).
     """
-    if not multiplies(library, dtype):
-        return None
     suffix = SUFFIXES[dtype]
     function = bind(library, f"mi_pack_{suffix}", [_P, _P, _I, _I, ctypes.c_int, ctypes.c_int], ctypes.c_uint64)
     num_bytes = bind(library, f"mi_packed_bytes_{suffix}", [_I, _I, ctypes.c_int], _I)
@@ -163,7 +154,6 @@ class NativeOps(TorchOps):
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
 
         self._linear = bind(library, f"mi_linear_{suffix}", LINEAR_ARGUMENTS)
-        self._most_tokens = LINEAR_TOKENS if multiplies(library, dtype) else LINEAR_TOKENS_NO_DOT
         self._copies = packed or PackedLinears()
         self._panel_linear = panel_linear(library, suffix, self._copies.layout)
         self._output_linear = panel_linear(library, suffix, self._copies.output_layout)
@@ -177,7 +167,7 @@ class NativeOps(TorchOps):
         """`linear` by the first rows of the weight; of oneDNN's copies, which have no rows, the first outputs."""
         packed = self._packed_of(id(weight))
         if packed is None:
-            source, function = weight, self._linear if x_TX.shape[0] <= self._most_tokens else None
+            source, function = weight, self._linear if x_TX.shape[0] <= LINEAR_TOKENS else None
         elif self._panel_linear is None:
             return packed_linear(x_TX, packed, bias)[..., :rows]
         else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
 from megatron_infer.kernels.cpu_native import MAX_NORM_GROUP, NativeOps, NativePagedAttention, bind, panel_layout
-from megatron_infer.kernels.packing import PackedLayout, PackedLinears
+from megatron_infer.kernels.packing import PackedLinears
 
 TORCH_ROWS = 64
 """Rows that torch computes at a time: 64 rows of any width are whole vectors, without a remainder."""
@@ -40,9 +40,9 @@ class ExactOps(NativeOps):
         super().__init__(library, dtype, packed)
         self._library = library
         self._linear_f64 = bind(library, "mi_linear_f64", [_P, _P, _P, _P, _I, _I, _I, ctypes.c_int])
-        self._layout: PackedLayout | None = panel_layout(library, dtype, may_compact=False)  # packed for one call
+        self._layout = panel_layout(library, dtype, may_compact=False)  # packed for one call
         self._panels = self._panel_linear
-        if self._layout is not None and self._panels is None:
+        if self._panels is None:
             own = NativeOps(library, dtype, PackedLinears(layout=self._layout))
             self._panels = own._panel_linear
         self._others: dict[torch.dtype, ExactOps] = {}
@@ -65,7 +65,7 @@ class ExactOps(NativeOps):
         flat = x_TX.reshape(-1, inner).contiguous()
         source: Tensor | None = self._packed_of(id(weight))
         plain = _same(weight, self._dtype)
-        if source is None and self._layout is not None and self._layout.takes(plain):
+        if source is None and self._layout.takes(plain):
             source, _ = self._layout.pack(plain, None)
         function = self._linear if source is None else self._panels
         source = plain if source is None else source

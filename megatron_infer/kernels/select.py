@@ -23,7 +23,6 @@ from megatron_infer.kernels.cpu_native import (
     SUFFIXES,
     NativeOps,
     NativePagedAttention,
-    multiplies,
     native_checksums,
     panel_layout,
     quantised_layout,
@@ -159,12 +158,9 @@ def _choose_linear(
         return BackendChoice("linear", "torch (cuBLAS)", {}), packing.PackedLinears(reason="linear_backend=vendor")
     reasons: dict[str, str] = {PANELS: "linear_backend=vendor"} if asked == "vendor" else {}
     if library is not None and asked != "vendor":
-        layout = panel_layout(library, dtype)
-        if layout is not None:
-            return BackendChoice("linear", layout.name, {}), packing.PackedLinears(layout=layout)
-        reasons[PANELS] = f"this CPU has no {dtype} products"
+        return BackendChoice("linear", PANELS, {}), packing.PackedLinears(layout=panel_layout(library, dtype))
     if asked == "native":
-        raise ConfigError(f"linear_backend='native', but: {reasons.get(PANELS, why_not)}; leave it \"auto\"")
+        raise ConfigError(f"linear_backend='native', but: {why_not}; leave it \"auto\"")
     if forced == "reference" or forced not in (None, *BACKENDS):
         reason: str | None = f"{BACKEND_VARIABLE}={forced}"
     elif device.type != "cpu":
@@ -425,9 +421,7 @@ def choose_exact(
     Raises ConfigError with the reason where one of them is missing: no other kernel keeps that promise.
     """
     library = exact_library(torch.device(device), dtype)
-    layout = panel_layout(library, dtype)
-    missing = None if layout is not None else f"this CPU has no {dtype} products"
-    packed = packing.PackedLinears(layout=layout, reason=missing)
+    packed = packing.PackedLinears(layout=panel_layout(library, dtype))
     ops, attention = ExactOps(library, dtype, packed), ExactAttention(library, dtype)
     sampling = NativeSampling(library)
     reasons = {"others": "their sums depend on the batch"}
@@ -453,7 +447,7 @@ def choose_exact(
     rows += [
         BackendChoice("norms, activations", ops.name, reasons),
         BackendChoice(SAMPLING, "native", reasons),
-        BackendChoice("linear", "native rows" if layout is None else layout.name, reasons),
+        BackendChoice("linear", PANELS, reasons),
     ]
     return ChosenKernels(
         ops=ops,
@@ -531,8 +525,7 @@ def choose(
     gathers, no_gather = backend_candidates.available(backend_candidates.STEP, device, dtype, forced=forced)
     if gathers or no_gather:
         rows.append(BackendChoice("tokens of a step", "triton" if gathers else "torch", no_gather))
-    runs_layers = type(backend) is NativePagedAttention and packed.layout.name in KERNELS
-    runs_layers = runs_layers and library is not None and multiplies(library, dtype)
+    runs_layers = type(backend) is NativePagedAttention and packed.layout.name in KERNELS and library is not None
     checksums = content_sums if library is None else functools.partial(native_checksums, library)
     return ChosenKernels(
         ops=ops,

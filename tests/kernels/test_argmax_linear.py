@@ -20,10 +20,7 @@ class Case:
     """A weight in panels, and both ways to its largest outputs."""
 
     def __init__(self, library, dtype: torch.dtype, rows: int, inner: int) -> None:
-        layout = panel_layout(library, dtype)
-        if layout is None:
-            pytest.skip(f"no {dtype} products")
-        self.packed, self.dtype = PackedLinears(layout=layout), dtype
+        self.packed, self.dtype = PackedLinears(layout=panel_layout(library, dtype)), dtype
         self.ops, self.argmax = NativeOps(library, dtype, self.packed), NativeSampling(library).argmax
         self.weight = torch.randn(rows, inner).to(dtype)
         self.pack()

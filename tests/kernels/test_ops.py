@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_infer.kernels import checksum as checksums
-from megatron_infer.kernels import cpu_native
 from megatron_infer.kernels.checksum import content_sums
 from megatron_infer.kernels.cpu_native import NativeOps, native_checksum
 from megatron_infer.kernels.torch_ref import ReferenceOps
@@ -69,8 +68,7 @@ def test_linear_matches_reference_in_double(make_ops, dtype, tokens, inner, rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_native_linear_gives_a_token_the_same_bits_alone_and_among_others(native_library, dtype, monkeypatch):
-    monkeypatch.setattr(cpu_native, "LINEAR_TOKENS_NO_DOT", 32)
+def test_native_linear_gives_a_token_the_same_bits_alone_and_among_others(native_library, dtype):
     ops = NativeOps(native_library, dtype)
     weight, x = randn(300, 577, dtype=dtype), randn(32, 577, dtype=dtype, seed=1)
     alone = torch.cat([ops.linear(x[i : i + 1], weight) for i in range(32)])

@@ -235,8 +235,7 @@ def our_backends(peer: Peer, dtype: torch.dtype) -> dict[str, Ours]:
     except native_build.NativeUnavailable as error:
         print(f"no native kernels: {error}")
         return ours
-    layout = panel_layout(library, dtype)
-    panels = packing.PackedLinears(reason="no panels") if layout is None else packing.PackedLinears(layout=layout)
+    panels = packing.PackedLinears(layout=panel_layout(library, dtype))
     panels.pack(weights)
     ours["native"] = Ours(peer, NativeScan(library, dtype), NativeOps(library, dtype, panels))
     return ours

@@ -189,12 +189,26 @@ inline __m512 combined(const vf* v, Combine&& combine) {
     // Within a lane the two unpacks leave 0, 1, 2, 3; the lanes are put in order last.
     return _mm512_shuffle_f32x4(e, e, 0xd8);
 }
+#elif defined(__AVX__)
+// The same of 8 vectors.
+template <class Combine>
+inline __m256 combined(const vf* v, Combine&& combine) {
+    __m256 a[8], b[4], c[2];
+    for (int i = 0; i < 8; ++i) a[i] = (__m256)v[i];
+    for (int i = 0; i < 4; ++i)  // 128-bit lanes: i, i + 4
+        b[i] = combine(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20), _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    for (int i = 0; i < 2; ++i) c[i] = combine(_mm256_unpacklo_ps(b[i], b[i + 2]), _mm256_unpackhi_ps(b[i], b[i + 2]));
+    return combine(_mm256_unpacklo_ps(c[0], c[1]), _mm256_unpackhi_ps(c[0], c[1]));
+}
 #endif
 
 // out[i] = sum, or largest, of the lanes of v[i], for 16 vectors.
 inline void sums_of(const vf* v, float* out) {
 #if defined(__AVX512F__)
     _mm512_storeu_ps(out, combined(v, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); }));
+#elif defined(__AVX__)
+    for (int i = 0; i < 16; i += 8)
+        _mm256_storeu_ps(out + i, combined(v + i, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); }));
 #else
     for (int i = 0; i < 16; ++i) out[i] = sum_of(v[i]);
 #endif
@@ -202,6 +216,9 @@ inline void sums_of(const vf* v, float* out) {
 inline void largest_of(const vf* v, float* out) {
 #if defined(__AVX512F__)
     _mm512_storeu_ps(out, combined(v, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); }));
+#elif defined(__AVX__)
+    for (int i = 0; i < 16; i += 8)
+        _mm256_storeu_ps(out + i, combined(v + i, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); }));
 #else
     for (int i = 0; i < 16; ++i) out[i] = max_of(v[i]);
 #endif

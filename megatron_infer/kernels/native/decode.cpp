@@ -36,6 +36,7 @@ struct Arithmetic {
     using Q = float;
     using Weight = float;
     static int sums_of_head(int dim) { return dim; }  // floats of one head's sums over values
+    static bool starts_line(int dim) { return dim * (int)sizeof(T) % 64 == 0; }  // one prefetch is enough for a line
 
     // scores[g][t] = query g . key t for t in begin .. end; G is 1..4. Keys come 16 / (G rounded up to a power of 2) at a time.
     template <int G>
@@ -51,7 +52,7 @@ struct Arithmetic {
                 for (int g = 0; g < G; ++g) qv[g] = load(q + g * dim + i);
                 for (int r = 0; r < kKeys; ++r) {
                     vf kv = load(key[r] + i);
-                    fetch(ahead[t + r] + head_offset + i);
+                    if (starts_line(i)) fetch(ahead[t + r] + head_offset + i);
                     for (int g = 0; g < G; ++g) acc[g * kKeys + r] = fma_of(qv[g], kv, acc[g * kKeys + r]);
                 }
             }
@@ -65,7 +66,7 @@ struct Arithmetic {
     template <int G>
     static void mix(const T* const* values, const T* const* ahead, int64_t head_offset, int begin, int end, int dim,
                     const Weight (*weights)[kPartition + W], float* sums) {
-        constexpr int kWide = W == 16 ? 4 : 2;
+        constexpr int kWide = W == 16 || G < 4 ? 4 : 2;  // as far as there are registers
         int from = 0;
         for (; from + kWide * W <= dim; from += kWide * W)
             mix_dims<G, kWide>(values, ahead, head_offset + from, begin, end, weights, sums + from, dim);
@@ -81,7 +82,10 @@ struct Arithmetic {
         for (int t = begin; t < end; ++t) {
             const T* value = values[t] + offset;
             vf v[NV];
-            for (int i = 0; i < NV; ++i) v[i] = load(value + i * W), fetch(ahead[t] + offset + i * W);
+            for (int i = 0; i < NV; ++i) {
+                v[i] = load(value + i * W);
+                if (starts_line(i * W)) fetch(ahead[t] + offset + i * W);
+            }
             for (int g = 0; g < G; ++g)
                 for (int i = 0; i < NV; ++i) sum[g][i] = fma_of(splat(weights[g][t]), v[i], sum[g][i]);
         }

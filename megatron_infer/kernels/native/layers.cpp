@@ -49,9 +49,7 @@ struct Kernels;
         static constexpr auto lora = mi_lora_##SUFFIX;              \
     };
 MI_TABLE(f32, float)
-#if MI_BF16_DOT
 MI_TABLE(bf16, bf16)
-#endif
 
 static int64_t clock_ns() {
     timespec t;
@@ -128,7 +126,5 @@ using namespace mi;
 
 extern "C" {
 void mi_run_layers_f32(const LayerCall* call) { run_layers<float>(*call); }
-#if MI_BF16_DOT
 void mi_run_layers_bf16(const LayerCall* call) { run_layers<bf16>(*call); }
-#endif
 }

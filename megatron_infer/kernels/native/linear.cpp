@@ -168,9 +168,6 @@ using namespace mi;
 
 extern "C" {
 
-// 1 where bf16 products have an instruction; elsewhere other libraries are faster for more than a few tokens.
-int mi_has_bf16_dot() { return MI_BF16_DOT; }
-
 #define MI_LINEAR(SUFFIX, T)                                                                                            \
     void mi_linear_##SUFFIX(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out,            \
                             int64_t tokens, int64_t inner, int64_t rows, int threads) {                                 \

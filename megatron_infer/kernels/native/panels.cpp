@@ -18,26 +18,30 @@
 namespace mi {
 
 constexpr int kBlock = 12;        // tokens with an accumulator each
-constexpr int kPanels = W == 16 ? 2 : 1;  // side by side, as far as there are registers
-constexpr int64_t kManyTokens = 20;  // least tokens for that: fewer are bound by memory, which is fastest with one stream
+constexpr int kPanels = 2;  // side by side, as far as there are registers
+constexpr int64_t kManyTokens = W == 16 ? 20 : 1;  // least tokens for that: fewer are bound by memory, which is fastest with one stream
 constexpr int64_t kTokens = 256;  // about so many tokens are multiplied by a stretch of panels before the next tokens
 constexpr int64_t kMostTokens = kTokens + 32;  // so that few more are no pass of their own
+constexpr int kWidenedBlock = 20;
+constexpr int64_t kAlone = 1 << 15;  // fewer inputs are widened by one thread
 constexpr int kCompactBlock = 16;  // up to so many tokens are multiplied by the values of compact panels as they are read
 
-// pair: inner entries of one multiplication.
+// pair: inner entries of one multiplication. In: what inputs are multiplied as.
 template <class T>
 struct Product;
 template <>
 struct Product<float> {
     static constexpr int pair = 1;
+    using In = float;
     using Vec = vf;
     static Vec weights(const float* p) { return load(p); }
     static vf add(vf acc, Vec w, const float* x) { return fma_of(w, splat(*x), acc); }
 };
-#if MI_BF16_DOT
 template <>
 struct Product<bf16> {
     static constexpr int pair = 2;
+#if MI_BF16_DOT
+    using In = bf16;
     using Vec = __m512bh;
     static Vec weights(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
     static vf add(vf acc, Vec w, const bf16* x) {
@@ -45,29 +49,72 @@ struct Product<bf16> {
         std::memcpy(&both, x, sizeof both);
         return (vf)_mm512_dpbf16_ps((__m512)acc, w, (__m512bh)_mm512_set1_epi32(both));
     }
-};
+#else  // a bf16 is the upper half of its float
+    using In = float;
+    struct Vec {
+        vf even, odd;
+    };
+    static Vec weights(const bf16* p) {
+        vu both;
+        std::memcpy(&both, p, sizeof both);
+        return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
+    }
+    static vf add(vf acc, Vec w, const float* x) {
+        return fma_of(w.odd, splat(x[1]), fma_of(w.even, splat(x[0]), acc));
+    }
 #endif
+};
+
+// The inputs of some tokens as they are multiplied, `stride` from token to token.
+template <class T>
+struct PanelInputs {
+    using In = typename Product<T>::In;
+    const In* x;
+    int64_t stride;
+
+    PanelInputs(const void* from, int64_t from_stride, int64_t tokens, int64_t inner, int threads)
+        : x((const In*)from), stride(from_stride) {
+        if constexpr (!std::is_same<T, In>::value) widen((const T*)from, tokens, inner, threads);
+    }
+
+  private:
+    void widen(const T* from, int64_t tokens, int64_t inner, int threads) {
+        static thread_local Buffer buffer;
+        const int64_t between = stride;
+        stride = (inner + W - 1) / W * W + 16;  // one line further, so that tokens do not share a set of L1
+        In* to = buffer.get<In>(tokens * stride);
+        x = to;
+        const auto body = [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; ++t)
+                for (int64_t i = 0; i < inner; i += W) store(to + t * stride + i, load_any(from + t * between, i, inner));
+        };
+        parallel_ranges(tokens * inner < kAlone ? 1 : threads, tokens, body);
+    }
+};
 
 template <class T>
 struct PanelLinear {
     using P = Product<T>;
-    const T *x, *bias;
+    using In = typename P::In;
+    const In* x;
+    const T* bias;
     T* out;
     int64_t x_stride, inner, rows;
     bool compact;
     const char* panels;
     int64_t bytes;  // of a panel
 
-    PanelLinear(const void* x, int64_t x_stride, const void* packed, const void* bias, void* out, int64_t inner, int64_t rows)
-        : x((const T*)x), bias((const T*)bias), out((T*)out), x_stride(x_stride), inner(inner), rows(rows),
+    PanelLinear(PanelInputs<T> in, const void* packed, const void* bias, void* out, int64_t inner, int64_t rows)
+        : x(in.x), bias((const T*)bias), out((T*)out), x_stride(in.stride), inner(inner), rows(rows),
           compact(((const PackedHeader*)packed)->is_compact), panels((const char*)packed + sizeof(PackedHeader)),
           bytes(panel_bytes_of<T>(compact, inner)) {}
 
     // M tokens by N neighbouring panels, which lie at w: one broadcast of an input serves N products. Meanwhile `step` bytes
     // from `next` on are fetched for each vector that is multiplied; null: nothing is.
-    template <int M, int N>
-    void block(int64_t token, int64_t panel, const T* w, const char* next, int step) const {
-        const T* in = x + token * x_stride;
+    template <int M, int N, class V>
+    void block(int64_t token, int64_t panel, const V* w, const char* next, int step) const {
+        using P = Product<V>;
+        const In* in = x + token * x_stride;
         vf acc[N][M] = {};
         // inlined whatever else calls this: sums that a function took by reference would live in memory
         auto advance = [&](int64_t i) MI_INLINE {
@@ -94,8 +141,8 @@ struct PanelLinear {
             put_panel(out, bias, rows, panel + n, token, M, [&](int m) { return acc[n][m]; });
     }
 
-    template <int M, int N>
-    void block_of(int64_t count, int64_t token, int64_t panel, const T* w, const char* next, int step) const {
+    template <int M, int N, class V>
+    void block_of(int64_t count, int64_t token, int64_t panel, const V* w, const char* next, int step) const {
         if constexpr (M > 0) {
             if (count == M) return block<M, N>(token, panel, w, next, step);
             block_of<M - 1, N>(count, token, panel, w, next, step);
@@ -103,12 +150,13 @@ struct PanelLinear {
     }
 
     // N panels, which lie at w, for all tokens, in blocks of nearly equal size.
-    template <int N>
-    void blocks(int64_t panel, int64_t first, int64_t count, const T* w, const char* next, int step) const {
-        const int64_t number = (count + kBlock - 1) / kBlock;
+    template <int N, class V>
+    void blocks(int64_t panel, int64_t first, int64_t count, const V* w, const char* next, int step) const {
+        constexpr int kMost = W == 16 || N == 1 ? kBlock : kBlock / 2;
+        const int64_t number = (count + kMost - 1) / kMost;
         for (int64_t b = 0; b < number; ++b) {
             const int64_t from = count * b / number, to = count * (b + 1) / number;
-            block_of<kBlock, N>(to - from, first + from, panel, w, b == 0 ? next : nullptr, step);
+            block_of<kMost, N>(to - from, first + from, panel, w, b == 0 ? next : nullptr, step);
         }
     }
 
@@ -260,6 +308,27 @@ struct PanelLinear {
     }
 #endif
 
+    // As `run`, for many tokens: panels are widened once.
+    void run_widened(int64_t begin, int64_t end, int64_t first, int64_t count) const {
+        static thread_local Buffer buffer;
+        float* wide = buffer.get<float>(kPanels * W * inner);
+        for (int64_t panel = begin; panel < end;) {
+            const int width = panel + kPanels <= end ? kPanels : 1;
+            const T* at = (const T*)(panels + panel * bytes);
+            for (int64_t i = 0; i < width * W * inner; i += 2 * W) {
+                const auto both = P::weights(at + i);
+                store(wide + i, both.even);
+                store(wide + i + W, both.odd);
+            }
+            const char* next = (const char*)(at + width * W * inner);
+            if (width == 1)
+                blocks<1>(panel, first, count, (const float*)wide, next, 2 * W);
+            else
+                blocks<kPanels>(panel, first, count, (const float*)wide, next, 2 * W);
+            panel += width;
+        }
+    }
+
     // Panels begin .. end for tokens first .. first + count.
     void run(int64_t begin, int64_t end, int64_t first, int64_t count) const {
 #if MI_TILES
@@ -270,13 +339,15 @@ struct PanelLinear {
         if constexpr (sizeof(T) == sizeof(bf16))
             if (compact) return run_compact(begin, end, first, count);
 #endif
+        if constexpr (sizeof(In) > sizeof(T))
+            if (count > kWidenedBlock) return run_widened(begin, end, first, count);
         for (int64_t panel = begin; panel < end;) {
             const int width = count >= kManyTokens && panel + kPanels <= end ? kPanels : 1;
             const char* at = panels + panel * bytes;
             if (width == 1)
-                blocks<1>(panel, first, count, (const T*)at, at + (count > 4 ? 8192 : 4096), 64);
+                blocks<1>(panel, first, count, (const T*)at, at + (count > 4 ? 8192 : 4096), 4 * W);
             else
-                blocks<kPanels>(panel, first, count, (const T*)at, at + kPanels * bytes, 64);
+                blocks<kPanels>(panel, first, count, (const T*)at, at + kPanels * bytes, 4 * W);
             panel += width;
         }
     }
@@ -321,8 +392,10 @@ static void largest(const PanelLinear<T>& task, const int32_t* which, const uint
     const int64_t words = (tokens + 63) / 64;
     Shares shares(count, threads < Shares::kMost ? threads : Shares::kMost);
     auto body = [&](int thread, int) {
+        using In = typename Product<T>::In;
         static thread_local Buffer inputs, outputs, list;
-        T *x = inputs.get<T>(kTokens * task.inner), *out = outputs.get<T>(kTokens * W);
+        In* x = inputs.get<In>(kTokens * task.inner);
+        T* out = outputs.get<T>(kTokens * W);
         int32_t* own = list.get<int32_t>(kTokens);
         for (int64_t i; (i = shares.take(thread)) >= 0;) {
             const int64_t row = which[i] * (int64_t)W, left = rows - row;
@@ -338,7 +411,7 @@ static void largest(const PanelLinear<T>& task, const int32_t* which, const uint
                 if (!num) continue;
                 const bool all = num == (tokens - first < kTokens ? tokens - first : kTokens);
                 for (int64_t j = 0; j < num && !all; ++j)
-                    std::memcpy(x + j * task.inner, task.x + own[j] * task.x_stride, task.inner * sizeof(T));
+                    std::memcpy(x + j * task.inner, task.x + own[j] * task.x_stride, task.inner * sizeof(In));
                 PanelLinear<T> one = task;
                 one.x = all ? task.x + first * task.x_stride : x;
                 one.x_stride = all ? task.x_stride : task.inner;
@@ -385,7 +458,8 @@ static int argmax_linear(Candidates&& candidates, const void* x, int64_t x_strid
     for (int64_t i = 0; i < count * words; ++i) pairs += __builtin_popcountll(needs[i]);
     // The time of few tokens is that of reading the panels, of many that of the products.
     if ((tokens < kManyTokens ? count * tokens : pairs) > most * tokens) return 0;
-    largest(PanelLinear<T>(x, x_stride, panels, nullptr, nullptr, inner, W), which, needs, count, tokens, rows, id, bad, threads);
+    const PanelInputs<T> in(x, x_stride, tokens, inner, threads);
+    largest(PanelLinear<T>(in, panels, nullptr, nullptr, inner, W), which, needs, count, tokens, rows, id, bad, threads);
     return 1;
 }
 
@@ -509,7 +583,8 @@ int mi_panel_rows() { return W; }
     }                                                                                                                      \
     void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,       \
                                    int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \
-        linear(PanelLinear<T>(x, x_stride, panels, bias, out, inner, rows), tokens, threads);                              \
+        const PanelInputs<T> in(x, x_stride, tokens, inner, threads);                                                      \
+        linear(PanelLinear<T>(in, panels, bias, out, inner, rows), tokens, threads);                                       \
     }                                                                                                                      \
     int mi_argmax_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bounds, int64_t* id,     \
                                       uint8_t* bad, int64_t tokens, int64_t inner, int64_t packed_rows, int64_t rows,        \
@@ -518,7 +593,5 @@ int mi_panel_rows() { return W; }
                                 rows, most, threads);                                                                      \
     }
 MI_PANELS(f32, float)
-#if MI_BF16_DOT  // without bf16 products other libraries are faster
 MI_PANELS(bf16, bf16)
-#endif
 }
