@@ -102,6 +102,7 @@ class OpenVINO:
     """OpenVINO GenAI's continuous batching, of a model that optimum-intel converts at start."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        import openvino
         import openvino_genai
         from optimum.exporters.openvino import main_export
 
@@ -115,7 +116,9 @@ class OpenVINO:
         scheduler.cache_size = settings["kv_gib"]
         scheduler.max_num_seqs = settings["max_rows"]
         scheduler.max_num_batched_tokens = max(512, settings["max_rows"])
-        precision = "bf16" if half else "f32"
+        # On a CPU without products of bfloat16 it refuses keys and values in it, and computes in float32.
+        can_half = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        precision = "bf16" if half and can_half else "f32"
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(
             str(target),
             scheduler,

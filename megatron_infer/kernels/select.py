@@ -458,7 +458,7 @@ def choose_exact(
         sampling=sampling,
         checksums=functools.partial(native_checksums, library),
         rows=rows,
-        layers=None if layout is None else NativeLayers(library, dtype, packed, attention),
+        layers=NativeLayers(library, dtype, packed, attention),
     )
 
 

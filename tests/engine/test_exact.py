@@ -133,9 +133,11 @@ def test_a_random_schedule_changes_no_bit():
 
 def test_without_exact_mode_the_bits_differ():
     """What the other tests would miss if they compared nothing."""
-    model = model_of("tied bf16")
-    work = workload(5, sampled=False)
-    assert differing(model, work, run(make_engine(model, batch_invariant=False), work))[0] > 0
+    work, found = workload(5, sampled=False), 0
+    for name in ("tied bf16", "swiglu"):  # rounding to bf16 hides other orders of sums on some CPUs
+        model = model_of(name)
+        found += differing(model, work, run(make_engine(model, batch_invariant=False), work))[0]
+    assert found > 0
 
 
 @pytest.mark.one_in(2)

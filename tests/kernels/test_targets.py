@@ -12,8 +12,15 @@ from paged_case import check_case, make_case
 
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_native import SUFFIXES, NativePagedAttention, quantised_layout
+from megatron_infer.kernels.cpu_native import (
+    SUFFIXES,
+    NativePagedAttention,
+    panel_layout,
+    panel_linear,
+    quantised_layout,
+)
 from megatron_infer.kernels.native_sampling import NativeSampling
+from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 
 pytestmark = pytest.mark.long
@@ -80,6 +87,29 @@ def test_draws_are_those_of_this_cpus_own_kernels(library, native_library):
         assert torch.equal(there.argmax(logits)[0], here.argmax(logits)[0])
         token = logits.argmax(-1)
         torch.testing.assert_close(there.score(logits, token, 3)[0], here.score(logits, token, 3)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_panels_give_the_products_and_a_token_its_bits_in_any_step(library, dtype):
+    torch.manual_seed(0)
+    packed = PackedLinears(layout=panel_layout(library, dtype))
+    weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((100, 578), (100,), (300, 578)))
+    packed.pack([weight])
+    linear = panel_linear(library, SUFFIXES[dtype], packed.layout)
+
+    def outputs(x: torch.Tensor, threads: int) -> torch.Tensor:
+        out = torch.empty(len(x), 100, dtype=dtype)
+        panels = packed.get(id(weight))
+        linear(x.data_ptr(), 578, panels.data_ptr(), bias.data_ptr(), out.data_ptr(), len(x), 578, 100, threads)
+        return out
+
+    alone = torch.cat([outputs(x[i : i + 1], 1) for i in range(300)])
+    want = x.double() @ weight.double().T + bias.double()
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(alone.double() / 578**0.5, want / 578**0.5, rtol=tolerance, atol=tolerance)
+    for tokens in (2, 3, 5, 6, 7, 12, 13, 19, 20, 21, 40, 257, 300):
+        for threads in (1, 2):
+            assert torch.equal(outputs(x[:tokens], threads), alone[:tokens]), (tokens, threads)
 
 
 @pytest.fixture(scope="module", params=["x86-64", *TARGETS, "icelake-server", "alderlake"])

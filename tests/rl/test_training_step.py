@@ -78,7 +78,7 @@ def test_gradients_are_those_of_megatrons_own_step(name):
     session = make_session(model)
     with cpu_shim(4), session.training():
         report = session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
-    assert report.num_micro_batches == 3 and report.loss == pytest.approx(want_loss, abs=1e-6)
+    assert report.num_micro_batches == 3 and report.loss == pytest.approx(want_loss, rel=5e-7)
     assert_equal(gradients(model), gradients(twin))
     assert not model.training and model.decoder.layers[0].training is False
     assert model.config.hidden_dropout == model.embedding.embedding_dropout.p == 0.3

@@ -46,7 +46,7 @@ inline int64_t compact_panel_bytes(int64_t inner) {
 }
 template <class T>
 int64_t panel_bytes_of(bool compact, int64_t inner) {
-    return compact ? compact_panel_bytes(inner) : W * inner * (int64_t)sizeof(T);
+    return compact && sizeof(T) == sizeof(bf16) ? compact_panel_bytes(inner) : W * inner * (int64_t)sizeof(T);
 }
 
 #if MI_COMPACT

@@ -18,11 +18,11 @@
 namespace mi {
 
 constexpr int kBlock = 12;        // tokens with an accumulator each
-constexpr int kPanels = 2;  // side by side, as far as there are registers
-constexpr int64_t kManyTokens = W == 16 ? 20 : 1;  // least tokens for that: fewer are bound by memory, which is fastest with one stream
+constexpr int kPanels = 2;        // side by side, each for half as many tokens where registers are few
+constexpr int64_t kManyTokens = 20;  // fewer are bound by memory; for more, values of bf16 are widened once where the CPU multiplies floats alone
+constexpr int64_t kWideTokens = W == 16 ? kManyTokens : 1;  // least tokens for panels side by side, which are as many streams of memory
 constexpr int64_t kTokens = 256;  // about so many tokens are multiplied by a stretch of panels before the next tokens
 constexpr int64_t kMostTokens = kTokens + 32;  // so that few more are no pass of their own
-constexpr int kWidenedBlock = 20;
 constexpr int64_t kAlone = 1 << 15;  // fewer inputs are widened by one thread
 constexpr int kCompactBlock = 16;  // up to so many tokens are multiplied by the values of compact panels as they are read
 
@@ -208,7 +208,7 @@ struct PanelLinear {
         static thread_local Buffer buffer;
         T* plain = buffer.get<T>(kPanels * W * inner);
         for (int64_t panel = begin; panel < end;) {
-            const int width = count >= kManyTokens && panel + kPanels <= end ? kPanels : 1;
+            const int width = count >= kWideTokens && panel + kPanels <= end ? kPanels : 1;
             const char* at = panels + panel * bytes;
             for (int n = 0; n < width; ++n) expand((const uint8_t*)at + n * bytes, inner, plain + n * W * inner);
             if (width == 1)
@@ -340,9 +340,9 @@ struct PanelLinear {
             if (compact) return run_compact(begin, end, first, count);
 #endif
         if constexpr (sizeof(In) > sizeof(T))
-            if (count > kWidenedBlock) return run_widened(begin, end, first, count);
+            if (count > kManyTokens) return run_widened(begin, end, first, count);
         for (int64_t panel = begin; panel < end;) {
-            const int width = count >= kManyTokens && panel + kPanels <= end ? kPanels : 1;
+            const int width = count >= kWideTokens && panel + kPanels <= end ? kPanels : 1;
             const char* at = panels + panel * bytes;
             if (width == 1)
                 blocks<1>(panel, first, count, (const T*)at, at + (count > 4 ? 8192 : 4096), 4 * W);
@@ -356,7 +356,7 @@ struct PanelLinear {
 template <class T>
 static void linear(const PanelLinear<T>& task, int64_t tokens, int threads) {
     const int64_t panels = (task.rows + W - 1) / W;
-    const int64_t least = tokens >= kManyTokens ? kPanels : 1;
+    const int64_t least = tokens >= kWideTokens ? kPanels : 1;
     int64_t size = panels / (threads * 16) / least * least;
     size = size < least ? least : size;
     const int64_t stretches = (panels + size - 1) / size;
