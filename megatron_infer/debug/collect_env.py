@@ -143,7 +143,7 @@ def _cpu() -> Iterator[Fact]:
     present = [name for name in CPU_FEATURES if name in flags]
     yield Fact("cpu", "features", ", ".join(present) or "none known", "of those that kernels here can use")
     has_bf16 = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-    yield Fact("cpu", "bfloat16", "computed in hardware" if has_bf16 else "emulated: float32 is faster")
+    yield Fact("cpu", "bfloat16", "computed in hardware" if has_bf16 else "multiplied as float32")
 
 
 def _cpuinfo() -> dict[str, str]:
