@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_infer.cli.bench_workload import Workload
 from megatron_infer.config.step_work import Ceiling, key_flops, kv_token_bytes, state_bytes, state_flops
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES, weight_bytes
+from megatron_infer.utils.host import cpu_has_bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,11 @@ class Work:
 
 
 def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int = 2048) -> Ceiling:
-    """Best of five: the sum of a tensor much larger than any cache, and a square matmul in the model's dtype."""
-    kind = getattr(torch, dtype)
+    """Best of five: the sum of a tensor much larger than any cache, and a square matmul in the model's dtype.
+
+    In float32 on a CPU without products of bfloat16: that is what it multiplies such models in.
+    """
+    kind = getattr(torch, dtype) if device != "cpu" or cpu_has_bf16() else torch.float32
     large = torch.ones(megabytes * 2**20 // 4, dtype=torch.float32, device=device)
     a = torch.randn(size, size, device=device).to(kind)
     b = torch.randn(size, size, device=device).to(kind)
