@@ -11,6 +11,7 @@ import faulthandler
 import importlib.abc
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -64,6 +65,11 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r} (absent in a rehearsal)", name=name)
 
 
+def end_of(text: str) -> list[str]:
+    """The last lines, as a report may have them: of a file's path its name and folder, not where its owner keeps it."""
+    return re.sub(r'(?<=File ")/[^"]*/(?=[^/"]+/[^/"]+")', "", text).strip()[-TRACEBACK:].splitlines()
+
+
 def run_one(check: Check, ctx: Any) -> Result:
     """The check's result; whatever it raises is its own failure."""
     start = time.perf_counter()
@@ -76,7 +82,7 @@ def run_one(check: Check, ctx: Any) -> Result:
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
         traceback.print_exc()
-        told = traceback.format_exc()[-TRACEBACK:].splitlines()
+        told = end_of(traceback.format_exc())
         result = Result(FAILED, reason=" ".join(text.split())[:TAIL], details={"traceback": told})
     result.seconds = time.perf_counter() - start
     return result
@@ -178,7 +184,7 @@ class Worker:
     def printed(self) -> list[str]:
         """The last of what it printed so far, a line each."""
         self._log.seek(0)
-        return self._log.read().decode(errors="replace").strip()[-TRACEBACK:].splitlines()
+        return end_of(self._log.read().decode(errors="replace"))
 
     @property
     def status(self) -> int | None:
