@@ -142,7 +142,7 @@ def set_up(
         apply_cpu_settings()
     torch.manual_seed(args.seed)
     source = open_source(args.model)
-    plan, dtype, tokenizer = source.config(), choose_dtype(args.dtype, device), tokenizer_of(source)
+    plan, dtype, tokenizer = source.config(), choose_dtype(args.dtype, device, trains=True), tokenizer_of(source)
     if tokenizer is None:
         raise ConfigError(f"{args.model} has no tokenizer, and the task is made of text")
     groups = build_groups(tensor_parallel=args.tp)

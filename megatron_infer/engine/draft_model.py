@@ -91,7 +91,8 @@ def make_draft(
                 adopted = adopt(live, name=asked, vocab_size=described.vocab_size)
     if not target.is_last_stage:
         return None
-    return DraftModel(adopted=adopted, kernels=choose(adopted, config, device), is_residual=is_residual)
+    kernels, is_own = choose(adopted, config, device), isinstance(asked, str)
+    return DraftModel(adopted=adopted, kernels=kernels, is_residual=is_residual, is_own=is_own)
 
 
 def _adopted(config: InferenceConfig, model: Any, target: AdoptedModel) -> AdoptedModel:
@@ -160,6 +161,8 @@ class DraftModel:
     kernels: ChosenKernels
     is_residual: bool
     """Drafts are verified by `speculative.residual`."""
+    is_own: bool
+    """The engine has loaded it, so that nothing else uses it."""
 
     @property
     def shape(self) -> ModelShape:
@@ -182,8 +185,7 @@ class DraftModel:
     def register_derived(self, derived: DerivedCaches) -> None:
         """Copies of the draft model's weights are renewed and released with those of the model's."""
         name = "packed weights of the draft model"
-        of = self.adopted
-        derived.register(packed_weights(name, self.kernels.packed, of.packable_weights, of.output_weight))
+        derived.register(packed_weights(name, self.kernels.packed, self.adopted, frees=self.is_own))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +195,8 @@ class MTPDraft:
     adopted: AdoptedModel
     shape: ModelShape
     is_residual: bool
+    is_own = True
+    """It has no weights beside the model's."""
 
     def drafter(
         self,

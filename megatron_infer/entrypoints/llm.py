@@ -37,9 +37,9 @@ class LLM:
     """Loads a model (alias, directory, hub id, .gguf file, torch_dist checkpoint) and answers prompts with it.
 
     `config` is an InferenceConfig, or a mapping of some of its options: the others (all, for None) are chosen for the
-    machine and the model, see `config.machine_config`. dtype "auto" is bfloat16 where the device computes in it, else
-    float32. chat_template goes before the model's own. use_legacy_module: see `build_model`. The engine is
-    `llm.engine`.
+    machine and the model, see `config.machine_config`. dtype "auto" is bfloat16, and float32 on a CPU with neither a
+    C++ compiler nor products of bfloat16. chat_template goes before the model's own. use_legacy_module: see
+    `build_model`. The engine is `llm.engine`.
     """
 
     def __init__(

@@ -58,6 +58,7 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool 
     function = bind(library, f"mi_pack_{suffix}", [_P, _P, _I, _I, ctypes.c_int, ctypes.c_int], ctypes.c_uint64)
     num_bytes = bind(library, f"mi_packed_bytes_{suffix}", [_I, _I, ctypes.c_int], _I)
     fits_compact = bind(library, f"mi_fits_compact_{suffix}", [_P, _I, _I, ctypes.c_int], ctypes.c_int)
+    unpacks = bind(library, f"mi_unpack_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
 
     def size_of(weight: Tensor, is_compact: bool) -> int:
         rows, inner = weight.shape
@@ -79,12 +80,17 @@ def panel_layout(library: ctypes.CDLL, dtype: torch.dtype, *, may_compact: bool 
             return pack(weight, torch.empty(size_of(weight, False), dtype=dtype))
         return panels, int(checksum)
 
+    def unpack(panels: Tensor, weight: Tensor) -> None:
+        rows, inner = weight.shape
+        unpacks(panels.data_ptr(), weight.data_ptr(), inner, rows, torch.get_num_threads())
+
     # bf16 is multiplied in pairs along the inner dimension.
     return PackedLayout(
         name=PANELS,
         takes=lambda weight: weight.dtype is dtype and weight.shape[1] % 2 == 0,
         pack=pack,
         num_elements=num_elements,
+        unpack=unpack,
     )
 
 
@@ -175,8 +181,8 @@ class NativeOps(TorchOps):
             source, function = packed, self._output_linear if is_output else self._panel_linear
         known = function is not None and x_TX.ndim == 2 and self._ours(x_TX, weight if packed is None else x_TX)
         if not known or not (bias is None or self._ours(x_TX, bias)):
-            if source is not weight and self._copies.layout.name != PANELS:
-                return self._quantised_linear(x_TX, weight, bias)[..., :rows]
+            if source is not weight:
+                return self._converted_linear(x_TX, weight, bias)[..., :rows]
             return F.linear(x_TX, *_first_rows(weight, bias, rows))
         tokens, inner = x_TX.shape[0], weight.shape[1]
         out = torch.empty(tokens, rows, dtype=self._dtype)
@@ -193,8 +199,8 @@ class NativeOps(TorchOps):
         )
         return out
 
-    def _quantised_linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`linear` for other forms of inputs: their products are rounded as those of plain inputs are."""
+    def _converted_linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`linear` for other forms of inputs, by the packed copy, which may be all there is of the weight."""
         x = x_TX.reshape(-1, x_TX.shape[-1]).to(self._dtype).contiguous()
         bias = None if bias is None else bias.to(self._dtype).contiguous()
         return self.linear(x, weight, bias).view(*x_TX.shape[:-1], len(weight))

@@ -28,6 +28,7 @@ SOURCES = (
     "elementwise.cpp",
     "linear.cpp",
     "lora.cpp",
+    "packed_weight.cpp",
     "panels.cpp",
     "int8.cpp",
     "int4.cpp",
@@ -66,6 +67,14 @@ def find_compiler() -> str:
         if path:
             return path
     raise NativeUnavailable("no C++ compiler (c++, g++ or clang++) on PATH")
+
+
+def is_possible() -> bool:
+    """Whether there is what `load` needs; compiles nothing."""
+    try:
+        return os.name == "posix" and bool(find_compiler()) and cache_directory().is_dir()
+    except NativeUnavailable:
+        return False
 
 
 def _cpu_identity() -> str:

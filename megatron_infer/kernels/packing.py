@@ -3,20 +3,27 @@
 A packed weight saves the reorder that a plain bf16 linear repeats in every call. It is a second copy: it must follow
 every update of the live weight and must not appear in a state dict. So it is kept here, keyed by the weight object, and
 the model has no reference to it.
+
+Where nobody but the engine uses the model, the packed copy can be the only one: the weight's memory is freed, and
+unpacked again, to the bit, when somebody asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels import huge_pages
+from megatron_infer.utils.process_memory import return_freed
 
 PACKABLE_DTYPES = (torch.bfloat16, torch.float32)
+TRIM_BYTES = 64 << 20
+"""Memory of weights that is freed before the allocator must return it to the system."""
 
 
 def packed_linear(x_TX: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -43,6 +50,8 @@ class PackedLayout:
     """Elements of a weight's copy, a multiple of 64 bytes; None: `pack` finds the memory."""
     dtype: torch.dtype | None = None
     """dtype of the copies' memory; None: the weights'."""
+    unpack: Callable[[Tensor, Tensor], None] | None = None
+    """(a copy, memory of its weight's shape and dtype): write the weight there, to the bit. None: not possible."""
 
 
 ONEDNN = PackedLayout(
@@ -106,26 +115,56 @@ class PackedLinears:
         """get(id(weight)) -> the packed copy, or None for a weight that is not packed."""
         self._derived: dict[int, tuple[int, Tensor]] = {}
         """id(weight) -> `num_packings` when it was derived, and what was."""
+        self.is_shared = False
+        """Others read the weights, too: none is freed any more."""
+        self.on_move: Callable[[Sequence[Tensor]], None] = lambda weights: None
+        """Called with weights that have the same content at another address: they were freed or unpacked."""
+        self._freed: dict[int, tuple[Tensor, int]] = {}
+        """id(weight) -> what a weight that is freed shows, one NaN in all its places; and its checksum."""
 
-    def pack(self, weights: Iterable[Tensor], *, output: Tensor | None = None) -> dict[int, int]:
+    def pack(
+        self, weights: Iterable[Tensor], *, output: Tensor | None = None, frees: Collection[int] = ()
+    ) -> dict[int, int]:
         """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out.
 
-        output: the one of the output layer; None: there is none among them. Overwrites the copies of before where
-        weights of the same sizes are packed again. -> id(weight) -> checksum, for weights whose checksum packing
-        computes.
+        output: the one of the output layer; None: there is none among them. frees: ids of weights that nothing reads
+        beside their copies: each is freed once it is packed, where the copy tells it. Overwrites the copies of before
+        where weights of the same sizes are packed again, and leaves those of weights that are freed already.
+        -> id(weight) -> checksum, for weights whose checksum packing computes.
         """
         unique = {id(weight): weight for weight in weights}
+        self._restore(weight for weight in self._weights if id(weight) not in unique)
         self.output_id = None if output is None or self.output_layout is self.layout else id(output)
         self._weights = [weight for weight in unique.values() if self._takes(weight)]
+        sums, moved, held = self.freed_sums, [], 0
+        self._freed = {key: self._freed[key] for key in sums}
+        kept = {key: self._packed[key] for key in sums}
         self._packed.clear()  # freed first: the peak is one extra set
+        self._packed.update(kept)
         self.num_packings += 1
         self._derived = {key: self._derived[key] for key in map(id, self._weights) if key in self._derived}
-        sums = {}
-        with torch.no_grad():
+        try:
             for weight, memory in zip(self._weights, self._memory(), strict=True):
-                self._packed[id(weight)], checksum = self._layout_of(weight).pack(weight.detach(), memory)
-                if checksum is not None:
-                    sums[id(weight)] = checksum
+                key, layout = id(weight), self._layout_of(weight)
+                if key in kept:
+                    if memory is not None and memory.data_ptr() != kept[key].data_ptr():
+                        self._packed[key] = memory.copy_(kept[key])
+                    continue
+                self._packed[key], checksum = layout.pack(weight.detach(), memory)
+                if checksum is None:
+                    continue
+                sums[key] = checksum
+                if key in frees and layout.unpack is not None and not self.is_shared:
+                    self._free(weight, checksum)
+                    moved.append(weight)
+                    held += weight.numel() * weight.element_size()
+                    if held >= TRIM_BYTES:
+                        return_freed()
+                        held = 0
+        finally:
+            self.on_move(moved)
+        if held:
+            return_freed()
         return sums
 
     def derived(self, weight: Tensor, derive: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
@@ -147,22 +186,68 @@ class PackedLinears:
         for weight in self._weights:
             num_elements = self._layout_of(weight).num_elements
             assert num_elements is not None, "one of two layouts that finds its memory"
-            sizes.append(num_elements(weight))
-        if sizes != [len(part) for part in self._arena]:
+            kept = self._packed.get(id(weight))
+            sizes.append(num_elements(weight) if kept is None else len(kept))
+        copies = [self._packed.get(id(weight)) for weight in self._weights]
+        if sizes != [len(part) for part in self._arena] or any(
+            copy is not None and copy.data_ptr() != part.data_ptr()
+            for copy, part in zip(copies, self._arena, strict=True)
+        ):
             self._arena = []
             dtype = self.layout.dtype or (self._weights[0].dtype if self._weights else torch.uint8)
             self._arena = list(huge_pages.empty(sum(sizes), dtype).split(sizes))
         return self._arena
 
     def forget_weights(self) -> None:
-        """Keep the copies, but no weight alive; no copy may be used until the next `pack` has overwritten it."""
-        self._weights = []
+        """Keep the copies, but no weight alive that is not freed; no copy of these may be used until the next `pack`
+        has overwritten it."""
+        self._weights = [weight for weight in self._weights if self.is_freed(weight)]
 
     def clear(self) -> None:
-        """Free the copies; linears run plain until the next `pack`."""
+        """Free the copies; linears run plain until the next `pack`. Where copies are all there is of weights, all
+        stay."""
+        if self.freed_sums:
+            return
         self._weights, self._arena = [], []
         self._packed.clear()
         self._derived.clear()
+
+    # ------------------------------------------------------------------ weights that are freed
+
+    def is_freed(self, weight: Tensor) -> bool:
+        """Whether a weight is freed now: nothing was written since, or put in its place."""
+        shown, _ = self._freed.get(id(weight), (None, 0))
+        return shown is not None and weight.data_ptr() == shown.data_ptr() and bool(torch.isnan(shown))
+
+    @property
+    def freed_sums(self) -> dict[int, int]:
+        """id -> checksum, for the weights that are freed."""
+        return {id(weight): self._freed[id(weight)][1] for weight in self._weights if self.is_freed(weight)}
+
+    def restore(self) -> None:
+        """Unpack all weights that are freed; they stay until the next `pack`. An error (no memory) loses none."""
+        self._restore(self._weights)
+
+    @torch.no_grad()
+    def _restore(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            if self.is_freed(weight):
+                whole = torch.empty(weight.shape, dtype=weight.dtype)
+                self._unpack(weight, whole)
+                weight.data = whole
+                del self._freed[id(weight)]
+                self.on_move([weight])
+
+    def _free(self, weight: Tensor, checksum: int) -> None:
+        """What the weight shows from now on cannot be taken for its values, and an addition in place raises."""
+        shown = torch.full((), torch.nan, dtype=weight.dtype)
+        self._freed[id(weight)] = shown, checksum
+        weight.data = shown.expand(weight.shape)
+
+    def _unpack(self, weight: Tensor, memory: Tensor) -> None:
+        unpack = self._layout_of(weight).unpack
+        assert unpack is not None, "a weight was freed whose copy does not tell it"
+        unpack(self._packed[id(weight)], memory)
 
     def differs(self, weights: Iterable[Tensor]) -> str | None:
         """What distinguishes the copies from a fresh `pack(weights)`; None: nothing. Packs each weight once more."""
@@ -171,7 +256,13 @@ class PackedLinears:
             return f"{len(wanted.keys() ^ self._packed.keys())} weights are packed or missing that should not be"
         with torch.no_grad():
             for place, (key, weight) in enumerate(wanted.items()):
-                have, want = self._packed[key], self._layout_of(weight).pack(weight.detach(), None)[0]
+                have, source, is_freed = self._packed[key], weight.detach(), self.is_freed(weight)
+                if is_freed:
+                    source = torch.empty(weight.shape, dtype=weight.dtype)
+                    self._unpack(weight, source)
+                want, checksum = self._layout_of(weight).pack(source, None)
+                if is_freed and checksum != self._freed[key][1]:
+                    return f"weight {place} of {len(wanted)}, {list(weight.shape)}, has this copy alone, which changed"
                 if have.is_mkldnn:
                     have, want = have.to_dense(), want.to_dense()
                 if not torch.equal(have.view(torch.uint8), want.view(torch.uint8)):
@@ -193,3 +284,37 @@ class PackedLinears:
         """Memory of the packed copies and of what was derived from them, beside the live weights."""
         held = [*self._packed.values(), *(derived for _, derived in self._derived.values())]
         return sum(packed.numel() * packed.element_size() for packed in held)
+
+
+class RestoreHook:
+    """Brings freed weights back before a state dict of their module is read or loaded. Keeps the copies alive with the
+    module, whose weights nothing else has."""
+
+    def __init__(self, packed: PackedLinears) -> None:
+        self.packed = packed
+
+    def __call__(self, *_: Any) -> None:
+        self.packed.restore()
+
+
+def restore_before_state_dicts(packed: PackedLinears, modules: Iterable[torch.nn.Module]) -> None:
+    """Weights of these modules that `packed` frees come back for their state dicts."""
+    hook = RestoreHook(packed)
+    for module in modules:
+        if all(found is not packed for found in _packed_of(module)):
+            module.register_state_dict_pre_hook(hook)
+            module.register_load_state_dict_pre_hook(hook)
+
+
+def restore_weights(model: torch.nn.Module, *, for_good: bool = False) -> None:
+    """Bring back what an engine has freed of its model's weights, for somebody else who reads them.
+
+    They stay until the engine accepts new ones; for_good: from then on, too.
+    """
+    for packed in _packed_of(model):
+        packed.is_shared |= for_good
+        packed.restore()
+
+
+def _packed_of(module: torch.nn.Module) -> list[PackedLinears]:
+    return [hook.packed for hook in module._state_dict_pre_hooks.values() if isinstance(hook, RestoreHook)]

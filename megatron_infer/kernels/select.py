@@ -421,7 +421,8 @@ def choose_exact(
     Raises ConfigError with the reason where one of them is missing: no other kernel keeps that promise.
     """
     library = exact_library(torch.device(device), dtype)
-    packed = packing.PackedLinears(layout=panel_layout(library, dtype))
+    # inputs of another dtype are multiplied by the weights themselves, which are not freed
+    packed = packing.PackedLinears(layout=replace(panel_layout(library, dtype), unpack=None))
     ops, attention = ExactOps(library, dtype, packed), ExactAttention(library, dtype)
     sampling = NativeSampling(library)
     reasons = {"others": "their sums depend on the batch"}

@@ -18,6 +18,7 @@ import torch.profiler
 from torch import Tensor
 
 from megatron_infer.errors import ConfigError
+from megatron_infer.kernels import native_build
 from megatron_infer.memory.regions.pinned import PinnedBuffer, PinnedPool
 from megatron_infer.utils.host import cpu_has_bf16, free_host_bytes
 
@@ -219,10 +220,14 @@ class HostRead:
         return self._tensors
 
 
-def choose_dtype(name: str, device: Device) -> torch.dtype:
-    """The compute dtype for "auto" or a name."""
+def choose_dtype(name: str, device: Device, *, trains: bool = False) -> torch.dtype:
+    """The compute dtype for "auto" or a name.
+
+    trains: torch multiplies, too, and on most CPUs it is many times slower in bfloat16 than in float32. The native
+    kernels are faster in it everywhere.
+    """
     if name == "auto":
-        if device.is_cuda:
+        if device.is_cuda or (not trains and native_build.is_possible()):
             return torch.bfloat16
         return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_has_bf16() else torch.float32
     if name not in DTYPES:

@@ -21,6 +21,7 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, RoutingShape, StepInputs
 from megatron_infer.kernels.lora import AdapterPairs
+from megatron_infer.kernels.packing import restore_weights
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models.adoption_checks import (
     check_called_by_none,
@@ -67,9 +68,11 @@ def adopt(
         paged: AdoptedModel = as_paged(name)
         return paged
     live = unwrap(model)
+    restore_weights(live, for_good=True)
+    was_adopted = any(getattr(layer, "fused", None) is not None for layer in live.decoder.layers)
     # Not again when modules have changed: between rollouts these are the trainer's settings.
     check_config(live.config)
-    read = partial(_read, live, vocab_size, state_config)
+    read = partial(_read, live, vocab_size, state_config, was_adopted)
     reading = read()
     foreign = next((layer.name for layer in reading.layers if layer.fused is None), None)
     if foreign is not None and live.config.sequence_parallel:
@@ -86,6 +89,8 @@ class ModelReading:
     norm: FusedNorm | None
     fp8: Fp8Linears | None
     tp: Reducer | None
+    was_adopted: bool
+    """The model had been adopted before: another engine or a session may read its weights."""
     heads: MTPHead | None = None
     """None: not read, as nothing drafts with them."""
 
@@ -132,7 +137,9 @@ class ModelReading:
         return None if None in self.fused else routing_shape(self.experts)
 
 
-def _read(live: Any, vocab_size: int | None, state_config: MambaInferenceStateConfig | None) -> ModelReading:
+def _read(
+    live: Any, vocab_size: int | None, state_config: MambaInferenceStateConfig | None, was_adopted: bool
+) -> ModelReading:
     """The first half of adoption: raises AdoptionError, and changes nothing."""
     check_model(live)
     tp = Reducer.of(live.pg_collection.tp)
@@ -162,7 +169,8 @@ def _read(live: Any, vocab_size: int | None, state_config: MambaInferenceStateCo
     norm = None if final_norm is None else FusedNorm(final_norm, where)
     true_vocab = getattr(live, "true_vocab_size", None) if vocab_size is None else vocab_size
     shape = model_shape(live, layers, true_vocab, state_config)
-    return ModelReading(shape=shape, layers=layers, norm=norm, fp8=bind_fp8(live.config, layers), tp=tp)
+    fp8 = bind_fp8(live.config, layers)
+    return ModelReading(shape=shape, layers=layers, norm=norm, fp8=fp8, tp=tp, was_adopted=was_adopted)
 
 
 class AdoptedModel:
@@ -220,8 +228,11 @@ class AdoptedModel:
 
     @property
     def linears(self) -> dict[str, FusedLinear]:
-        """See `ModelReading.linears`."""
         return self._reading.linears
+
+    @property
+    def was_adopted(self) -> bool:
+        return self._reading.was_adopted
 
     @property
     def heads(self) -> MTPHead | None:
@@ -382,9 +393,8 @@ class AdoptedModel:
 
     def rotary_table(self, num_positions: int) -> RotaryTable | None:
         """cos and sin of positions 0 .. num_positions - 1; None without rotary embedding."""
-        if not any(spec.rotary_dim for spec in self.specs):
-            return None
-        return rotary_table(self.live.rotary_pos_emb, num_positions, self.device)
+        rotates = any(spec.rotary_dim for spec in self.specs)
+        return rotary_table(self.live.rotary_pos_emb, num_positions, self.device) if rotates else None
 
     def output_weight(self) -> Tensor | None:
         """The output layer's, or this rank's part of it; None on other stages than the last."""

@@ -21,13 +21,19 @@ SNAPSHOT_SHARE = 1 / 9
 """Share of the room for recurrent states that the prefix cache keeps: at most an eighth of the buffer beside it."""
 
 
-def packed_bytes(shape: ModelShape, *, has_own_embedding: bool, weight_dtype: str) -> int:
-    """Bytes of packed linear weights: of all parameters but an input embedding that is not the output layer, too. With
-    the model's own dtype, of the output layer in 8 bits as well: greedy tokens are found with it."""
+def packed_bytes(shape: ModelShape, *, has_own_embedding: bool, weight_dtype: str, replaces: bool) -> int:
+    """Bytes that packed linear weights take beside the parameters.
+
+    They are of all parameters but an input embedding that is not the output layer, too. replaces: in the model's own
+    dtype they take the place of parameters, but for an output layer that is the embedding. In that dtype the output
+    layer is there in 8 bits as well, with which greedy tokens are found.
+    """
     output = shape.padded_vocab_size * shape.hidden_size
     weights = max(0, shape.num_parameters - (output if has_own_embedding else 0))
     if weight_dtype in WEIGHT_DTYPE_BYTES:
         return weight_bytes(weight_dtype, weights, min(output, weights))
+    if replaces:
+        weights = 0 if has_own_embedding else output
     return int(weights * shape.kv_dtype_bytes + output * WEIGHT_DTYPE_BYTES[OUTPUT_DTYPE])
 
 
@@ -38,7 +44,7 @@ class MemoryEstimate:
     free: int
     """Free memory of the device, for one engine."""
     weights: int
-    """Parameters, and on a CPU the packed copies of linear weights."""
+    """Parameters, and on a CPU what the packed copies of linear weights take beside them."""
     activations: int
     """Bytes of activations of a step with the most tokens."""
     cache: int
@@ -65,7 +71,7 @@ class Estimator:
     draft: ModelShape | None = None
     """One rank's share of the model that drafts."""
     packed: int = 0
-    """Bytes of the copies of linear weights in the layout of a CPU's kernels, see `packed_bytes`."""
+    """Bytes that copies of linear weights in the layout of a CPU's kernels add, see `packed_bytes`."""
     weight_dtype: str = "auto"
     """The option: unless it is auto, the copies have as many bits in every dtype of a model."""
     keeps_snapshots: bool

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_infer.errors import ConfigError
+from megatron_infer.kernels import native_build
 from megatron_infer.utils.host import cpu_has_bf16, free_host_bytes
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -20,12 +21,12 @@ class Machine:
     free_bytes: int
 
     def dtype(self, asked: str) -> str:
-        """ "auto" as LLM chooses it: bfloat16 where the device computes in it, else float32."""
+        """ "auto" as LLM chooses it, see `memory.device.choose_dtype`."""
         if asked in ("float32", "bfloat16"):
             return asked
         if asked != "auto":
             raise ConfigError(f"dtype is {asked!r}, it must be auto, float32 or bfloat16")
-        return "bfloat16" if self.is_cuda or cpu_has_bf16() else "float32"
+        return "bfloat16" if self.is_cuda or cpu_has_bf16() or native_build.is_possible() else "float32"
 
 
 def find_machine(device: str) -> Machine:

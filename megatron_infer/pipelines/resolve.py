@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.checks import check_mtp
-from megatron_infer.config.inference import ConfigWarning, InferenceConfig, WeightDtype
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig, LinearChoice, WeightDtype
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
 from megatron_infer.config.sizing import DEFAULT_MAX_TOKENS
@@ -347,9 +347,14 @@ def _estimator(
     assert asked.description is not None
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "WORLD_SIZE" in os.environ else layout.dp
     weight_dtype = WeightDtype(engine.get("weight_dtype", WeightDtype.AUTO)).value
-    packed = packed_bytes(shape, has_own_embedding=not asked.description.tied_embeddings, weight_dtype=weight_dtype)
+    is_native = LinearChoice(engine.get("linear_backend", LinearChoice.AUTO)) is not LinearChoice.VENDOR
+    of: dict[str, Any] = {
+        "weight_dtype": weight_dtype,
+        "replaces": is_native and not engine.get("batch_invariant", False),
+    }
+    packed = packed_bytes(shape, has_own_embedding=not asked.description.tied_embeddings, **of)
     if drafting is not None and draft is not None:
-        packed += packed_bytes(draft, has_own_embedding=not drafting.tied_embeddings, weight_dtype=weight_dtype)
+        packed += packed_bytes(draft, has_own_embedding=not drafting.tied_embeddings, **of)
     is_fp8 = engine.get("kv_cache_dtype") == "fp8_e4m3"
     kv_element_bytes = KV_DTYPE_BYTES[FP8_E4M3] if is_fp8 else shape.kv_dtype_bytes
     drafts = speculative_of(engine.get("speculative"))

@@ -20,7 +20,7 @@ def free_host_bytes() -> int:
 def cpu_has_bf16() -> bool:
     """True where the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX).
 
-    Elsewhere the native kernels are as fast in it as in float32, and torch is much slower.
+    Elsewhere the native kernels are faster in it than in float32, and torch is much slower.
     """
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:

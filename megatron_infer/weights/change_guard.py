@@ -154,6 +154,14 @@ class WeightGuard:
         """Until the next `accept` the weights count as moved: copies may be derived from old and from new weights."""
         self._pointers = []
 
+    def moves(self, weights: Sequence[Tensor]) -> None:
+        """These have other addresses now and the content that they had: that is no change."""
+        known = self._known()
+        if known is not None and self._pointers:
+            moved = {id(weight): weight.data_ptr() for weight in weights}
+            places = zip(known.parts, self._pointers, strict=True)
+            self._pointers = [moved.get(id(part), pointer) for part, pointer in places]
+
     @property
     def sums(self) -> tuple[int, ...]:
         """Checksums of the accepted weights' content, in order."""

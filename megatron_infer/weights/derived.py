@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from megatron_infer.errors import StaleCache
-from megatron_infer.kernels.packing import PackedLinears
+from megatron_infer.kernels.packing import PackedLinears, restore_before_state_dicts
+from megatron_infer.models.adopt import AdoptedModel
+from megatron_infer.models.census import modules_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +25,27 @@ class DerivedCache:
     num_bytes: Callable[[], int] = lambda: 0
 
 
-def packed_weights(
-    name: str, packed: PackedLinears, weights: Callable[[], Iterable[Tensor]], output: Callable[[], Tensor | None]
-) -> DerivedCache:
-    """The packed copies of a model's weights. weights: those that are packed; output: that of the output layer."""
+def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, frees: bool) -> DerivedCache:
+    """The packed copies of a model's weights. frees: only the engine uses the model: weights that nothing reads but
+    linears, from packed copies, are freed. Not where the model was adopted before, for an engine that may be alive."""
+
+    def pack() -> dict[int, int]:
+        freed: set[int] = set()
+        if adopted.unpackable() is not None:
+            packed.restore()  # some layer multiplies by its own weights
+        elif frees and not adopted.was_adopted:
+            embedding = getattr(adopted.live, "embedding", None)  # which may be the output layer, too
+            read = () if embedding is None else embedding.parameters()
+            freed = set(map(id, adopted.packable_weights())) - set(map(id, read))
+            modules = modules_of(adopted.live)
+            holders = [one for one in modules if not freed.isdisjoint(map(id, one._parameters.values()))]
+            restore_before_state_dicts(packed, [adopted.live, *holders])
+        return packed.pack(adopted.packable_weights(), output=adopted.output_weight(), frees=freed)
+
     return DerivedCache(
         name=name,
-        refresh=lambda: packed.pack(weights(), output=output()),
-        differs=lambda: packed.differs(weights()),
+        refresh=pack,
+        differs=lambda: packed.differs(adopted.packable_weights()),
         release=packed.clear,
         num_bytes=lambda: packed.num_bytes,
     )

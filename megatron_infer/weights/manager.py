@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +60,13 @@ class WeightManager:
         self.derived = DerivedCaches()
         """The registry of copies derived from the weights."""
         self._offloaded = OffloadedWeights(self._tensors, pinned=True) if can_offload else None
+        this = weakref.ref(self)  # the packed copies live as long as the model
+
+        def moves(weights: Sequence[torch.Tensor]) -> None:
+            if (manager := this()) is not None:
+                manager.guard.moves(weights)
+
+        self._packed.on_move = moves
 
     @property
     def model_name(self) -> str:
@@ -87,7 +95,7 @@ class WeightManager:
 
     def changed(self) -> bool:
         """Whether weights or modules of any rank differ from the accepted ones; reads all of them. On every rank."""
-        return self._rank_group.any_rank(self._adopted.has_changed() or self.guard.changed())
+        return self._rank_group.any_rank(self._adopted.has_changed() or self.guard.changed(self._packed.freed_sums))
 
     def accept(self, version: int, tick: Tick = no_tick, *, read: Mapping[int, int] | None = None) -> None:
         """The weights are `version` now: rebuild derived copies, retire cached KV. Nothing may be in flight.
@@ -105,7 +113,7 @@ class WeightManager:
                 self.guard.invalidate()
                 read = self.derived.refresh_held(tick) if read is None else read  # released copies wait for the resume
                 tick("the weights' checksums")
-                self.guard.accept(read)
+                self.guard.accept({**self._packed.freed_sums, **read})
                 self._adopted.weights_watched()
         except BaseException:
             self.guard.invalidate()  # on ranks that succeeded too: all try again
@@ -154,7 +162,7 @@ class WeightManager:
         if self.derived.is_released:
             with self._rank_group.together("rebuilding what is derived from the weights"):
                 read = self.derived.refresh(tick)
-        if self._rank_group.any_rank(self.guard.changed(read or {})):
+        if self._rank_group.any_rank(self.guard.changed({**self._packed.freed_sums, **(read or {})})):
             self._accept(self.version + 1, tick, read)
         elif read is not None:
             self.update_graphs()
@@ -186,6 +194,10 @@ class WeightManager:
             self.derived.verify()
 
     # ------------------------------------------------------------------ memory
+
+    def restore(self) -> None:
+        """Bring back the weights that were freed once they were packed; they stay until weights are accepted again."""
+        self._packed.restore()
 
     def hold_weakly(self) -> None:
         """Keep no parameter alive that training replaces, until `hold`; for a suspended engine."""

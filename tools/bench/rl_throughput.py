@@ -130,7 +130,7 @@ def main() -> None:
     device = Device("cpu")
     threads = apply_cpu_settings().num_threads
     source = open_source(args.model)
-    plan, dtype, tokenizer = source.config(), choose_dtype(args.dtype, device), source.tokenizer()
+    plan, dtype, tokenizer = source.config(), choose_dtype(args.dtype, device, trains=True), source.tokenizer()
     name = str(dtype).removeprefix("torch.")
     questions = [f"Tell me something about {topic}." for topic in TOPICS[: args.prompts]]
     prompts = [chat_prompt(tokenizer, [{"role": "user", "content": question}]) for question in questions]

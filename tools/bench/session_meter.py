@@ -71,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     device, threads = Device("cpu"), apply_cpu_settings().num_threads
     source = open_source(args.model)
-    plan, dtype, tokenizer = source.config(), choose_dtype(args.dtype, device), source.tokenizer()
+    plan, dtype, tokenizer = source.config(), choose_dtype(args.dtype, device, trains=True), source.tokenizer()
     shape = shape_of(plan, dtype=str(dtype).removeprefix("torch."))
     wanted = {"buffer_size_gb": 0.5}
     config = machine_config(wanted, shape, is_cuda=False, available_bytes=device.available_bytes())

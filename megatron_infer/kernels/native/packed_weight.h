@@ -25,6 +25,9 @@ struct PackedHeader {
 };
 static_assert(sizeof(PackedHeader) == 64, "panels are aligned to a cache line");
 
+template <class T>
+constexpr int kPair = sizeof(T) == sizeof(bf16) ? 2 : 1;  // inner entries of a row that lie side by side
+
 constexpr int64_t kSegment = 512;  // inner entries of a segment
 constexpr int64_t kGroup = 8;      // inner entries of a group: 4 vectors of values
 constexpr int kGroupValues = kGroup * W;

@@ -10,6 +10,7 @@ import torch
 from megatron_infer.comm.groups import ParallelGroups
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import WrongState
+from megatron_infer.kernels.packing import restore_weights
 from megatron_infer.rl.weights.inventory import Inventory, bare
 
 
@@ -31,6 +32,7 @@ class UpdateTarget:
         is_engine = isinstance(engine_or_model, DynamicInferenceEngine)
         model = engine_or_model.model if is_engine else bare(engine_or_model)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        restore_weights(model, for_good=not is_engine)
         inventory = Inventory.of(model)
         if is_engine:
             return cls(model=model, inventory=inventory, engine=engine_or_model, rank=rank)
@@ -60,6 +62,7 @@ class UpdateTarget:
                 state=self.engine.state.value,
             )
         self.engine.drain()
+        self.engine.weights.restore()
         self.incomplete_reason = "an update is under way; finish it or roll it back"
 
     def gather(self, what: str, text: str) -> list[str]:

@@ -231,6 +231,8 @@ class WeightUpdate:
 
     @torch.no_grad()
     def _restore(self) -> None:
+        if self.target.engine is not None:
+            self.target.engine.weights.restore()
         for name, kept in self._kept.items():
             self._written[name].tensor.detach().copy_(kept)
 
