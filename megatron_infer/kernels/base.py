@@ -97,6 +97,8 @@ class Ops(Protocol):
     """Norms that have no method below; None: they take several calls."""
     linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None
     """linear_rows(x, weight, bias, rows): `linear` by the weight's first rows; None: `F.linear` of a slice of it."""
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    """embedding(ids, weight [V, D]): the weight's rows of these ids, [*ids, D]."""
     argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None
     """argmax_linear(x, weight, rows) -> (int64 [S], lowest id of the largest output by the weight's first rows;
     bool [S], that it is not finite, and the id 0), without all of them. None, or giving None: `linear` is as fast."""

@@ -37,6 +37,9 @@ class TorchOps:
     def __init__(self, packed: PackedLinears | None = None) -> None:
         self._packed_of = (packed or PackedLinears()).get
 
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(ids, weight)
+
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         packed = self._packed_of(id(weight))
         if packed is None:

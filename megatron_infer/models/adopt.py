@@ -463,12 +463,12 @@ class AdoptedModel:
         embedding = self.live.embedding
         words = embedding.word_embeddings
         if self._tp is None:
-            x_TD = F.embedding(step.token_ids_T, words.weight)
+            x_TD = step.ops.embedding(step.token_ids_T, words.weight)
         else:
             # The row of each token is on one rank: the others add zeros, which changes no bit.
             local_T = step.token_ids_T - words.vocab_start_index
             elsewhere_T = (local_T < 0) | (local_T >= len(words.weight))
-            x_TD = F.embedding(local_T.masked_fill_(elsewhere_T, 0), words.weight)
+            x_TD = step.ops.embedding(local_T.masked_fill_(elsewhere_T, 0), words.weight)
             x_TD = self._tp.all_reduce(x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0))
         if embedding.add_position_embedding:
             x_TD += F.embedding(step.positions_T, embedding.position_embeddings.weight)

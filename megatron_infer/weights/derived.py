@@ -26,17 +26,15 @@ class DerivedCache:
 
 
 def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, frees: bool) -> DerivedCache:
-    """The packed copies of a model's weights. frees: only the engine uses the model: weights that nothing reads but
-    linears, from packed copies, are freed. Not where the model was adopted before, for an engine that may be alive."""
+    """The packed copies of a model's weights. frees: only the engine uses the model: the weights that are packed are
+    freed. Not where the model was adopted before, for an engine that may be alive."""
 
     def pack() -> dict[int, int]:
         freed: set[int] = set()
         if adopted.unpackable() is not None:
             packed.restore()  # some layer multiplies by its own weights
         elif frees and not adopted.was_adopted:
-            embedding = getattr(adopted.live, "embedding", None)  # which may be the output layer, too
-            read = () if embedding is None else embedding.parameters()
-            freed = set(map(id, adopted.packable_weights())) - set(map(id, read))
+            freed = set(map(id, adopted.packable_weights()))
             modules = modules_of(adopted.live)
             holders = [one for one in modules if not freed.isdisjoint(map(id, one._parameters.values()))]
             restore_before_state_dicts(packed, [adopted.live, *holders])

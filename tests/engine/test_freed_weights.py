@@ -102,10 +102,24 @@ def test_answers_are_those_of_an_engine_that_keeps_its_weights(kind, dtype):
     assert answers(engine) == answers(other)
 
 
-def test_an_embedding_that_is_the_output_layer_stays():
-    model = tiny_gpt(share_embeddings_and_output_weights=True)
-    make_engine(model)
-    assert freed(model) and not any("embedding" in name for name in freed(model))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_that_is_the_output_layer_is_freed_and_its_rows_are_unpacked(dtype):
+    settings = {"share_embeddings_and_output_weights": True, "params_dtype": dtype, "vocab_size": 203}
+    model, kept = tiny_gpt(**settings), tiny_gpt(**settings)
+    engine, other = make_engine(model), make_engine(kept, owns=False)
+    name = "embedding.word_embeddings.weight"
+    assert name in freed(model)
+    assert answers(engine) == answers(other)
+    ops, ids = engine.kernels.ops, torch.tensor([[0, 202, 7], [202, 3, 3]])
+    weight, wanted = model.embedding.word_embeddings.weight, kept.embedding.word_embeddings.weight
+    assert torch.equal(ops.embedding(ids, weight), wanted[ids])
+    assert torch.equal(ops.embedding(torch.arange(203).repeat(3), weight), wanted.repeat(3, 1))
+    assert ops.embedding(ids[:0], weight).shape == (0, 3, 64)
+    for wrong in (-1, 203):
+        with pytest.raises(IndexError, match="203 rows"):
+            ops.embedding(torch.tensor([3, wrong]), weight)
+    assert name in freed(model)
+    assert_equal(state(model), state(kept))
 
 
 @pytest.mark.parametrize(

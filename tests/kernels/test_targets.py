@@ -90,6 +90,17 @@ def test_draws_are_those_of_this_cpus_own_kernels(library, native_library):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_weight_is_unpacked_to_the_bit(library, dtype):
+    torch.manual_seed(0)
+    for rows, inner in ((100, 578), (16, 24), (1, 2)):
+        weight = torch.randn(rows, inner).to(dtype)
+        layout = panel_layout(library, dtype)
+        found = torch.empty_like(weight)
+        layout.unpack(layout.pack(weight, None)[0], found)
+        assert torch.equal(found, weight), (rows, inner)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_panels_give_the_products_and_a_token_its_bits_in_any_step(library, dtype):
     torch.manual_seed(0)
     packed = PackedLinears(layout=panel_layout(library, dtype))
@@ -121,7 +132,9 @@ def quantised_library(request, tmp_path_factory) -> ctypes.CDLL:
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            native_build, "SOURCES", ("int8.cpp", "int4.cpp", "panels.cpp", "linear.cpp", "sampling.cpp", "team.cpp")
+            native_build,
+            "SOURCES",
+            ("int8.cpp", "int4.cpp", "packed_weight.cpp", "panels.cpp", "linear.cpp", "sampling.cpp", "team.cpp"),
         )
         work = tmp_path_factory.mktemp(request.param)
         try:

@@ -106,30 +106,48 @@ static uint64_t pack(const T* weight, void* packed, bool compact, int64_t inner,
     });
 }
 
+// A panel of a packed copy, with plain values: where it lies, or in memory of the thread.
+template <class T>
+static const T* plain_panel(const void* packed, int64_t panel, int64_t inner) {
+    const bool compact = ((const PackedHeader*)packed)->is_compact;
+    const char* from = (const char*)packed + sizeof(PackedHeader) + panel * panel_bytes_of<T>(compact, inner);
+#if MI_COMPACT
+    if constexpr (sizeof(T) == sizeof(bf16))
+        if (compact) {
+            static thread_local Buffer buffer;
+            T* values = buffer.get<T>(W * inner);
+            expand((const uint8_t*)from, inner, values);
+            return values;
+        }
+#endif
+    return (const T*)from;
+}
+
+// Row r of a plain panel.
+template <class T>
+static void copy_row(const T* panel, int64_t r, int64_t inner, T* out) {
+    constexpr int pair = kPair<T>;
+    for (int64_t k = 0; k < inner; k += pair) std::memcpy(out + k, panel + k * W + r * pair, pair * sizeof(T));
+}
+
 // The weight of a packed copy, to the bit.
 template <class T>
 static void unpack(const void* packed, T* weight, int64_t inner, int64_t rows, int threads) {
-    constexpr int pair = kPair<T>;
-    const bool compact = ((const PackedHeader*)packed)->is_compact;
-    const int64_t bytes = panel_bytes_of<T>(compact, inner);
     parallel_ranges(threads, (rows + W - 1) / W, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; ++panel) {
-            const char* from = (const char*)packed + sizeof(PackedHeader) + panel * bytes;
-            const T* plain = (const T*)from;
-#if MI_COMPACT
-            if constexpr (sizeof(T) == sizeof(bf16))
-                if (compact) {
-                    static thread_local Buffer buffer;
-                    T* values = buffer.get<T>(W * inner);
-                    expand((const uint8_t*)from, inner, values);
-                    plain = values;
-                }
-#endif
-            const int64_t first = panel * W, count = rows - first < W ? rows - first : W;
-            for (int64_t r = 0; r < count; ++r)
-                for (int64_t k = 0; k < inner; k += pair)
-                    std::memcpy(weight + (first + r) * inner + k, plain + k * W + r * pair, pair * sizeof(T));
+            const T* plain = plain_panel<T>(packed, panel, inner);
+            for (int64_t row = panel * W; row < rows && row < (panel + 1) * W; ++row)
+                copy_row(plain, row % W, inner, weight + row * inner);
         }
+    });
+}
+
+// Rows of the weight, by number.
+template <class T>
+static void select_rows(const void* packed, const int64_t* which, T* out, int64_t count, int64_t inner, int threads) {
+    parallel_ranges(count < 2 * W ? 1 : threads, count, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            copy_row(plain_panel<T>(packed, which[i] / W, inner), which[i] % W, inner, out + i * inner);
     });
 }
 
@@ -151,6 +169,10 @@ extern "C" {
     }                                                                                                                      \
     void mi_unpack_##SUFFIX(const void* packed, void* weight, int64_t inner, int64_t rows, int threads) {                  \
         unpack(packed, (T*)weight, inner, rows, threads);                                                                  \
+    }                                                                                                                      \
+    void mi_select_rows_##SUFFIX(const void* packed, const int64_t* which, void* out, int64_t count, int64_t inner,        \
+                                 int threads) {                                                                            \
+        select_rows(packed, which, (T*)out, count, inner, threads);                                                        \
     }
 MI_PACKED_WEIGHT(f32, float)
 MI_PACKED_WEIGHT(bf16, bf16)

@@ -121,6 +121,7 @@ class TritonOps:
     name = "triton"
     linear_rows = None
     argmax_linear = None
+    embedding = staticmethod(F.embedding)
 
     def __init__(self, overlap: Mapping[str, bool] = APART) -> None:
         """overlap: see `launch.overlapping`."""
