@@ -159,7 +159,9 @@ class NativeOps(TorchOps):
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
 
-        self._select_rows = bind(library, f"mi_select_rows_{suffix}", [_P, _P, _P, _I, _I, ctypes.c_int])
+        self._select_rows = bind(
+            library, f"mi_select_rows_{suffix}", [_P, _P, _P, _I, _I, _I, ctypes.c_int], ctypes.c_int
+        )
         self._linear = bind(library, f"mi_linear_{suffix}", LINEAR_ARGUMENTS)
         self._copies = packed or PackedLinears()
         self._panel_linear = panel_linear(library, suffix, self._copies.layout)
@@ -216,11 +218,18 @@ class NativeOps(TorchOps):
         if packed is None or not ids.numel():
             return F.embedding(ids, weight)
         which, (rows, width) = ids.to(torch.int64).contiguous(), weight.shape
-        if not 0 <= int(which.min()) <= int(which.max()) < rows:
-            raise IndexError(f"token ids of {int(which.min())} to {int(which.max())}, the embedding has {rows:,} rows")
         out = torch.empty(*ids.shape, width, dtype=self._dtype)
-        threads = torch.get_num_threads()
-        self._select_rows(packed.data_ptr(), which.data_ptr(), out.data_ptr(), which.numel(), width, threads)
+        found = self._select_rows(
+            packed.data_ptr(),
+            which.data_ptr(),
+            out.data_ptr(),
+            which.numel(),
+            width,
+            rows,
+            torch.get_num_threads(),
+        )
+        if not found:
+            raise IndexError(f"token ids of {int(which.min())} to {int(which.max())}, the embedding has {rows:,} rows")
         return out
 
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:

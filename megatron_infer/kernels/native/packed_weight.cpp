@@ -142,13 +142,16 @@ static void unpack(const void* packed, T* weight, int64_t inner, int64_t rows, i
     });
 }
 
-// Rows of the weight, by number.
+// Rows of the weight, by number. Returns whether there are all of them.
 template <class T>
-static void select_rows(const void* packed, const int64_t* which, T* out, int64_t count, int64_t inner, int threads) {
+static bool select_rows(const void* packed, const int64_t* which, T* out, int64_t count, int64_t inner, int64_t rows, int threads) {
+    for (int64_t i = 0; i < count; ++i)
+        if (which[i] < 0 || which[i] >= rows) return false;
     parallel_ranges(count < 2 * W ? 1 : threads, count, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
             copy_row(plain_panel<T>(packed, which[i] / W, inner), which[i] % W, inner, out + i * inner);
     });
+    return true;
 }
 
 }  // namespace mi
@@ -170,9 +173,9 @@ extern "C" {
     void mi_unpack_##SUFFIX(const void* packed, void* weight, int64_t inner, int64_t rows, int threads) {                  \
         unpack(packed, (T*)weight, inner, rows, threads);                                                                  \
     }                                                                                                                      \
-    void mi_select_rows_##SUFFIX(const void* packed, const int64_t* which, void* out, int64_t count, int64_t inner,        \
-                                 int threads) {                                                                            \
-        select_rows(packed, which, (T*)out, count, inner, threads);                                                        \
+    int mi_select_rows_##SUFFIX(const void* packed, const int64_t* which, void* out, int64_t count, int64_t inner,         \
+                                int64_t rows, int threads) {                                                               \
+        return select_rows(packed, which, (T*)out, count, inner, rows, threads);                                           \
     }
 MI_PACKED_WEIGHT(f32, float)
 MI_PACKED_WEIGHT(bf16, bf16)
