@@ -54,7 +54,7 @@ from megatron_infer.testing.inspect import inspect
 
 SHAPES = ("smollm2", "llama-1b-4", "moe", "hybrid")
 PARTS = {
-    "linears": ("mi_linear", "mi_panel_linear", "mi_int8_linear", "mi_int4_linear", "mi_argmax_linear", "mi_select_rows"),
+    "linears": ("mi_linear", "mi_panel_linear", "mi_int8_", "mi_int4_", "mi_argmax_linear", "mi_select_rows"),
     "attention": ("mi_attend",),
     "scan": ("mi_ssm", "mi_scan", "mi_conv"),
     "norms": ("mi_rms_norm", "mi_gated_rms_norm", "mi_silu"),
