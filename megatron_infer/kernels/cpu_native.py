@@ -18,6 +18,7 @@ from megatron_infer.kernels.argmax_linear import ArgmaxLinear
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.kv_rounding import only_own_dtype
+from megatron_infer.kernels.packed_embedding import PackedEmbedding
 from megatron_infer.kernels.packing import PackedLayout, PackedLinears, packed_linear
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 
@@ -159,14 +160,12 @@ class NativeOps(TorchOps):
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
 
-        self._select_rows = bind(
-            library, f"mi_select_rows_{suffix}", [_P, _P, _P, _I, _I, _I, ctypes.c_int], ctypes.c_int
-        )
         self._linear = bind(library, f"mi_linear_{suffix}", LINEAR_ARGUMENTS)
         self._copies = packed or PackedLinears()
         self._panel_linear = panel_linear(library, suffix, self._copies.layout)
         self._output_linear = panel_linear(library, suffix, self._copies.output_layout)
         self.argmax_linear = argmax_linear(library, suffix, packed)
+        self.embedding = PackedEmbedding(library, suffix, self._copies)
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """From packed panels; without them oneDNN, the C++ linear for few tokens, or `F.linear`."""
@@ -211,26 +210,6 @@ class NativeOps(TorchOps):
     def _ours(self, a: Tensor, b: Tensor) -> bool:
         dtype = self._dtype
         return a.dtype is dtype and b.dtype is dtype and a.is_contiguous() and b.is_contiguous()
-
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """From the packed copy where the weight is freed; raises IndexError as torch does."""
-        packed = None if any(weight.stride()) else self._packed_of(id(weight))
-        if packed is None or not ids.numel():
-            return F.embedding(ids, weight)
-        which, (rows, width) = ids.to(torch.int64).contiguous(), weight.shape
-        out = torch.empty(*ids.shape, width, dtype=self._dtype)
-        found = self._select_rows(
-            packed.data_ptr(),
-            which.data_ptr(),
-            out.data_ptr(),
-            which.numel(),
-            width,
-            rows,
-            torch.get_num_threads(),
-        )
-        if not found:
-            raise IndexError(f"token ids of {int(which.min())} to {int(which.max())}, the embedding has {rows:,} rows")
-        return out
 
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not self._ours(x_TD, weight):

@@ -33,12 +33,10 @@ class TorchOps:
     norms = None
     linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None
     argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None = None
+    embedding: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.embedding)
 
     def __init__(self, packed: PackedLinears | None = None) -> None:
         self._packed_of = (packed or PackedLinears()).get
-
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(ids, weight)
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         packed = self._packed_of(id(weight))
