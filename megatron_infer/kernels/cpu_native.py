@@ -159,7 +159,6 @@ class NativeOps(TorchOps):
         self._silu_mul = bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
-
         self._linear = bind(library, f"mi_linear_{suffix}", LINEAR_ARGUMENTS)
         self._copies = packed or PackedLinears()
         self._panel_linear = panel_linear(library, suffix, self._copies.layout)
