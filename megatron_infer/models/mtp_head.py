@@ -72,6 +72,10 @@ class MTPHead:
         """The MTP layer's experts; None: it is dense. They have no index among the model's MoE layers."""
         return self._layer.experts
 
+    def linears(self) -> Iterator[FusedLinear]:
+        yield from self._eh_proj.linears()
+        yield from self._layer.linears()
+
     def weights(self) -> Iterator[Tensor]:
         """The weights that go through `ops.linear`."""
         yield from self._eh_proj.weights()

@@ -26,15 +26,15 @@ class DerivedCache:
 
 
 def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, frees: bool) -> DerivedCache:
-    """The packed copies of a model's weights. frees: only the engine uses the model: the weights that are packed are
-    freed. Not where the model was adopted before, for an engine that may be alive."""
+    """The packed copies of a model's weights. frees: only the engine uses the model: weights that are read from their
+    copies alone are freed. Not where the model was adopted before, for an engine that may be alive."""
 
     def pack() -> dict[int, int]:
         freed: set[int] = set()
         if adopted.unpackable() is not None:
             packed.restore()  # some layer multiplies by its own weights
         elif frees and not adopted.was_adopted:
-            freed = set(map(id, adopted.packable_weights()))
+            freed = _read_packed_only(adopted)
             modules = modules_of(adopted.live)
             holders = [one for one in modules if not freed.isdisjoint(map(id, one._parameters.values()))]
             restore_before_state_dicts(packed, [adopted.live, *holders])
@@ -47,6 +47,13 @@ def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, f
         release=packed.clear,
         num_bytes=lambda: packed.num_bytes,
     )
+
+
+def _read_packed_only(adopted: AdoptedModel) -> set[int]:
+    """Ids of packable weights whose values nothing in a step reads: a router's, for instance, may be cast."""
+    parts = [*adopted.layers, adopted.heads]
+    found = {id(linear.weight()) for part in parts if part is not None for linear in part.linears()}
+    return found if adopted.output_weight() is None else found | {id(adopted.output_weight())}
 
 
 class DerivedCaches:

@@ -137,6 +137,25 @@ def test_weights_stay_where_their_copies_do_not_tell_them_or_are_not_all_that_is
     assert not freed(model)
 
 
+@pytest.mark.parametrize("router_dtype", [None, "fp32", "fp64"])
+def test_routers_and_gates_of_experts_stay(router_dtype):
+    settings = {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_dtype": router_dtype,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_shared_expert_gate": True,
+        "params_dtype": torch.bfloat16,
+        "init_method_std": 0.2,
+    }
+    model, kept = tiny_gpt(**settings), tiny_gpt(**settings)
+    engine, other = make_engine(model), make_engine(kept, owns=False)
+    assert answers(engine) == answers(other)
+    names = freed(model)
+    assert any(".experts." in name for name in names) and any("shared_experts.linear" in name for name in names)
+    assert not any("router" in name or "gate_weight" in name for name in names)
+
+
 def test_beside_a_layer_of_a_class_of_ones_own_weights_stay():
     class Doubled(mcore.TransformerLayer):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
