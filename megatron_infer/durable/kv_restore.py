@@ -28,7 +28,7 @@ from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.durable.codec import SavedKV
 from megatron_infer.durable.file_format import add_tensor
 from megatron_infer.durable.rank_files import layout_differs, layout_of, read_part
-from megatron_infer.kernels.packing import restore_weights
+from megatron_infer.kernels.freed_weights import unpacked
 from megatron_infer.memory.store import CacheStore
 from megatron_infer.memory.store_layout import BLOCKS, DRAFT_BLOCKS, STATES
 from megatron_infer.models.adopt import AdoptedModel
@@ -120,13 +120,13 @@ def check_places(kv: SavedKV, counts: Mapping[str, int]) -> None:
 def content_digest(adopted: AdoptedModel) -> str:
     """A digest of the model's content: each parameter's name, dtype, shape and bytes, and how positions enter keys.
 
-    Two engines with equal digests and shapes compute the same keys and values. Reads all weights, a piece at a time.
+    Two engines with equal digests and shapes compute the same keys and values. Reads all weights.
     """
     digest = hashlib.blake2b(digest_size=32)
-    restore_weights(adopted.live)
-    tensors = dict(adopted.live.named_parameters()) | attached_tensors(adopted.live)
-    for name in sorted(tensors):
-        add_tensor(digest, name, tensors[name])
+    with unpacked(adopted.live):
+        tensors = dict(adopted.live.named_parameters()) | attached_tensors(adopted.live)
+        for name in sorted(tensors):
+            add_tensor(digest, name, tensors[name])
     rotary = adopted.rotary_table(_ROTARY_POSITIONS)
     if rotary is not None:
         add_tensor(digest, "cos", rotary.cos_PR)

@@ -449,18 +449,18 @@ def make_weights(
         set_root=scheduler.set_root,
         show_to_graphs=None if graphs is None else graphs.pool.see_weights,
     )
-    is_alone = owns_weights and (setup.draft is None or setup.draft.is_own)
-    register_derived(weights.derived, setup, frees=is_alone)
+    is_own = owns_weights and (setup.draft is None or setup.draft.is_own)
+    register_derived(weights.derived, setup, is_own=is_own)
     weights.derived.refresh()
     weights.update_graphs()
     return weights
 
 
-def register_derived(derived: DerivedCaches, setup: ModelSetup, *, frees: bool) -> None:
-    """Register everything that the engine itself derives from the weights. frees: see `packed_weights`."""
+def register_derived(derived: DerivedCaches, setup: ModelSetup, *, is_own: bool) -> None:
+    """Register everything that the engine itself derives from the weights. is_own: see `packed_weights`."""
     adopted, packed, builder = setup.adopted, setup.kernels.packed, setup.runner.builder
     positions = setup.agreed.sizes.max_sequence_length
-    derived.register(packed_weights("packed weights", packed, adopted, frees=frees))
+    derived.register(packed_weights("packed weights", packed, adopted, is_own=is_own))
     derived.register(
         DerivedCache(
             name="rotary tables",

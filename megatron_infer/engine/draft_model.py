@@ -185,7 +185,7 @@ class DraftModel:
     def register_derived(self, derived: DerivedCaches) -> None:
         """Copies of the draft model's weights are renewed and released with those of the model's."""
         name = "packed weights of the draft model"
-        derived.register(packed_weights(name, self.kernels.packed, self.adopted, frees=self.is_own))
+        derived.register(packed_weights(name, self.kernels.packed, self.adopted, is_own=self.is_own))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

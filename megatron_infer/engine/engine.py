@@ -58,7 +58,7 @@ class DynamicInferenceEngine:
     ) -> None:
         """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash.
         owns_weights: only the engine uses the model: a suspend may move its parameters, no step reads them for changes,
-        on a CPU those that linears pack are freed (`weights.restore()` and state dicts bring them back)."""
+        on a CPU those that linears pack are freed (`weights.unpack()` and state dicts bring them back)."""
         eos_ids = getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids
         asked, named = config or InferenceConfig(), {"device": device, "name": model_name}
         built = build_engine(model, asked, tokenizer=tokenizer, eos_ids=eos_ids, owns=owns_weights, **named)

@@ -59,7 +59,9 @@ class LLM:
         if not where.is_cuda:
             apply_cpu_settings(threads)
         source: ModelSource = open_source(model)
-        plan, param_dtype = source.config(), choose_dtype(dtype, where)
+        given = vars(config) if isinstance(config, InferenceConfig) else config or {}
+        linear = given.get("linear_backend", "auto")
+        plan, param_dtype = source.config(), choose_dtype(dtype, where, linear_backend=linear)
         if not isinstance(config, InferenceConfig):
             asked = {} if config is None else dict(config)
             if seed is not None:
@@ -70,7 +72,9 @@ class LLM:
             check_mtp(shape_of(plan, dtype=str(param_dtype).removeprefix("torch.")))  # before the weights are read
         if seed is not None and seed != config.seed:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
-        live = build_model(source, dtype=param_dtype, device=str(where.torch), use_legacy_module=use_legacy_module)
+        built = {"dtype": param_dtype, "device": str(where.torch), "use_legacy_module": use_legacy_module}
+        live: Any = build_model(source, **built)
+        live.built_again = lambda: build_model(open_source(model), **built)
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
         if chat_template is not None:
             if self.tokenizer is None:

@@ -23,6 +23,9 @@ from pathlib import Path
 
 from megatron_infer.utils import openmp
 
+BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
+"""For debugging only: forces one of `select.BACKENDS`, or names `TorchKernels` as module:class. `triton` on a CPU needs
+TRITON_INTERPRET=1."""
 FOLDER = Path(__file__).parent / "native"
 SOURCES = (
     "elementwise.cpp",
@@ -69,8 +72,11 @@ def find_compiler() -> str:
     raise NativeUnavailable("no C++ compiler (c++, g++ or clang++) on PATH")
 
 
-def is_possible() -> bool:
-    """Whether there is what `load` needs; compiles nothing."""
+def runs_linears(linear_backend: str) -> bool:
+    """Whether linears on a CPU will run on these kernels with this option. Compiles nothing: a compiler that is there
+    may still fail."""
+    if linear_backend == "vendor" or os.environ.get(BACKEND_VARIABLE) not in (None, "", "native"):
+        return False
     try:
         return os.name == "posix" and bool(find_compiler()) and cache_directory().is_dir()
     except NativeUnavailable:

@@ -10,15 +10,18 @@ unpacked again, to the bit, when somebody asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_infer.errors import ModelError, WrongState
 from megatron_infer.kernels import huge_pages
+from megatron_infer.kernels.freed_weights import FreedWeights, state_of
 from megatron_infer.utils.process_memory import return_freed
 
 PACKABLE_DTYPES = (torch.bfloat16, torch.float32)
@@ -115,29 +118,42 @@ class PackedLinears:
         """get(id(weight)) -> the packed copy, or None for a weight that is not packed."""
         self._derived: dict[int, tuple[int, Tensor]] = {}
         """id(weight) -> `num_packings` when it was derived, and what was."""
+        self.freed = FreedWeights()
+        """Weights of which the packed copy is all there is."""
         self.is_shared = False
         """Others read the weights, too: none is freed any more."""
-        self.on_move: Callable[[Sequence[Tensor]], None] = lambda weights: None
+        self.read_again: Callable[[], Mapping[int, Tensor]] | None = None
+        """-> by id, the weights as they were packed first, read from where they came: for layouts that cannot be
+        unpacked. None: not possible."""
+        self._first_sums: dict[int, int] = {}
+        """id(weight) -> checksum of what was packed first."""
+        self.on_new_address: Callable[[Sequence[Tensor]], None] = lambda weights: None
         """Called with weights that have the same content at another address: they were freed or unpacked."""
-        self._freed: dict[int, tuple[Tensor, int]] = {}
-        """id(weight) -> what a weight that is freed shows, one NaN in all its places; and its checksum."""
+        self.lock = threading.RLock()
+        """Held while weights are packed and unpacked: state dicts may be read by another thread than the engine's."""
 
     def pack(
-        self, weights: Iterable[Tensor], *, output: Tensor | None = None, frees: Collection[int] = ()
+        self, weights: Iterable[Tensor], *, output: Tensor | None = None, unread: Collection[int] = ()
     ) -> dict[int, int]:
         """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out.
 
-        output: the one of the output layer; None: there is none among them. frees: ids of weights that nothing reads
-        beside their copies: each is freed once it is packed, where the copy tells it. Overwrites the copies of before
+        output: the one of the output layer; None: there is none among them. unread: ids of weights that nothing reads
+        beside their copies: each is freed once it is packed, if it can be unpacked. Overwrites the copies of before
         where weights of the same sizes are packed again, and leaves those of weights that are freed already.
-        -> id(weight) -> checksum, for weights whose checksum packing computes.
+        -> id(weight) -> checksum, for weights whose checksum packing computes. Raises WrongState if freed weights were
+        written, which have the values of before then.
         """
-        unique = {id(weight): weight for weight in weights}
-        self._restore(weight for weight in self._weights if id(weight) not in unique)
-        self.output_id = None if output is None or self.output_layout is self.layout else id(output)
-        self._weights = [weight for weight in unique.values() if self._takes(weight)]
-        sums, moved, held = self.freed_sums, [], 0
-        self._freed = {key: self._freed[key] for key in sums}
+        with self.lock:
+            unique = {id(weight): weight for weight in weights}
+            self._unpack([*self.freed.written(unique.values()), *(one for one in self.freed if id(one) not in unique)])
+            self.output_id = None if output is None or self.output_layout is self.layout else id(output)
+            self._weights = [weight for weight in unique.values() if self._takes(weight)]
+            return self._pack_unfreed(unread)
+
+    @torch.no_grad()
+    def _pack_unfreed(self, unread: Collection[int]) -> dict[int, int]:
+        sums, moved, held = self.freed.sums(), [], 0
+        self.freed.keep(sums)
         kept = {key: self._packed[key] for key in sums}
         self._packed.clear()  # freed first: the peak is one extra set
         self._packed.update(kept)
@@ -154,15 +170,15 @@ class PackedLinears:
                 if checksum is None:
                     continue
                 sums[key] = checksum
-                if key in frees and layout.unpack is not None and not self.is_shared:
-                    self._free(weight, checksum)
+                can_read = self.read_again is not None and checksum == self._first_sums.setdefault(key, checksum)
+                if key in unread and not self.is_shared and (layout.unpack is not None or can_read):
+                    held += weight.nbytes if self.freed.free(weight, checksum) else 0
                     moved.append(weight)
-                    held += weight.numel() * weight.element_size()
                     if held >= TRIM_BYTES:
                         return_freed()
                         held = 0
         finally:
-            self.on_move(moved)
+            self.on_new_address(moved)
         if held:
             return_freed()
         return sums
@@ -201,67 +217,82 @@ class PackedLinears:
     def forget_weights(self) -> None:
         """Keep the copies, but no weight alive that is not freed; no copy of these may be used until the next `pack`
         has overwritten it."""
-        self._weights = [weight for weight in self._weights if self.is_freed(weight)]
+        self._weights = [weight for weight in self._weights if weight in self.freed]
 
     def clear(self) -> None:
-        """Free the copies; linears run plain until the next `pack`. Where copies are all there is of weights, all
-        stay."""
-        if self.freed_sums:
+        """Free the copies; linears run plain until the next `pack`. All stay where some are all there is of weights."""
+        if self.freed:
             return
         self._weights, self._arena = [], []
         self._packed.clear()
         self._derived.clear()
 
-    # ------------------------------------------------------------------ weights that are freed
+    def unpack(self) -> None:
+        """Give all freed weights memory of their own; they have it until the next `pack`.
 
-    def is_freed(self, weight: Tensor) -> bool:
-        """Whether a weight is freed now: nothing was written since, or put in its place."""
-        shown, _ = self._freed.get(id(weight), (None, 0))
-        return shown is not None and weight.data_ptr() == shown.data_ptr() and bool(torch.isnan(shown))
+        After an error (no memory) the others are freed as before. Raises WrongState, once all are unpacked, if some
+        were written while they were freed: they have the values of before.
+        """
+        if self.freed:
+            with self.lock:
+                self._unpack(list(self.freed))
 
-    @property
-    def freed_sums(self) -> dict[int, int]:
-        """id -> checksum, for the weights that are freed."""
-        return {id(weight): self._freed[id(weight)][1] for weight in self._weights if self.is_freed(weight)}
-
-    def restore(self) -> None:
-        """Unpack all weights that are freed; they stay until the next `pack`. An error (no memory) loses none."""
-        self._restore(self._weights)
+    @contextlib.contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Inside, freed weights can be read; they are freed again at its end, but for those that were written."""
+        with self.lock:
+            sums = self.freed.sums()
+            weights = [weight for weight in self.freed if id(weight) in sums]
+            self.unpack()
+            before = list(map(state_of, weights))
+            try:
+                yield
+            finally:
+                same = [one for one, state in zip(weights, before, strict=True) if state_of(one) == state]
+                self.on_new_address([one for one in same if self.freed.free(one, sums[id(one)])])
+                return_freed()
 
     @torch.no_grad()
-    def _restore(self, weights: Iterable[Tensor]) -> None:
+    def _unpack(self, weights: Sequence[Tensor]) -> None:
+        written = self.freed.written(weights)
+        for weight, content in zip(weights, self._contents(weights), strict=True):
+            self.freed.give(weight, content)
+            self.on_new_address([weight])
+        if written:
+            raise WrongState(
+                f"{len(written)} weights were written or cast while their memory was freed, as an engine that owns its "
+                "model does on a CPU; they have the values of before: call engine.weights.unpack() first, or update "
+                "them through the engine",
+                state="",
+            )
+
+    def _contents(self, weights: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The content of freed weights. Raises ModelError for one that is not where it came from any more."""
+        read: Mapping[int, Tensor] = {}
         for weight in weights:
-            if self.is_freed(weight):
-                whole = torch.empty(weight.shape, dtype=weight.dtype)
-                self._unpack(weight, whole)
-                weight.data = whole
-                del self._freed[id(weight)]
-                self.on_move([weight])
-
-    def _free(self, weight: Tensor, checksum: int) -> None:
-        """What the weight shows from now on cannot be taken for its values, and an addition in place raises."""
-        shown = torch.full((), torch.nan, dtype=weight.dtype)
-        self._freed[id(weight)] = shown, checksum
-        weight.data = shown.expand(weight.shape)
-
-    def _unpack(self, weight: Tensor, memory: Tensor) -> None:
-        unpack = self._layout_of(weight).unpack
-        assert unpack is not None, "a weight was freed whose copy does not tell it"
-        unpack(self._packed[id(weight)], memory)
+            layout = self._layout_of(weight)
+            if layout.unpack is not None:
+                content = torch.empty(weight.shape, dtype=self._packed[id(weight)].dtype)
+                layout.unpack(self._packed[id(weight)], content)
+            else:
+                assert self.read_again is not None, "a weight was freed that cannot be unpacked"
+                read = read or self.read_again()
+                content = read[id(weight)]
+                if layout.pack(content, None)[1] != self.freed.checksum(weight):
+                    raise ModelError("the model's files are not what they were when it was loaded; load it again")
+            yield content
 
     def differs(self, weights: Iterable[Tensor]) -> str | None:
         """What distinguishes the copies from a fresh `pack(weights)`; None: nothing. Packs each weight once more."""
         wanted = {id(weight): weight for weight in weights if self._takes(weight)}
         if wanted.keys() != self._packed.keys():
             return f"{len(wanted.keys() ^ self._packed.keys())} weights are packed or missing that should not be"
+        contents = self._contents(weight for weight in wanted.values() if weight in self.freed)
         with torch.no_grad():
             for place, (key, weight) in enumerate(wanted.items()):
-                have, source, is_freed = self._packed[key], weight.detach(), self.is_freed(weight)
-                if is_freed:
-                    source = torch.empty(weight.shape, dtype=weight.dtype)
-                    self._unpack(weight, source)
-                want, checksum = self._layout_of(weight).pack(source, None)
-                if is_freed and checksum != self._freed[key][1]:
+                have, is_freed = self._packed[key], weight in self.freed
+                want, checksum = self._layout_of(weight).pack(next(contents) if is_freed else weight.detach(), None)
+                if is_freed and checksum != self.freed.checksum(weight):
                     return f"weight {place} of {len(wanted)}, {list(weight.shape)}, has this copy alone, which changed"
                 if have.is_mkldnn:
                     have, want = have.to_dense(), want.to_dense()
@@ -284,37 +315,3 @@ class PackedLinears:
         """Memory of the packed copies and of what was derived from them, beside the live weights."""
         held = [*self._packed.values(), *(derived for _, derived in self._derived.values())]
         return sum(packed.numel() * packed.element_size() for packed in held)
-
-
-class RestoreHook:
-    """Brings freed weights back before a state dict of their module is read or loaded. Keeps the copies alive with the
-    module, whose weights nothing else has."""
-
-    def __init__(self, packed: PackedLinears) -> None:
-        self.packed = packed
-
-    def __call__(self, *_: Any) -> None:
-        self.packed.restore()
-
-
-def restore_before_state_dicts(packed: PackedLinears, modules: Iterable[torch.nn.Module]) -> None:
-    """Weights of these modules that `packed` frees come back for their state dicts."""
-    hook = RestoreHook(packed)
-    for module in modules:
-        if all(found is not packed for found in _packed_of(module)):
-            module.register_state_dict_pre_hook(hook)
-            module.register_load_state_dict_pre_hook(hook)
-
-
-def restore_weights(model: torch.nn.Module, *, for_good: bool = False) -> None:
-    """Bring back what an engine has freed of its model's weights, for somebody else who reads them.
-
-    They stay until the engine accepts new ones; for_good: from then on, too.
-    """
-    for packed in _packed_of(model):
-        packed.is_shared |= for_good
-        packed.restore()
-
-
-def _packed_of(module: torch.nn.Module) -> list[PackedLinears]:
-    return [hook.packed for hook in module._state_dict_pre_hooks.values() if isinstance(hook, RestoreHook)]

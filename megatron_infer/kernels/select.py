@@ -30,6 +30,7 @@ from megatron_infer.kernels.cpu_native import (
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.lora import LoRABackend, TorchLoRA
+from megatron_infer.kernels.native_build import BACKEND_VARIABLE
 from megatron_infer.kernels.native_layers import NativeLayers
 from megatron_infer.kernels.native_lora import NativeLoRA
 from megatron_infer.kernels.native_sampling import NativeSampling
@@ -45,9 +46,6 @@ from megatron_infer.utils.named_class import make_named
 if TYPE_CHECKING:
     from megatron_infer.kernels.triton.sampling import TritonSampling
 
-BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
-"""For debugging only: forces one of `BACKENDS`, or names `TorchKernels` as module:class. `triton` on a CPU needs
-TRITON_INTERPRET=1."""
 BACKENDS = ("native", "torch", "reference", *backend_candidates.NAMES)
 ATTENTION = "attention"
 SCAN = "selective scan"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_infer.errors import AdoptionError, ConfigError, ModelError, WrongState, unknown_name
-from megatron_infer.kernels.packing import restore_weights
+from megatron_infer.kernels.freed_weights import unpack_weights
 from megatron_infer.lora.adapter import Adapter, LoRAPair
 from megatron_infer.lora.bank import parts_of
 from megatron_infer.lora.names import LAYERS, PARTS, AdaptedLinears
@@ -55,7 +55,7 @@ def attach_lora(
     """
     _check(rank, alpha, dropout, targets)
     live = _bare(model)
-    restore_weights(live, for_good=True)
+    unpack_weights(live, for_good=True)
     names = _targets(live, targets)
     linears = {path: live.get_submodule(name) for path, name in names.items()}
     scale = scale_of(float(alpha), rank, rslora=rslora)

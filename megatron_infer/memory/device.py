@@ -220,14 +220,14 @@ class HostRead:
         return self._tensors
 
 
-def choose_dtype(name: str, device: Device, *, trains: bool = False) -> torch.dtype:
+def choose_dtype(name: str, device: Device, *, linear_backend: str = "auto", trains: bool = False) -> torch.dtype:
     """The compute dtype for "auto" or a name.
 
-    trains: torch multiplies, too, and on most CPUs it is many times slower in bfloat16 than in float32. The native
-    kernels are faster in it everywhere.
+    linear_backend: the engine's option. On a CPU the native kernels are faster in bfloat16 than in float32 everywhere;
+    torch is much slower on most, and so it is in training (trains: it multiplies, too).
     """
     if name == "auto":
-        if device.is_cuda or (not trains and native_build.is_possible()):
+        if device.is_cuda or (not trains and native_build.runs_linears(linear_backend)):
             return torch.bfloat16
         return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() and cpu_has_bf16() else torch.float32
     if name not in DTYPES:

@@ -20,8 +20,8 @@ from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import AdoptionError
 from megatron_infer.kernels.base import AttendSpec, Ops, RotaryTable, RoutingShape, StepInputs
+from megatron_infer.kernels.freed_weights import unpack_weights
 from megatron_infer.kernels.lora import AdapterPairs
-from megatron_infer.kernels.packing import restore_weights
 from megatron_infer.kernels.ssm import SsmSpec, SsmWeights
 from megatron_infer.models.adoption_checks import (
     check_called_by_none,
@@ -68,7 +68,7 @@ def adopt(
         paged: AdoptedModel = as_paged(name)
         return paged
     live = unwrap(model)
-    restore_weights(live, for_good=True)
+    unpack_weights(live, for_good=True)
     was_adopted = any(getattr(layer, "fused", None) is not None for layer in live.decoder.layers)
     # Not again when modules have changed: between rollouts these are the trainer's settings.
     check_config(live.config)

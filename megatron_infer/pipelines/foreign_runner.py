@@ -279,8 +279,9 @@ def load_model(
     own_ids = () if eos_token_id is None else (eos_token_id,)
     cache_config = pipeline_config.model.kv_cache
     if issubclass(kind, McorePipelineModel):
-        source = open_source(given["model"])
-        dtype = str(choose_dtype(given.get("dtype", "auto"), device)).removeprefix("torch.")
+        source, asked = open_source(given["model"]), given.get("dtype", "auto")
+        chosen = choose_dtype(asked, device, linear_backend=config.linear_backend)
+        dtype = str(chosen).removeprefix("torch.")
         model = kind(
             pipeline_config,
             session,

@@ -20,13 +20,14 @@ class Machine:
     is_cuda: bool
     free_bytes: int
 
-    def dtype(self, asked: str) -> str:
+    def dtype(self, asked: str, *, linear_backend: str) -> str:
         """ "auto" as LLM chooses it, see `memory.device.choose_dtype`."""
         if asked in ("float32", "bfloat16"):
             return asked
         if asked != "auto":
             raise ConfigError(f"dtype is {asked!r}, it must be auto, float32 or bfloat16")
-        return "bfloat16" if self.is_cuda or cpu_has_bf16() or native_build.is_possible() else "float32"
+        is_half = self.is_cuda or cpu_has_bf16() or native_build.runs_linears(linear_backend)
+        return "bfloat16" if is_half else "float32"
 
 
 def find_machine(device: str) -> Machine:

@@ -19,12 +19,13 @@ from pydantic import BaseModel
 
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.checks import check_mtp
-from megatron_infer.config.inference import ConfigWarning, InferenceConfig, LinearChoice, WeightDtype
+from megatron_infer.config.inference import ConfigWarning, InferenceConfig, WeightDtype
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
 from megatron_infer.config.sizing import DEFAULT_MAX_TOKENS
 from megatron_infer.config.speculative import speculative_of
 from megatron_infer.errors import ConfigError
+from megatron_infer.kernels import native_build
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.find import Kind, architecture_name, describe, find_model
 from megatron_infer.pipelines import mapping
@@ -130,7 +131,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
     machine = find_machine(asked.llm.get("device", "auto"))
     if free_bytes is not None:
         machine = dataclasses.replace(machine, free_bytes=free_bytes)
-    dtype = machine.dtype(asked.llm.get("dtype", "auto"))
+    dtype = machine.dtype(asked.llm.get("dtype", "auto"), linear_backend=asked.engine.get("linear_backend", "auto"))
     with told:
         shape, draft, estimator = None, None, None
         if asked.description is not None:
@@ -347,7 +348,7 @@ def _estimator(
     assert asked.description is not None
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "WORLD_SIZE" in os.environ else layout.dp
     weight_dtype = WeightDtype(engine.get("weight_dtype", WeightDtype.AUTO)).value
-    is_native = LinearChoice(engine.get("linear_backend", LinearChoice.AUTO)) is not LinearChoice.VENDOR
+    is_native = native_build.runs_linears(asked.engine.get("linear_backend", "auto"))
     of: dict[str, Any] = {
         "weight_dtype": weight_dtype,
         "replaces": is_native and not engine.get("batch_invariant", False),

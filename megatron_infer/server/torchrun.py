@@ -117,7 +117,8 @@ def _build_engine(options: EngineOptions, groups: Any) -> DynamicInferenceEngine
     if not device.is_cuda:
         apply_cpu_settings(options.threads)
     source = open_source(options.model)
-    plan, dtype = source.config(), choose_dtype(options.dtype, device)
+    linear = options.config.get("linear_backend", "auto")
+    plan, dtype = source.config(), choose_dtype(options.dtype, device, linear_backend=linear)
     experts = groups.ep.size() if groups.ep is not None else 1
     model = build_model(
         source,

@@ -154,8 +154,8 @@ class WeightGuard:
         """Until the next `accept` the weights count as moved: copies may be derived from old and from new weights."""
         self._pointers = []
 
-    def moves(self, weights: Sequence[Tensor]) -> None:
-        """These have other addresses now and the content that they had: that is no change."""
+    def new_address(self, weights: Sequence[Tensor]) -> None:
+        """These have the content that they had: that is no change."""
         known = self._known()
         if known is not None and self._pointers:
             moved = {id(weight): weight.data_ptr() for weight in weights}

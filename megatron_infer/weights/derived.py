@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from megatron_infer.errors import StaleCache
-from megatron_infer.kernels.packing import PackedLinears, restore_before_state_dicts
+from megatron_infer.kernels.freed_weights import unpack_for_readers
+from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.census import modules_of
 
@@ -25,21 +29,24 @@ class DerivedCache:
     num_bytes: Callable[[], int] = lambda: 0
 
 
-def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, frees: bool) -> DerivedCache:
-    """The packed copies of a model's weights. frees: only the engine uses the model: weights that are read from their
-    copies alone are freed. Not where the model was adopted before, for an engine that may be alive."""
+def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, is_own: bool) -> DerivedCache:
+    """The packed copies of a model's weights. is_own: only the engine uses the model: weights of which nothing but the
+    copies is read are freed. Not where the model was adopted before, for an engine that may be alive."""
 
     def pack() -> dict[int, int]:
-        freed: set[int] = set()
+        unread: set[int] = set()
         if adopted.unpackable() is not None:
-            packed.restore()  # some layer multiplies by its own weights
-        elif frees and not adopted.was_adopted:
-            freed = _read_packed_only(adopted)
+            packed.unpack()  # some layer multiplies by its own weights
+        elif is_own and not adopted.was_adopted:
+            unread = _unread(adopted, packed)
             modules = modules_of(adopted.live)
-            holders = [one for one in modules if not freed.isdisjoint(map(id, one._parameters.values()))]
-            restore_before_state_dicts(packed, [adopted.live, *holders])
-        return packed.pack(adopted.packable_weights(), output=adopted.output_weight(), frees=freed)
+            holders = [one for one in modules if not unread.isdisjoint(map(id, one._parameters.values()))]
+            unpack_for_readers(packed, [adopted.live, *holders])
+        return packed.pack(adopted.packable_weights(), output=adopted.output_weight(), unread=unread)
 
+    build = getattr(adopted.live, "built_again", None)  # of a model that is loaded by name
+    if is_own and build is not None:
+        packed.read_again = lambda: _same_parameters(adopted.live, build())
     return DerivedCache(
         name=name,
         refresh=pack,
@@ -49,11 +56,21 @@ def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, f
     )
 
 
-def _read_packed_only(adopted: AdoptedModel) -> set[int]:
+def _unread(adopted: AdoptedModel, packed: PackedLinears) -> set[int]:
     """Ids of packable weights whose values nothing in a step reads: a router's, for instance, may be cast."""
     parts = [*adopted.layers, adopted.heads]
     found = {id(linear.weight()) for part in parts if part is not None for linear in part.linears()}
-    return found if adopted.output_weight() is None else found | {id(adopted.output_weight())}
+    output, embedding = adopted.output_weight(), getattr(adopted.live, "embedding", None)
+    found |= set() if output is None else {id(output)}
+    if packed.output_layout.unpack is None and embedding is not None:  # no rows for tokens
+        found -= set(map(id, embedding.parameters()))
+    return found
+
+
+def _same_parameters(model: torch.nn.Module, other: torch.nn.Module) -> dict[int, Tensor]:
+    """The other's parameters by the ids of the model's."""
+    theirs = dict(other.named_parameters())
+    return {id(one): theirs[name].detach() for name, one in model.named_parameters()}
 
 
 class DerivedCaches:

@@ -62,11 +62,11 @@ class WeightManager:
         self._offloaded = OffloadedWeights(self._tensors, pinned=True) if can_offload else None
         this = weakref.ref(self)  # the packed copies live as long as the model
 
-        def moves(weights: Sequence[torch.Tensor]) -> None:
+        def new_address(weights: Sequence[torch.Tensor]) -> None:
             if (manager := this()) is not None:
-                manager.guard.moves(weights)
+                manager.guard.new_address(weights)
 
-        self._packed.on_move = moves
+        self._packed.on_new_address = new_address
 
     @property
     def model_name(self) -> str:
@@ -91,11 +91,12 @@ class WeightManager:
         """
         if self._adopted.has_changed():
             return True
-        return self.guard.changed(content=self.reads_after_idling) if read_all else self.guard.moved()
+        with self._packed.lock:
+            return self.guard.changed(content=self.reads_after_idling) if read_all else self.guard.moved()
 
     def changed(self) -> bool:
         """Whether weights or modules of any rank differ from the accepted ones; reads all of them. On every rank."""
-        return self._rank_group.any_rank(self._adopted.has_changed() or self.guard.changed(self._packed.freed_sums))
+        return self._rank_group.any_rank(self._adopted.has_changed() or self.guard.changed(self._packed.freed.sums()))
 
     def accept(self, version: int, tick: Tick = no_tick, *, read: Mapping[int, int] | None = None) -> None:
         """The weights are `version` now: rebuild derived copies, retire cached KV. Nothing may be in flight.
@@ -113,7 +114,7 @@ class WeightManager:
                 self.guard.invalidate()
                 read = self.derived.refresh_held(tick) if read is None else read  # released copies wait for the resume
                 tick("the weights' checksums")
-                self.guard.accept({**self._packed.freed_sums, **read})
+                self.guard.accept({**self._packed.freed.sums(), **read})
                 self._adopted.weights_watched()
         except BaseException:
             self.guard.invalidate()  # on ranks that succeeded too: all try again
@@ -162,7 +163,7 @@ class WeightManager:
         if self.derived.is_released:
             with self._rank_group.together("rebuilding what is derived from the weights"):
                 read = self.derived.refresh(tick)
-        if self._rank_group.any_rank(self.guard.changed({**self._packed.freed_sums, **(read or {})})):
+        if self._rank_group.any_rank(self.guard.changed({**self._packed.freed.sums(), **(read or {})})):
             self._accept(self.version + 1, tick, read)
         elif read is not None:
             self.update_graphs()
@@ -195,9 +196,12 @@ class WeightManager:
 
     # ------------------------------------------------------------------ memory
 
-    def restore(self) -> None:
-        """Bring back the weights that were freed once they were packed; they stay until weights are accepted again."""
-        self._packed.restore()
+    def unpack(self) -> None:
+        """Give weights that were freed once they were packed memory of their own, until weights are accepted again.
+
+        Call it before code of your own reads or writes parameters. Raises WrongState where some were written without.
+        """
+        self._packed.unpack()
 
     def hold_weakly(self) -> None:
         """Keep no parameter alive that training replaces, until `hold`; for a suspended engine."""

@@ -183,3 +183,34 @@ def test_copies_on_a_gpu_transfer_the_content_of_the_call_and_do_not_wait():
     for turn, read in reads:
         sample, uploaded = read.wait()
         assert (sample == turn).all() and uploaded.tolist() == [turn] * 5
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_the_dtype_is_bfloat16_where_what_multiplies_is_fast_in_it(has_bf16, monkeypatch):
+    from megatron_infer.kernels import native_build
+    from megatron_infer.memory import device
+    from megatron_infer.pipelines.machine import Machine
+
+    cpu, half = Device("cpu"), torch.bfloat16
+    machine = Machine(device="cpu", is_cuda=False, free_bytes=1)
+    for place in ("megatron_infer.memory.device", "megatron_infer.pipelines.machine"):
+        monkeypatch.setattr(f"{place}.cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16, raising=False)
+    plain = half if has_bf16 else torch.float32
+    monkeypatch.delenv(native_build.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(native_build, "find_compiler", lambda: "/usr/bin/c++")
+    for backend, wanted in (("auto", half), ("native", half), ("vendor", plain)):
+        assert device.choose_dtype("auto", cpu, linear_backend=backend) is wanted
+        assert machine.dtype("auto", linear_backend=backend) == str(wanted).removeprefix("torch.")
+    assert device.choose_dtype("auto", cpu, trains=True) is plain
+    for forced, wanted in (("torch", plain), ("native", half)):
+        monkeypatch.setenv(native_build.BACKEND_VARIABLE, forced)
+        assert device.choose_dtype("auto", cpu) is wanted
+
+    def none() -> str:
+        raise native_build.NativeUnavailable("no C++ compiler")
+
+    monkeypatch.setattr(native_build, "find_compiler", none)
+    assert device.choose_dtype("auto", cpu) is plain
+    assert machine.dtype("auto", linear_backend="auto") == str(plain).removeprefix("torch.")
+    assert device.choose_dtype("float32", cpu) is torch.float32

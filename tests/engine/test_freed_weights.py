@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lora_cases import random_adapter
 from model_kinds import KINDS, make_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from megatron_infer import LLM
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.durable.kv_restore import content_digest
 from megatron_infer.engine.engine import DynamicInferenceEngine
-from megatron_infer.errors import StaleCache, WeightUpdateError
+from megatron_infer.errors import ModelError, StaleCache, TransitionFailed, WeightUpdateError, WrongState
 from megatron_infer.kernels import native_build
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.rl.weights import WeightUpdate, apply, as_source
 from megatron_infer.rl.weights.verify import verify_update
+from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 
 SETTINGS: dict[str, Any] = {
@@ -32,6 +40,8 @@ SETTINGS: dict[str, Any] = {
     "enable_chunked_prefill": True,
     "check_invariants": True,
 }
+transformers = pytest.importorskip("transformers")
+
 PROMPTS = [[5, 9, 30, 7, 66, 12, 3], list(range(20, 60)), [7] * 3]
 PARAMS = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logprobs=0)
 
@@ -197,7 +207,7 @@ def test_a_reader_gets_the_weights(reader):
         found = model.get_submodule(name).state_dict()["weight"]
         assert torch.equal(found, before[f"{name}.weight"])
     else:
-        engine.weights.restore()
+        engine.weights.unpack()
         assert_equal({key: one.detach() for key, one in model.named_parameters()}, before)
     assert not freed(model)
     assert answers(engine) == first and engine.weight_version == 0
@@ -208,7 +218,10 @@ def test_weights_outlive_the_engine_that_freed_them():
     before = state(model)
     engine = make_engine(model)
     assert freed(model)
+    gone = weakref.ref(engine.weights)
     del engine
+    gc.collect()
+    assert gone() is None and freed(model)
     assert_equal(state(model), before)
 
 
@@ -263,7 +276,6 @@ def test_an_update_arrives_and_the_weights_are_freed_again(how):
     if how == "apply":
         report = apply(engine, new, checksum=True)
         assert report.checksum == verify_update(engine, new).checksum
-        engine.refresh_weights()
     elif how == "strict":
         with WeightUpdate(engine) as update:
             update.write_all(new.items())
@@ -308,25 +320,169 @@ def test_a_trainers_model_is_a_source_for_an_engines_and_the_other_way_round():
     assert answers(receiver) == answers(engine)
 
 
-def test_a_write_past_the_engine_raises_or_is_noticed():
+FC1 = "decoder.layers.1.mlp.linear_fc1"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.zero_(),
+        lambda weight: weight[3].fill_(2.0),
+        lambda weight: weight[3, 4].add_(100.0),
+        lambda weight: weight.masked_fill_(weight > 0, 0.0),
+        lambda weight: weight.index_fill_(0, torch.tensor([1, 2]), 0.0),
+        lambda weight: weight.numpy().__setitem__((2, 2), 1.0),
+    ],
+    ids=["all", "row", "place", "mask", "index", "numpy"],
+)
+@pytest.mark.parametrize("then", ["generate", "refresh_weights", "state_dict"])
+def test_writes_to_freed_weights_raise_and_lose_nothing(write, then):
     model = tiny_gpt(init_method_std=0.2)
+    before = state(model)
     engine = make_engine(model)
-    first, weight = answers(engine), model.decoder.layers[1].mlp.linear_fc1.weight
-    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
-        weight.mul_(2.0)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
-        weight.copy_(torch.ones_like(weight))
-    assert answers(engine) == first and engine.weight_version == 0
-    with torch.no_grad():
-        weight.zero_()  # torch allows it
-    other = tiny_gpt(init_method_std=0.2)
-    torch.nn.init.zeros_(other.decoder.layers[1].mlp.linear_fc1.weight)
-    second = answers(engine)
-    assert second == answers(make_engine(other, owns=False)) != first and engine.weight_version == 1
+    first = answers(engine)
+    write(model.get_submodule(FC1).weight.detach())
+    is_seen = then != "generate" or "numpy" not in repr(write.__code__.co_names)  # as in every owner: by content only
+    call = {"generate": lambda: answers(engine), "state_dict": model.state_dict}.get(then) or engine.refresh_weights
+    if is_seen:
+        with pytest.raises((WrongState, TransitionFailed)) as caught:
+            call()
+        assert "engine.weights.unpack()" in f"{caught.value} {caught.value.__cause__}"
+    assert_equal(state(model), before) if is_seen else None
+    assert answers(engine) == first
     engine.verify_weights()
-    model.decoder.layers[0].mlp.linear_fc1.weight = nn.Parameter(torch.ones_like(weight))
-    torch.nn.init.ones_(other.decoder.layers[0].mlp.linear_fc1.weight)
-    assert answers(engine) == answers(make_engine(other, owns=False)) != second and engine.weight_version == 2
+
+
+def test_sums_in_place_raise_at_once():
+    model = tiny_gpt()
+    engine = make_engine(model)
+    first, weight = answers(engine), model.get_submodule(FC1).weight
+    for write in (lambda: weight.mul_(2.0), lambda: weight.copy_(torch.ones_like(weight))):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+            write()
+    assert answers(engine) == first and engine.weight_version == 0
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.double().float(), lambda m: m._apply(lambda one: one.clone())])
+def test_a_cast_of_freed_weights_raises_and_loses_nothing(cast):
+    model = tiny_gpt(init_method_std=0.2)
+    before, engine = state(model), make_engine(model)
+    first = answers(engine)
+    cast(model)
+    with pytest.raises(WrongState, match=r"unpack\(\)"):
+        answers(engine)
+    assert answers(engine) == first
+    assert_equal(state(model), before)
+
+
+def test_weights_that_something_else_refers_to_stay():
+    model, other = tiny_gpt(init_method_std=0.2), tiny_gpt(init_method_std=0.2)
+    kept = model.state_dict()
+    buffer = torch.cat([one.weight.detach().flatten() for one in (model.decoder.layers[0].mlp.linear_fc1,) * 2])
+    for place, linear in enumerate((model.decoder.layers[0].mlp.linear_fc2, model.decoder.layers[1].mlp.linear_fc2)):
+        size = linear.weight.numel()
+        buffer[place * size :][:size] = linear.weight.detach().flatten()
+        linear.weight.data = buffer[place * size :][:size].view(linear.weight.shape)
+    engine, plain = make_engine(model), make_engine(other, owns=False)
+    assert not freed(model)
+    assert answers(engine) == answers(plain)
+    for factor in (-1.3, 0.7):
+        for found in (kept, other.state_dict()):
+            found[f"{FC1}.weight"].mul_(factor)
+        assert answers(engine) == answers(plain)
+    del kept, found
+    engine.refresh_weights()
+    assert f"{FC1}.weight" in freed(model) and "decoder.layers.1.mlp.linear_fc2.weight" not in freed(model)
+    buffer.mul_(1.5)
+    for layer in other.decoder.layers:
+        layer.mlp.linear_fc2.weight.data.mul_(1.5)
+    engine.refresh_weights()
+    plain.refresh_weights()
+    assert answers(engine) == answers(plain)
+
+
+def test_a_replaced_parameter_is_served():
+    model, other = tiny_gpt(init_method_std=0.2), tiny_gpt(init_method_std=0.2)
+    engine = make_engine(model)
+    first = answers(engine)
+    for one in (model, other):
+        linear = one.get_submodule(FC1)
+        linear.weight = nn.Parameter(torch.ones_like(linear.weight))
+    assert answers(engine) == answers(make_engine(other, owns=False)) != first and engine.weight_version == 1
+
+
+@pytest.mark.parametrize("meanwhile", ["refresh", "suspend"])
+@pytest.mark.parametrize("undo", [False, True])
+def test_weights_accepted_within_an_update_do_not_spoil_it(meanwhile, undo):
+    model, other = tiny_gpt(init_method_std=0.2), tiny_gpt(init_method_std=0.2)
+    engine, before, new = make_engine(model), state(model), moved(model)
+    first = answers(engine)
+
+    def accept() -> None:
+        if meanwhile == "refresh":
+            engine.refresh_weights()
+        else:
+            engine.suspend("recompute")
+            engine.resume()
+
+    with WeightUpdate(engine, undo=undo) as update:
+        update.write_all(list(new.items())[:5])
+        accept()
+        update.write_all(list(new.items())[5:])
+    other.load_state_dict(new)
+    assert answers(engine) == answers(make_engine(other, owns=False)) != first
+    if undo:
+        update = WeightUpdate(engine, undo=True)
+        update.write_all(list(before.items())[:5])
+        accept()
+        update.write(*list(before.items())[5])
+        update.rollback()
+        assert_equal(state(model), new)
+        assert answers(engine) == answers(make_engine(other, owns=False))
+
+
+def test_state_dicts_of_another_thread_have_all_values_and_change_no_version():
+    model = tiny_gpt(init_method_std=0.2)
+    before, engine = state(model), make_engine(model)
+    first, errors = answers(engine), []
+
+    def read() -> None:
+        try:
+            for _ in range(20):
+                assert_equal(state(model), before)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert answers(engine) == first
+    assert not errors and engine.weight_version == 0
+
+
+def test_digests_leave_freed_weights_freed():
+    model, kept = tiny_gpt(init_method_std=0.2), tiny_gpt(init_method_std=0.2)
+    engine, other = make_engine(model), make_engine(kept, owns=False)
+    names, num_bytes = freed(model), engine.weights.num_bytes
+    assert verify_update(engine).checksum == verify_update(other).checksum
+    assert content_digest(inspect(engine).adopted) == content_digest(inspect(other).adopted)
+    assert apply(engine, state(kept), checksum=True).checksum == verify_update(other).checksum
+    assert freed(model) == names and engine.weights.num_bytes == num_bytes
+    engine.verify_weights()
+    assert answers(engine) == answers(other)
+
+
+def test_a_forward_of_the_model_reads_the_weights():
+    model, other = tiny_gpt(init_method_std=0.2), tiny_gpt(init_method_std=0.2)
+    engine = make_engine(model)
+    first, ids = answers(engine), torch.tensor([PROMPTS[0]])
+    x = torch.randn(3, 1, 64)
+    for one in (model, other):
+        with torch.no_grad():
+            one.found = one.decoder.layers[0].mlp(x)[0], one(ids, torch.arange(ids.shape[1])[None], None)
+    assert all(map(torch.equal, model.found, other.found))
+    assert answers(engine) == first and engine.weight_version == 0
 
 
 def test_a_parameter_that_is_taken_out_has_its_values():
@@ -405,3 +561,60 @@ def test_an_mtp_layer_drafts_with_freed_weights():
     assert any(".mtp." in f".{name}" for name in freed(model))
     assert answers(engine) == answers(make_engine(tiny_gpt(init_method_std=0.2, mtp_num_layers=1), owns=False))
     assert engine.spec_decode_metrics().num_drafted > 0
+
+
+# ---------------------------------------------------------------------- copies that do not tell the weights
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Llama of transformers with an embedding that is the output layer."""
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "int4"])
+def test_rounded_weights_are_read_again_from_the_models_files(folder, weight_dtype):
+    def load(dtype: str = weight_dtype) -> DynamicInferenceEngine:
+        return LLM(str(folder), dtype="float32", config=SETTINGS | {"weight_dtype": dtype}).engine
+
+    before = state(load("auto").model)
+    engine = load()
+    first, names = answers(engine), freed(engine.model)
+    assert len(names) == 8 and not any("embedding" in name for name in names)
+    engine.verify_weights()
+    assert freed(engine.model) == names
+    assert_equal(state(engine.model), before)
+    assert answers(engine) == first and engine.weight_version == 0
+    engine.refresh_weights()
+    assert freed(engine.model) == names and answers(engine) == first
+    new = {name: one * -1.3 for name, one in before.items()}
+    apply(engine, new)
+    assert not freed(engine.model), "no file has them"
+    other = make_engine(load("auto").model, owns=False, weight_dtype=weight_dtype)
+    apply(other, new)
+    assert answers(engine) == answers(other) != first
+    assert_equal(state(engine.model), new)
+
+
+def test_rounded_weights_whose_files_changed_are_not_taken_for_the_models(folder):
+    engine = LLM(str(folder), dtype="float32", config=SETTINGS | {"weight_dtype": "int8"}).engine
+    first, file = answers(engine), folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    for read in (engine.model.state_dict, engine.verify_weights, lambda: apply(engine, {})):
+        with pytest.raises(ModelError, match="not what they were"):
+            read()
+    assert answers(engine) == first

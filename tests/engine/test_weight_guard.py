@@ -228,7 +228,7 @@ def test_an_engine_that_owns_its_weights_does_not_read_them_after_idling(owns, m
     first = answer(engine)
     assert answer(engine) == first and engine.weight_version == 0
     assert len(reads) == (0 if owns else 2)
-    engine.weights.restore()  # an owner has freed them
+    engine.weights.unpack()  # an owner has freed them
     with torch.no_grad():
         for parameter in model.decoder.parameters():
             parameter.mul_(-1.3)
@@ -237,7 +237,7 @@ def test_an_engine_that_owns_its_weights_does_not_read_them_after_idling(owns, m
     norm = model.decoder.final_layernorm
     norm.weight = nn.Parameter(-norm.weight.detach())
     third = answer(engine)
-    engine.weights.restore()
+    engine.weights.unpack()
     assert engine.weight_version == 2 and third != second and third == answer(make_owner(model))
     for parameter in model.decoder.parameters():
         parameter.data = parameter.data * -1.3
@@ -254,7 +254,7 @@ def test_an_engine_that_owns_its_weights_reads_them_where_a_caller_stops_it(told
         engine.pause()
     elif told == "suspend":
         engine.suspend("persist")
-    engine.weights.restore()
+    engine.weights.unpack()
     for parameter in model.decoder.parameters():
         parameter.data.mul_(-1.3)
     {"refresh_weights": engine.refresh_weights, "pause": engine.unpause, "suspend": engine.resume}[told]()

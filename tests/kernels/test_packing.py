@@ -62,26 +62,26 @@ def test_packed_linear_equals_plain_linear(make_packed, dtype, tokens, rows, inn
 @pytest.mark.parametrize("shape", [(100, 578), (33, 50), (1, 2), (16, 1536), (1000, 576)], ids=str)
 def test_a_freed_weight_comes_back_to_the_bit_and_so_do_its_rows(native_library, dtype, shape):
     packed, moved = PackedLinears(layout=panel_layout(native_library, dtype)), []
-    packed.on_move = lambda weights: moved.extend(map(id, weights))
+    packed.on_new_address = lambda weights: moved.extend(map(id, weights))
     ops = NativeOps(native_library, dtype, packed)
     weight = nn.Parameter(torch.randn(*shape).to(dtype))
     weight.data[0, :2] = torch.tensor([torch.inf, -0.0])
     kept, x = weight.detach().clone(), torch.randn(3, shape[1]).to(dtype)
-    sums = packed.pack([weight], frees={id(weight)})
+    sums = packed.pack([weight], unread={id(weight)})
     want, ids = ops.linear(x, weight), torch.randint(0, shape[0], (40, 3))
-    assert packed.is_freed(weight) and moved == [id(weight)] and weight.untyped_storage().nbytes() == dtype.itemsize
+    assert weight in packed.freed and moved == [id(weight)] and weight.untyped_storage().nbytes() == dtype.itemsize
     assert torch.equal(ops.embedding(ids, weight).view(torch.uint8), kept[ids].view(torch.uint8))
-    assert packed.pack([weight], frees={id(weight)}) == sums == {id(weight): native_checksum(native_library, kept)}
+    assert packed.pack([weight], unread={id(weight)}) == sums == {id(weight): native_checksum(native_library, kept)}
     assert packed.differs([weight]) is None
     for form in (x.t().contiguous().t(), x.double()):
         assert torch.equal(ops.linear(form, weight), want)
-    packed.restore()
-    assert not packed.is_freed(weight) and moved == [id(weight)] * 2
+    packed.unpack()
+    assert weight not in packed.freed and moved == [id(weight)] * 2
     assert torch.equal(weight.detach().view(torch.uint8), kept.view(torch.uint8))
     assert torch.equal(ops.linear(x, weight), want)
     packed.is_shared = True
-    packed.pack([weight], frees={id(weight)})
-    assert not packed.is_freed(weight)
+    packed.pack([weight], unread={id(weight)})
+    assert weight not in packed.freed
 
 
 def test_freed_weights_keep_their_copies_when_others_come_go_and_change_places(native_library):
@@ -90,14 +90,14 @@ def test_freed_weights_keep_their_copies_when_others_come_go_and_change_places(n
     kept = [weight.detach().clone() for weight in weights]
     for order in ([0, 1, 2], [2, 1, 0], [4, 2, 3, 0], [1], [0, 1, 2, 3, 4]):
         chosen = [weights[i] for i in order]
-        packed.pack(chosen, frees=set(map(id, chosen[:2])))
-        assert packed.differs(chosen) is None and all(map(packed.is_freed, chosen[:2]))
+        packed.pack(chosen, unread=set(map(id, chosen[:2])))
+        assert packed.differs(chosen) is None and all(one in packed.freed for one in chosen[:2])
         left = [weight for weight in weights if not any(weight is one for one in chosen)]
-        assert not any(map(packed.is_freed, left))
-        assert all(torch.equal(weight, kept[i]) for i, weight in enumerate(weights) if not packed.is_freed(weight))
+        assert not any(one in packed.freed for one in left)
+        assert all(torch.equal(weight, kept[i]) for i, weight in enumerate(weights) if weight not in packed.freed)
     packed.clear()
     assert packed.num_weights == 5, "some have nothing else"
-    packed.restore()
+    packed.unpack()
     assert all(torch.equal(weight, content) for weight, content in zip(weights, kept, strict=True))
     packed.clear()
     assert packed.num_weights == 0

@@ -45,6 +45,7 @@ Scores = list[tuple[torch.Tensor, torch.Tensor]]
 @torch.no_grad()
 def move_weights(llm: LLM) -> None:
     generator = torch.Generator().manual_seed(0)
+    llm.engine.weights.unpack()
     for weight in llm.engine.model.parameters():
         if weight.ndim == 2:
             blocks = weight.float().unflatten(1, (-1, BLOCK))

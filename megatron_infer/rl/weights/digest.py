@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import WeightUpdateError
-from megatron_infer.kernels.packing import restore_weights
 from megatron_infer.rl.weights.inventory import VOCABULARY, Inventory, Layout
 from megatron_infer.rl.weights.target import UpdateTarget
 
@@ -165,8 +164,8 @@ def checksum_of(totals: Mapping[str, int]) -> str:
 
 def model_digests(target: UpdateTarget) -> dict[str, int]:
     """Digest of every tensor of the target's whole model; called on every rank of its engine, each gets all of them."""
-    restore_weights(target.model)
-    own = encode_digests(digests_of(target.inventory, rank=target.rank))
+    with target.unpacked():
+        own = encode_digests(digests_of(target.inventory, rank=target.rank))
     return combine_digests(
         [part for text in target.gather("the weights' digests", own) for part in decode_digests(text)]
     )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_infer.comm.backends import backend_on
 from megatron_infer.errors import ConfigError, WeightUpdateError
-from megatron_infer.kernels.packing import restore_weights
+from megatron_infer.kernels.freed_weights import unpack_weights
 from megatron_infer.rl.weights.digest import (
     checksum_of,
     combine_digests,
@@ -115,7 +115,7 @@ class ReshardSource:
         problem, layouts = "", None
         try:
             if self._model is not None:
-                restore_weights(self._model, for_good=True)
+                unpack_weights(self._model, for_good=True)
             self._source = None if self._model is None else Inventory.of(self._model)
             layouts = self._layouts(target)
         except Exception as error:  # raised on all ranks below: the others must not wait for this one

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from megatron_infer.comm.groups import ParallelGroups
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import WrongState
-from megatron_infer.kernels.packing import restore_weights
+from megatron_infer.kernels.freed_weights import names_only, unpack_weights, unpacked
 from megatron_infer.rl.weights.inventory import Inventory, bare
 
 
@@ -32,8 +35,10 @@ class UpdateTarget:
         is_engine = isinstance(engine_or_model, DynamicInferenceEngine)
         model = engine_or_model.model if is_engine else bare(engine_or_model)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        restore_weights(model, for_good=not is_engine)
-        inventory = Inventory.of(model)
+        if not is_engine:
+            unpack_weights(model, for_good=True)
+        with names_only(model):
+            inventory = Inventory.of(model)
         if is_engine:
             return cls(model=model, inventory=inventory, engine=engine_or_model, rank=rank)
         return cls(model=model, inventory=inventory, rank=rank, group=ParallelGroups.of(None, model).engine)
@@ -62,8 +67,21 @@ class UpdateTarget:
                 state=self.engine.state.value,
             )
         self.engine.drain()
-        self.engine.weights.restore()
+        with self.together("unpacking the weights"):
+            self.engine.weights.unpack()
         self.incomplete_reason = "an update is under way; finish it or roll it back"
+
+    def together(self, what: str) -> AbstractContextManager[Any]:
+        """An error inside is raised on all ranks of an engine."""
+        return contextlib.nullcontext() if self.engine is None else self.engine.rank_group.together(what)
+
+    @contextlib.contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Inside, all weights can be read: also those that an engine has freed, which it frees again."""
+        with contextlib.ExitStack() as stack:
+            with self.together("unpacking the weights"):
+                stack.enter_context(unpacked(self.model))
+            yield
 
     def gather(self, what: str, text: str) -> list[str]:
         """Every rank's text. All ranks of the engine or model make the same call. what: named in errors."""

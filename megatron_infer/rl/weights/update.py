@@ -103,6 +103,7 @@ class WeightUpdate:
     @torch.no_grad()
     def put(self, local: LocalTensor, value: Tensor) -> None:
         """Write this rank's part of a tensor, in its own shape."""
+        self._unpack()
         live = local.tensor
         if value.shape != live.shape:
             self._refuse(local, f"has shape {list(live.shape)}, got {list(value.shape)}")
@@ -120,6 +121,7 @@ class WeightUpdate:
     def writable(self, local: LocalTensor) -> Tensor:
         """The live tensor, for a source that writes all of it in pieces; counted as written."""
         self._require_open()
+        self._unpack()
         if self.target.engine is not None:  # the next step looks, should the end of the update fail
             self.target.engine.weights.guard.invalidate()
         if self._undo and local.name not in self._kept:
@@ -231,10 +233,14 @@ class WeightUpdate:
 
     @torch.no_grad()
     def _restore(self) -> None:
-        if self.target.engine is not None:
-            self.target.engine.weights.restore()
+        self._unpack()
         for name, kept in self._kept.items():
             self._written[name].tensor.detach().copy_(kept)
+
+    def _unpack(self) -> None:
+        """Weights may have been accepted, and freed, since the update began."""
+        if self.target.engine is not None:
+            self.target.engine.weights.unpack()
 
     def _refuse(self, local: LocalTensor, what: str) -> None:
         raise WeightUpdateError(f"{local.layout.name} {what}", tensor=local.layout.name, rank=self.target.rank)

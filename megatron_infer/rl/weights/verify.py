@@ -51,12 +51,13 @@ def verify_update(
     """
     checked = UpdateTarget.of(target)
     compared = 0
-    if isinstance(source, ReshardSource):
-        source.verify(checked, strict=strict)  # first: other ranks of its group wait
-        compared = len(checked.inventory.tensors)
-    elif source is not None:
-        compared = _compare(checked, source, strict=strict, plan=plan, names=names)
-    digests = model_digests(checked)
+    with checked.unpacked():
+        if isinstance(source, ReshardSource):
+            source.verify(checked, strict=strict)  # first: other ranks of its group wait
+            compared = len(checked.inventory.tensors)
+        elif source is not None:
+            compared = _compare(checked, source, strict=strict, plan=plan, names=names)
+        digests = model_digests(checked)
     derived: tuple[str, ...] = ()
     if checked.engine is not None:
         checked.engine.verify_weights()
