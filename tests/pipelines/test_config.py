@@ -21,7 +21,6 @@ from megatron_infer.config.inference import ConfigWarning, InferenceConfig
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.errors import CapacityError, ConfigError
-from megatron_infer.kernels import native_build
 from megatron_infer.pipelines import (
     KVCacheConfig,
     MAXModelConfig,
@@ -387,20 +386,17 @@ def test_each_remedy_for_too_little_memory_fits(free_mib, model):
 
 def test_copies_of_weights_take_what_their_dtype_takes(monkeypatch):
     bits, found = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}, {}
+    monkeypatch.setattr("megatron_infer.kernels.native_build.runs_linears", lambda option: option != "vendor")
     for encoding, name in itertools.product(("float32", "bfloat16"), ("auto", *bits)):
         given = {"quantization_encoding": encoding, "allow_safetensors_weights_fp32_bf6_bidirectional_cast": True}
         found[encoding, name] = resolved(64, weight_dtype=name, **given).resolved.estimate.weights
     copies = [2 * found["bfloat16", name] - found["float32", name] for name in bits]
     packed = copies[0] * 8 / bits["int8"]
-    output = (found["float32", "int8"] - copies[0]) / 4 - packed  # as large as the embedding, which has no copy
-    assert output > 1000  # in 8 bits with both
-    assert copies[1] == pytest.approx(copies[0] - (packed - output) * (bits["int8"] - bits["int4"]) / 8, abs=4)
-    monkeypatch.setattr(native_build, "runs_linears", lambda option: option != "vendor")
-    given = {"quantization_encoding": "bfloat16", "allow_safetensors_weights_fp32_bf6_bidirectional_cast": True}
-    alone = resolved(64, **given).resolved.estimate.weights
-    beside = resolved(64, linear_backend="vendor", **given).resolved.estimate.weights
-    assert beside == resolved(64, batch_invariant=True, **given).resolved.estimate.weights
-    assert beside - alone == pytest.approx(2 * packed, rel=0.01)  # which the copies replace in bfloat16
+    output = (found["float32", "int8"] - copies[0]) / 4 - packed  # in 8 bits with both, as large as the embedding
+    saved = (packed - output) * (bits["int8"] - bits["int4"]) / 8
+    assert output > 1000 and copies[1] == pytest.approx(copies[0] - saved, abs=4)
+    beside = resolved(64, batch_invariant=True, **given).resolved.estimate.weights  # in bfloat16
+    assert beside - found["bfloat16", "auto"] == pytest.approx(2 * packed, rel=0.01)
 
 
 def test_host_memory_is_that_of_the_mode_by_either_name():
