@@ -148,15 +148,20 @@ class FusedExperts(LayerOp):
         return functools.partial(self._add_all if step.is_padded else self._add_each, ops, chosen_TE, probs_TE)
 
     def _add_each(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor | None) -> Tensor:
-        """One expert after the other, each on the tokens that chose it: the host waits for their number."""
+        """One expert after the other, each on the tokens that chose it: the host waits for their numbers.
+
+        P: pairs of an expert and a token, by expert, then by token.
+        """
         out_TD = torch.zeros_like(own_TD) if out_TD is None else out_TD
-        for expert, mlp in enumerate(self.experts, self.first):
-            tokens = chosen_TE[:, expert].nonzero().flatten()
-            if tokens.numel() == 0:
-                continue
-            weight_T1 = probs_TE[:, expert].index_select(0, tokens).unsqueeze(-1)
-            out = self._weighted(ops, mlp, own_TD.index_select(0, tokens), weight_T1)
-            out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
+        chosen_ET = chosen_TE[:, self.first : self.first + len(self.experts)].t()
+        expert_P, token_P = chosen_ET.nonzero().unbind(1)
+        counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
+        weight_P1 = probs_TE[token_P, expert_P + self.first].unsqueeze(-1)
+        parts = (token_P.split(counts), own_TD.index_select(0, token_P).split(counts), weight_P1.split(counts))
+        for mlp, tokens, x, weight in zip(self.experts, *parts, strict=True):
+            if len(tokens):
+                out = self._weighted(ops, mlp, x, weight)
+                out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
         return out_TD
 
     def _add_all(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor | None) -> Tensor:
