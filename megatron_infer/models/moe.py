@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -156,12 +157,17 @@ class FusedExperts(LayerOp):
         chosen_ET = chosen_TE[:, self.first : self.first + len(self.experts)].t()
         expert_P, token_P = chosen_ET.nonzero().unbind(1)
         counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
-        weight_P1 = probs_TE[token_P, expert_P + self.first].unsqueeze(-1)
-        parts = (token_P.split(counts), own_TD.index_select(0, token_P).split(counts), weight_P1.split(counts))
-        for mlp, tokens, x, weight in zip(self.experts, *parts, strict=True):
-            if len(tokens):
-                out = self._weighted(ops, mlp, x, weight)
-                out_TD.index_add_(0, tokens, out.to(out_TD.dtype))
+        places = itertools.pairwise(itertools.accumulate(counts, initial=0))
+        parts = [(mlp, slice(*place)) for mlp, place in zip(self.experts, places, strict=True) if place[0] < place[1]]
+        if not parts:
+            return out_TD
+        x_PD, weight_P1 = own_TD.index_select(0, token_P), probs_TE[token_P, expert_P + self.first].unsqueeze(-1)
+        first = [mlp.fc1.multiply(ops, x_PD[part], mlp.fc1.parameters["bias"]) for mlp, part in parts]
+        middle_PF = self._middle(ops, torch.cat(first), weight_P1)
+        for mlp, part in parts:
+            out = self._product(ops, mlp, middle_PF[part], weight_P1[part]).to(out_TD.dtype)
+            # index_add_ is ten times slower in bfloat16
+            out_TD.index_copy_(0, token_P[part], out_TD.index_select(0, token_P[part]) + out)
         return out_TD
 
     def _add_all(self, ops: Ops, chosen_TE: Tensor, probs_TE: Tensor, own_TD: Tensor, out_TD: Tensor | None) -> Tensor:
@@ -172,12 +178,18 @@ class FusedExperts(LayerOp):
             out_TD += self._weighted(ops, mlp, own_TD, weight_T1).to(out_TD.dtype)
         return out_TD
 
-    @staticmethod
-    def _weighted(ops: Ops, mlp: FusedMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
+    def _weighted(self, ops: Ops, mlp: FusedMLP, x_TD: Tensor, weight_T1: Tensor) -> Tensor:
         """One expert's weighted product for all of these tokens; zeros for those whose weight is 0."""
-        middle_TF = mlp.activation.activate(ops, mlp.fc1.multiply(ops, x_TD, mlp.fc1.parameters["bias"]))
-        out = mlp.fc2.multiply(ops, (middle_TF * weight_T1).to(x_TD.dtype), None)
-        bias = mlp.fc2.parameters["bias"]
+        first_TF = mlp.fc1.multiply(ops, x_TD, mlp.fc1.parameters["bias"])
+        return self._product(ops, mlp, self._middle(ops, first_TF, weight_T1), weight_T1)
+
+    def _middle(self, ops: Ops, first_TF: Tensor, weight_T1: Tensor) -> Tensor:
+        """What fc2 multiplies, from the outputs of fc1: of one expert or several."""
+        return (self.experts[0].activation.activate(ops, first_TF) * weight_T1).to(first_TF.dtype)
+
+    @staticmethod
+    def _product(ops: Ops, mlp: FusedMLP, middle_TF: Tensor, weight_T1: Tensor) -> Tensor:
+        out, bias = mlp.fc2.multiply(ops, middle_TF, None), mlp.fc2.parameters["bias"]
         return out if bias is None else out + bias * weight_T1
 
     def _grouped_backend(self, ops: Ops, dtype: torch.dtype) -> ExpertsBackend | None:
