@@ -77,6 +77,10 @@ class WrongState(InferenceError, RuntimeError):
         self.state = state
 
 
+class FreedWeightsWritten(WrongState):
+    """Weights were written past an engine that had freed them; they have the values of before."""
+
+
 class TransitionFailed(InferenceError, RuntimeError):
     """A pause, suspend, resume or update that failed and was undone; the cause is its __cause__."""
 

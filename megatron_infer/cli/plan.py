@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ConfigError("no model: give MODEL, or model_path in --config-file")
     device = Device(args.device)
-    plan = open_source(args.model).config()
-    dtype = str(choose_dtype(args.dtype, device)).removeprefix("torch.")
+    plan, linear = open_source(args.model).config(), getattr(args, "linear_backend", None) or "auto"
+    dtype = str(choose_dtype(args.dtype, device, linear_backend=linear)).removeprefix("torch.")
     shape = shape_of(plan, dtype=dtype, tensor_parallel_size=args.tensor_parallel_size)
     available = device.available_bytes() if free_bytes is None else free_bytes
     size = args.tensor_parallel_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -14,12 +15,14 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import DEFAULT_TIMEOUT_S
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.entrypoints.llm import LLM
-from megatron_infer.errors import InferenceError, TransitionTimeout
+from megatron_infer.errors import FreedWeightsWritten, InferenceError, TransitionTimeout
 from megatron_infer.outputs.request_output import OnError, RequestOutput, check_on_error, checked_outputs
 from megatron_infer.requests.input_processor import Prompt
 from megatron_infer.requests.request_state import StreamMode
 
 _T = TypeVar("_T")
+
+log = logging.getLogger("megatron_infer")
 
 
 class EngineStopped(InferenceError):
@@ -93,7 +96,12 @@ class EngineThread:
         try:
             self.engine.device.make_current()
             while self._take_commands():
-                for output in self.engine.step():
+                try:
+                    outputs = self.engine.step()
+                except FreedWeightsWritten:  # nobody's request is to blame, and the weights are as before
+                    log.exception("a step was not run")
+                    continue
+                for output in outputs:
                     sink = self._sinks.get(output.request_id)
                     if output.finished:
                         self._sinks.pop(output.request_id, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ class LLM:
             raise ConfigError(f"seed={seed} beside a config with seed={config.seed}; give it in one place")
         built = {"dtype": param_dtype, "device": str(where.torch), "use_legacy_module": use_legacy_module}
         live: Any = build_model(source, **built)
-        live.built_again = lambda: build_model(open_source(model), **built)
+        place = os.path.abspath(model) if os.path.exists(model) else model
+        live.rebuild = lambda: build_model(open_source(place), **built)
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source)
         if chat_template is not None:
             if self.tokenizer is None:

@@ -1,7 +1,7 @@
 """Weights whose memory is given up because their packed copies have the same values.
 
 A freed weight is the same tensor object and has the same shape; all of its places are one NaN. It has memory of its own
-again before somebody reads or writes it: before state dicts and forwards of its module, weight updates, digests.
+again before it is read or written: for state dicts and forwards of its module, weight updates, digests.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ class FreedWeights:
     def checksum(self, weight: Tensor) -> int:
         return self._records[id(weight)].checksum
 
-    def sums(self) -> dict[int, int]:
+    def checksums(self) -> dict[int, int]:
         """id -> checksum, for the weights that are freed and were not written since."""
         return {id(one): self.checksum(one) for one in self if not self.was_written(one)}
 
     def was_written(self, weight: Tensor) -> bool:
-        """Whether a weight was written since it was freed: in place, or cast, which makes NaNs of the NaN."""
+        """Whether a weight was written since it was freed: in place, or computed or cast from what it showed."""
         record = self._records[id(weight)]
         if weight in self:
             return not bool(torch.isnan(record.shown)) or state_of(weight) != record.state
-        return bool(torch.isnan(weight.detach()).all())
+        return bool(torch.isnan(weight.detach()).any())
 
-    def keep(self, ids: Iterable[int]) -> None:
+    def forget_others(self, ids: Iterable[int]) -> None:
         """Forget all but these."""
         self._records = {key: self._records[key] for key in ids}
 
-    def give(self, weight: Tensor, content: Tensor) -> None:
+    def restore(self, weight: Tensor, content: Tensor) -> None:
         """The weight has this content, and is freed no more."""
         weight.data = content.to(weight)
         del self._records[id(weight)]
@@ -110,15 +110,15 @@ class UnpackHook:
 
     def __init__(self, packed: PackedLinears) -> None:
         self.packed = packed
-        self.off_in: int | None = None
-        """The thread for which it does nothing."""
+        self.skipped_threads: list[int] = []
+        """Those for which it does nothing."""
 
     def __call__(self, *_: Any) -> None:
-        if self.off_in != threading.get_ident():
+        if threading.get_ident() not in self.skipped_threads:
             self.packed.unpack()
 
 
-def unpack_for_readers(packed: PackedLinears, modules: Iterable[torch.nn.Module]) -> None:
+def add_unpack_hooks(packed: PackedLinears, modules: Iterable[torch.nn.Module]) -> None:
     """What `packed` frees of these modules' weights is unpacked for their state dicts and forwards."""
     hook = UnpackHook(packed)
     for module in modules:
@@ -129,12 +129,12 @@ def unpack_for_readers(packed: PackedLinears, modules: Iterable[torch.nn.Module]
 
 
 def unpack_weights(model: torch.nn.Module, *, for_good: bool = False) -> None:
-    """Unpack what an engine has freed of its model's weights, for somebody else who reads them.
+    """Unpack what an engine has freed of its model's weights, for another reader.
 
     They stay until the engine accepts new ones; for_good: from then on, too.
     """
     for hook in _hooks_of(model):
-        hook.packed.is_shared |= for_good
+        hook.packed.keeps_weights |= for_good
         hook.packed.unpack()
 
 
@@ -150,14 +150,15 @@ def unpacked(model: torch.nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def names_only(model: torch.nn.Module) -> Iterator[None]:
     """Inside, state dicts are for names: freed weights stay freed."""
-    hooks = [hook for module in model.modules() for hook in _hooks_of(module)]
+    hooks = list({id(hook): hook for module in model.modules() for hook in _hooks_of(module)}.values())
+    thread = threading.get_ident()
     for hook in hooks:
-        hook.off_in = threading.get_ident()
+        hook.skipped_threads.append(thread)
     try:
         yield
     finally:
         for hook in hooks:
-            hook.off_in = None
+            hook.skipped_threads.remove(thread)
 
 
 def _hooks_of(module: torch.nn.Module) -> list[UnpackHook]:

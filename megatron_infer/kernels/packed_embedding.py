@@ -23,9 +23,10 @@ class PackedEmbedding:
 
     def __call__(self, ids: Tensor, weight: Tensor) -> Tensor:
         """From the packed copy where the weight is freed. Raises IndexError for ids beyond its rows."""
-        packed = None if any(weight.stride()) else self._packed_of(id(weight))
+        data = weight.detach()  # which keeps its memory meanwhile
+        packed = None if any(data.stride()) else self._packed_of(id(weight))
         if packed is None:
-            return F.embedding(ids, weight)
+            return F.embedding(ids, data)
         which, (rows, width) = ids.to(torch.int64).contiguous(), weight.shape
         out = torch.empty(*ids.shape, width, dtype=weight.dtype)
         threads = torch.get_num_threads()

@@ -4,8 +4,8 @@ A packed weight saves the reorder that a plain bf16 linear repeats in every call
 every update of the live weight and must not appear in a state dict. So it is kept here, keyed by the weight object, and
 the model has no reference to it.
 
-Where nobody but the engine uses the model, the packed copy can be the only one: the weight's memory is freed, and
-unpacked again, to the bit, when somebody asks for it.
+Where only the engine uses the model, the packed copy can be the only one: the weight's memory is freed, and it is
+unpacked, to the bit, for a reader.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_infer.errors import ModelError, WrongState
+from megatron_infer.errors import FreedWeightsWritten, ModelError
 from megatron_infer.kernels import huge_pages
 from megatron_infer.kernels.freed_weights import FreedWeights, state_of
 from megatron_infer.utils.process_memory import return_freed
@@ -120,7 +120,7 @@ class PackedLinears:
         """id(weight) -> `num_packings` when it was derived, and what was."""
         self.freed = FreedWeights()
         """Weights of which the packed copy is all there is."""
-        self.is_shared = False
+        self.keeps_weights = False
         """Others read the weights, too: none is freed any more."""
         self.read_again: Callable[[], Mapping[int, Tensor]] | None = None
         """-> by id, the weights as they were packed first, read from where they came: for layouts that cannot be
@@ -133,27 +133,27 @@ class PackedLinears:
         """Held while weights are packed and unpacked: state dicts may be read by another thread than the engine's."""
 
     def pack(
-        self, weights: Iterable[Tensor], *, output: Tensor | None = None, unread: Collection[int] = ()
+        self, weights: Iterable[Tensor], *, output: Tensor | None = None, freeable: Collection[int] = ()
     ) -> dict[int, int]:
         """Replace the set of packed weights; those that cannot be packed (device, dtype, not 2-D) are left out.
 
-        output: the one of the output layer; None: there is none among them. unread: ids of weights that nothing reads
+        output: the one of the output layer; None: there is none among them. freeable: ids of weights that nothing reads
         beside their copies: each is freed once it is packed, if it can be unpacked. Overwrites the copies of before
         where weights of the same sizes are packed again, and leaves those of weights that are freed already.
-        -> id(weight) -> checksum, for weights whose checksum packing computes. Raises WrongState if freed weights were
-        written, which have the values of before then.
+        -> id(weight) -> checksum, for weights whose checksum packing computes. Raises FreedWeightsWritten if freed
+        weights were written, which have the values of before then.
         """
         with self.lock:
             unique = {id(weight): weight for weight in weights}
             self._unpack([*self.freed.written(unique.values()), *(one for one in self.freed if id(one) not in unique)])
             self.output_id = None if output is None or self.output_layout is self.layout else id(output)
             self._weights = [weight for weight in unique.values() if self._takes(weight)]
-            return self._pack_unfreed(unread)
+            return self._pack_unfreed(freeable)
 
     @torch.no_grad()
-    def _pack_unfreed(self, unread: Collection[int]) -> dict[int, int]:
-        sums, moved, held = self.freed.sums(), [], 0
-        self.freed.keep(sums)
+    def _pack_unfreed(self, freeable: Collection[int]) -> dict[int, int]:
+        sums, moved, held = self.freed.checksums(), [], 0
+        self.freed.forget_others(sums)
         kept = {key: self._packed[key] for key in sums}
         self._packed.clear()  # freed first: the peak is one extra set
         self._packed.update(kept)
@@ -170,8 +170,10 @@ class PackedLinears:
                 if checksum is None:
                     continue
                 sums[key] = checksum
-                can_read = self.read_again is not None and checksum == self._first_sums.setdefault(key, checksum)
-                if key in unread and not self.is_shared and (layout.unpack is not None or can_read):
+                if self.num_packings == 1:
+                    self._first_sums[key] = checksum
+                can_read = self.read_again is not None and checksum == self._first_sums.get(key)
+                if key in freeable and not self.keeps_weights and (layout.unpack is not None or can_read):
                     held += weight.nbytes if self.freed.free(weight, checksum) else 0
                     moved.append(weight)
                     if held >= TRIM_BYTES:
@@ -217,31 +219,32 @@ class PackedLinears:
     def forget_weights(self) -> None:
         """Keep the copies, but no weight alive that is not freed; no copy of these may be used until the next `pack`
         has overwritten it."""
-        self._weights = [weight for weight in self._weights if weight in self.freed]
+        with self.lock:
+            self._weights = [weight for weight in self._weights if weight in self.freed]
 
     def clear(self) -> None:
         """Free the copies; linears run plain until the next `pack`. All stay where some are all there is of weights."""
-        if self.freed:
-            return
-        self._weights, self._arena = [], []
-        self._packed.clear()
-        self._derived.clear()
+        with self.lock:
+            if self.freed:
+                return
+            self._weights, self._arena = [], []
+            self._packed.clear()
+            self._derived.clear()
 
     def unpack(self) -> None:
         """Give all freed weights memory of their own; they have it until the next `pack`.
 
-        After an error (no memory) the others are freed as before. Raises WrongState, once all are unpacked, if some
-        were written while they were freed: they have the values of before.
+        After an error (no memory) the others are freed as before. Raises FreedWeightsWritten, once all are unpacked,
+        if some were written while they were freed: they have the values of before.
         """
-        if self.freed:
-            with self.lock:
-                self._unpack(list(self.freed))
+        with self.lock:
+            self._unpack(list(self.freed))
 
     @contextlib.contextmanager
     def unpacked(self) -> Iterator[None]:
         """Inside, freed weights can be read; they are freed again at its end, but for those that were written."""
         with self.lock:
-            sums = self.freed.sums()
+            sums = self.freed.checksums()
             weights = [weight for weight in self.freed if id(weight) in sums]
             self.unpack()
             before = list(map(state_of, weights))
@@ -249,6 +252,7 @@ class PackedLinears:
                 yield
             finally:
                 same = [one for one, state in zip(weights, before, strict=True) if state_of(one) == state]
+                same = [one for one in same if id(one) in self._packed]  # else the copies have been released
                 self.on_new_address([one for one in same if self.freed.free(one, sums[id(one)])])
                 return_freed()
 
@@ -256,10 +260,10 @@ class PackedLinears:
     def _unpack(self, weights: Sequence[Tensor]) -> None:
         written = self.freed.written(weights)
         for weight, content in zip(weights, self._contents(weights), strict=True):
-            self.freed.give(weight, content)
+            self.freed.restore(weight, content)
             self.on_new_address([weight])
         if written:
-            raise WrongState(
+            raise FreedWeightsWritten(
                 f"{len(written)} weights were written or cast while their memory was freed, as an engine that owns its "
                 "model does on a CPU; they have the values of before: call engine.weights.unpack() first, or update "
                 "them through the engine",

@@ -504,7 +504,7 @@ def choose(
         ops = ReferenceOps()
     elif others or library is None:
         ops = others[0] if others else TorchOps(packed)
-        packed.is_shared = True  # by these, which multiply by the weights themselves
+        packed.keeps_weights = True  # by these, which multiply by the weights themselves
     else:
         ops = NativeOps(library, dtype, packed)
     of = {"dtype": dtype, "block_size": block_size, "kv_dtype": kv_dtype}

@@ -25,15 +25,14 @@ def packed_bytes(shape: ModelShape, *, has_own_embedding: bool, weight_dtype: st
     """Bytes that packed linear weights take beside the parameters.
 
     They are of all parameters but an input embedding that is not the output layer, too. replaces: in the model's own
-    dtype they take the place of parameters, but for an output layer that is the embedding. In that dtype the output
-    layer is there in 8 bits as well, with which greedy tokens are found.
+    dtype they take the place of parameters. In that dtype the output layer is there in 8 bits as well, with which
+    greedy tokens are found.
     """
     output = shape.padded_vocab_size * shape.hidden_size
     weights = max(0, shape.num_parameters - (output if has_own_embedding else 0))
     if weight_dtype in WEIGHT_DTYPE_BYTES:
         return weight_bytes(weight_dtype, weights, min(output, weights))
-    if replaces:
-        weights = 0 if has_own_embedding else output
+    weights = 0 if replaces else weights
     return int(weights * shape.kv_dtype_bytes + output * WEIGHT_DTYPE_BYTES[OUTPUT_DTYPE])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import StaleCache
-from megatron_infer.kernels.freed_weights import unpack_for_readers
+from megatron_infer.kernels.freed_weights import add_unpack_hooks
 from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.models.census import modules_of
@@ -34,19 +34,20 @@ def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, i
     copies is read are freed. Not where the model was adopted before, for an engine that may be alive."""
 
     def pack() -> dict[int, int]:
-        unread: set[int] = set()
+        freeable: set[int] = set()
         if adopted.unpackable() is not None:
             packed.unpack()  # some layer multiplies by its own weights
         elif is_own and not adopted.was_adopted:
-            unread = _unread(adopted, packed)
+            freeable = _freeable(adopted, packed)
             modules = modules_of(adopted.live)
-            holders = [one for one in modules if not unread.isdisjoint(map(id, one._parameters.values()))]
-            unpack_for_readers(packed, [adopted.live, *holders])
-        return packed.pack(adopted.packable_weights(), output=adopted.output_weight(), unread=unread)
+            holders = [one for one in modules if not freeable.isdisjoint(map(id, one._parameters.values()))]
+            add_unpack_hooks(packed, [adopted.live, *holders])
+        return packed.pack(adopted.packable_weights(), output=adopted.output_weight(), freeable=freeable)
 
-    build = getattr(adopted.live, "built_again", None)  # of a model that is loaded by name
-    if is_own and build is not None:
-        packed.read_again = lambda: _same_parameters(adopted.live, build())
+    rebuild = getattr(adopted.live, "rebuild", None)  # of a model that was loaded by name
+    if is_own and rebuild is not None:
+        names = {id(parameter): name for name, parameter in adopted.live.named_parameters()}
+        packed.read_again = lambda: _parameters_of(rebuild(), names)
     return DerivedCache(
         name=name,
         refresh=pack,
@@ -56,7 +57,7 @@ def packed_weights(name: str, packed: PackedLinears, adopted: AdoptedModel, *, i
     )
 
 
-def _unread(adopted: AdoptedModel, packed: PackedLinears) -> set[int]:
+def _freeable(adopted: AdoptedModel, packed: PackedLinears) -> set[int]:
     """Ids of packable weights whose values nothing in a step reads: a router's, for instance, may be cast."""
     parts = [*adopted.layers, adopted.heads]
     found = {id(linear.weight()) for part in parts if part is not None for linear in part.linears()}
@@ -67,10 +68,10 @@ def _unread(adopted: AdoptedModel, packed: PackedLinears) -> set[int]:
     return found
 
 
-def _same_parameters(model: torch.nn.Module, other: torch.nn.Module) -> dict[int, Tensor]:
-    """The other's parameters by the ids of the model's."""
-    theirs = dict(other.named_parameters())
-    return {id(one): theirs[name].detach() for name, one in model.named_parameters()}
+def _parameters_of(model: torch.nn.Module, names: Mapping[int, str]) -> dict[int, Tensor]:
+    """A model's parameters by the ids of others with the same names."""
+    parameters = dict(model.named_parameters())
+    return {key: parameters[name].detach() for key, name in names.items()}
 
 
 class DerivedCaches:

@@ -96,7 +96,9 @@ class WeightManager:
 
     def changed(self) -> bool:
         """Whether weights or modules of any rank differ from the accepted ones; reads all of them. On every rank."""
-        return self._rank_group.any_rank(self._adopted.has_changed() or self.guard.changed(self._packed.freed.sums()))
+        return self._rank_group.any_rank(
+            self._adopted.has_changed() or self.guard.changed(self._packed.freed.checksums())
+        )
 
     def accept(self, version: int, tick: Tick = no_tick, *, read: Mapping[int, int] | None = None) -> None:
         """The weights are `version` now: rebuild derived copies, retire cached KV. Nothing may be in flight.
@@ -114,7 +116,7 @@ class WeightManager:
                 self.guard.invalidate()
                 read = self.derived.refresh_held(tick) if read is None else read  # released copies wait for the resume
                 tick("the weights' checksums")
-                self.guard.accept({**self._packed.freed.sums(), **read})
+                self.guard.accept({**self._packed.freed.checksums(), **read})
                 self._adopted.weights_watched()
         except BaseException:
             self.guard.invalidate()  # on ranks that succeeded too: all try again
@@ -163,7 +165,7 @@ class WeightManager:
         if self.derived.is_released:
             with self._rank_group.together("rebuilding what is derived from the weights"):
                 read = self.derived.refresh(tick)
-        if self._rank_group.any_rank(self.guard.changed({**self._packed.freed.sums(), **(read or {})})):
+        if self._rank_group.any_rank(self.guard.changed({**self._packed.freed.checksums(), **(read or {})})):
             self._accept(self.version + 1, tick, read)
         elif read is not None:
             self.update_graphs()
@@ -199,7 +201,8 @@ class WeightManager:
     def unpack(self) -> None:
         """Give weights that were freed once they were packed memory of their own, until weights are accepted again.
 
-        Call it before code of your own reads or writes parameters. Raises WrongState where some were written without.
+        Call it before code of your own reads or writes parameters. Raises FreedWeightsWritten where some were written
+        without.
         """
         self._packed.unpack()
 

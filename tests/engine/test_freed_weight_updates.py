@@ -11,8 +11,9 @@ from model_kinds import make_model
 from torch import nn
 
 from megatron_infer.durable.kv_restore import content_digest
-from megatron_infer.errors import StaleCache, TransitionFailed, WeightUpdateError, WrongState
+from megatron_infer.errors import FreedWeightsWritten, StaleCache, TransitionFailed, WeightUpdateError
 from megatron_infer.kernels import native_build
+from megatron_infer.kernels.freed_weights import unpacked
 from megatron_infer.rl.weights import WeightUpdate, apply, as_source
 from megatron_infer.rl.weights.verify import verify_update
 from megatron_infer.testing.inspect import inspect
@@ -108,7 +109,7 @@ def test_writes_to_freed_weights_raise_and_lose_nothing(write, then):
     is_seen = then != "generate" or "numpy" not in repr(write.__code__.co_names)  # as in every owner: by content only
     call = {"generate": lambda: answers(engine), "state_dict": model.state_dict}.get(then) or engine.refresh_weights
     if is_seen:
-        with pytest.raises((WrongState, TransitionFailed)) as caught:
+        with pytest.raises((FreedWeightsWritten, TransitionFailed)) as caught:
             call()
         assert "engine.weights.unpack()" in f"{caught.value} {caught.value.__cause__}"
     assert_equal(state(model), before) if is_seen else None
@@ -132,7 +133,7 @@ def test_a_cast_of_freed_weights_raises_and_loses_nothing(cast):
     before, engine = state(model), make_engine(model)
     first = answers(engine)
     cast(model)
-    with pytest.raises(WrongState, match=r"unpack\(\)"):
+    with pytest.raises(FreedWeightsWritten, match=r"unpack\(\)"):
         answers(engine)
     assert answers(engine) == first
     assert_equal(state(model), before)
@@ -222,6 +223,39 @@ def test_state_dicts_of_another_thread_have_all_values_and_change_no_version():
     while any(thread.is_alive() for thread in threads):
         assert answers(engine) == first
     assert not errors and engine.weight_version == 0
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+def test_copies_that_are_released_while_weights_are_read_lose_nothing(mode):
+    model = tiny_gpt(init_method_std=0.2)
+    before, engine = state(model), make_engine(model)
+    first = answers(engine)
+    with unpacked(model):
+        engine.suspend(mode)
+    engine.resume()
+    assert answers(engine) == first
+    assert_equal(state(model), before)
+
+
+def test_a_reader_waits_for_another_that_frees_again():
+    model = tiny_gpt(init_method_std=0.2)
+    before, engine = state(model), make_engine(model)
+    names, found = freed(model), []
+    inside, reads = threading.Event(), threading.Event()
+
+    def digest() -> None:
+        with unpacked(model):
+            inside.set()
+            reads.wait(0.3)
+
+    threads = [threading.Thread(target=digest), threading.Thread(target=lambda: found.append(state(model)))]
+    threads[0].start()
+    inside.wait()
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert_equal(found[0], before)
+    assert names and not freed(model) and engine.weight_version == 0
 
 
 def test_digests_leave_freed_weights_freed():

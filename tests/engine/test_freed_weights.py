@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from freed_case import PROMPTS, SETTINGS, answers, assert_equal, freed, make_engine, state
+from freed_case import FC1, PARAMS, PROMPTS, SETTINGS, answers, assert_equal, freed, make_engine, moved, state
 from lora_cases import random_adapter
 from model_kinds import KINDS, make_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from megatron_infer import LLM
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.entrypoints.async_llm import AsyncLLM
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels import native_build
 from megatron_infer.models import mcore_compat as mcore
@@ -276,6 +279,55 @@ def test_rounded_weights_are_read_again_from_the_models_files(folder, weight_dty
     apply(other, new)
     assert answers(engine) == answers(other) != first
     assert_equal(state(engine.model), new)
+
+
+@pytest.mark.parametrize("how", ["assign", "replace", "replace unpacked"])
+def test_rounded_weights_that_no_file_has_stay(folder, how):
+    engine = LLM(str(folder), dtype="float32", config=SETTINGS | {"weight_dtype": "int8"}).engine
+    kept = LLM(str(folder), dtype="float32", config=SETTINGS).engine.model
+    other = make_engine(kept, owns=False, weight_dtype="int8")
+    first, new = answers(engine), moved(kept)
+    assert answers(other) == first
+    if how == "assign":
+        engine.model.load_state_dict({name: one.clone() for name, one in new.items()}, assign=True)
+        kept.load_state_dict(new)
+    else:
+        if how == "replace unpacked":
+            engine.weights.unpack()
+        for model in (engine.model, kept):
+            linear = model.get_submodule(FC1)
+            linear.weight = nn.Parameter(torch.full(linear.weight.shape, 0.3))
+    assert answers(engine) == answers(other) != first
+    engine.verify_weights()
+    assert_equal(state(engine.model), state(kept))
+    engine.refresh_weights()
+    assert answers(engine) == answers(other)
+    assert f"{FC1}.weight" not in freed(engine.model)
+
+
+def test_rounded_weights_are_read_again_wherever_the_process_is(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    engine = LLM(folder.name, dtype="float32", config=SETTINGS | {"weight_dtype": "int8"}).engine
+    monkeypatch.chdir("/")
+    assert freed(engine.model)
+    engine.verify_weights()
+
+
+def test_a_write_to_freed_weights_ends_no_request(folder):
+    llm = LLM(str(folder), dtype="float32", config=SETTINGS)
+    first = answers(llm.engine)[0][0]
+
+    async def ask(served: AsyncLLM) -> list[int]:
+        outputs = [output async for output in served.generate(PROMPTS[0], PARAMS)]
+        return list(outputs[-1].outputs[0].token_ids)
+
+    async def serve() -> list[list[int]]:
+        async with AsyncLLM(llm) as served:
+            before = await ask(served)
+            llm.engine.model.get_submodule(FC1).weight.detach()[3].fill_(2.0)
+            return [before, await ask(served), await ask(served)]
+
+    assert asyncio.run(serve()) == [first] * 3
 
 
 def test_rounded_weights_whose_files_changed_are_not_taken_for_the_models(folder):

@@ -152,7 +152,7 @@ def test_a_compact_weight_and_its_rows_are_unpacked_to_the_bit(native_library, l
     kept, packed = weight.clone(), PackedLinears(layout=layout)
     ops = NativeOps(native_library, BF16, packed)
     assert is_compact(layout, weight)
-    packed.pack([weight], unread={id(weight)})
+    packed.pack([weight], freeable={id(weight)})
     ids = torch.randint(0, shape[0], (70,))
     assert weight in packed.freed
     assert torch.equal(ops.embedding(ids, weight).view(torch.int16), kept[ids].view(torch.int16))

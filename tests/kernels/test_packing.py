@@ -67,11 +67,11 @@ def test_a_freed_weight_comes_back_to_the_bit_and_so_do_its_rows(native_library,
     weight = nn.Parameter(torch.randn(*shape).to(dtype))
     weight.data[0, :2] = torch.tensor([torch.inf, -0.0])
     kept, x = weight.detach().clone(), torch.randn(3, shape[1]).to(dtype)
-    sums = packed.pack([weight], unread={id(weight)})
+    sums = packed.pack([weight], freeable={id(weight)})
     want, ids = ops.linear(x, weight), torch.randint(0, shape[0], (40, 3))
     assert weight in packed.freed and moved == [id(weight)] and weight.untyped_storage().nbytes() == dtype.itemsize
     assert torch.equal(ops.embedding(ids, weight).view(torch.uint8), kept[ids].view(torch.uint8))
-    assert packed.pack([weight], unread={id(weight)}) == sums == {id(weight): native_checksum(native_library, kept)}
+    assert packed.pack([weight], freeable={id(weight)}) == sums == {id(weight): native_checksum(native_library, kept)}
     assert packed.differs([weight]) is None
     for form in (x.t().contiguous().t(), x.double()):
         assert torch.equal(ops.linear(form, weight), want)
@@ -79,8 +79,8 @@ def test_a_freed_weight_comes_back_to_the_bit_and_so_do_its_rows(native_library,
     assert weight not in packed.freed and moved == [id(weight)] * 2
     assert torch.equal(weight.detach().view(torch.uint8), kept.view(torch.uint8))
     assert torch.equal(ops.linear(x, weight), want)
-    packed.is_shared = True
-    packed.pack([weight], unread={id(weight)})
+    packed.keeps_weights = True
+    packed.pack([weight], freeable={id(weight)})
     assert weight not in packed.freed
 
 
@@ -90,7 +90,7 @@ def test_freed_weights_keep_their_copies_when_others_come_go_and_change_places(n
     kept = [weight.detach().clone() for weight in weights]
     for order in ([0, 1, 2], [2, 1, 0], [4, 2, 3, 0], [1], [0, 1, 2, 3, 4]):
         chosen = [weights[i] for i in order]
-        packed.pack(chosen, unread=set(map(id, chosen[:2])))
+        packed.pack(chosen, freeable=set(map(id, chosen[:2])))
         assert packed.differs(chosen) is None and all(one in packed.freed for one in chosen[:2])
         left = [weight for weight in weights if not any(weight is one for one in chosen)]
         assert not any(one in packed.freed for one in left)
