@@ -29,6 +29,7 @@ TARGETS = {"haswell": {"avx2", "fma", "bmi2"}, "skylake-avx512": {"avx512f", "av
 SOURCES = (
     "elementwise.cpp",
     "linear.cpp",
+    "packed_weight.cpp",
     "panels.cpp",
     "int8.cpp",
     "decode.cpp",
