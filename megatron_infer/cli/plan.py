@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.cli.config_flags import add_config_options, config_from
+from megatron_infer.cli.config_flags import add_config_options, config_from, given
 from megatron_infer.cli.loading import DTYPES
 from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
 from megatron_infer.cli.plan_roofline import add_roofline_options, show_roofline, wants_roofline
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ConfigError("no model: give MODEL, or model_path in --config-file")
     device = Device(args.device)
-    plan, linear = open_source(args.model).config(), getattr(args, "linear_backend", None) or "auto"
+    plan, linear = open_source(args.model).config(), given(args).get("linear_backend", "auto")
     dtype = str(choose_dtype(args.dtype, device, linear_backend=linear)).removeprefix("torch.")
     shape = shape_of(plan, dtype=dtype, tensor_parallel_size=args.tensor_parallel_size)
     available = device.available_bytes() if free_bytes is None else free_bytes

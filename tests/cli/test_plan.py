@@ -10,6 +10,7 @@ import pytest
 
 from megatron_infer.cli import plan
 from megatron_infer.cli.config_flags import add_config_options, config_from, given
+from megatron_infer.cli.main import main
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import InferenceConfig
@@ -127,3 +128,13 @@ def test_sizes_of_slices_states_and_experts_are_in_their_own_shapes_only():
     assert mixture.of(prefill).scratch == 512 * 4 * (2 * (4096 + 2048) + 24)
     ranks = GraphMemory(model=ATTENTION, max_keys=512, tensor_parallel_size=2)
     assert ranks.of(decode).draw - plain.of(decode).draw == 16 * (2 * 2000 - 1000), "all ranks' twice, half its own"
+
+
+def test_the_dtype_is_that_of_the_linears(tmp_path, capsys, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(tmp_path)
+    monkeypatch.setattr("megatron_infer.memory.device.cpu_has_bf16", lambda: False)
+    monkeypatch.setattr("megatron_infer.kernels.native_build.find_compiler", lambda: "/usr/bin/c++")
+    for backend, dtype in (("auto", "bfloat16"), ("native", "bfloat16"), ("vendor", "float32")):
+        assert main(["plan", str(tmp_path), "--device", "cpu", "--linear-backend", backend, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["model"]["dtype"] == dtype
