@@ -33,7 +33,12 @@ def packed_bytes(shape: ModelShape, *, has_own_embedding: bool, weight_dtype: st
     if weight_dtype in WEIGHT_DTYPE_BYTES:
         return weight_bytes(weight_dtype, weights, min(output, weights))
     weights = 0 if replaces else weights
-    return int(weights * shape.kv_dtype_bytes + output * WEIGHT_DTYPE_BYTES[OUTPUT_DTYPE])
+    return weights * shape.kv_dtype_bytes + output_copy_bytes(shape)
+
+
+def output_copy_bytes(shape: ModelShape) -> int:
+    """Bytes of the output layer in 8 bits, see `packed_bytes`."""
+    return int(shape.padded_vocab_size * shape.hidden_size * WEIGHT_DTYPE_BYTES[OUTPUT_DTYPE])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,12 @@ class Estimator:
         """Bytes of a request's recurrent state; 0 without Mamba layers."""
         return 0 if self.shape.state is None else self.shape.state.slot_bytes
 
+    @property
+    def _output_copies(self) -> int:
+        """Bytes of the output layers in 8 bits, which are the same in every dtype of a model."""
+        shapes = [self.shape] if self.draft is None else [self.shape, self.draft]
+        return sum(output_copy_bytes(shape) for shape in shapes)
+
     def room(self, max_length: int) -> int:
         """Bytes for the buffer beside weights and activations; 0 or less: there is none.
 
@@ -183,7 +194,8 @@ class Estimator:
             state = None if self.shape.state is None else replace(self.shape.state, conv_dtype="bfloat16")
             shape = replace(self.shape, dtype="bfloat16", kv_dtype_bytes=2, state=state)
             size = min(2, self.kv_element_bytes)
-            packed = self.packed // (2 if self.weight_dtype == "auto" else 1)
+            rounded = self.packed if self.weight_dtype != "auto" else min(self.packed, self._output_copies)
+            packed = rounded + (self.packed - rounded) // 2
             yield (
                 "quantization_encoding=bfloat16",
                 replace(self, shape=shape, kv_element_bytes=size, packed=packed),
