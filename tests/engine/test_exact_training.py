@@ -8,6 +8,7 @@ from exact_case import BF16, MODELS, VOCAB, differing, make_engine, model_of, ru
 
 from megatron_infer.errors import AdoptionError, ModelError
 from megatron_infer.kernels import native_build
+from megatron_infer.models import moe
 from megatron_infer.models.exact_forward import exact_logprobs, exact_math, token_logprobs
 from megatron_infer.models.mcore_compat import Float16Module
 from megatron_infer.testing.cpu_shim import cpu_shim
@@ -133,6 +134,17 @@ def test_recomputation_keeps_bits_and_gradients(granularity):
     model.config.recompute_granularity = granularity
     again = gradients(model, exact=True)
     assert all(torch.equal(plain[key], again[key]) for key in plain)
+
+
+@pytest.mark.parametrize("pairs", [1, 7, 40])
+def test_experts_have_the_same_bits_in_any_groups(pairs, monkeypatch):
+    model, sequences = model_of("experts"), [list(range(5, 40)), [9, 8]]
+    whole, gradients_of_whole = exact_logprobs(model, sequences), gradients(model, exact=True)
+    monkeypatch.setattr(moe, "GROUP_PAIRS", pairs)
+    assert all(torch.equal(a, b) for a, b in zip(exact_logprobs(model, sequences), whole, strict=True))
+    found = gradients(model, exact=True)
+    for name, wanted in gradients_of_whole.items():
+        torch.testing.assert_close(found[name], wanted, msg=name)
 
 
 def test_the_stock_forward_is_back_afterwards():
