@@ -98,7 +98,7 @@ class EngineThread:
             while self._take_commands():
                 try:
                     outputs = self.engine.step()
-                except FreedWeightsWritten:  # nobody's request is to blame, and the weights are as before
+                except FreedWeightsWritten:  # of no request's doing; the weights are as before
                     log.exception("a step was not run")
                     continue
                 for output in outputs:

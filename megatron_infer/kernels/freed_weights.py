@@ -45,6 +45,7 @@ class FreedWeights:
         return (record.weight for record in list(self._records.values()) if record.weight in self)
 
     def __bool__(self) -> bool:
+        """Whether some copy is all there is of a weight, of one that was cast, too."""
         return bool(self._records)
 
     def free(self, weight: Tensor, checksum: int) -> bool:

@@ -12,7 +12,6 @@ from torch import nn
 
 from megatron_infer.durable.kv_restore import content_digest
 from megatron_infer.errors import FreedWeightsWritten, StaleCache, TransitionFailed, WeightUpdateError
-from megatron_infer.kernels import native_build
 from megatron_infer.kernels.freed_weights import unpacked
 from megatron_infer.rl.weights import WeightUpdate, apply, as_source
 from megatron_infer.rl.weights.verify import verify_update
@@ -22,15 +21,7 @@ from megatron_infer.testing.tiny import tiny_gpt
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
-@pytest.fixture(scope="module")
-def native_kernels() -> None:
-    try:
-        native_build.load()
-    except native_build.NativeUnavailable as error:
-        pytest.skip(str(error))
-
-
-# ---------------------------------------------------------------------- whoever writes them
+# ---------------------------------------------------------------------- updates and other writes
 
 
 @pytest.mark.parametrize("how", ["apply", "strict", "partial", "load_state_dict"])

@@ -21,7 +21,6 @@ from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.entrypoints.async_llm import AsyncLLM
 from megatron_infer.errors import ModelError
-from megatron_infer.kernels import native_build
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.exact_forward import exact_math
 from megatron_infer.rl.weights import apply
@@ -30,14 +29,6 @@ from megatron_infer.testing.tiny import tiny_gpt
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
-
-
-@pytest.fixture(scope="module")
-def native_kernels() -> None:
-    try:
-        native_build.load()
-    except native_build.NativeUnavailable as error:
-        pytest.skip(str(error))
 
 
 # ---------------------------------------------------------------------- the same answers, less memory
@@ -142,7 +133,7 @@ def test_adapters_are_added_to_linears_whose_weights_are_freed():
     assert found[0] == found[1]
 
 
-# ---------------------------------------------------------------------- whoever reads them
+# ---------------------------------------------------------------------- readers
 
 
 @pytest.mark.parametrize("reader", ["model", "module", "restore"])

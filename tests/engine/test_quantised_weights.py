@@ -55,14 +55,6 @@ LIMITS = {"int8": (0.08, 0.5), "int4": (0.6, 4.0)}
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
-@pytest.fixture(scope="module")
-def native_kernels() -> None:
-    try:
-        native_build.load()
-    except native_build.NativeUnavailable as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request) -> str:
     return request.param

@@ -103,7 +103,6 @@ class WeightUpdate:
     @torch.no_grad()
     def put(self, local: LocalTensor, value: Tensor) -> None:
         """Write this rank's part of a tensor, in its own shape."""
-        self._unpack()
         live = local.tensor
         if value.shape != live.shape:
             self._refuse(local, f"has shape {list(live.shape)}, got {list(value.shape)}")
@@ -113,6 +112,7 @@ class WeightUpdate:
             wrong = int((~torch.isfinite(value)).sum())
             self._refuse(local, f"got {wrong} values of {value.numel()} that are NaN or infinite")
         if local.name in self._written:
+            self._unpack()
             if not torch.equal(live, value.to(device=live.device, dtype=live.dtype)):
                 self._refuse(local, "came twice, with different values")
             return
