@@ -96,6 +96,8 @@ def test_stop_texts_and_tool_choices_are_those_of_chats(case, engine):
     assert engine.params[0].stop == ("x",) and engine.params[0].top_k == 5
     assert "get_weather" in engine.params[0].structured.grammar
     both(case, tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    engine.set_script(CALL[: CALL.index("Bonn")], 50)
+    assert both(case, tools=[TOOL], stop_sequences=["Bonn"])["content"] == [{"type": "text", "text": engine.script}]
 
 
 @pytest.mark.parametrize(
