@@ -112,6 +112,9 @@ def chat_of(body: CountBody) -> dict[str, Any]:
         messages += _messages_of(message, f"messages[{place}]")
     choice = body.tool_choice
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    if body.messages[-1].role == "assistant":
+        _check_continued(messages[-1] if messages else {}, f"messages[{len(body.messages) - 1}]")
+        fields["continue_final_message"] = True
     if body.tools:
         fields["tools"] = [_tool(tool) for tool in body.tools]
     if choice is not None:
@@ -146,6 +149,16 @@ def _messages_of(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
     if texts:
         turn["content"] = "\n".join(texts)
     return [*results, turn] if len(turn) > 1 else results
+
+
+def _check_continued(turn: dict[str, Any], where: str) -> None:
+    """Raises ApiError 400 for a last turn of the assistant that the answer cannot go on with."""
+    if "tool_calls" in turn:
+        text = "the last turn has a tool_use without its tool_result; send the result in a turn of the user"
+        raise bad_request(f"{where}: {text}", where, "invalid_value")
+    if turn.get("role") != "assistant" or not turn.get("content"):
+        text = "the answer goes on with the last turn of the assistant, and that turn has no text; leave it out"
+        raise bad_request(f"{where}: {text}", where, "invalid_value")
 
 
 def _text(value: str | list[ContentBlock], where: str) -> str:

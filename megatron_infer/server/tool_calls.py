@@ -102,11 +102,19 @@ class ToolRule:
             raise bad_request(f"{text} --tool-call-parser NAME where one fits ({', '.join(FORMATS)})", "tools")
         keep_special_marks(self._tokenizer, parsed, (call_format.opening, call_format.closing), "tools")
         only_one = body.parallel_tool_calls is False or isinstance(choice, Chosen)
-        if choice in (None, "auto"):
+        is_free = choice in (None, "auto")
+        if is_free:
             self._hold_strict(call_format, body.tools, parsed)
         else:
             self._force(call_format, choice, body.tools, parsed, only_one=only_one)
-        parsed.make_splitter = partial(ToolSplitter, call_format, frozenset(names), only_one=only_one)
+        parsed.make_splitter = partial(
+            ToolSplitter,
+            call_format,
+            frozenset(names),
+            only_one=only_one,
+            only_calls=not is_free,
+            has_stops=bool(parsed.sampling.get("stop") or parsed.sampling.get("stop_token_ids")),
+        )
 
     def _check_schemas(self, tools: list[Tool]) -> None:
         """Raises ApiError 400 for a tool whose parameters are nested deeper, or are larger, than the server allows."""
@@ -191,21 +199,29 @@ def _plain(tool: Tool) -> dict[str, Any]:
 
 
 class ToolSplitter:
-    """Calls in one sequence's text become tool_calls deltas: id and name first, then the arguments."""
+    """Calls in one sequence's text become tool_calls deltas: id and name first, then the arguments.
 
-    def __init__(self, call_format: CallFormat, tools: frozenset[str], *, only_one: bool) -> None:
-        self._parser = CallParser(call_format, tools)
+    only_one: calls after the first are dropped. only_calls: there is no other text, but for a call that was cut.
+    has_stops: a stop text or token of the caller may cut a call; a call then comes when it is complete.
+    """
+
+    def __init__(
+        self, call_format: CallFormat, tools: frozenset[str], *, only_one: bool, only_calls: bool, has_stops: bool
+    ) -> None:
+        self._parser = CallParser(call_format, tools, holds_calls=has_stops)
         self._id_length = call_format.id_length
-        self._only_one = only_one
+        self._only_one, self._only_calls = only_one, only_calls
 
     def feed(self, text: str, *, finished: bool) -> list[dict[str, Any]]:
         parts = self._parser.feed(text)
         if finished:
-            parts += self._parser.finish()
+            is_over = self._only_one and self._parser.num_calls > 0
+            parts += self._parser.finish(drops_cut=self._only_calls or is_over)
         return [self._delta(part) for part in parts if not (self._only_one and part.call)]
 
     def finish_reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._parser.num_calls else reason
+        ends_with_calls = self._parser.num_whole > 0 and (self._only_one or not self._parser.is_cut)
+        return "tool_calls" if reason == "stop" and ends_with_calls else reason
 
     def _delta(self, part: ToolDelta) -> dict[str, Any]:
         if part.call is None:

@@ -86,6 +86,26 @@ def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypat
         assert len(several) > 2 and all(json.loads(call.arguments) is not None for call in several[:-1])
 
 
+def test_of_a_forced_call_that_is_cut_nothing_is_content(engine):
+    with serving(engine) as case:
+
+        def choices(**body):
+            body |= {"messages": [USER], "tools": [TURN], "seed": 4, "tool_choice": "required"}
+            reply = case.http.post("/v1/chat/completions", json={"max_tokens": 200, **body}).json()["choices"][0]
+            return reply["message"]["content"], reply["message"].get("tool_calls", []), reply["finish_reason"]
+
+        head = len('<tool_call>\n{"name": "turn", "arguments": ')
+        for length in range(1, head + 3, 3):
+            content, calls, reason = choices(max_tokens=length)
+            assert not content and reason == "length" and bool(calls) == (length > head)
+        assert choices(stop="fast") == ("", [], "stop")
+        content, (call,), reason = choices(stop="</tool_call>")
+        assert content is None and json.loads(call["function"]["arguments"]) and reason == "tool_calls"
+        asked = {"logit_bias": dict.fromkeys(ENDS, -100), "stop": ["\n<tool_call>\n{"]}
+        content, (call,), reason = choices(**asked)
+        assert content is None and json.loads(call["function"]["arguments"]) and reason == "tool_calls"
+
+
 def test_strict_tools_are_held_to_their_schemas_where_the_model_chooses_to_call(engine, monkeypatch):
     monkeypatch.setitem(tool_parsers.FORMATS, "special_mark", SPECIAL)
     with serving(engine, tool_call_parser="special_mark", reasoning_parser="deepseek_r1") as case:
