@@ -156,7 +156,8 @@ class HttpServer:
             limit = raise_descriptor_limit()
             log.info("at most %d connections at once (the hard limit of open files)", limit)
             app = create_app(client, self._settings, modules=self._modules)
-            server = _UvicornServer(_uvicorn_config(app, Connections(limit)))
+            connections = Connections(limit, reply_timeout_s=self._settings.request_timeout_s)
+            server = _UvicornServer(_uvicorn_config(app, connections))
             loop = asyncio.get_running_loop()
             self._running = (loop, server, client)
             if threading.current_thread() is threading.main_thread():

@@ -109,7 +109,8 @@ class ServerConfig:
     max_schema_depth: int = 32
     """Most levels of nested objects and lists in a schema."""
     request_timeout_s: float = 600.0
-    """Most seconds from a call's body to the last byte of its reply; then its requests are aborted."""
+    """Most seconds from a call's body to the last byte of its reply; then its requests are aborted. A connection whose
+    client does not read is dropped after as long."""
     keep_alive_s: float = 15.0
     """Seconds after which an idle stream sends a comment, so that proxies do not close it."""
     drain_timeout_s: float = 30.0
