@@ -155,6 +155,10 @@ class LockstepError(InferenceError, RuntimeError):
     """The ranks of an engine diverged: different calls, arguments or step plans."""
 
 
+class PromptsDiffer(LockstepError):
+    """A rank of an engine was given other prompts or sampling parameters than its rank 0. The engine goes on."""
+
+
 class RankFailure(InferenceError, RuntimeError):
     """A rank of the engine died, stalled or failed alone. The engine cannot continue on any rank.
 

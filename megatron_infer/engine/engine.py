@@ -17,6 +17,7 @@ from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
 from megatron_infer.engine.build import build_engine
 from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
+from megatron_infer.engine.given_prompts import GivenPrompts
 from megatron_infer.engine.logits_hooks import LogitsHook
 from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.stats import EngineStats
@@ -182,15 +183,15 @@ class DynamicInferenceEngine:
         on_output: Callable[[RequestOutput], None] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Run prompts to the end -> outputs in their order. All are checked before any is queued.
-
-        Requests added before go on meanwhile. `on_output` is called as each of these finishes. If any fail,
-        GenerationError has all outputs; on_error "return": theirs have `error`. On every rank; the leader's prompts.
+        """Run prompts to the end -> outputs in their order; all are checked before any is queued, and requests added
+        before go on meanwhile. `on_output` is called as each of these finishes. If any fail, GenerationError has all
+        outputs; on_error "return": theirs have `error`. On every rank: with equal prompts (else PromptsDiffer) or none.
         """
         check_on_error(on_error)
         self.lifecycle.require_able("generate()")
-        ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
-        return checked_outputs(_run_to_end(self, ids, on_output), on_error)
+        with self.relay.comparing(GivenPrompts(prompts, params)):
+            ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
+            return checked_outputs(_run_to_end(self, ids, on_output), on_error)
 
     def profile(self, path: StrPath | None, *, steps: int = 16) -> None:
         """Trace this rank's next `steps` steps with torch.profiler, and write `path`. None: now, with those so far."""
