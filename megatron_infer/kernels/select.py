@@ -29,6 +29,7 @@ from megatron_infer.kernels.cpu_native import (
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.fp32_linear import fp32_linear
 from megatron_infer.kernels.lora import LoRABackend, TorchLoRA
 from megatron_infer.kernels.native_build import BACKEND_VARIABLE
 from megatron_infer.kernels.native_layers import NativeLayers
@@ -402,6 +403,15 @@ def exact_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
         return _native_library(device, dtype)
     except native_build.NativeUnavailable as error:
         raise ConfigError(f"batch_invariant=True needs the native kernels: {error}") from None
+
+
+def choose_fp32_linear(
+    device: torch.device, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, Tensor | None, int], Tensor]:
+    """`Ops.fp32_linear` by weights of which no copy is kept, as a trainer's are."""
+    forced, _ = _forced_backend()
+    library, _ = _library_if(forced in (None, "native"), device, dtype)
+    return fp32_linear if library is None else ExactOps(library, dtype).fp32_linear
 
 
 def choose_exact(

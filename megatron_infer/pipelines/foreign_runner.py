@@ -96,7 +96,7 @@ class ForeignModel:
 
     def __init__(self, model: PipelineModel[Any], params: KVCacheParams, *, live: ForeignWeights, name: str) -> None:
         self.model, self.live, self.name = model, live, name
-        self.device, self._dtype = model.devices[0], model.dtype
+        self.device = model.devices[0]
         self.shape = _shape_of(model, params, live)
         self.specs = [_spec_of(params)] * params.num_layers
         self.cache_order = ["blocks"] * params.num_layers
@@ -148,7 +148,7 @@ class ForeignModel:
         return torch.arange(meta.num_tokens, device=tokens_T.device).unsqueeze(1)
 
     def logits(self, hidden_S1: Tensor, ops: Ops) -> Tensor:
-        """[S, V] of the tokens that `hidden` numbered; of the last step."""
+        """fp32 [S, V] of the tokens that `hidden` numbered; of the last step."""
         assert self._outputs is not None
         place_S, outputs = hidden_S1.squeeze(1), self._outputs
         if self.model.return_logits is ReturnLogits.ALL:
@@ -157,7 +157,7 @@ class ForeignModel:
             logits = outputs.logits if outputs.next_token_logits is None else outputs.next_token_logits
             if self._offsets_R1 is not None:  # only the last token of a sequence has a row
                 place_S = torch.searchsorted(self._offsets_R1[1:], place_S, right=True)
-        return logits.index_select(0, place_S).to(self._dtype)
+        return logits.index_select(0, place_S).float()
 
     def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> None:
         """The model has computed its logits."""
