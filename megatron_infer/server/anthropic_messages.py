@@ -60,6 +60,18 @@ class AnthropicToolChoice(Body, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class AnswerFormat(Body, kw_only=True, rename={"schema_": "schema"}):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any]
+
+
+class OutputConfig(Body):
+    format: AnswerFormat | None = None
+    """What the answer is held to; with tools, the answer is a call or of this form."""
+    effort: str | None = None
+    """See `ChatBody.reasoning_effort`."""
+
+
 class CountBody(Body, kw_only=True):
     """What a prompt is made of."""
 
@@ -68,6 +80,9 @@ class CountBody(Body, kw_only=True):
     system: str | list[ContentBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: AnswerFormat | None = None
+    """The older name of output_config.format."""
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -121,6 +136,11 @@ def chat_of(body: CountBody) -> dict[str, Any]:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    config = body.output_config or OutputConfig()
+    form = config.format or body.output_format
+    if form is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
+    fields["reasoning_effort"] = config.effort
     if isinstance(body, MessagesBody):
         fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stream": body.stream}

@@ -250,8 +250,6 @@ ANTHROPIC = FieldTable(
         "thinking": no_effect(
             "a model thinks as its chat template makes it; see --reasoning-parser", {"type": "disabled"}
         ),
-        "output_config": refused("use response_format of /v1/chat/completions", {}),
-        "output_format": refused("use response_format of /v1/chat/completions"),
         "container": refused("nothing is run here"),
         "mcp_servers": refused("nothing is called here", []),
         "context_management": refused("a prompt is not cut here; send what is to be read"),
@@ -260,6 +258,7 @@ ANTHROPIC = FieldTable(
         "messages": FieldTable({}, {"content": _BLOCK}),
         "system": _PLAIN_BLOCK,
         "tools": _ANTHROPIC_TOOL,
+        "output_config": FieldTable({"task_budget": no_effect("outputs are bounded by max_tokens only")}),
     },
 )
 _SCORE_CUTS = refused("a text is not cut here; send what is to be read", 0)

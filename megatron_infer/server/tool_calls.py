@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from megatron_infer.config.structured_output import check_schema, check_size
+from megatron_infer.config.structured_output import StructuredOutput, check_schema, check_size
 from megatron_infer.errors import ModelError, RequestError
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ExtraField, ParsedBody
@@ -103,7 +103,10 @@ class ToolRule:
         keep_special_marks(self._tokenizer, parsed, (call_format.opening, call_format.closing), "tools")
         only_one = body.parallel_tool_calls is False or isinstance(choice, Chosen)
         is_free = choice in (None, "auto")
-        if is_free:
+        form = parsed.sampling.pop("structured", None)  # of an answer without calls
+        if is_free and form is not None:
+            self._hold_form(call_format, body.tools, parsed, form, only_one=only_one)
+        elif is_free:
             self._hold_strict(call_format, body.tools, parsed)
         else:
             self._force(call_format, choice, body.tools, parsed, only_one=only_one)
@@ -113,6 +116,7 @@ class ToolRule:
             frozenset(names),
             only_one=only_one,
             only_calls=not is_free,
+            ends_with_calls=only_one or form is not None,
             has_stops=bool(parsed.sampling.get("stop") or parsed.sampling.get("stop_token_ids")),
         )
 
@@ -136,34 +140,47 @@ class ToolRule:
             if not tools:
                 text = f"tool_choice: there is no {choice.function.name!r} among tools"
                 raise bad_request(text, "tool_choice")
-        described = self._described(tools)
+        described = [_described(tool) for tool in tools]
         grammar = call_grammar(call_format, described, only_one=only_one, special=self._special(call_format))
+        parsed.structured = ("tools", {"grammar": grammar})
+
+    def _hold_form(
+        self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, form: StructuredOutput, *, only_one: bool
+    ) -> None:
+        """Restrict the output to calls, or to the form of an answer. Raises ApiError 400."""
+        special = self._special(call_format)
+        try:
+            grammar = call_grammar(call_format, _loose(tools), only_one=only_one, special=special, form=form)
+        except RequestError as error:
+            raise bad_request(f"tools: {error}", "tools") from None
         parsed.structured = ("tools", {"grammar": grammar})
 
     def _hold_strict(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody) -> None:
         """Hold the calls of strict tools to their schemas, where the model may call or not."""
-        if parsed.sampling.get("structured") is not None:
-            text = "the answer is held to a form in which there are no calls; give tool_choice: none, or no such form"
-            raise bad_request(f"tools: {text}", "tools")
         if not any(tool.function.strict for tool in tools):
             return
         if not call_format.is_marked:
             text = f"calls in the format {call_format.name} begin without a mark; with tool_choice: required it acts"
             ignore(parsed.ignored, "tools[].function.strict", text, strict=self._settings.strict_fields)
             return
-        strict = self._described([tool for tool in tools if tool.function.strict])
-        loose = [{"name": tool.function.name, "parameters": {}} for tool in tools if not tool.function.strict]
-        grammar = text_and_call_grammar(call_format, strict + loose, special=self._special(call_format))
+        grammar = text_and_call_grammar(call_format, _loose(tools), special=self._special(call_format))
         parsed.structured, parsed.begins_freely = ("tools", {"grammar": grammar}), True
-
-    def _described(self, tools: list[Tool]) -> list[dict[str, Any]]:
-        """Names and parameters."""
-        return [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
 
     def _special(self, call_format: CallFormat) -> dict[str, int]:
         """Ids of the marks that are special tokens."""
         marks = (call_format.opening, call_format.closing)
         return {mark: id for mark in marks if (id := _special_id(self._tokenizer, mark)) is not None}
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    """Its name and parameters."""
+    return {"name": tool.function.name, "parameters": tool.function.parameters}
+
+
+def _loose(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Names and parameters; of tools that are not strict, any arguments. Strict ones first."""
+    strict = [_described(tool) for tool in tools if tool.function.strict]
+    return strict + [{"name": tool.function.name, "parameters": {}} for tool in tools if not tool.function.strict]
 
 
 def _names(tools: list[Tool]) -> list[str]:
@@ -202,26 +219,34 @@ class ToolSplitter:
     """Calls in one sequence's text become tool_calls deltas: id and name first, then the arguments.
 
     only_one: calls after the first are dropped. only_calls: there is no other text, but for a call that was cut.
-    has_stops: a stop text or token of the caller may cut a call; a call then comes when it is complete.
+    ends_with_calls: after a call there is none either. has_stops: a stop text or token of the caller may cut a call;
+    a call then comes when it is complete.
     """
 
     def __init__(
-        self, call_format: CallFormat, tools: frozenset[str], *, only_one: bool, only_calls: bool, has_stops: bool
+        self,
+        call_format: CallFormat,
+        tools: frozenset[str],
+        *,
+        only_one: bool,
+        only_calls: bool,
+        ends_with_calls: bool,
+        has_stops: bool,
     ) -> None:
         self._parser = CallParser(call_format, tools, holds_calls=has_stops)
         self._id_length = call_format.id_length
-        self._only_one, self._only_calls = only_one, only_calls
+        self._only_one, self._only_calls, self._ends_with_calls = only_one, only_calls, ends_with_calls
 
     def feed(self, text: str, *, finished: bool) -> list[dict[str, Any]]:
         parts = self._parser.feed(text)
         if finished:
-            is_over = self._only_one and self._parser.num_calls > 0
-            parts += self._parser.finish(drops_cut=self._only_calls or is_over)
+            drops_cut = self._only_calls or (self._ends_with_calls and self._parser.num_calls > 0)
+            parts += self._parser.finish(drops_cut=drops_cut)
         return [self._delta(part) for part in parts if not (self._only_one and part.call)]
 
     def finish_reason(self, reason: str | None) -> str | None:
-        ends_with_calls = self._parser.num_whole > 0 and (self._only_one or not self._parser.is_cut)
-        return "tool_calls" if reason == "stop" and ends_with_calls else reason
+        is_whole = self._parser.num_whole > 0 and (self._only_one or not self._parser.is_cut)
+        return "tool_calls" if reason == "stop" and is_whole else reason
 
     def _delta(self, part: ToolDelta) -> dict[str, Any]:
         if part.call is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -87,6 +88,8 @@ class GrammarCache:
         try:
             text = _grammar_text(wanted)
             template = LLMatcher(self.vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        except RequestError:
+            raise
         except BaseException as error:  # a panic in the library is no Exception
             raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
         if template.is_error():
@@ -106,25 +109,48 @@ def timed_out(wanted: StructuredOutput) -> RequestError:
 def _grammar_text(wanted: StructuredOutput) -> str:
     """The grammar in llguidance's format; raises llguidance's own errors."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
     text: str
     if wanted.regex is not None:
         text = LLMatcher.grammar_from_regex(wanted.regex)
-    elif wanted.grammar is not None:
-        text = LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar) + _NO_FORCING)
-    elif wanted.choice is not None:
-        text = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in wanted.choice))
+    elif wanted.grammar is not None or wanted.choice is not None:
+        text = LLMatcher.grammar_from_lark(lark_of(wanted) + (_NO_FORCING if wanted.grammar else ""))
     else:
-        schema = '{"type": "object"}' if wanted.json_object else str(wanted.json_schema)
-        if json.loads(schema) is False:
-            raise ValueError("the schema false allows no value")
-        if json.loads(schema) is True:
-            schema = "{}"
         # Overrides a schema's own "x-guidance", which could have keywords ignored.
         overrides = {"whitespace_flexible": not wanted.compact, "lenient": False, "coerce_one_of": False}
-        text = LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+        text = LLMatcher.grammar_from_json_schema(json.dumps(_schema_of(wanted)), overrides=overrides)
     return text
+
+
+def lark_of(wanted: StructuredOutput, spacing: Mapping[str, Any] | None = None) -> str:
+    """The grammar in Lark, to be part of another; its rule is `start`. spacing: of JSON, as llguidance's x-guidance.
+
+    Raises RequestError for a schema that no value meets.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if wanted.grammar is not None:
+        return str(any_to_lark(wanted.grammar))
+    if wanted.regex is not None:
+        (one,) = json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"]
+        return str(one["lark_grammar"])
+    if wanted.choice is not None:
+        return "start: " + " | ".join(json.dumps(choice) for choice in wanted.choice)
+    return f"start: {inline_schema({**_schema_of(wanted), 'x-guidance': spacing or {}})}"
+
+
+def inline_schema(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as a term of a Lark grammar."""
+    return "%json " + json.dumps(schema).replace("::=", "::\\u003d")  # llguidance would take it for GBNF
+
+
+def _schema_of(wanted: StructuredOutput) -> dict[str, Any]:
+    """The schema of JSON output. Raises RequestError for one that no value meets."""
+    schema = {"type": "object"} if wanted.json_object else json.loads(str(wanted.json_schema))
+    if schema is False:
+        raise RequestError("json_schema: the schema false allows no value")
+    return {} if schema is True else schema
 
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'

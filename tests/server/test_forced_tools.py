@@ -14,7 +14,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text import tool_parsers
 from megatron_infer.text.grammar import GrammarCache
-from megatron_infer.text.tool_grammar import text_and_call_grammar
+from megatron_infer.text.tool_grammar import call_grammar, text_and_call_grammar
 
 pytest.importorskip("llguidance")
 
@@ -146,6 +146,105 @@ def test_text_and_calls_match_the_grammar_of_strict_tools_and_other_calls_do_not
         assert not matches(f"I look. {call_format.write([wrong])}")
 
 
+FORMS = [
+    (
+        {"json_schema": {"properties": {"name": {"type": "string"}}, "required": ["name"]}},
+        '{"name": "Ann"}',
+        '{"n": 1}',
+    ),
+    ({"json_schema": {"const": {"a": [1]}}, "compact": True}, '{"a":[1]}', '{"a": [1]}'),
+    ({"json_schema": {"type": "string"}}, '"x <tool"', "x"),
+    ({"json_schema": True}, "[null]", "[nul]"),
+    ({"json_object": True}, '{"a": "::="}', "[]"),
+    ({"regex": r"[a-z<{]{3,9}|\"/\n"}, '"/\n', "<TO"),
+    ({"choice": ["yes", "<tool"]}, "<tool", "<tool_"),
+    ({"grammar": 'start: "q" r\nr: /a+/ /a/ | "!"'}, "q!", "q"),
+    ({"grammar": 'root ::= "p" "q"+ "."'}, "pqq.", "p."),
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "granite", "json"])
+def test_one_grammar_has_the_form_and_the_calls(name):
+    call_format, grammars = tool_parsers.FORMATS[name], GrammarCache(tokenizer(), 0)
+    tools = [TURN["function"], {"name": "free", "parameters": {}}]
+    for given, good, bad in FORMS:
+        form = StructuredOutput(**given)
+        grammar = StructuredOutput(grammar=call_grammar(call_format, tools, only_one=True, special={}, form=form))
+
+        def matches(text, grammar=grammar):
+            matcher = grammars.template(grammar).deep_copy()
+            return all(matcher.consume_token(token) for token in tokenizer().encode(text)) and matcher.is_accepting()
+
+        assert matches(good) and not matches(bad) and not matches(""), given
+        separators = (",", ":") if form.compact else None
+        for function, arguments, is_right in (
+            ("turn", {"to": "left", "fast": True}, True),
+            ("free", {"any": [1]}, True),
+            ("turn", {"to": "up", "fast": True}, False),
+        ):
+            written = json.dumps({"name": function, call_format.key: arguments}, separators=separators)
+            is_form = not call_format.is_marked and given in [FORMS[place][0] for place in (0, 3, 4)]
+            assert matches(call_format.write([written])) == (is_right or is_form), given
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"yes": {"type": "boolean"}},
+    "required": ["yes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_tools_next_to_a_form_give_a_call_or_the_form_by_the_models_choice(engine, name):
+    """The same by chats, responses and messages."""
+    asked = {"messages": [USER], "max_tokens": 200}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}}
+    flat = {"type": "function", **TURN["function"]}
+    own = {name: value for name, value in TURN["function"].items() if name != "parameters"}
+    messages = {
+        "tools": [{**own, "input_schema": TURN["function"]["parameters"]}],
+        "output_config": {"format": {"type": "json_schema", "schema": ANSWER}},
+    }
+    responses = {
+        "input": "Go",
+        "max_output_tokens": 200,
+        "tools": [flat],
+        "text": {"format": {"type": "json_schema", "name": "answer", "schema": ANSWER}},
+    }
+    with serving(engine, tool_call_parser=name) as case:
+
+        def reply(path, **body):
+            found = case.http.post(path, json=body)
+            assert found.status_code == 200 and "x-ignored-fields" not in found.headers, found.text
+            return found.json()
+
+        def chat(**body):
+            choice = reply("/v1/chat/completions", **asked, **form, tools=[TURN], **body)["choices"][0]
+            return choice["message"]["content"], choice["message"].get("tool_calls"), choice["finish_reason"]
+
+        kinds = set()
+        for seed in range(8):
+            content, calls, reason = chat(seed=seed)
+            kinds.add(reason)
+            if calls:
+                assert content is None and set(json.loads(calls[0]["function"]["arguments"])) == {"to", "fast"}
+            else:
+                assert list(json.loads(content)) == ["yes"] and reason == "stop"
+        assert "stop" in kinds and kinds & {"tool_calls", "length"}
+        for choice in ("required", {"type": "function", "function": {"name": "turn"}}):
+            content, calls, _ = chat(tool_choice=choice, parallel_tool_calls=False)
+            assert content is None and json.loads(calls[0]["function"]["arguments"])["to"] in ("left", "right")
+        content, calls, _ = chat(tool_choice="none")
+        assert calls is None and list(json.loads(content)) == ["yes"]
+
+        blocks = [reply("/v1/messages", **asked, **messages)["content"] for _ in range(8)]
+        assert {tuple(block["type"] for block in one)[:1] for one in blocks} == {("text",), ("tool_use",)}
+        assert all(list(json.loads(one[0]["text"])) == ["yes"] for one in blocks if one[0]["type"] == "text")
+        items = [reply("/v1/responses", **responses)["output"] for _ in range(8)]
+        assert {one[0]["type"] for one in items} == {"message", "function_call"}
+
+
 def test_strict_tools_of_a_format_without_a_mark_are_taken_and_listed(engine):
     body = {"messages": [USER], "tools": [TURN], "max_tokens": 2}
     for strict_fields, status in ((False, 200), (True, 400)):
@@ -168,9 +267,8 @@ def test_options_allowed_and_refused_with_forced_calls(engine):
         named = {"type": "function", "function": {"name": "fly"}}
         assert refused(tools=[TURN], tool_choice=named)["param"] == "tool_choice"
         answer = {"type": "json_object"}
-        assert "there are no calls" in refused(tools=[STOP], response_format=answer)["message"]
-        both = refused(tools=[STOP], response_format=answer, tool_choice="required")
-        assert "another field says" in both["message"]
+        twice = refused(tools=[STOP], response_format=answer, guided_regex="a")
+        assert "another field says" in twice["message"]
         wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}
         assert refused(tools=[wrong], tool_choice="required")["param"] == "tools"
         deep: dict = {}
