@@ -252,7 +252,7 @@ class EngineClient:
             call_limits.check_enabled(request.params, settings)
             call_limits.check_prompt(request.prompt_ids, request.params.max_tokens, limits, field=field)
             call_limits.check_num_ids(request.params, limits)
-        bounded = call_limits.within_reply(requests, limits, settings.max_reply_bytes)
+        bounded = self.within_reply(requests)
         caller, isolated = call.caller, settings.isolate_prefix_cache
         return [
             replace(
@@ -264,6 +264,10 @@ class EngineClient:
             )
             for one in bounded
         ]
+
+    def within_reply(self, requests: Iterable[EngineRequest]) -> Sequence[EngineRequest]:
+        """See `call_limits.within_reply`."""
+        return call_limits.within_reply(list(requests), self.limits, self.settings.max_reply_bytes)
 
     @asynccontextmanager
     async def submit(

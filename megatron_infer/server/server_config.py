@@ -90,10 +90,11 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     """Most bytes in a call's body."""
     max_bodies_bytes: int = 256 << 20
-    """Most bytes in the bodies of all calls under way in an HTTP process, weights not counted; further ones get 503."""
+    """Most bytes in the bodies of all calls under way in an HTTP process, weights not counted; further ones get 503. An
+    eighth is left to other callers, unless one body needs it."""
     max_reply_bytes: int = 128 << 20
-    """Most bytes of a reply, or of all events of a stream, as estimated from prompts, n, max_tokens and log
-    probabilities; a call that may have more is answered 400."""
+    """Most bytes of a reply, or of all events of a stream, as estimated from n, prompts, max_tokens and what is asked
+    for each token; a call that may have more is answered 400."""
     max_prompts: int = 1024
     """Most prompts in one call."""
     max_n: int = 128
