@@ -44,6 +44,8 @@ class EngineInfo:
     """Dtype of the weights."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Loaded LoRA adapters: name -> hash of the content."""
+    weights_stamp: float = 0.0
+    """See `weights_in_force.Weights`; its replica knows."""
 
 
 class EngineAdapter(Protocol):

@@ -189,7 +189,7 @@ class HttpServer:
             self._running[0].call_soon_threadsafe(self._shut_down)
 
     async def _wait_ready(self, server: _UvicornServer, client: EngineClient, on_ready: Callable[[], None]) -> None:
-        while client.state in ("loading", "unavailable"):
+        while client.state in ("loading", "unavailable", "outdated"):
             await asyncio.sleep(0.05)
         if client.state == "ok":
             on_ready()
