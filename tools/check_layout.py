@@ -253,7 +253,8 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
 
 
 def _is_protocol(node: ast.ClassDef) -> bool:
-    return any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
+    names = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    return any(isinstance(name, ast.Name) and name.id == "Protocol" for name in names)
 
 
 class Classes:

@@ -278,6 +278,11 @@ def load_model(
     session = InferenceSession(devices=[device.torch], num_threads=given.get("threads"))
     own_ids = () if eos_token_id is None else (eos_token_id,)
     cache_config = pipeline_config.model.kv_cache
+    return_logits = ReturnLogits.LAST_TOKEN
+    if pipeline_config.resolved.server.enable_echo:
+        return_logits = ReturnLogits.ALL
+    elif pipeline_config.sampling.enable_variable_logits:
+        return_logits = ReturnLogits.VARIABLE
     if issubclass(kind, McorePipelineModel):
         source, asked = open_source(given["model"]), given.get("dtype", "auto")
         chosen = choose_dtype(asked, device, linear_backend=config.linear_backend)
@@ -291,6 +296,7 @@ def load_model(
             cache_config,
             source,
             dict(adapters) or None,
+            return_logits,
             config=config,
             tokenizer=tokenizer,
             eos_ids=own_ids,
@@ -316,7 +322,7 @@ def load_model(
         cache_config,
         read_weights(folder),
         adapters.get(SAFETENSORS),
-        ReturnLogits.ALL if pipeline_config.resolved.server.enable_echo else ReturnLogits.LAST_TOKEN,
+        return_logits,
     )
     engine = foreign_engine(foreign, config, tokenizer=tokenizer, eos_ids=(*eos_ids_of(description), *own_ids))
     return foreign, engine

@@ -38,6 +38,14 @@ GGUF_ENCODINGS = (
 )
 
 
+def _without_effect(name: str, given: Any, why: str) -> str:
+    """Warn of a field that was given and does nothing -> its note; "" where it was not given."""
+    if not given:
+        return ""
+    warnings.warn(f"{name}={given!r} has no effect: {why}; leave it out", ConfigWarning, stacklevel=5)
+    return f"no effect: {why}"
+
+
 def read_before(value: Any, asked: Asked) -> Effect:
     return value, ""
 
@@ -164,7 +172,9 @@ def batching_policy(in_flight: bool) -> str:
 
 
 def empty_batches(value: bool, asked: Asked) -> Effect:
-    return value, "nothing to do: expert-parallel ranks are one engine and take part in every step" if value else ""
+    return value, _without_effect(
+        "execute_empty_batches", value, "expert-parallel ranks are one engine and take part in every step"
+    )
 
 
 def experimental_kernels(value: str, asked: Asked) -> Effect:
@@ -352,7 +362,9 @@ def swap_space(value: float, asked: Asked) -> Effect:
     mode = config.options.get("preemption_mode", asked.engine.get("preemption_mode"))
     is_given = "host_kvcache_swap_space_gb" in config.model.kv_cache.model_fields_set
     if mode not in ("swap", "auto") or not (is_given or asked.engine.get("preemption_mode")):
-        return 0.0, "acts only with enable_kvcache_swapping_to_host"
+        why = "acts only with enable_kvcache_swapping_to_host"
+        _without_effect("host_kvcache_swap_space_gb", is_given and value, why)
+        return 0.0, why
     asked.engine["swap_buffer_size_gb"] = value
     return value, ""
 
@@ -365,4 +377,4 @@ def utilization(value: float, asked: Asked) -> Effect:
 
 
 def variable_logits(value: bool, asked: Asked) -> Effect:
-    return value, "no effect: logits are computed where a request asks for them" if value else ""
+    return value, "execute by hand returns logits of the last return_n_logits positions" if value else ""

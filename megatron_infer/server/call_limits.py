@@ -119,17 +119,9 @@ def check_num_ids(params: SamplingParams, limits: EngineLimits) -> None:
 
 def check_enabled(params: SamplingParams, settings: ServerConfig) -> None:
     """Raises ApiError 400 for what an option of the server turns off."""
-    penalties = ("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)
-    asked: list[tuple[str, bool, str]] = [
-        ("prompt_logprobs", params.prompt_logprobs is not None, "enable_echo"),
-        ("structured output", params.structured is not None, "enable_structured_output"),
-        *((name, getattr(params, name) != off, "enable_penalties") for name, off in penalties),
-        ("min_tokens", params.min_tokens > 0, "enable_min_tokens"),
-    ]
-    for name, is_asked, option in asked:
-        if is_asked and not getattr(settings, option):
-            what = "log probabilities of the prompt (echo with logprobs)" if option == "enable_echo" else name
-            raise turned_off(what, option, name)
+    if (off := settings.turned_off(params)) is not None:
+        what = f"{off.what} (echo with logprobs)" if off.option == "enable_echo" else off.what
+        raise turned_off(what, off.option, "structured output" if off.name == "structured" else off.name)
 
 
 def turned_off(what: str, option: str, name: str) -> ApiError:

@@ -10,15 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.metrics.modes import PrometheusMetricsMode
 from megatron_infer.text.reasoning_parsers import REASONING
 from megatron_infer.text.tool_parsers import FORMATS
 
+if TYPE_CHECKING:
+    from megatron_infer.config.sampling_params import SamplingParams
+
 ENV_PREFIX = "MEGATRON_INFER_"
-METRICS_MODES = ("instrument_only", "launch_server", "launch_multiproc_server")
+METRICS_MODES = tuple(mode.value for mode in PrometheusMetricsMode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +208,33 @@ class ServerConfig:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def turned_off(self, params: SamplingParams) -> TurnedOff | None:
+        """The first thing that a request asks for and an option refuses; None: it is taken."""
+        penalties = ("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)
+        asked = [
+            ("prompt_logprobs", params.prompt_logprobs is not None, "enable_echo"),
+            ("structured", params.structured is not None, "enable_structured_output"),
+            *((name, getattr(params, name) != off, "enable_penalties") for name, off in penalties),
+            ("min_tokens", params.min_tokens > 0, "enable_min_tokens"),
+        ]
+        found = (TurnedOff(name, option) for name, is_asked, option in asked if is_asked and not getattr(self, option))
+        return next(found, None)
+
+
+class TurnedOff(NamedTuple):
+    """What a request asks for and the server does not do."""
+
+    name: str
+    """The field of SamplingParams."""
+    option: str
+    """The option of `ServerConfig` that is False."""
+
+    @property
+    def what(self) -> str:
+        """The name in words."""
+        told = {"prompt_logprobs": "log probabilities of the prompt", "structured": "structured output"}
+        return told.get(self.name, self.name)
 
 
 def _traces_url(given: str) -> str:
