@@ -26,6 +26,14 @@ from megatron_infer.server.server_config import ServerConfig
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "tools[].function.strict": "tools[].strict",
+}
+"""Fields of the chat's body -> those of this body."""
 
 
 class ContentBlock(Body, kw_only=True):
@@ -99,13 +107,13 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
     async def reply(call: Call) -> Reply | Events:
         body: MessagesBody = call.body
-        prepared = await prepare_as_chat(chat, routes, chat_of(body), call)
+        prepared = await prepare_as_chat(chat, routes, chat_of(body), call, NAMES)
         shown = MessagesReply(shown_name(client, body.model), prepared)
         found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
         return Events(found.items, named=True) if isinstance(found, Events) else found
 
     async def count(call: Call) -> Reply:
-        prepared = await prepare_as_chat(chat, routes, chat_of(call.body), call)
+        prepared = await prepare_as_chat(chat, routes, chat_of(call.body), call, NAMES)
         return Reply({"input_tokens": len(prepared.request.prompt_ids)})
 
     summary = "Answer a conversation (Anthropic's Messages API)"

@@ -86,7 +86,7 @@ def _put_fields(components: dict[str, Any], name: str, table: FieldTable) -> Non
         if field_name not in properties
     }
     for field_name, inner in table.nested.items():
-        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(properties[field_name])):
+        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(properties.get(field_name))):
             _put_fields(components, reference, inner)
 
 

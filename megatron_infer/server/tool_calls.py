@@ -47,14 +47,24 @@ class ChosenFunction(Body, kw_only=True):
     name: FunctionName
 
 
-class Chosen(Body, kw_only=True):
-    type: Literal["function"]
+class Chosen(Body, kw_only=True, tag_field="type", tag="function"):
     function: ChosenFunction
+
+
+class AllowedTools(Body, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Chosen], Meta(min_length=1)]
+
+
+class Allowed(Body, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Calls of some of the tools only; the model is shown all."""
+
+    allowed_tools: AllowedTools
 
 
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 """Empty: none, as of vLLM."""
-ToolChoice = Literal["none", "auto", "required"] | Chosen
+ToolChoice = Literal["none", "auto", "required"] | Chosen | Allowed
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
@@ -91,7 +101,7 @@ class ToolRule:
             if choice not in (None, "none", "auto"):
                 raise bad_request("tool_choice goes with tools; give both or none", "tool_choice")
             return
-        names = _names(body.tools)
+        tools = _callable(body.tools, choice)
         self._check_schemas(body.tools)
         parsed.tools = [_plain(tool) for tool in body.tools]
         if choice == "none":
@@ -102,18 +112,19 @@ class ToolRule:
             raise bad_request(f"{text} --tool-call-parser NAME where one fits ({', '.join(FORMATS)})", "tools")
         keep_special_marks(self._tokenizer, parsed, (call_format.opening, call_format.closing), "tools")
         only_one = body.parallel_tool_calls is False or isinstance(choice, Chosen)
-        is_free = choice in (None, "auto")
+        mode = choice.allowed_tools.mode if isinstance(choice, Allowed) else choice
+        is_free = mode in (None, "auto")
         form = parsed.sampling.pop("structured", None)  # of an answer without calls
         if is_free and form is not None:
-            self._hold_form(call_format, body.tools, parsed, form, only_one=only_one)
+            self._hold_form(call_format, tools, parsed, form, only_one=only_one)
         elif is_free:
-            self._hold_strict(call_format, body.tools, parsed)
+            self._hold_strict(call_format, tools, parsed, is_part=len(tools) < len(body.tools))
         else:
-            self._force(call_format, choice, body.tools, parsed, only_one=only_one)
+            self._force(call_format, tools, parsed, only_one=only_one)
         parsed.make_splitter = partial(
             ToolSplitter,
             call_format,
-            frozenset(names),
+            frozenset(tool.function.name for tool in tools),
             only_one=only_one,
             only_calls=not is_free,
             ends_with_calls=only_one or form is not None,
@@ -131,15 +142,8 @@ class ToolRule:
             except RequestError as error:
                 raise bad_request(f"tools: {tool.function.name}: {error}", "tools") from None
 
-    def _force(
-        self, call_format: CallFormat, choice: Any, tools: list[Tool], parsed: ParsedBody, *, only_one: bool
-    ) -> None:
-        """Restrict the output to calls: of any tool, or of the chosen one."""
-        if isinstance(choice, Chosen):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-            if not tools:
-                text = f"tool_choice: there is no {choice.function.name!r} among tools"
-                raise bad_request(text, "tool_choice")
+    def _force(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, only_one: bool) -> None:
+        """Restrict the output to calls of the tools."""
         described = [_described(tool) for tool in tools]
         grammar = call_grammar(call_format, described, only_one=only_one, special=self._special(call_format))
         parsed.structured = ("tools", {"grammar": grammar})
@@ -155,13 +159,19 @@ class ToolRule:
             raise bad_request(f"tools: {error}", "tools") from None
         parsed.structured = ("tools", {"grammar": grammar})
 
-    def _hold_strict(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody) -> None:
-        """Hold the calls of strict tools to their schemas, where the model may call or not."""
-        if not any(tool.function.strict for tool in tools):
-            return
-        if not call_format.is_marked:
+    def _hold_strict(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, is_part: bool) -> None:
+        """Hold the calls of strict tools to their schemas, where the model may call or not.
+
+        is_part: these are not all tools that the model is shown, and it must not call others.
+        """
+        has_strict = any(tool.function.strict for tool in tools)
+        if not call_format.is_marked:  # names of other tools make no call
+            if not has_strict:
+                return
             text = f"calls in the format {call_format.name} begin without a mark; with tool_choice: required it acts"
             ignore(parsed.ignored, "tools[].function.strict", text, strict=self._settings.strict_fields)
+            return
+        if not has_strict and not is_part:
             return
         grammar = text_and_call_grammar(call_format, _loose(tools), special=self._special(call_format))
         parsed.structured, parsed.begins_freely = ("tools", {"grammar": grammar}), True
@@ -183,13 +193,20 @@ def _loose(tools: list[Tool]) -> list[dict[str, Any]]:
     return strict + [{"name": tool.function.name, "parameters": {}} for tool in tools if not tool.function.strict]
 
 
-def _names(tools: list[Tool]) -> list[str]:
+def _callable(tools: list[Tool], choice: Any) -> list[Tool]:
+    """The tools that the choice allows. Raises ApiError 400 for one of an unknown name, and for a name given twice."""
     names = [tool.function.name for tool in tools]
     for place, name in enumerate(names):
         if name in names[:place]:
             where = f"tools[{place}].function.name"
             raise bad_request(f"{where}: {name!r} stands there twice", where)
-    return names
+    chosen = (
+        [choice] if isinstance(choice, Chosen) else choice.allowed_tools.tools if isinstance(choice, Allowed) else ()
+    )
+    wanted = {one.function.name for one in chosen}
+    for name in sorted(wanted.difference(names)):
+        raise bad_request(f"tool_choice: there is no {name!r} among tools", "tool_choice")
+    return [tool for tool in tools if not wanted or tool.function.name in wanted]
 
 
 def _special_id(tokenizer: Tokenizer | None, mark: str) -> int | None:

@@ -22,7 +22,7 @@ USER = ("user", {"content": "Hi"})
 
 
 def test_text_parts_and_developer_are_what_templates_know():
-    parts = [TextPart(type="text", text="one"), TextPart(type="text", text="two")]
+    parts = [TextPart(text="one"), TextPart(text="two")]
     ids = ids_of(("developer", {"content": parts}), USER)
     head = "<|im_start|>system\none\ntwo<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
     assert text_of(ids) == head + "<|im_start|>assistant\n"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 
+import msgspec
 import openai
 import pytest
 from server_case import END, START, serving, tokenizer
@@ -11,6 +14,8 @@ from server_case import END, START, serving, tokenizer
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.server import tool_calls
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text import tool_parsers
 from megatron_infer.text.grammar import GrammarCache
@@ -144,6 +149,61 @@ def test_text_and_calls_match_the_grammar_of_strict_tools_and_other_calls_do_not
     assert matches(call_format.write([turn, call("free", {"any": [1]})]))
     for wrong in (call("turn", {"to": "up", "fast": True}), call("turn", {"to": "left"}), call("fly", {})):
         assert not matches(f"I look. {call_format.write([wrong])}")
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_only_allowed_tools_are_called_and_all_are_shown(engine, name):
+    """The same by chats and responses."""
+    named = {"type": "function", "function": {"name": "right"}}
+    tools = [{"type": "function", "function": {"name": "left"}}, named]
+    flat = [{"type": "function", **tool["function"]} for tool in tools]
+    with serving(engine, tool_call_parser=name) as case:
+
+        def called(mode, **body):
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+            body |= {"messages": [USER], "tools": tools, "tool_choice": choice, "max_tokens": 90}
+            reply = case.http.post("/v1/chat/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            shown = case.http.post("/v1/chat/completions", json={**body, "tool_choice": "auto", "max_tokens": 1})
+            assert shown.json()["usage"]["prompt_tokens"] == reply.json()["usage"]["prompt_tokens"]
+            return [call["function"]["name"] for call in reply.json()["choices"][0]["message"].get("tool_calls", ())]
+
+        assert set(called("required")) == {"right"}
+        head = {"<": 100, "\n": 0} if name == "hermes" else {"{": 100}
+        bias = {str(tokenizer().encode(text)[0]): value for text, value in head.items()}
+        assert set(called("auto", logit_bias=bias)) <= {"right"}
+        choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "left"}]}
+        body = {"input": "Go", "tools": flat, "max_output_tokens": 90}
+        reply = case.http.post("/v1/responses", json={**body, "tool_choice": choice})
+        assert {item["name"] for item in reply.json()["output"]} == {"left"}
+        assert reply.json()["tool_choice"] == choice
+        choice["tools"] = [{"type": "function", "name": "fly"}]
+        error = case.http.post("/v1/responses", json={**body, "tool_choice": choice}).json()["error"]
+        assert "there is no 'fly' among tools" in error["message"] and error["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("name", ["hermes", "granite"])
+def test_text_and_allowed_calls_match_the_grammar_and_others_do_not(name):
+    call_format = tool_parsers.FORMATS[name]
+    tools, parsed = [{"name": "one"}, {"name": "two"}], SimpleNamespace(sampling={}, ignored=[])
+    body = SimpleNamespace(
+        tools=msgspec.convert([{"type": "function", "function": tool} for tool in tools], list[tool_calls.Tool]),
+        parallel_tool_calls=None,
+        tool_choice=msgspec.convert(
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "two"}}]},
+            },
+            tool_calls.Allowed,
+        ),
+    )
+    rule = tool_calls.ToolRule(tokenizer(), ServerConfig(tool_call_parser=name))
+    asyncio.run(rule.apply(body, parsed))
+    template = GrammarCache(tokenizer(), 0).template(StructuredOutput(**parsed.structured[1]))
+    for function, is_right in (("two", True), ("one", False)):
+        matcher = template.deep_copy()
+        text = "I call. " + call_format.write([json.dumps({"name": function, "arguments": {}})])
+        assert all(matcher.consume_token(token) for token in tokenizer().encode(text)) is is_right
 
 
 FORMS = [
