@@ -246,6 +246,7 @@ class Dispatcher:
                     request.seed,
                     submit.stream,
                     [one.kept() for one in request.sequences] if has_tokens else [],
+                    request.caller_number,
                 ),
             )
 

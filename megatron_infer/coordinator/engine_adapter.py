@@ -56,7 +56,13 @@ class EngineAdapter(Protocol):
     """
 
     def add_request(
-        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None, stream: Any = "delta"
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        stream: Any = "delta",
+        caller: int = 0,
     ) -> str: ...
 
     def abort(self, request_id: str) -> RequestOutput: ...
@@ -68,7 +74,14 @@ class EngineAdapter(Protocol):
     def step(self) -> list[RequestOutput]: ...
 
     def continue_request(
-        self, request_id: str, ids: list[int], params: SamplingParams, drawn: Sequence[DrawnSequence], *, salt: str = ""
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        drawn: Sequence[DrawnSequence],
+        *,
+        salt: str = "",
+        caller: int = 0,
     ) -> bool: ...
 
     def prefix_events(self) -> PrefixEvents | None: ...
@@ -157,7 +170,7 @@ class ServedRequest:
     def prepare(self, engine: Any) -> Future[Any] | None:
         """A future that `begin` would wait for, such as a grammar's; None: `begin` does not wait."""
         prepare = getattr(engine, "prepare", None)
-        future: Future[Any] | None = None if prepare is None else prepare(self.params)
+        future: Future[Any] | None = None if prepare is None else prepare(self.params, self.run.caller)
         return None if future is None or future.done() else future
 
     def begin(self, engine: EngineAdapter) -> None:
@@ -166,7 +179,8 @@ class ServedRequest:
         ids = None if run.prompt is None else protocol.bytes_to_ids(run.prompt)
         if run.kept:
             assert ids is not None, "a continued request has token ids"
-            if engine.continue_request(self.id, ids, params, [_drawn(one) for one in run.kept], salt=run.salt):
+            drawn = [_drawn(one) for one in run.kept]
+            if engine.continue_request(self.id, ids, params, drawn, salt=run.salt, caller=run.caller):
                 return
             for sequence, kept in zip(self._sequences, run.kept, strict=True):  # sampled again, not sent again
                 sequence.skip_tokens = protocol.bytes_to_ids(kept.tokens)
@@ -174,7 +188,13 @@ class ServedRequest:
         prompt: dict[str, Any] = {"prompt": run.text} if ids is None else {"prompt_token_ids": ids}
         if run.salt:
             prompt["cache_salt"] = run.salt
-        engine.add_request(prompt, params, request_id=self.id, stream="delta")
+        engine.add_request(prompt, params, request_id=self.id, stream="delta", caller=run.caller)
+
+    def aborted(self) -> protocol.Output:
+        """The last message of a request that ends before it has begun."""
+        sequences = enumerate(self._sequences)
+        pieces = [protocol.Piece(i, s.num_tokens, b"", "", "abort") for i, s in sequences if not s.has_ended]
+        return protocol.Output(self.run.number, self.run.incarnation, pieces, True)
 
     def message(self, output: RequestOutput) -> protocol.Output | None:
         """The message of an engine's delta output; None: it has nothing to send."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +128,11 @@ class PendingRequest:
     def caller(self) -> tuple[bytes | str, str]:
         """Whose turn it takes."""
         return self.client.caller(self.submit.caller)
+
+    @property
+    def caller_number(self) -> int:
+        """The caller for an engine; not 0, the caller of requests that come from elsewhere."""
+        return 1 + int.from_bytes(hashlib.blake2b(repr(self.caller).encode(), digest_size=6).digest(), "little")
 
 
 @dataclass(slots=True, eq=False)

@@ -185,7 +185,8 @@ class Submit(_Message):
 
 
 class Run(_Message):
-    """A request for a replica. number: the coordinator's, new for each attempt. kept: one per sequence, [] at first."""
+    """A request for a replica. number: the coordinator's, new for each attempt. kept: one per sequence, [] at first.
+    caller: a number of its caller's, the same at each replica; see `CallerShares`."""
 
     number: int
     incarnation: int
@@ -196,6 +197,7 @@ class Run(_Message):
     seed: int
     stream: bool
     kept: list[Kept]
+    caller: int = 0
 
 
 class TokenValues(msgspec.Struct, array_like=True, gc=False):

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,6 @@ class Replica:
         adapter_commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """control: take commands (pause, suspend, weights, ...) of every client that holds the coordinator's key.
-
         commands: further ones than the engine's methods, by name (`protocol.COMMANDS`). adapter_commands: those of
         `AdapterCommands`, taken without `control` too. Raises ConfigError.
         """
@@ -69,7 +69,7 @@ class Replica:
         self._prefix_events = engine.prefix_events()
         self._requests: dict[str, ServedRequest] = {}
         self._numbers: dict[int, ServedRequest] = {}
-        self._preparing: dict[int, protocol.Cancel | None] = {}  # waiting for grammars; the message that cancelled them
+        self._preparing: dict[int, tuple[ServedRequest, Future[Any]] | None] = {}  # None: cancelled, not yet ended
         self._incarnation = self._welcomed_as = 0  # as the engine's thread and the connection's thread know it
         self._num_foreign = 0
         self._info: EngineInfo = info_of(engine)
@@ -223,28 +223,29 @@ class Replica:
             self.connection.send(protocol.Goodbye(draining=True))
 
     def _begin(self, run: protocol.Run) -> None:
+        if self._preparing.pop(run.number, ()) is None:
+            return
         try:
             request = ServedRequest(run, params_of(run))
             preparing = request.prepare(self.engine)
             if preparing is not None:  # posted again when it is prepared; steps go on meanwhile
-                self._preparing.setdefault(run.number)
+                self._preparing[run.number] = request, preparing
                 preparing.add_done_callback(lambda _: self._post(run))
                 return
             request.begin(self.engine)
         except (InferenceError, NotImplementedError) as error:
-            self._preparing.pop(run.number, None)
             self.connection.send(
                 protocol.Output(run.number, run.incarnation, [], True, refused=protocol.failure_of(error))
             )
             return
         self._requests[request.id] = self._numbers[run.number] = request
-        cancel = self._preparing.pop(run.number, None)
-        if cancel is not None:
-            self._cancel(cancel)
 
     def _cancel(self, cancel: protocol.Cancel) -> None:
-        if cancel.number in self._preparing:
-            self._preparing[cancel.number] = cancel
+        if (preparing := self._preparing.get(cancel.number)) is not None:
+            self._preparing[cancel.number] = None
+            preparing[1].cancel()
+            if not cancel.silent:
+                self.connection.send(preparing[0].aborted())
         request = self._numbers.get(cancel.number)
         if request is None:
             return

@@ -33,7 +33,7 @@ class Outbox:
         self._is_used = lockstep.is_leader and lockstep.size > 1
         self.commands: list[dict[str, Any]] = []
 
-    def add(self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, **how: str) -> None:
+    def add(self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, **how: Any) -> None:
         if self._is_used:
             self._pass_on("add", id=request_id, text=text, ids=ids, params=params.to_dict(), **how)
 
@@ -79,9 +79,9 @@ class CommandRelay:
         release: Callable[[int], None],
         set_draft_costs: Callable[[StepCosts], None],
     ) -> None:
-        """queue(id, text, token ids, params, stream, salt): queues a request that the leader has checked. set_costs:
-        takes new prices of evictions. release: of requests that wait for `ce_delay_ms`. set_draft_costs: takes new
-        costs of steps, where tokens are drafted."""
+        """queue(id, text, token ids, params, stream, salt, caller): queues a request that the leader has checked.
+        set_costs: takes new prices of evictions. release: of requests that wait for `ce_delay_ms`. set_draft_costs:
+        takes new costs of steps, where tokens are drafted."""
         self.is_leader = lockstep.is_leader
         self._lockstep, self._outbox, self._loop, self._queue = lockstep, outbox, loop, queue
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -117,9 +117,13 @@ class CommandRelay:
     def begin_step(self, among: Collection[str] | None, *, running: bool) -> tuple[bool | None, Collection[str] | None]:
         """Receive the leader's commands -> (whether weights changed on any rank, None: the step itself checks; the
         requests that the leader lets run, see `DynamicInferenceEngine.step`)."""
+        loop = self._loop
+        if self.is_leader:
+            states = loop.output_processor.requests
+            requests = ((state.id, [one.request for one in state.sequences]) for state in states)
+            among = loop.grammars.without_held(requests, among, waits=not loop.num_in_flight)
         if self._lockstep.size == 1:
             return None, among
-        loop = self._loop
         was_idle = loop.was_idle
         arguments = None if among is None else sorted(among)
         met = self._meet("step()", arguments, flag=self._weights_moved(), compare=False)
@@ -207,7 +211,7 @@ class CommandRelay:
 
     def _add(self, given: dict[str, Any]) -> None:
         params = SamplingParams.from_dict(given["params"])
-        self._queue(given["id"], given["text"], given["ids"], params, given["stream"], given["salt"])
+        self._queue(given["id"], given["text"], given["ids"], params, given["stream"], given["salt"], given["caller"])
 
     def _compare(self, given: dict[str, Any]) -> None:
         found = "" if self._own is None else self._own.difference(given["digests"], is_all=given["is_all"])

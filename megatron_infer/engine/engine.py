@@ -32,6 +32,7 @@ from megatron_infer.requests.request_state import StreamMode
 from megatron_infer.scheduler.drafts import SpecDecodeMetrics
 
 StrPath = str | os.PathLike[str]
+Drawn = Sequence[DrawnSequence]
 
 
 class DynamicInferenceEngine:
@@ -40,7 +41,6 @@ class DynamicInferenceEngine:
     A model over several ranks has an engine on each, and they work as one: requests are added on rank 0 (the leader);
     all other calls are made on every rank, by the script or by `follow()`, unless they say that they are the leader's.
     A rank that dies or stalls ends the others with RankFailure, see collective_timeout_s.
-
     The model is adopted in place (parameters, optimizer state and training path untouched). `step()` schedules, runs
     and commits one step; with `InferenceConfig(overlap=True)` a step is committed after the next one is launched.
     Source: continuous batching after Orca (OSDI 2022), paged attention after arXiv:2309.06180.
@@ -116,14 +116,15 @@ class DynamicInferenceEngine:
         request_id: str | None = None,
         stream: StreamMode = "cumulative",
         metadata: Mapping[str, Scalar] | None = None,
+        caller: int = 0,
     ) -> str:
         """Queue a prompt -> its request id. Raises RequestError (and queues nothing) when it cannot be served.
 
         stream: what step() reports: "cumulative" (all text and tokens so far), "delta" (what is new) or "final" (once
-        it has finished; costs nothing per token). metadata: instead of that of `params`. On the leader.
+        it has finished). metadata: instead of that of `params`. caller: see `CallerShares`. On the leader.
         """
         self.relay.require_leader("add_request()")
-        return self._intake.add(prompt, params, request_id=request_id, stream=stream, metadata=metadata)
+        return self._intake.add(prompt, params, request_id=request_id, stream=stream, metadata=metadata, caller=caller)
 
     def on_logits(self, hook: LogitsHook) -> Callable[[], None]:
         """Call `hook(logits, metadata)` in each step before tokens are drawn -> what removes it again.
@@ -132,19 +133,19 @@ class DynamicInferenceEngine:
         """
         return self.controls.on_logits(hook)
 
-    def prepare(self, params: SamplingParams) -> Future[Any] | None:
-        """Begin what `add_request` would wait for, a grammar; from any thread. None: nothing."""
-        return None if params.structured is None else self.input_processor.grammars.cache.compile(params.structured)
+    def prepare(self, params: SamplingParams, caller: int = 0) -> Future[Any] | None:
+        """Begin what `add_request` would wait for, a grammar, in the caller's turn; from any thread. None: nothing."""
+        return self.input_processor.grammars.prepare(params.structured, caller)
 
     def continue_request(
-        self, request_id: str, ids: list[int], params: SamplingParams, drawn: Sequence[DrawnSequence], *, salt: str = ""
+        self, request_id: str, ids: list[int], params: SamplingParams, drawn: Drawn, *, salt: str = "", caller: int = 0
     ) -> bool:
         """Go on with a request that another engine began -> False if this one cannot, having several ranks.
         Its delta outputs begin behind `drawn`; all else is as if it had not moved. RequestError: it does not fit.
         """
         if self.rank_group.size > 1:  # other ranks receive whole requests only
             return False
-        self._intake.continue_from(request_id, ids, params, drawn, salt=salt)
+        self._intake.continue_from(request_id, ids, params, drawn, salt=salt, caller=caller)
         return True
 
     def abort(self, request_id: str) -> RequestOutput:

@@ -46,6 +46,7 @@ class RequestIntake:
         request_id: str | None,
         stream: StreamMode,
         metadata: Mapping[str, Scalar] | None = None,
+        caller: int = 0,
     ) -> str:
         """See `DynamicInferenceEngine.add_request`."""
         params = params if params is not None else SamplingParams()
@@ -67,7 +68,7 @@ class RequestIntake:
                 f"request id {request_id!r} is already in the engine; choose another or {remedy} first"
             )
         text, ids = self._input.tokenize(prompt)
-        return self.queue(request_id, text, ids, params, stream, salt_of(prompt))
+        return self.queue(request_id, text, ids, params, stream, salt_of(prompt), caller)
 
     def add_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -86,23 +87,37 @@ class RequestIntake:
         ]
 
     def queue(
-        self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, stream: StreamMode, salt: str
+        self,
+        request_id: str,
+        text: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        stream: StreamMode,
+        salt: str,
+        caller: int = 0,
     ) -> str:
         """Queue a request under a free id -> the id. Every rank of an engine calls it for each request."""
-        requests = self._input.build(request_id, ids, params, salt=salt)
+        requests = self._input.build(request_id, ids, params, salt=salt, caller=caller)
         state = self._output.open(request_id, text, ids, params, stream, requests)
         self._scheduler.add(requests[0])
         self._snapshots.accepted(state)
-        self._outbox.add(request_id, text, ids, params, stream=stream, salt=salt)
+        self._outbox.add(request_id, text, ids, params, stream=stream, salt=salt, caller=caller)
         for listener in self._loop.listeners:
             listener.on_add(request_id, ids, params, self._loop.num_steps)
         return request_id
 
     def continue_from(
-        self, request_id: str, ids: list[int], params: SamplingParams, drawn: Sequence[DrawnSequence], *, salt: str
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        drawn: Sequence[DrawnSequence],
+        *,
+        salt: str,
+        caller: int,
     ) -> None:
         """See `DynamicInferenceEngine.continue_request`."""
-        requests = self._input.build(request_id, ids, params, salt=salt)
+        requests = self._input.build(request_id, ids, params, salt=salt, caller=caller)
         if len(drawn) != len(requests):
             raise RequestError(f"{len(drawn)} sequences to continue, the request has n={len(requests)}")
         requests[0].siblings = ()  # each sequence begins with tokens of its own

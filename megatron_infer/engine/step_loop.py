@@ -72,7 +72,7 @@ class StepLoop:
         self.was_idle = True
         """Whether all was idle after the last step; True before the first. Equal on every rank, unlike `is_idle`: the
         leader may have requests that the other ranks do not have yet."""
-        self._scheduler, self._executor, self._weights, self._grammars = scheduler, executor, weights, grammars
+        self._scheduler, self._executor, self._weights, self.grammars = scheduler, executor, weights, grammars
         self._observers, self._check_invariants, self._verifier = tuple(observers), config.check_invariants, verifier
         one_stage = config.max_steps_in_flight + bool(config.overlap) - 1
         self._ahead = scheduler.num_micro_batches - 1 if scheduler.num_micro_batches > 1 else one_stage
@@ -255,7 +255,7 @@ class StepLoop:
         """
         if needs_host_tokens(plan):
             self._finish_steps(outputs)
-        return self._grammars.masks(plan.sampled, plan.prefill) if self._executor.runner.draws else None
+        return self.grammars.masks(plan.sampled, plan.prefill) if self._executor.runner.draws else None
 
     def _finish_steps(self, outputs: list[RequestOutput], *, leave: int = 0) -> None:
         """Read the steps in flight except the last `leave`, commit what they drew, and append to `outputs`.
@@ -292,7 +292,7 @@ class StepLoop:
     def _why_nothing(self, request: Request) -> InferenceError:
         """Why a request drew no token."""
         try:
-            refusal = None if request.params.structured is None else self._grammars.refusal(request)
+            refusal = None if request.params.structured is None else self.grammars.refusal(request)
         except InferenceError as error:  # its grammar was dropped from the cache and no longer compiles
             return error
         return refusal or FailedStep("the model's logits are not finite; check its weights and dtype")
@@ -304,7 +304,7 @@ class StepLoop:
             if request.params.structured is None:
                 continue
             try:
-                reason = FinishReason.STOP if self._grammars.advance(request) else None
+                reason = FinishReason.STOP if self.grammars.advance(request) else None
             except InferenceError as error:
                 self.output_processor.set_error(request, error)
                 reason = FinishReason.ERROR

@@ -179,7 +179,9 @@ class InputProcessor:
         """Tokens that end the output."""
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
 
-    def build(self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str = "") -> list[Request]:
+    def build(
+        self, request_id: str, ids: list[int], params: SamplingParams, *, salt: str = "", caller: int = 0
+    ) -> list[Request]:
         """The n sequences of a request; the first has the others as its siblings. salt: see `salt_of`."""
         max_total = self.check(ids, params)
         self.check_params(params)
@@ -197,6 +199,7 @@ class InputProcessor:
                 seed=seed if index == 0 else derive_seed(seed, index),
                 stop_ids=stop_ids,
                 cache=CacheUse(allowed=_may_share(params), salt=salt),
+                caller=caller,
             )
             for index in range(params.n)
         ]

@@ -2,6 +2,9 @@
 
     GrammarCache --template, copied--> matcher of a request --its tokens--> mask, or complete
 
+Masks are made in the step that needs them. Those of a grammar that has had a slow one are made in threads next to the
+steps, as soon as the token before is known; until its mask is there a request is held out of the steps.
+
 A matcher's state follows from the request's tokens alone: a request that was away is matched again from its first.
 Where drafts are verified, the matcher walks them, a mask for each position, and is rolled back.
 """
@@ -10,18 +13,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import InferenceError, RequestError
 from megatron_infer.sampling.token_masks import TokenMasks
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import PrefillChunk
 from megatron_infer.text.grammar import GrammarCache, one_line
+from megatron_infer.utils.turn_pool import TurnPool
 
+MOMENT_S = 0.02
 NUM_TIMED, PARALLEL_S = 4, 0.005
 """The first NUM_TIMED masks are made in turn; threads share the others if they would take longer than PARALLEL_S."""
 
@@ -33,6 +41,8 @@ class _Match:
     request: Request
     matcher: Any
     num_seen: int = 0
+    made: tuple[int, Future[np.ndarray]] | None = None
+    """The mask that is made next to the steps, and the tokens of the request that it follows."""
 
 
 class Grammars:
@@ -41,7 +51,70 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.cache = GrammarCache(tokenizer, vocab_size)
         self._executor: Any = None
+        self._pool = TurnPool(min(2, os.cpu_count() or 1), "megatron-infer-masks")
         self._matches: dict[str, _Match] = {}
+
+    def prepare(self, wanted: StructuredOutput | None, caller: int) -> Future[Any] | None:
+        """Begin to compile what a request needs; None: nothing. From any thread."""
+        return None if wanted is None else self.cache.compile(wanted, caller)
+
+    # ------------------------------------------------------------------ masks made next to the steps
+
+    def without_held(
+        self, requests: Iterable[tuple[str, Sequence[Request]]], among: Collection[str] | None, *, waits: bool
+    ) -> Collection[str] | None:
+        """`among` (ids; None: all of `requests`) less those whose next mask is still being made.
+
+        requests: (id, sequences). waits: for a moment, where none is left.
+        """
+        if not self.cache.slow:
+            return among
+        left: set[str] = set()
+        all_making: list[Future[Any]] = []
+        for request_id, sequences in requests:
+            if among is not None and request_id not in among:
+                continue
+            held = [making for one in sequences if (making := self._held(one)) is not None]
+            all_making += held
+            if not held:
+                left.add(request_id)
+        if waits and all_making and not left:
+            wait(all_making, timeout=MOMENT_S, return_when=FIRST_COMPLETED)
+        return left if all_making else among
+
+    def _held(self, request: Request) -> Future[Any] | None:
+        """What a request waits for before it may be in a step; None: nothing."""
+        if request.params.structured not in self.cache.slow or request.finish_reason is not None:
+            return None
+        if request.in_flight:
+            return Future()
+        made = self._make(request)
+        return None if made.done() else made
+
+    def _make(self, request: Request) -> Future[np.ndarray]:
+        """Have the mask behind the request's tokens made in a thread, in its caller's turn; all are on the host."""
+        match = self._match(request)
+        if match.made is None or match.made[0] != len(request.tokens):
+            self._consume(match)
+            match.made = len(request.tokens), self._pool.submit(request.caller, partial(self._mask_behind, match))
+        return match.made[1]
+
+    def _mask_behind(self, match: _Match) -> np.ndarray:
+        mask_W: np.ndarray = np.full(self._num_words, -1, dtype=np.int32)
+        self._compute(match, mask_W)
+        return mask_W
+
+    def _compute(self, match: _Match, mask_W: np.ndarray) -> None:
+        began = time.thread_time()
+        match.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        assert match.request.params.structured is not None
+        self.cache.took(match.request.params.structured, time.thread_time() - began)
+
+    @property
+    def _num_words(self) -> int:
+        return -(-int(self.cache.vocabulary.vocab_size) // 32)
+
+    # ------------------------------------------------------------------ in a step
 
     def masks(self, sampled: Sequence[Request], chunks: Sequence[PrefillChunk] = ()) -> TokenMasks | None:
         """Masks of a step's sampled positions; all tokens of their requests must be on the host.
@@ -73,9 +146,8 @@ class Grammars:
                     matched.append((match, row))
             except InferenceError:  # its grammar was dropped from the cache and no longer compiles
                 failed.append(row)
-        num_words = -(-int(self.cache.vocabulary.vocab_size) // 32)
-        bits_GW = np.full((len(index), num_words), -1, dtype=np.int32)
-        self._fill([(match.matcher, row) for match, row in matched], bits_GW)
+        bits_GW = np.full((len(index), self._num_words), -1, dtype=np.int32)
+        self._fill(matched, bits_GW)
         for match, row in matched:
             self._allow_ends(match, bits_GW[row])
         for match, rows in walks.values():
@@ -95,7 +167,10 @@ class Grammars:
         self._consume(match)
         if match.matcher.is_error():
             raise _failed(match)
-        return bool(match.matcher.is_stopped())
+        ends = bool(match.matcher.is_stopped())
+        if not ends and request.params.structured in self.cache.slow:
+            self._make(request)
+        return ends
 
     def num_allowed(self, request: Request, tokens: Sequence[int]) -> int:
         """How many of `tokens` may follow the request's and do not end its text; all of its tokens are on the host."""
@@ -113,8 +188,8 @@ class Grammars:
         match = self._match(request)
         if match.matcher.is_error():
             return _failed(match)
-        params, vocabulary = request.params, self.cache.vocabulary
-        mask: np.ndarray = np.zeros(-(-int(vocabulary.vocab_size) // 32), dtype=np.int32)
+        params = request.params
+        mask: np.ndarray = np.zeros(self._num_words, dtype=np.int32)
         match.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if match.matcher.is_error():
             return _failed(match)
@@ -136,6 +211,8 @@ class Grammars:
             match = self._match(request)
         except InferenceError:  # its grammar was dropped from the cache and no longer compiles
             return None
+        if match.made is not None:  # a matcher is for one thread at a time, and all ranks draft alike
+            match.made[1].result()
         self._consume(match)
         return None if match.matcher.is_error() or match.matcher.is_stopped() else match.matcher
 
@@ -167,14 +244,19 @@ class Grammars:
         if num_walked:
             matcher.rollback(num_walked)
 
-    def _fill(self, jobs: list[tuple[Any, int]], bits_GW: np.ndarray) -> None:
+    def _fill(self, matched: list[tuple[_Match, int]], bits_GW: np.ndarray) -> None:
+        jobs = []
+        for match, row in matched:
+            if match.made is not None and match.made[0] == len(match.request.tokens):
+                bits_GW[row] = match.made[1].result()
+            else:
+                jobs.append((match, row))
         begun = time.perf_counter()
-        for done, (matcher, row) in enumerate(jobs):
+        for done, (match, row) in enumerate(jobs):
             if done == NUM_TIMED and (time.perf_counter() - begun) * (len(jobs) - done) > PARALLEL_S * done:
-                self._fill_in_threads(jobs[done:], bits_GW)
+                self._fill_in_threads([(match.matcher, row) for match, row in jobs[done:]], bits_GW)
                 return
-            mask = bits_GW[row]
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._compute(match, bits_GW[row])
 
     def _fill_in_threads(self, jobs: list[tuple[Any, int]], bits_GW: np.ndarray) -> None:
         if self._executor is None:

@@ -122,6 +122,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Token ids that end it (model EOS ids unless ignore_eos, plus stop_token_ids), from min_tokens on."""
     cache: CacheUse = CacheUse()
+    caller: int = 0
+    """Whose share of rows and steps it takes, see `CallerShares`; decides when it draws, not what."""
     siblings: tuple[Request, ...] = ()
     """Leader of an n > 1 group only: the others, which share its prompt and wait until they are forked from it."""
     status: Status = Status.WAITING

@@ -71,6 +71,7 @@ class ChatCompletions:
         check_model(client, body.model)
         parsed = ParsedBody(
             sampling=sampling_of(body, self._settings),
+            caller=call.caller,
             template=dict(body.chat_template_kwargs or {}),
             ignored=call.ignored,
         )

@@ -62,7 +62,7 @@ class Completions:
         body: CompletionBody = call.body
         client = self._client
         check_model(client, body.model)
-        parsed = ParsedBody(sampling=sampling_of(body, self._settings), ignored=call.ignored)
+        parsed = ParsedBody(sampling=sampling_of(body, self._settings), caller=call.caller, ignored=call.ignored)
         await self._fields.apply(ROUTE, body, parsed)
         self._apply_limits(body, parsed.sampling)
         params = params_from(parsed.sampling)

@@ -37,6 +37,8 @@ class ParsedBody:
 
     sampling: dict[str, Any]
     """Fields of SamplingParams by name."""
+    caller: str = ""
+    """Whose turn it is to have a grammar compiled."""
     tools: list[dict[str, Any]] | None = None
     """Tools for the chat template."""
     call_format: CallFormat = HERMES

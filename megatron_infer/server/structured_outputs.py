@@ -18,7 +18,7 @@ from megatron_infer.errors import RequestError
 from megatron_infer.server.call_limits import turned_off
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ExtraField, ParsedBody
-from megatron_infer.server.http_errors import ApiError, bad_request
+from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.grammar import COMPILE_TIMEOUT_S, GrammarCache, timed_out
@@ -102,17 +102,18 @@ class StructuredOutputFields:
                     raise RequestError("another field says what the answer must be; give one")
             except RequestError as error:
                 raise _refused(name, error) from None
-            parsed.sampling["structured"] = await self.compiled(name, values)
+            parsed.sampling["structured"] = await self.compiled(name, values, parsed.caller)
 
         return apply
 
-    async def compiled(self, name: str, values: dict[str, Any]) -> StructuredOutput:
-        """A StructuredOutput of these fields, checked and compiled. Raises ApiError 400, blaming the field `name`."""
+    async def compiled(self, name: str, values: dict[str, Any], caller: str = "") -> StructuredOutput:
+        """A StructuredOutput of these fields, checked and compiled in the caller's turn. Raises ApiError 400, blaming
+        the field `name`, and 503 where others' turns took too long."""
         if not self._settings.enable_structured_output:  # before it costs anything
             raise turned_off("structured output", "enable_structured_output", name)
         try:
             structured = await self._client.run_in_thread(self._checked, values)
-            await self._compile(structured)
+            await self._compile(structured, caller)
         except RequestError as error:
             raise _refused(name, error) from None
         return structured
@@ -145,13 +146,22 @@ class StructuredOutputFields:
             check_schema(json.loads(str(structured.json_schema)), max_depth=self._settings.max_schema_depth)
         return structured
 
-    async def _compile(self, structured: StructuredOutput) -> None:
-        """Wait for the grammar, which compiles in threads other than tokenization's. Raises RequestError."""
+    async def _compile(self, structured: StructuredOutput, caller: str) -> None:
+        """Wait for the grammar, which compiles in threads other than tokenization's. Raises RequestError and ApiError.
+
+        A grammar whose calls have all left is not compiled.
+        """
+        future = self._grammars.compile(structured, caller)
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                await asyncio.shield(asyncio.wrap_future(self._grammars.compile(structured)))
+                await asyncio.shield(asyncio.wrap_future(future))
         except TimeoutError:
-            raise timed_out(structured) from None
+            if future.running():
+                raise timed_out(structured) from None
+            text = f"{structured.kind}: others were compiled for {COMPILE_TIMEOUT_S:g} s, and this one has not begun"
+            raise unavailable(f"{text}; send it again", "grammars_waiting") from None
+        finally:
+            self._grammars.leave(future)
 
 
 def _refused(name: str, error: RequestError) -> ApiError:

@@ -178,6 +178,7 @@ class EchoEngine:
         *,
         request_id: str | None = None,
         stream: Any = "delta",
+        caller: int = 0,
     ) -> str:
         """Queue a prompt of token ids. Of `params` act: tokens, n, seed, temperature, logprobs, detokenize, pooling."""
         params = SamplingParams() if params is None else params
@@ -192,7 +193,14 @@ class EchoEngine:
         return request_id
 
     def continue_request(
-        self, request_id: str, ids: list[int], params: SamplingParams, drawn: Sequence[DrawnSequence], *, salt: str = ""
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        drawn: Sequence[DrawnSequence],
+        *,
+        salt: str = "",
+        caller: int = 0,
     ) -> bool:
         """Go on behind tokens that another engine drew."""
         self._queue(request_id, ids, params, [list(one.token_ids) for one in drawn], salt)

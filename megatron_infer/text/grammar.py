@@ -7,16 +7,32 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
+from megatron_infer.utils.turn_pool import TurnPool
 
 COMPILE_TIMEOUT_S = 30.0
 """Longest wait for a grammar; llguidance's fuel limits the work of one to about a second."""
+LIMITS = {
+    "max_grammar_size": 500_000,
+    "initial_lexer_fuel": 1_000_000,
+    "max_lexer_states": 250_000,
+    "max_items_in_row": 2_000,
+    "step_max_items": 50_000,
+    "step_lexer_fuel": 200_000,
+}
+"""llguidance's `LLParserLimits`. The first two end a compilation after about a second. The others end a request whose
+next mask or token would take more than about 50 ms of a processor; they count work, so that all ranks end it alike."""
+SLOW_MASK_S, QUICK_MASKS = 0.002, 64
+"""Masks of a grammar are made next to the steps once one has taken SLOW_MASK_S of a processor, until so many in a row
+take less."""
 MAX_KEPT = 256
 """Most compiled grammars, and compile errors, that are kept; the least recently used are dropped."""
 
@@ -48,25 +64,42 @@ class GrammarCache:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutput, Future[Any]] = OrderedDict()
-        self._threads: ThreadPoolExecutor | None = None
+        self._num_waiting: Counter[Future[Any]] = Counter()
+        """Calls that wait for a grammar."""
+        self._pool: TurnPool | None = None
         self._vocabulary_lock = threading.Lock()
+        self.slow: dict[StructuredOutput, int] = {}
+        """Grammars whose masks are made next to the steps -> quick masks until that ends."""
         self.vocabulary: Any = None
         """See `grammar_vocabulary`; None until the first grammar is compiled."""
 
-    def compile(self, wanted: StructuredOutput) -> Future[Any]:
-        """Compile in a thread -> a future of llguidance's matcher, to be copied; it fails with RequestError."""
+    def compile(self, wanted: StructuredOutput, caller: Hashable = 0) -> Future[Any]:
+        """Compile in a thread, callers in turn -> a future of llguidance's matcher, to be copied; it fails with
+        RequestError. Who waits no longer says so by `leave`."""
         with self._lock:
-            found = self._compiled.get(wanted)
-            if found is not None:
-                self._compiled.move_to_end(wanted)
-                return found
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(2, thread_name_prefix="megatron-infer-grammar")
-            future = self._threads.submit(self._compile, wanted)
-            self._compiled[wanted] = future
+            future = self._compiled.get(wanted)
+            if future is None or future.cancelled():
+                future = self._compiled[wanted] = Future()
+                future.add_done_callback(lambda done: self._num_waiting.pop(done, None))
+            self._compiled.move_to_end(wanted)
+            if future.done():
+                return future
+            self._num_waiting[future] += 1
+            if not future.running():
+                if self._pool is None:
+                    self._pool = TurnPool(2, "megatron-infer-grammar")
+                self._pool.submit(caller, partial(self._compile, wanted), future)
             while len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
         return future
+
+    def leave(self, future: Future[Any]) -> None:
+        """One call less waits for `future`, which `compile` returned; a grammar that no call waits for is not begun."""
+        with self._lock:
+            if not future.done():
+                self._num_waiting[future] -= 1
+                if not self._num_waiting[future]:
+                    future.cancel()
 
     def check(self, wanted: StructuredOutput) -> None:
         """Compile and wait. Raises RequestError if it fails, or takes longer than COMPILE_TIMEOUT_S."""
@@ -74,10 +107,24 @@ class GrammarCache:
 
     def template(self, wanted: StructuredOutput) -> Any:
         """The compiled matcher, to be copied; waits and raises as `check` does."""
+        future = self.compile(wanted)
         try:
-            return self.compile(wanted).result(COMPILE_TIMEOUT_S)
+            return future.result(COMPILE_TIMEOUT_S)
         except TimeoutError:
             raise timed_out(wanted) from None
+        finally:
+            self.leave(future)
+
+    def took(self, wanted: StructuredOutput, seconds: float) -> None:
+        """A mask of `wanted` has taken so many seconds of a processor."""
+        if seconds > SLOW_MASK_S:
+            self.slow[wanted] = QUICK_MASKS
+            if len(self.slow) > MAX_KEPT:
+                self.slow.pop(next(iter(self.slow)), None)
+        elif (left := self.slow.get(wanted)) is not None:
+            self.slow[wanted] = left - 1
+            if left <= 1:
+                self.slow.pop(wanted, None)
 
     def _compile(self, wanted: StructuredOutput) -> Any:
         with self._vocabulary_lock:
@@ -87,15 +134,17 @@ class GrammarCache:
 
         try:
             text = _grammar_text(wanted)
-            template = LLMatcher(self.vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+            limits = LLParserLimits(verbose_errors=False, **LIMITS)
+            template = LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
         except RequestError:
             raise
         except BaseException as error:  # a panic in the library is no Exception
             raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
         if template.is_error():
             raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")
-        first = template.deep_copy()
+        first, began = template.deep_copy(), time.thread_time()
         first.compute_bitmask()
+        self.took(wanted, time.thread_time() - began)
         if first.is_error():
             reason = one_line(first.get_error())
             raise RequestError(f"{wanted.kind}: nothing can begin with it, as with references in a circle ({reason})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +74,43 @@ def test_no_feature_changes_an_answer(name, alone):
     assert counters["evicted"] > 0 or name in ("overlap", "few rows", "drafts")
     found = engine.spec_decode_metrics()
     assert found is None or 20 < found.num_accepted < found.num_drafted
+
+
+@pytest.mark.parametrize("name", ["overlap", "ugly", "ugly with drafts"])
+def test_masks_made_next_to_the_steps_change_no_answer(name, alone, monkeypatch):
+    made = []
+    whole = Grammars._mask_behind
+    monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 0.0)
+    monkeypatch.setattr(Grammars, "_mask_behind", lambda self, match: made.append(1) or whole(self, match))
+    engine = make_engine(**FEATURES[name])
+    assert run(engine, workload()) == alone
+    assert made and not engine.output_processor.num_structured
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("overlap", [False, True])
+def test_masks_that_take_long_hold_their_own_request_alone(overlap, monkeypatch):
+    """The masks behind its second token on take until they are let go."""
+    go, whole = threading.Event(), Grammars._mask_behind
+
+    def held(self, match):
+        assert len(match.request.tokens) == 1 or go.wait(60)
+        return whole(self, match)
+
+    monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 0.0)
+    monkeypatch.setattr(Grammars, "_mask_behind", held)
+    engine = make_engine(overlap=overlap)
+    slow = engine.add_request([7], structured(regex="[ab]{20}"), stream="final")
+    other = engine.add_request([8], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True), stream="final")
+    ended: dict = {}
+    while other not in ended:
+        ended |= {one.request_id: one for one in engine.step()}
+    assert slow not in ended
+    go.set()
+    while slow not in ended:
+        ended |= {one.request_id: one for one in engine.step()}
+    alone = make_engine(overlap=overlap).generate([[7]], [structured(regex="[ab]{20}")])[0]
+    assert ended[slow].outputs[0].token_ids == alone.outputs[0].token_ids and len(alone.outputs[0].text) == 20
 
 
 @pytest.mark.parametrize("method", ["grammar", ("draft", "grammar")], ids=str)

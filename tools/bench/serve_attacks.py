@@ -1,9 +1,14 @@
-"""Attacks on a server by one stranger, and what they cost all others: a table in Markdown.
+"""Attacks on a server by strangers, and what they cost all others: two tables in Markdown.
 
-    python tools/bench/serve_attacks.py [--model smollm2]
+    python tools/bench/serve_attacks.py [--model smollm2] [--part limits|callers]
 
-During each attack two others ask for /health and for one token again and again. The last two rows: 400 connections that
-send nothing at a server that was started with 256 descriptors, and three streams while the HTTP process stands still.
+limits: during each attack two others ask for /health and for one token again and again. The last two rows: 400
+connections that send nothing at a server that was started with 256 descriptors, and three streams while the HTTP
+process stands still.
+
+callers: strangers at addresses of their own take as much as they get, and another caller streams short replies, one
+after the other, every second of them to a pattern of its own. Its times alone and beside each attack are measured in
+turns; ratios are of the p99 of all turns.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import resource
@@ -24,7 +30,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from serve_case import Server, served, stream
+from serve_case import Heard, Server, quantile, served, stream
 
 JSON = {"Content-Type": "application/json"}
 
@@ -136,10 +142,139 @@ async def stopped(server: Server, seconds: float) -> str:
     return ", ".join(one.error[:60] or f"{one.num_tokens} tokens" for one in await asyncio.gather(*streams))
 
 
+# ---------------------------------------------------------------------- callers
+
+TURN_S, NUM_TURNS, PATIENCE_S = 12.0, 3, 30.0
+LETTERS = " | ".join(f'"{letter}"' for letter in "abcdefghij")
+LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0}
+
+
+def schema(number: int) -> dict[str, Any]:
+    """One that compiles for about a tenth of a second, unlike any other number's."""
+    fields = {f"field_{number}_{index}": {"type": "string", "maxLength": 20} for index in range(300)}
+    return {"type": "object", "properties": fields, "required": sorted(fields), "additionalProperties": False}
+
+
+async def again_and_again(server: Server, source: str, bodies: Callable[[int], dict[str, Any]], at_once: int) -> None:
+    """Streams of one caller, so many at once, until it is cancelled."""
+
+    async def one(lane: int) -> None:
+        for number in itertools.count(lane, at_once):
+            heard = await stream(server.url, bodies(number), source=source)
+            if heard.error:
+                await asyncio.sleep(0.1)
+
+    await asyncio.gather(*(one(lane) for lane in range(at_once)))
+
+
+async def unread(server: Server, source: str) -> None:
+    """Streams that are asked for and not read, until it is cancelled."""
+    body = {"prompt": "Tell me", "n": 16, "stream": True, "logprobs": 5, **LONG}
+    parts, data = urlsplit(server.url), json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+    writers: list[asyncio.StreamWriter] = []
+    try:
+        while True:
+            while len(writers) < 6:
+                address = {"limit": 256, "local_addr": (source, 0)}
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port, **address)
+                writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+                writers.append(writer)
+            await asyncio.sleep(0.5)
+            writers = [writer for writer in writers if not writer.transport.is_closing()]
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+
+
+def callers_attacks(server: Server) -> dict[str, Callable[[], Any]]:
+    """Name -> what makes the coroutine of an attack."""
+    rows = {"prompt": "Once upon a time", "n": 128, **LONG}
+    ambiguous = {"prompt": "Letters:", "n": 4, "guided_grammar": f"start: e\ne: e e | {LETTERS}", **LONG}
+
+    def schemas(number: int) -> dict[str, Any]:
+        return {"prompt": "JSON:", "guided_json": schema(number + int(1e6 * time.monotonic())), "max_tokens": 8}
+
+    return {
+        "n=128, 8 at once": lambda: again_and_again(server, "127.0.0.2", lambda _: rows, 8),
+        "150 schemas at once": lambda: again_and_again(server, "127.0.0.3", schemas, 150),
+        "an ambiguous grammar, 4 at once": lambda: again_and_again(server, "127.0.0.4", lambda _: ambiguous, 4),
+        "6 streams of n=16 that are not read": lambda: unread(server, "127.0.0.5"),
+    }
+
+
+async def another(server: Server, seconds: float) -> list[Heard]:
+    """Replies to another caller within so many seconds."""
+    replies: list[Heard] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        number = time.monotonic_ns()
+        body = {"prompt": f"Write a line about the number {number % 1000}:", "max_tokens": 12, "ignore_eos": True}
+        if len(replies) % 2:
+            body["guided_regex"] = f"[a-z ]{{200}}{number}"
+        asking = asyncio.create_task(stream(server.url, {"temperature": 0, **body}, source="127.0.0.9"))
+        await asyncio.wait([asking], timeout=PATIENCE_S)
+        if not asking.done():
+            asking.cancel()
+            now = time.perf_counter()
+            replies.append(Heard(began=now - PATIENCE_S, ended=now, error=f"no end within {PATIENCE_S:g} s"))
+            continue
+        replies.append(asking.result())
+    return replies
+
+
+def figures(replies: list[Heard]) -> tuple[list[float], list[float], int]:
+    """(seconds to the first token, seconds between tokens, errors)."""
+    whole = [one for one in replies if not one.error]
+    gaps = [later - sooner for one in whole for sooner, later in itertools.pairwise(one.times)]
+    return [one.ttft for one in whole], gaps, len(replies) - len(whole)
+
+
+async def beside(server: Server, attacks: list[Callable[[], Any]], name: str) -> None:
+    """Print the row of an attack."""
+    heard: dict[bool, list[Heard]] = {False: [], True: []}
+    for turn in range(2 * NUM_TURNS):
+        tasks = [asyncio.create_task(attack()) for attack in attacks] if turn % 2 else []
+        await asyncio.sleep(3.0)
+        heard[bool(turn % 2)] += await another(server, TURN_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(2.0)
+    cells = [name]
+    (first_alone, gaps_alone, _), (first, gaps, errors) = figures(heard[False]), figures(heard[True])
+    for alone, attacked in ((first_alone, first), (gaps_alone, gaps)):
+        for q in (0.5, 0.99):
+            one, other = 1e3 * quantile(alone, q), 1e3 * quantile(attacked, q)
+            cells.append(f"{one:,.0f}, {other:,.0f}: {other / one:.1f}x")
+    print(f"| {' | '.join(cells)} | {len(first)}, {errors} |", flush=True)
+    for one in [one for one in heard[True] if one.error][:2]:
+        print(f"<!-- {one.error[:200]} -->", flush=True)
+
+
+async def callers(model: str) -> None:
+    print("| attack | first token, ms: p50 alone, attacked | p99 | between tokens, ms: p50 | p99 | replies, errors |")
+    print("|---|---|---|---|---|---|")
+    with served(model, "--threads", "1") as server:
+        attacks = callers_attacks(server)
+        await another(server, 5.0)
+        for name, attack in attacks.items():
+            await beside(server, [attack], name)
+        await beside(server, list(attacks.values()), "all of them")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2")
-    model = parser.parse_args().model
+    parser.add_argument("--part", choices=["limits", "callers"])
+    given = parser.parse_args()
+    if given.part != "callers":
+        limits(given.model)
+    if given.part != "limits":
+        asyncio.run(callers(given.model))
+
+
+def limits(model: str) -> None:
     print("| attack | its outcome | others: /health, ms at most | one token, ms at most | HTTP process, MiB |")
     print("|---|---|---|---|---|")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -104,11 +104,14 @@ class Heard:
         return self.ended - self.began
 
 
-async def stream(url: str, body: dict[str, Any], *, pause_s: float = 0.0, limit: int = 1 << 16) -> Heard:
-    """A streamed completion; a connection of its own. pause_s: a reader that rests so long after each 256 bytes."""
+async def stream(
+    url: str, body: dict[str, Any], *, pause_s: float = 0.0, limit: int = 1 << 16, source: str | None = None
+) -> Heard:
+    """A streamed completion; a connection of its own. pause_s: a reader that rests so long after each 256 bytes.
+    source: the address that it comes from."""
     heard = Heard(began=time.perf_counter())
     try:
-        async for event in events(url, {**body, "stream": True}, pause_s, limit):
+        async for event in events(url, {**body, "stream": True}, pause_s, limit, source):
             if "error" in event:
                 heard.error = event["error"]["message"]
                 break
@@ -124,9 +127,12 @@ async def stream(url: str, body: dict[str, Any], *, pause_s: float = 0.0, limit:
     return heard
 
 
-async def events(url: str, body: dict[str, Any], pause_s: float, limit: int) -> AsyncIterator[dict[str, Any]]:
+async def events(
+    url: str, body: dict[str, Any], pause_s: float, limit: int, source: str | None = None
+) -> AsyncIterator[dict[str, Any]]:
     parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=limit)
+    local = None if source is None else (source, 0)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=limit, local_addr=local)
     try:
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"

@@ -1,0 +1,86 @@
+"""One caller who takes what it gets delays others by no more than its turn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from server_case import post, serving, tokenizer, wait_for
+
+from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.server import structured_outputs
+from megatron_infer.text.grammar import GrammarCache
+
+pytestmark = pytest.mark.security
+COMPLETIONS = "/v1/completions"
+
+
+def post_from(case, address, *, timeout=60.0, **body):
+    """A completion asked for by the caller of an address."""
+    transport = httpx.HTTPTransport(local_address=address)
+    with httpx.Client(base_url=case.url, transport=transport, timeout=timeout) as http:
+        return http.post(COMPLETIONS, json={"prompt": [1, 2, 3], "max_tokens": 3, **body})
+
+
+class Compiling:
+    """Grammars that compile when they may, one of a caller's at a time, in the order `begun`."""
+
+    def __init__(self, monkeypatch, *, holds):
+        self.begun, self.go = [], threading.Event()
+        whole = GrammarCache._compile
+
+        def compile_held(cache, wanted):
+            self.begun.append(wanted.regex)
+            if holds(wanted.regex):
+                assert self.go.wait(60)
+            return whole(cache, wanted)
+
+        monkeypatch.setattr(GrammarCache, "_compile", compile_held)
+
+
+def test_callers_take_turns_to_have_grammars_compiled(monkeypatch):
+    compiling = Compiling(monkeypatch, holds=lambda regex: regex == "a0")
+    cache = GrammarCache(tokenizer(), 0)
+    many = [cache.compile(StructuredOutput(regex=f"a{i}"), caller=1) for i in range(100)]
+    wait_for(lambda: compiling.begun == ["a0"])
+    cache.compile(StructuredOutput(regex="b"), caller=2).result(20)  # beside the first of another caller
+    shared = cache.compile(StructuredOutput(regex="a99"), caller=3)  # which waits behind 98 others
+    shared.result(20)
+    assert compiling.begun == ["a0", "b", "a99"] and not many[1].done()
+    compiling.go.set()
+    for one in many:
+        one.result(20)
+    assert sorted(compiling.begun) == sorted({*compiling.begun})
+
+
+def test_schemas_of_one_caller_neither_delay_anothers_nor_blame_it(monkeypatch):
+    compiling = Compiling(monkeypatch, holds=lambda regex: regex.startswith("held"))
+    monkeypatch.setattr(structured_outputs, "COMPILE_TIMEOUT_S", 5.0)
+    with serving() as case, ThreadPoolExecutor(40) as threads:
+        asked = [threads.submit(post_from, case, "127.0.0.2", guided_regex=f"held{i}") for i in range(20)]
+        wait_for(lambda: len(compiling.begun) == 1)
+        assert post_from(case, "127.0.0.3", guided_regex="b").status_code == 200
+        replies = [one.result(60) for one in asked]
+        compiling.go.set()
+    begun = [one for one in replies if one.status_code == 400]
+    waited = [one for one in replies if one.status_code == 503]
+    assert len(begun) == 1 and "make it smaller" in begun[0].json()["error"]["message"]
+    assert len(waited) == 19 and all("retry-after" in one.headers for one in waited)
+    assert all("smaller" not in one.json()["error"]["message"] for one in waited)
+
+
+def test_grammar_of_a_caller_who_has_left_is_not_compiled(monkeypatch):
+    compiling = Compiling(monkeypatch, holds=lambda regex: regex == "held")
+    with serving() as case, ThreadPoolExecutor(2) as threads:
+        held = threads.submit(post_from, case, "127.0.0.2", guided_regex="held")
+        wait_for(lambda: compiling.begun == ["held"])
+        with pytest.raises(httpx.ReadTimeout):
+            post_from(case, "127.0.0.2", guided_regex="gone", timeout=0.5)
+        time.sleep(0.5)
+        compiling.go.set()
+        held.result(60)
+        assert post(case, COMPLETIONS, prompt=[1], guided_regex="next").status_code == 200
+    assert compiling.begun == ["held", "next"]
