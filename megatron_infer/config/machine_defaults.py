@@ -17,6 +17,8 @@ CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
 CPU_STEP_TOKENS = 512
 """Tokens of one step on a CPU by default: longer prompts are chunked, so that other requests wait a quarter of a second
 for a token."""
+SPREADING_ALPHA = 0.5
+"""Weight of cached prefixes against free rows where no policy of routing is asked for."""
 MAX_DEFAULT_CACHED_STATES = 64
 """The most recurrent states that the prefix cache keeps by default; they take at most an eighth of the buffer."""
 
@@ -54,6 +56,8 @@ def machine_config(
     A default that contradicts an option asked for is dropped, or rounded where the ranks need a multiple.
     """
     base = machine_defaults(is_cuda=is_cuda, available_bytes=available_bytes)
+    if "prefix_caching_coordinator_policy" not in asked:
+        base["prefix_caching_routing_alpha"] = SPREADING_ALPHA
     if asked.get("enable_prefix_caching") is False:
         base.pop("prefix_caching_eviction_policy")
     if asked.get("enable_chunked_prefill") is False:

@@ -84,7 +84,9 @@ def test_the_table_has_the_fields_of_the_installed_class():
     }
     converted = InferenceConfig.from_megatron(Theirs())
     assert converted == dataclasses.replace(
-        InferenceConfig(), prefix_caching_coordinator_policy=Theirs().prefix_caching_coordinator_policy.value
+        InferenceConfig(),
+        prefix_caching_coordinator_policy=Theirs().prefix_caching_coordinator_policy.value,
+        prefix_caching_routing_alpha=Theirs().prefix_caching_routing_alpha,
     )
 
 
