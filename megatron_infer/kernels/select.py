@@ -352,16 +352,12 @@ class _ChosenSampling:
 
 
 def _choose_sampling(
-    library: ctypes.CDLL | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    reasons: dict[str, str],
-    forced: str | None,
-    asked: str,
+    library: ctypes.CDLL | None, device: torch.device, reasons: dict[str, str], forced: str | None, asked: str
 ) -> _ChosenSampling:
     """asked: the option, "auto" or a name. A debugging variable that names attention and scan contradicts no name."""
     forced, by = _named(SAMPLING_OPTION, asked, None if forced not in BACKENDS and asked != AUTO else forced)
-    samplers, missing = backend_candidates.available(backend_candidates.SAMPLING, device, dtype, forced=forced)
+    logits = torch.float32
+    samplers, missing = backend_candidates.available(backend_candidates.SAMPLING, device, logits, forced=forced)
     _check_forced("sampling", forced, missing if asked == AUTO else reasons | missing, by=by)
     why = reasons | missing if asked == AUTO else {"others": f"{by}={asked}"}
     if samplers:
@@ -528,7 +524,7 @@ def choose(
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
         row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced, in_torch)
         rows.append(row)
-    draws = _choose_sampling(library, device, dtype, reasons, forced, sampling)
+    draws = _choose_sampling(library, device, reasons, forced, sampling)
     if draws.kernels is not None:
         argmax = draws.kernels.argmax
     rows += [BackendChoice("norms, activations", ops.name, reasons | missing), draws.row, linear_row]

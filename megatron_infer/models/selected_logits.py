@@ -93,7 +93,8 @@ class _Unrounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rounded: Tensor, values: list[Tensor]) -> Tensor:
         ctx.dtype = rounded.dtype
-        return values.pop()
+        found = values.pop()
+        return found.new_empty(0).set_(found)  # no view: a loss may overwrite it
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

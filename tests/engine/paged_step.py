@@ -30,7 +30,7 @@ class PlainOps:
         return F.linear(x, weight, bias)
 
     def fp32_linear(self, x, weight, bias, rows):
-        return self.linear(x.float(), weight[:rows].float(), None if bias is None else bias[:rows].float())
+        return F.linear(x.float(), weight[:rows].float(), None if bias is None else bias[:rows].float())
 
     def rms_norm(self, x, weight, eps):
         assert x.is_contiguous() and x.ndim == 2
