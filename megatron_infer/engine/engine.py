@@ -52,15 +52,15 @@ class DynamicInferenceEngine:
         config: InferenceConfig | None = None,
         *,
         tokenizer: TextCodec | None = None,
-        eos_ids: Sequence[int] | None = None,
+        eos_ids: Sequence[int] = (),
         device: str = "auto",
         model_name: str = "model",
         owns_weights: bool = False,
     ) -> None:
-        """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash.
+        """eos_ids: token ids that end a sequence, besides the tokenizer's. model_name enters the prefix hash.
         owns_weights: only the engine uses the model: a suspend may move its parameters, no step reads them for changes,
         on a CPU those that linears pack are freed (`weights.unpack()` and state dicts bring them back)."""
-        eos_ids = getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids
+        eos_ids = tuple(dict.fromkeys((*getattr(tokenizer, "eos_ids", ()), *eos_ids)))
         asked, named = config or InferenceConfig(), {"device": device, "name": model_name}
         built = build_engine(model, asked, tokenizer=tokenizer, eos_ids=eos_ids, owns=owns_weights, **named)
         setup = built.setup

@@ -30,6 +30,7 @@ from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.paged_manager import PagedKVCacheManager, attend
 from megatron_infer.pipelines.session import InferenceSession
 from megatron_infer.runner.batch import Batch
+from megatron_infer.text.end_ids import directory_end_ids
 from megatron_infer.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ def load_model(
         adapters.get(SAFETENSORS),
         return_logits,
     )
-    engine = foreign_engine(foreign, config, tokenizer=tokenizer, eos_ids=(*eos_ids_of(description), *own_ids))
+    engine = foreign_engine(foreign, config, tokenizer=tokenizer, eos_ids=(*directory_end_ids(folder), *own_ids))
     return foreign, engine
 
 
@@ -387,12 +388,6 @@ def read_description(folder: Path) -> SimpleNamespace:
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds a {type(content).__name__}, it must hold a mapping")
     return SimpleNamespace(**content)
-
-
-def eos_ids_of(description: SimpleNamespace) -> tuple[int, ...]:
-    """eos_token_id of a config.json: a number or several."""
-    found = getattr(description, "eos_token_id", None)
-    return () if found is None else tuple(found) if isinstance(found, list) else (found,)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

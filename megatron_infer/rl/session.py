@@ -64,7 +64,7 @@ class RolloutSession:
         optimizer: Any = None,
         offload_optimizer: bool = False,
         suspend_mode: KVCacheManagementMode | str | None = None,
-        eos_ids: Sequence[int] | None = None,
+        eos_ids: Sequence[int] = (),
         model_name: str = "model",
         meter: Mapping[str, Any] | str | None = AUTO,
     ) -> None:

@@ -214,6 +214,8 @@ def render(
         if "role" not in message:
             raise InvalidPrompt(f"messages[{index}]: no 'role'")
     compiled = _compile(template)
+    # A key without a value is no key: templates test for a key's presence, and would write "None".
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         return _rendered(
             compiled,

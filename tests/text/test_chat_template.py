@@ -69,7 +69,7 @@ def test_model_without_template_says_so():
 def test_named_templates_choose_tool_use_when_tools_are_given():
     templates = {"default": "plain {{ eos_token }}", "tool_use": "tools"}
     backend = byte_level()
-    tokenizer = Tokenizer(backend.backend, eos_ids=backend.eos_ids, template=templates)
+    tokenizer = Tokenizer(backend.backend, special_tokens={"eos_token": "<|end|>"}, template=templates)
     assert tokenizer.apply_chat_template(USER) == "plain <|end|>"
     assert tokenizer.apply_chat_template(USER, tools=[{"name": "f"}]) == "tools"
 

@@ -75,6 +75,8 @@ class EngineRollout:
         self._resume(trainer)
         runs = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids(prompts, trainer))]
         common = sampling_of(trainer) | self._sampling
+        if not common.get("ignore_eos"):
+            common["stop_token_ids"] = [*common.get("stop_token_ids", ()), *end_ids(trainer)]
         params = [SamplingParams.from_dict(common | {"n": count}) for _, count in runs]
         outputs = self.engine.generate([list(ids) for ids, _ in runs], params)
         if self._suspend is not None:
@@ -127,6 +129,12 @@ def prompt_ids(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
         )
         found.append(tuple(rendered["input_ids"]))
     return found
+
+
+def end_ids(trainer: Any) -> list[int]:
+    """The end token of the trainer's tokenizer, at which TRL cuts completions; the model's config may name others."""
+    found = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).eos_token_id
+    return [] if found is None else [found]
 
 
 def sampling_of(trainer: Any) -> dict[str, Any]:
