@@ -21,7 +21,7 @@ from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
-from megatron_infer.text.tool_grammar import call_grammar, text_and_call_grammar
+from megatron_infer.text.tool_grammar import arguments_schema, call_grammar, text_and_call_grammar
 from megatron_infer.text.tool_parsers import FORMATS, HERMES, CallFormat, CallParser, ToolDelta, format_of
 
 log = logging.getLogger("megatron_infer.server")
@@ -144,6 +144,7 @@ class ToolRule:
 
     def _force(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, only_one: bool) -> None:
         """Restrict the output to calls of the tools."""
+        parsed.parts = _parts(tools)
         described = [_described(tool) for tool in tools]
         grammar = call_grammar(call_format, described, only_one=only_one, special=self._special(call_format))
         parsed.structured = ("tools", {"grammar": grammar})
@@ -157,7 +158,7 @@ class ToolRule:
             grammar = call_grammar(call_format, _loose(tools), only_one=only_one, special=special, form=form)
         except RequestError as error:
             raise bad_request(f"tools: {error}", "tools") from None
-        parsed.structured = ("tools", {"grammar": grammar})
+        parsed.structured, parsed.parts = ("tools", {"grammar": grammar}), _parts(tools, only_strict=True)
 
     def _hold_strict(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, is_part: bool) -> None:
         """Hold the calls of strict tools to their schemas, where the model may call or not.
@@ -175,6 +176,7 @@ class ToolRule:
             return
         grammar = text_and_call_grammar(call_format, _loose(tools), special=self._special(call_format))
         parsed.structured, parsed.begins_freely = ("tools", {"grammar": grammar}), True
+        parsed.parts = _parts(tools, only_strict=True)
 
     def _special(self, call_format: CallFormat) -> dict[str, int]:
         """Ids of the marks that are special tokens."""
@@ -185,6 +187,12 @@ class ToolRule:
 def _described(tool: Tool) -> dict[str, Any]:
     """Its name and parameters."""
     return {"name": tool.function.name, "parameters": tool.function.parameters}
+
+
+def _parts(tools: list[Tool], *, only_strict: bool = False) -> dict[str, dict[str, Any]]:
+    """The schemas that a grammar of calls is made of, by what to blame."""
+    held = [tool.function for tool in tools if tool.function.strict or not only_strict]
+    return {f"{one.name}: parameters": arguments_schema(one.parameters) for one in held}
 
 
 def _loose(tools: list[Tool]) -> list[dict[str, Any]]:
