@@ -70,6 +70,7 @@ ToolChoice = Literal["none", "auto", "required"] | Chosen | Allowed
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     for name, kind in (("tools", Tools), ("tool_choice", ToolChoice), ("parallel_tool_calls", bool)):
         routes.fields.add("chat", ExtraField(name=name, type=kind, apply=None))
+    routes.fields.add("tokenize", ExtraField(name="tools", type=Tools, apply=None))
     routes.fields.add_rule("chat", ToolRule(client.tokenizer, settings).apply)
 
 
@@ -103,7 +104,7 @@ class ToolRule:
             return
         tools = _callable(body.tools, choice)
         self._check_schemas(body.tools)
-        parsed.tools = [_plain(tool) for tool in body.tools]
+        parsed.tools = plain_tools(body.tools)
         if choice == "none":
             return
         call_format = self._call_format
@@ -233,11 +234,16 @@ def keep_special_marks(tokenizer: Tokenizer | None, parsed: ParsedBody, marks: t
     parsed.sampling["skip_special_tokens"] = False
 
 
-def _plain(tool: Tool) -> dict[str, Any]:
-    """A tool in the form that chat templates expect."""
-    function = msgspec.to_builtins(tool.function)
-    plain = {name: value for name, value in function.items() if value is not None and name != "strict"}
-    return {"type": "function", "function": plain}
+def plain_tools(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools in the form that chat templates expect."""
+    functions = [msgspec.to_builtins(tool.function) for tool in tools]
+    return [
+        {
+            "type": "function",
+            "function": {name: value for name, value in one.items() if value is not None and name != "strict"},
+        }
+        for one in functions
+    ]
 
 
 class ToolSplitter:
