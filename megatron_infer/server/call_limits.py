@@ -136,7 +136,12 @@ def check_prompt(ids: Sequence[int], max_tokens: int | None, limits: EngineLimit
         raise bad_request("the prompt is empty (0 tokens); give at least one", field, "empty_prompt")
     if num_prompt + (max_tokens or 1) > limits.max_length:
         raise context_overflow(limits.max_length, num_prompt, max_tokens or 1, field=field)
-    low, high = min(ids), max(ids)
+    check_ids(ids, limits, field=field)
+
+
+def check_ids(ids: Sequence[int], limits: EngineLimits, *, field: str) -> None:
+    """Raises ApiError 400 for token ids outside the vocabulary."""
+    low, high = min(ids, default=0), max(ids, default=0)
     if low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
         message = f"token id {wrong} is outside the vocabulary (0 to {limits.vocab_size - 1})"

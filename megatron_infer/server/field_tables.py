@@ -179,9 +179,8 @@ TOKENIZE = FieldTable(
         "chat_template": CHAT.rules["chat_template"],
         "mm_processor_kwargs": _MEDIA_OPTIONS,
         "media_io_kwargs": _MEDIA_OPTIONS,
-        "tools": refused("send the whole call to /v1/chat/completions with return_token_ids", []),
     },
-    {"messages": MESSAGE},
+    {"messages": MESSAGE, "tools": TOOL},
 )
 
 _RESPONSES_PART = FieldTable(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorReply(msgspec.Struct):
+    type: Literal["error"]
     error: ErrorObject
 
 

@@ -68,7 +68,8 @@ async def prepare_as_chat(
     """
     kind = routes.fields.extend(chat_completions.ROUTE, ChatBody)
     try:
-        prepared = await chat.prepare(msgspec.convert(fields, kind), call)
+        body: Any = msgspec.convert(fields, kind)
+        prepared = await chat.prepare(body, call)
     except msgspec.ValidationError as error:
         raise _with_names(of_validation(error, kind), names) from None
     except ApiError as error:

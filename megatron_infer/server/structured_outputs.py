@@ -86,9 +86,16 @@ class StructuredOutputFields:
 
     async def apply_of_module(self, body: Any, parsed: ParsedBody) -> None:
         """Apply what another module put into `ParsedBody.structured`."""
-        if parsed.structured is not None:
-            name, values = parsed.structured
+        if parsed.structured is None:
+            return
+        name, values = parsed.structured
+        try:
             await self._apply(name, dict)(values, parsed)
+        except ApiError as error:
+            wrong = parsed.parts.items() if error.status == 400 else ()
+            for part, schema in wrong:  # the error of the whole is about the grammar made here
+                await self.compiled(name, {"json_schema": schema}, parsed.caller, part=part)
+            raise
 
     def _apply(self, name: str, read: Callable[[Any], dict[str, Any]]) -> Callable[[Any, ParsedBody], Awaitable[None]]:
         """`ExtraField.apply` of the field `name`. read: its value -> fields of StructuredOutput, {} for any text."""
@@ -106,16 +113,21 @@ class StructuredOutputFields:
 
         return apply
 
-    async def compiled(self, name: str, values: dict[str, Any], caller: str = "") -> StructuredOutput:
-        """A StructuredOutput of these fields, checked and compiled in the caller's turn. Raises ApiError 400, blaming
-        the field `name`, and 503 where others' turns took too long."""
+    async def compiled(
+        self, name: str, values: dict[str, Any], caller: str = "", *, part: str | None = None
+    ) -> StructuredOutput:
+        """A StructuredOutput of these fields, checked and compiled in the caller's turn.
+
+        Raises ApiError 400, blaming the field `name`, or the schema `part` within the field; 503 where others' turns
+        took too long.
+        """
         if not self._settings.enable_structured_output:  # before it costs anything
             raise turned_off("structured output", "enable_structured_output", name)
         try:
             structured = await self._client.run_in_thread(self._checked, values)
             await self._compile(structured, caller)
         except RequestError as error:
-            raise _refused(name, error) from None
+            raise _refused(name, error, part) from None
         return structured
 
     async def of_structured_outputs(self, given: Any) -> StructuredOutput | None:
@@ -164,8 +176,9 @@ class StructuredOutputFields:
             self._grammars.leave(future)
 
 
-def _refused(name: str, error: RequestError) -> ApiError:
-    return bad_request(f"{name}: {error}", name, "invalid_structured_output")
+def _refused(name: str, error: RequestError, part: str | None = None) -> ApiError:
+    reason = str(error) if part is None else f"{part}: {str(error).removeprefix('json_schema: ')}"
+    return bad_request(f"{name}: {reason}", name, "invalid_structured_output")
 
 
 def _values_of_response_format(given: ResponseFormat) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tokenizer import Tokenizer
-from megatron_infer.text.tool_grammar import call_grammar, text_and_call_grammar
+from megatron_infer.text.tool_grammar import arguments_schema, call_grammar, text_and_call_grammar
 from megatron_infer.text.tool_parsers import FORMATS, HERMES, CallFormat, CallParser, ToolDelta, format_of
 
 log = logging.getLogger("megatron_infer.server")
@@ -70,6 +70,7 @@ ToolChoice = Literal["none", "auto", "required"] | Chosen | Allowed
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     for name, kind in (("tools", Tools), ("tool_choice", ToolChoice), ("parallel_tool_calls", bool)):
         routes.fields.add("chat", ExtraField(name=name, type=kind, apply=None))
+    routes.fields.add("tokenize", ExtraField(name="tools", type=Tools, apply=None))
     routes.fields.add_rule("chat", ToolRule(client.tokenizer, settings).apply)
 
 
@@ -103,7 +104,7 @@ class ToolRule:
             return
         tools = _callable(body.tools, choice)
         self._check_schemas(body.tools)
-        parsed.tools = [_plain(tool) for tool in body.tools]
+        parsed.tools = plain_tools(body.tools)
         if choice == "none":
             return
         call_format = self._call_format
@@ -144,6 +145,7 @@ class ToolRule:
 
     def _force(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, only_one: bool) -> None:
         """Restrict the output to calls of the tools."""
+        parsed.parts = _parts(tools)
         described = [_described(tool) for tool in tools]
         grammar = call_grammar(call_format, described, only_one=only_one, special=self._special(call_format))
         parsed.structured = ("tools", {"grammar": grammar})
@@ -157,7 +159,7 @@ class ToolRule:
             grammar = call_grammar(call_format, _loose(tools), only_one=only_one, special=special, form=form)
         except RequestError as error:
             raise bad_request(f"tools: {error}", "tools") from None
-        parsed.structured = ("tools", {"grammar": grammar})
+        parsed.structured, parsed.parts = ("tools", {"grammar": grammar}), _parts(tools, only_strict=True)
 
     def _hold_strict(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, is_part: bool) -> None:
         """Hold the calls of strict tools to their schemas, where the model may call or not.
@@ -175,6 +177,7 @@ class ToolRule:
             return
         grammar = text_and_call_grammar(call_format, _loose(tools), special=self._special(call_format))
         parsed.structured, parsed.begins_freely = ("tools", {"grammar": grammar}), True
+        parsed.parts = _parts(tools, only_strict=True)
 
     def _special(self, call_format: CallFormat) -> dict[str, int]:
         """Ids of the marks that are special tokens."""
@@ -185,6 +188,12 @@ class ToolRule:
 def _described(tool: Tool) -> dict[str, Any]:
     """Its name and parameters."""
     return {"name": tool.function.name, "parameters": tool.function.parameters}
+
+
+def _parts(tools: list[Tool], *, only_strict: bool = False) -> dict[str, dict[str, Any]]:
+    """The schemas that a grammar of calls is made of, by what to blame."""
+    held = [tool.function for tool in tools if tool.function.strict or not only_strict]
+    return {f"{one.name}: parameters": arguments_schema(one.parameters) for one in held}
 
 
 def _loose(tools: list[Tool]) -> list[dict[str, Any]]:
@@ -225,11 +234,16 @@ def keep_special_marks(tokenizer: Tokenizer | None, parsed: ParsedBody, marks: t
     parsed.sampling["skip_special_tokens"] = False
 
 
-def _plain(tool: Tool) -> dict[str, Any]:
-    """A tool in the form that chat templates expect."""
-    function = msgspec.to_builtins(tool.function)
-    plain = {name: value for name, value in function.items() if value is not None and name != "strict"}
-    return {"type": "function", "function": plain}
+def plain_tools(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools in the form that chat templates expect."""
+    functions = [msgspec.to_builtins(tool.function) for tool in tools]
+    return [
+        {
+            "type": "function",
+            "function": {name: value for name, value in one.items() if value is not None and name != "strict"},
+        }
+        for one in functions
+    ]
 
 
 class ToolSplitter:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
+from megatron_infer.text.json_schema import plain
 from megatron_infer.utils.turn_pool import TurnPool
 
 COMPILE_TIMEOUT_S = 30.0
@@ -33,6 +34,8 @@ next mask or token would take more than about 50 ms of a processor; they count w
 SLOW_MASK_S, QUICK_MASKS = 0.002, 64
 """Masks of a grammar are made next to the steps once one has taken SLOW_MASK_S of a processor, until so many in a row
 take less."""
+WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
+"""What may stand between two parts of JSON, as llama.cpp has it: without a bound a model may write nothing else."""
 MAX_KEPT = 256
 """Most compiled grammars, and compile errors, that are kept; the least recently used are dropped."""
 
@@ -166,7 +169,8 @@ def _grammar_text(wanted: StructuredOutput) -> str:
         text = LLMatcher.grammar_from_lark(lark_of(wanted) + (_NO_FORCING if wanted.grammar else ""))
     else:
         # Overrides a schema's own "x-guidance", which could have keywords ignored.
-        overrides = {"whitespace_flexible": not wanted.compact, "lenient": False, "coerce_one_of": False}
+        overrides = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": not wanted.compact}
+        overrides |= {} if wanted.compact else {"whitespace_pattern": WHITE_SPACE}
         text = LLMatcher.grammar_from_json_schema(json.dumps(_schema_of(wanted)), overrides=overrides)
     return text
 
@@ -196,7 +200,7 @@ def inline_schema(schema: Mapping[str, Any]) -> str:
 
 def _schema_of(wanted: StructuredOutput) -> dict[str, Any]:
     """The schema of JSON output. Raises RequestError for one that no value meets."""
-    schema = {"type": "object"} if wanted.json_object else json.loads(str(wanted.json_schema))
+    schema = {"type": "object"} if wanted.json_object else plain(json.loads(str(wanted.json_schema)))
     if schema is False:
         raise RequestError("json_schema: the schema false allows no value")
     return {} if schema is True else schema
@@ -207,7 +211,11 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 ends, such as `/a+/ /a/`, without end."""
 
 
+_COERCION = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+"""Advice about an option that no caller has."""
+
+
 def one_line(text: str) -> str:
     """An error of llguidance as one line of bounded length."""
-    shown = " ".join(text.split())
+    shown = " ".join(text.split()).replace(_COERCION, "; use anyOf")
     return shown if len(shown) <= 400 else shown[:400] + " ..."

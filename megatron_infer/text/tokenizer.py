@@ -156,6 +156,11 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, which `from_directory` (and transformers) read."""
         directory = Path(directory)
         self.backend.save(str(directory / "tokenizer.json"))
+        text = json.dumps(self.hf_config(), ensure_ascii=False, indent=2)
+        (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+    def hf_config(self) -> dict[str, Any]:
+        """The contents of tokenizer_config.json."""
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.special_tokens
         if self._templates:
@@ -163,8 +168,7 @@ class Tokenizer:
                 config["chat_template"] = self._templates["default"]
             else:
                 config["chat_template"] = [{"name": n, "template": t} for n, t in self._templates.items()]
-        text = json.dumps(config, ensure_ascii=False, indent=2)
-        (directory / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        return config
 
     @classmethod
     def from_directory(cls, directory: str | Path, *, eos_ids: Iterable[int] = (), name: str = "") -> Tokenizer:

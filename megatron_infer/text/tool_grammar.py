@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.text.grammar import inline_schema, lark_of
+from megatron_infer.text.json_schema import plain
 from megatron_infer.text.tool_parsers import CallFormat
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -86,12 +87,16 @@ def _schema(call_format: CallFormat, tools: Sequence[Mapping[str, Any]]) -> dict
     kinds, definitions = [], {}
     for place, tool in enumerate(tools):
         name = f"tool_{place}"
-        parameters = NO_PARAMETERS if tool.get("parameters") is None else tool["parameters"]
-        definitions[name] = _moved({"type": "object", **parameters}, f"#/$defs/{name}")
+        definitions[name] = _moved(plain(arguments_schema(tool.get("parameters"))), f"#/$defs/{name}")
         properties = {"name": {"const": tool["name"]}, call_format.key: {"$ref": f"#/$defs/{name}"}}
         required = ["name", call_format.key]
         kinds.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
     return {"$defs": definitions, "anyOf": kinds}
+
+
+def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The JSON schema of a tool's arguments; None: it takes none."""
+    return {"type": "object", **(NO_PARAMETERS if parameters is None else parameters)}
 
 
 def _moved(schema: Any, to: str) -> Any:

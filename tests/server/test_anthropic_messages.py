@@ -151,6 +151,7 @@ def test_a_last_turn_that_cannot_be_continued_is_refused(case, content, named):
 def test_what_cannot_be_served_is_refused_by_name(case, body, named):
     reply = post(case, "/v1/messages", **{"messages": HI, "max_tokens": 1, **body})
     assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
+    assert reply.json()["type"] == "error" and reply.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_key_comes_as_anthropics_clients_send_it():

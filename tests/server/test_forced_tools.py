@@ -331,6 +331,18 @@ def test_options_allowed_and_refused_with_forced_calls(engine):
         assert "another field says" in twice["message"]
         wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}
         assert refused(tools=[wrong], tool_choice="required")["param"] == "tools"
+        for part, keyword in (
+            ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+            ({"not": {"type": "string"}}, "not"),
+            ({"propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ):
+            own = {"name": "unruly", "strict": True, "parameters": {"properties": {"a": part}}}
+            for choice in ("required", "auto"):
+                for form in ({}, {"response_format": answer}):
+                    unruly = {"type": "function", "function": own}
+                    error = refused(tools=[STOP, TURN, unruly], tool_choice=choice, **form)
+                    wanted = f'tools: unruly: parameters: Unimplemented keys: ["{keyword}"]'
+                    assert error["message"] == wanted and error["param"] == "tools"
         deep: dict = {}
         for _ in range(100):
             deep = {"properties": {"a": deep}}

@@ -80,6 +80,8 @@ def test_turns_of_a_coding_agent_are_answered_as_it_asked(recorded):
             written = json.dumps({"name": names[0], "arguments": {}})
             _, items, _ = last(f"<tool_call>\n{written}\n</tool_call>")
             assert {item["name"] for item in items} == {names[0]}
+            last("", tool_choice={"type": "any"} if "messages" in call["body"] else "required")
+            assert names[-1] in engine.params[0].structured.grammar, "every schema can be held"
 
 
 def test_old_trls_routes_say_what_openais_say(http):

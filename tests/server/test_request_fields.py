@@ -260,6 +260,19 @@ def test_a_choice_of_a_tool_that_is_left_out_is_refused(case):
         assert reply.status_code == 400 and "tool_choice" in reply.json()["error"]["param"], reply.text
 
 
+def test_tokens_of_a_conversation_with_tools_are_those_of_the_chat(case):
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {}}}}}]
+    tools.append({"type": "web_search"})
+    chat = post(case, CHAT, messages=HI, tools=tools, return_token_ids=True, tool_choice="none", **SHORT)
+    reply = post(case, "/tokenize", messages=HI, tools=tools)
+    assert reply.json()["tokens"] == chat.json()["prompt_token_ids"]
+    assert reply.json()["count"] > post(case, "/tokenize", messages=HI).json()["count"]
+    assert reply.headers["x-ignored-fields"] == chat.headers["x-ignored-fields"] == "tools[1]"
+    reply = post(case, "/tokenize", prompt="Hi", tools=tools)
+    assert reply.status_code == 400 and "tools goes with messages" in reply.json()["error"]["message"]
+    assert post(case, "/tokenize", messages=HI, tools=[]).status_code == 200
+
+
 def test_a_refusal_in_the_history_is_the_text_of_its_turn(case):
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
     said = {"role": "assistant", "content": "I will not."}

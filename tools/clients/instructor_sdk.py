@@ -63,7 +63,7 @@ def main(url: str) -> dict:
     return {
         "client": "instructor",
         "version": importlib.metadata.version("instructor"),
-        "ran": f"{len(FORCED)} modes by which a model is held to a type, {len(FREE)} modes by which it is not, of both APIs",
+        "ran": f"{len(FORCED)} modes that hold a model to a type, and {len(FREE)} that do not",
     }
 
 
