@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError, InvalidPrompt, unknown_name
+from megatron_infer.utils.files import regular
 
 PROMPT_KEYS = ("prompt", "messages", "token_ids")
 SAMPLING_KEYS = tuple(SamplingParams.__dataclass_fields__)
@@ -46,7 +46,7 @@ def read_jobs(path: str) -> Iterator[PromptJob]:
     """
     name = "<stdin>" if path == "-" else path
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read() if path == "-" else regular(path, or_pipe=True).read_bytes()
     except OSError as error:
         raise PromptFileError(f"{name}: cannot be read: {error.strerror or error}") from error
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):

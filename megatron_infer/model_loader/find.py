@@ -94,7 +94,7 @@ def description_of_directory(path: Path, *, name: str) -> ModelDescription:
     generation = path / "generation_config.json"
     with damage_named(name):
         return description_from_config(
-            read_json(path / "config.json"), read_json(generation) if generation.is_file() else None, name=name
+            read_json(path / "config.json"), read_json(generation) if generation.exists() else None, name=name
         )
 
 

@@ -25,6 +25,7 @@ from megatron_infer.model_loader.hf_names import WHOLE, Recipe, Span
 from megatron_infer.model_loader.hf_weights import recipes_of
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.model_loader.sources import ModelSource
+from megatron_infer.utils.files import save_tensors
 
 MAX_SHARD_BYTES = 5 << 30
 """Most bytes of tensors in one file, unless a single tensor has more."""
@@ -143,13 +144,11 @@ def _write_tensors(
     tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int
 ) -> dict[str, tuple[str, int]]:
     """Write them into files of at most max_shard_bytes -> (file, bytes) of each."""
-    from safetensors.torch import save_file
-
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        save_file(held, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        save_tensors(folder / f"{len(shards)}.safetensors", held, {"format": "pt"})
         shards.append({name: one.nbytes for name, one in held.items()})
         held.clear()
 

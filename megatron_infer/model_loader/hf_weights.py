@@ -29,6 +29,7 @@ from megatron_infer.model_loader.hf_names import (
 )
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.models.attached_lora import attached_tensors
+from megatron_infer.utils.files import regular
 from megatron_infer.utils.json_file import read_json
 
 
@@ -269,7 +270,7 @@ class SafetensorsReader:
 
     def _files(self, pattern: str, index_name: str) -> list[Path]:
         index_path = self.directory / index_name
-        if not index_path.is_file():
+        if not index_path.exists():
             return sorted(self.directory.glob(pattern))
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, Mapping):
@@ -287,16 +288,18 @@ class SafetensorsReader:
         from safetensors import SafetensorError, safe_open
 
         try:
-            handle = safe_open(path, framework="pt")
+            handle = safe_open(regular(path), framework="pt")
             for name in handle.keys():  # noqa: SIM118 (not a dict)
                 self._home[name] = handle
                 self._shapes[name] = tuple(handle.get_slice(name).get_shape())
-        except (SafetensorError, OSError, ValueError) as error:
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except (SafetensorError, ValueError) as error:
             raise ModelError(f"{path}: damaged or truncated safetensors file: {error}") from error
 
     def _load_bin(self, path: Path) -> None:
         try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(regular(path), map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch raises many kinds here; each means this file cannot be used
             raise ModelError(f"{path}: cannot be read safely (torch.load, weights_only): {error}") from error
         self._bin.update(tensors)

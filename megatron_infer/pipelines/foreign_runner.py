@@ -32,6 +32,7 @@ from megatron_infer.pipelines.session import InferenceSession
 from megatron_infer.runner.batch import Batch
 from megatron_infer.text.end_ids import directory_end_ids
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.files import regular
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
@@ -382,7 +383,7 @@ def read_description(folder: Path) -> SimpleNamespace:
     """The content of a model folder's config.json, as attributes. Raises ModelError."""
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(regular(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
@@ -395,6 +396,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return {}
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    try:
+        return {name: tensor for file in files for name, tensor in load_file(regular(file)).items()}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder}: its weights cannot be read: {error}") from None

@@ -155,7 +155,7 @@ class RemoteWeights:
         """The engine refuses to run until the update has ended."""
         if self._update is not None:
             raise WrongState("a weight update is under way; finish or cancel it", state=self._engine.state.value)
-        self._update, self._partial = WeightUpdate(self._engine, undo=True), None
+        self._update, self._partial = WeightUpdate(self._engine, undo=True, check_finite=True), None
         return self._update
 
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> None:

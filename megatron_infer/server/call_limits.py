@@ -197,7 +197,7 @@ def reply_bytes(requests: Sequence[EngineRequest], limits: EngineLimits) -> floa
     )
 
 
-def _prompt_bytes(request: EngineRequest, limits: EngineLimits) -> int:
+def _prompt_bytes(request: EngineRequest, limits: EngineLimits) -> float:
     params, num_tokens = request.params, len(request.prompt_ids)
     if params.pooling is not None:
         return (num_tokens if params.pooling == "all" else 1) * limits.hidden_size * FLOAT_BYTES

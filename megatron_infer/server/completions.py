@@ -70,11 +70,11 @@ class Completions:
             body.prompt, field="prompt", add_special=body.add_special_tokens is not False
         )
         salt = body.cache_salt or ""
-        requests = [
+        asked = [
             EngineRequest(prompt_ids=ids, params=params, cache_salt=salt, prompt_bytes=_prompt_bytes(body, len(ids)))
             for ids in prompts
         ]
-        requests = client.checked(requests, call)
+        requests: Sequence[EngineRequest] = client.checked(asked, call)
         echoed = await self._echoed(body, prompts) if body.echo else []
         if echoed:
             requests = client.within_reply(

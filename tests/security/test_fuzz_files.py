@@ -321,3 +321,37 @@ def test_record_of_a_journal_that_is_no_object_is_refused(tmp_path: Path) -> Non
     path.write_bytes(first + journal._line(f"{begin[0]}/{begin[1]}", 2, [1]))  # type: ignore[arg-type]
     with pytest.raises(InferenceError, match="line 2 is no record"):
         make_engine(make_model()).load_requests(tmp_path / "kept")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 3.4e38])
+def test_weights_that_are_no_numbers_are_refused_at_every_door(value: float, tmp_path: Path) -> None:
+    """3.4e38 is a number in fp32, and none in the model's bfloat16."""
+    model = make_model(params_dtype=torch.bfloat16, bf16=True).bfloat16()
+    engine = make_engine(model)
+    state = {name: one.detach().float() for name, one in model.named_parameters()}
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    state[name] = state[name].clone()
+    state[name][3, 5] = value
+    save_file(state, tmp_path / "model.safetensors")
+    broken = make_model()
+    with torch.no_grad():
+        broken.get_parameter(name)[3, 5] = value
+    save_checkpoint(broken, tmp_path / "dist")
+    weights = RemoteWeights(engine, weights_root=tmp_path)
+    commands = weights.commands()
+    before = weights.check_weights("checksum")
+    doors: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("load_weights", {"path": str(tmp_path / "model.safetensors")}),
+        ("load_weights", {"path": str(tmp_path)}),
+        ("load_weights", {"path": str(tmp_path / "dist")}),
+        ("write_weights", {"name": name, "dtype": "F32", "shape": list(state[name].shape), "offset": 0,
+                           "data": state[name].numpy().tobytes()}),
+    )  # fmt: skip
+    for door, given in doors:
+        if door == "write_weights":
+            commands["begin_weights"](timeout_s=5.0)
+        with pytest.raises(InferenceError, match=rf"{name} got 1 values of \d+ that are NaN or infinite"):
+            commands[door](timeout_s=5.0, **given)
+        commands["cancel_weights"](timeout_s=5.0)
+        assert weights.check_weights("checksum") == before, "what had been written was put back"
+    assert engine.generate([PROMPT], SamplingParams(max_tokens=1))[0].finished

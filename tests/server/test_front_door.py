@@ -11,7 +11,6 @@ from contextlib import closing, suppress
 
 import httpx
 import pytest
-from durable_case import make_engine, make_model
 from server_case import TEMPLATE, post, serving, tokenizer, wait_for
 
 from megatron_infer.server import call_limits, engine_client, http_protocol
@@ -188,28 +187,6 @@ def test_bodies_of_calls_under_way_are_bounded_together_and_given_back():
             assert chunked.status_code == 503, "a body without a length is counted as it comes"
             assert post(one, COMPLETION, prompt=[4], max_tokens=1).status_code == 200
         wait_for(lambda: post(one, COMPLETION, **padded(5) | {"max_tokens": 1}).status_code == 200)
-
-
-@pytest.mark.security
-def test_bodies_of_one_caller_leave_room_for_others():
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    held, body = [], {"prompt": [1], "max_tokens": 1, "user": "x" * 5000}
-    with serving(max_body_bytes=10_000, max_bodies_bytes=80_000) as one:
-        try:
-            for _ in range(10):  # half bodies of one address, as many as are taken
-                held.append(connect(one))
-                held[-1].sendall(head + b"Content-Length: 10000\r\n\r\n" + b" " * 9500)
-            wait_for(lambda: post(one, COMPLETION, **body).status_code == 503)
-            assert "the limit is 70,000 (max_bodies_bytes)" in post(one, COMPLETION, **body).json()["error"]["message"]
-            transport = httpx.HTTPTransport(local_address="127.0.0.2")
-            with httpx.Client(base_url=one.url, transport=transport, timeout=60) as other:
-                assert other.post(COMPLETION, json=body).status_code == 200
-        finally:
-            for connection in held:
-                connection.close()
-        wait_for(lambda: post(one, COMPLETION, **body).status_code == 200)
-    with serving(max_body_bytes=10_000, max_bodies_bytes=10_000) as one:
-        assert post(one, COMPLETION, **(body | {"user": "x" * 9500})).status_code == 200, "a body always fits"
 
 
 @pytest.mark.security
@@ -591,33 +568,3 @@ def test_compressed_bodies_and_wrong_keys_are_named(case):
     assert reply.status_code == 415 and "compressed (Content-Encoding: gzip)" in reply.text
     error = refusal(case, COMPLETION, body | {"logit_bias": {"x": 1}})
     assert error["param"] == "logit_bias" and "logit_bias: a key of it is wrong" in error["message"]
-
-
-ECHOES = {
-    COMPLETION: {"prompt": [7, 90] * 80, "echo": True, "logprobs": 3, "prompt_logprobs": 5, "return_token_ids": True,
-                 "n": 8, "max_tokens": 2},
-    CHAT: {"messages": [{"role": "user", "content": "\0" * 130}], "return_raw_text": True, "return_token_ids": True,
-           "logprobs": True, "top_logprobs": 2, "n": 8, "max_tokens": 2},
-    "/generate": {"input_ids": [7, 90] * 80, "return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 4,
-                  "sampling_params": {"n": 8, "max_new_tokens": 2}},
-    "/inference/v1/generate": {"token_ids": [7, 90] * 80, "sampling_params": {"prompt_logprobs": 4, "logprobs": 4,
-                                                                                  "n": 8, "max_tokens": 2}},
-    "/generate/": {"prompts": [[7, 90] * 80] * 4, "logprobs": 4, "n": 8, "max_tokens": 2},
-    "/get_sequence_logprobs/": {"sequences": [[7, 90] * 80, *[[1, 2]] * 40], "prompt_lengths": [0] * 41,
-                                "top_logprobs": 5, "response_format": "binary"},
-}  # fmt: skip
-
-
-@pytest.mark.security
-@pytest.mark.parametrize("path", ECHOES)
-def test_reply_is_no_larger_than_estimated_however_much_its_choices_repeat(path, monkeypatch):
-    seen = []
-    real = call_limits.reply_bytes
-    monkeypatch.setattr(call_limits, "reply_bytes", lambda *args: (seen.append(real(*args)), seen[-1])[1])
-    body = ECHOES[path]
-    engine = EchoEngine() if path == CHAT else make_engine(make_model())  # whose vocabulary lacks the marks of turns
-    with serving(engine, control=True) as case:
-        reply = post(case, path, **body)
-    assert reply.status_code == 200, reply.text[:300]
-    assert len(reply.content) <= seen[-1] + 1000, "more than was estimated"
-    assert len(reply.content) > seen[-1] / 8, "the estimate refuses what is small"
