@@ -1,7 +1,7 @@
 """Supervises the server's subprocesses: one that ends is restarted after a growing wait, or given up; one that hangs is
 killed.
 
-One thread starts and watches all of them. Each is killed when that thread ends, so none outlives the server.
+One thread starts and watches all of them. None outlives the server, see `utils.child_process`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.errors import ModelError
+from megatron_infer.utils.child_process import ChildProcess
 
 log = logging.getLogger("megatron_infer.server")
 
@@ -71,28 +71,20 @@ class Process:
         """When it was started or last said that it runs; None while it does not run."""
         self.next_start = 0.0
         self.is_given_up = False
-        self._popen: subprocess.Popen[str] | None = None
+        self._popen: ChildProcess | None = None
         self._reader: threading.Thread | None = None
         self._started = 0.0
         self._is_hanging = False
 
     def start(self) -> None:
-        """The process is killed when the calling thread ends."""
         self.ready, self.error, self._is_hanging = None, None, False
         self.last_beat = self._started = time.monotonic()
         command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
-        self._popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            pass_fds=self.spec.inherited,
-        )
-        options = json.dumps({**self.spec.options, "parent": os.getpid()})
+        pipe = subprocess.PIPE
+        self._popen = ChildProcess(command, stdin=pipe, stdout=pipe, text=True, pass_fds=self.spec.inherited)
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.write(options + "\n")
+            self._popen.stdin.write(json.dumps(self.spec.options) + "\n")
             self._popen.stdin.close()
         self._reader = threading.Thread(target=self._read_reports, args=(self._popen,), daemon=True)
         self._reader.start()
@@ -178,7 +170,7 @@ class Process:
         log.warning("%s has ended (%s): it %s", self.spec.name, self.last_exit, what)
         return not self.is_given_up
 
-    def _read_reports(self, popen: subprocess.Popen[str]) -> None:
+    def _read_reports(self, popen: ChildProcess) -> None:
         assert popen.stdout is not None
         for line in popen.stdout:
             try:
@@ -259,7 +251,7 @@ class Supervisor:
         self._all_started.set()
         ended: set[int] = set()
         last_pass = time.monotonic()
-        while not self._all_ended.wait(WATCH_S):  # the thread lives as long as its processes: they die with it
+        while not self._all_ended.wait(WATCH_S):
             now = time.monotonic()
             stalled, last_pass = now - last_pass > 10 * WATCH_S, now
             for index, process in enumerate(self.processes):

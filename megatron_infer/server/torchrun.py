@@ -55,6 +55,7 @@ from megatron_infer.server.launch import (
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.speech import speech_processes, with_voices
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor, coordinator_process
+from megatron_infer.utils.child_process import end_with_parent
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 ADDRESS_KEY, ENDED_KEY = "megatron_infer/serve", "megatron_infer/serve/ended"
@@ -70,6 +71,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
             f"{world} processes, but dp x tp x pp x ep = {dp} x {tp} x {pp} x {ep} = {dp * tp * pp * ep}; "
             f"start as many (torchrun --nproc-per-node {dp * tp * pp * ep})"
         )
+    end_with_parent()
     groups = build_groups(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep)
     options = dataclasses.replace(options, config=_of_first_rank(options.config))
     store = torch.distributed.distributed_c10d._get_default_store()
