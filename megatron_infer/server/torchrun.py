@@ -108,6 +108,8 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         with replica:
             replica.run()
         engine.dismiss()
+        if frontend is not None and frontend.failure is not None:
+            raise ModelError(frontend.failure)
     finally:
         if frontend is not None:
             frontend.close()
@@ -252,18 +254,22 @@ class FrontendProcesses:
         if self._http is not None:
             self._http.terminate("http")
 
+    @property
+    def failure(self) -> str | None:
+        """Why the server ends by itself: a process was given up."""
+        both = (self._http, self._coordinator)
+        return next((why for one in both if one is not None and (why := one.failure()) is not None), None)
+
     def wait(self) -> None:
-        """Until HTTP has ended after a signal, or a process was given up, which is said."""
+        """Until HTTP has ended after a signal, or a process was given up."""
         assert self._http is not None
         http = self._http.process("http")
         is_announced = False
-        while (failure := self._http.failure()) is None and not (self._num_signals and not http.is_running):
+        while self.failure is None and not (self._num_signals and not http.is_running):
             if http.ready is not None and not is_announced:
                 print(f"serving {self._options.model} at {http.ready['url']}", file=sys.stderr, flush=True)
                 is_announced = True
             time.sleep(POLL_S)
-        if failure is not None:
-            print(f"the server ends: {failure}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         for supervisor in (self._http, self._coordinator):
