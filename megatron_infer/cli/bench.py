@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +43,7 @@ from megatron_infer.cli.loading import add_model_options, describe, has_chat_tem
 from megatron_infer.cli.prompts import read_jobs, to_token_ids
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.utils.child_process import ChildProcess
 
 Runner = Callable[[Workload], RunResult | None]
 SIZES: dict[str, Any] = {"num_requests": 32, "input_len": (64, 256), "output_len": (64, 128), "concurrency": 16}
@@ -229,11 +229,11 @@ def _background(cores: float) -> Iterator[list[int]]:
     if not cores:
         yield []
         return
-    with subprocess.Popen([sys.executable, "-c", SPIN, str(cores)]) as process:
+    with ChildProcess([sys.executable, "-c", SPIN, str(cores)]) as process:
         try:
             yield [process.pid]
         finally:
-            process.kill()
+            process.end()
 
 
 def _our_runners(engines: Mapping[str, Any], suspend_every: int, company: list[int]) -> dict[str, Runner]:

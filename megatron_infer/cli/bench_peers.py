@@ -8,7 +8,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from megatron_infer.cli.bench_workload import CpuClock, RunResult, Workload, pro
 from megatron_infer.cli.loading import note
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.utils.child_process import ChildProcess
 from megatron_infer.utils.openmp import SPIN_COUNT
 
 if TYPE_CHECKING:
@@ -61,14 +61,13 @@ class Peer:
         env = {k: v for k, v in os.environ.items() if (k, v) != ("GOMP_SPINCOUNT", str(SPIN_COUNT))}
         env.pop("PYTHONPATH", None)
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self._process = ChildProcess(
                 [python, str(ADAPTER), json.dumps({"engine": name, **settings})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 cwd=log.parent,
                 env=env,
-                start_new_session=True,
             )
 
     def wait_until_loaded(self) -> None:
@@ -114,9 +113,7 @@ class Peer:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.end()
         self._process.stdout.close()
 
     def _call(self, workload: Workload, *, is_warm_up: bool) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import CommandsInForce
-from megatron_infer.coordinator.engine_adapter import EngineAdapter, info_of
+from megatron_infer.coordinator.engine_adapter import EngineAdapter
 from megatron_infer.coordinator.profiles import profile
 from megatron_infer.errors import RequestError, TransitionTimeout
 
@@ -131,8 +131,6 @@ def _execute(
             raise protocol.AccessRefused(text)
         if command.command not in protocol.COMMANDS:
             raise RequestError(f"unknown command {command.command!r}")
-        if command.command == "unpause" and info_of(engine).state == "running":
-            return protocol.Answer(ok=True)  # it may be sent again, see `LEADS_BACK`
         if left <= 0:
             raise TransitionTimeout(f"the engine did not get to it within {command.timeout_s:g} s")
         if command.command == "profile":

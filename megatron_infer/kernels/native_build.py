@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_infer.utils import openmp
+from megatron_infer.utils.child_process import run
 
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces one of `select.BACKENDS`, or names `TorchKernels` as module:class. `triton` on a CPU needs
@@ -94,7 +95,7 @@ def _cpu_identity() -> str:
 
 def _run(command: list[str], timeout_s: float) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = run(command, timeout_s=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{command[0]} did not run: {error}") from None
     if done.returncode:

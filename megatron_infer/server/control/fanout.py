@@ -78,12 +78,18 @@ class Fanout:
         return answers
 
     async def _send(self, command: str, **args: Any) -> dict[str, protocol.Answer]:
-        deadline = time.monotonic() + RECONNECT_S
+        deadline, is_again = time.monotonic() + RECONNECT_S, False
         while True:
             try:
-                return await self._client.coordinator.control(command, timeout_s=self._timeout_s, check=False, **args)
+                answers = await self._client.coordinator.control(
+                    command, timeout_s=self._timeout_s, check=False, **args
+                )
+                if is_again and command == "unpause":  # an engine that runs has done so for the coordinator before
+                    return {name: one for name, one in answers.items() if one.kind != "WrongState"}
+                return answers
             except InferenceError as error:
                 if command in protocol.LEADS_BACK and time.monotonic() < deadline:
+                    is_again = True
                     await asyncio.sleep(AGAIN_S)  # for the next coordinator: it has to know that the engines go on
                     continue
                 return {"coordinator": protocol.Answer(ok=False, kind=type(error).__name__, message=str(error))}
