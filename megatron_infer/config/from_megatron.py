@@ -108,7 +108,10 @@ UNSUPPORTED_SAMPLING: dict[str, tuple[object, str]] = {
     "add_BOS": (False, "begin the prompt's ids with the token, or let the tokenizer add it"),
     "streaming": (False, "ask for a stream where the request is added: add_request(..., stream='delta')"),
     "streaming_interval": (1, "a stream has an output for each step of its request"),
-    "do_kv_handoff": (False, "keys and values are handed to no peer; engine.save_requests(kv=True) writes them to files"),
+    "do_kv_handoff": (
+        False,
+        "keys and values are handed to no peer; engine.save_requests(kv=True) writes them to files",
+    ),
 }
 """Field of Megatron's SamplingParams that has none here -> (its default, why no other value is taken)."""
 NO_TERMINATION = -1
@@ -143,6 +146,8 @@ def config_values(config: object) -> dict[str, Any]:
             values["speculative"] = {"method": "mtp", name: value} if value else None
         elif name == "async_sched_mode":
             values["overlap"] = True if _plain(value) == "async" else None  # "legacy" is the default there
+        elif name == "request_metadata_types":  # pairs since 0.19, which keeps all of them for the device
+            values[name] = value and [tuple(one) if len(one) != 2 else (*one, True) for one in value]
         elif name == "logprobs_mode":
             values[name] = _LOGPROBS_MODES.get(value, value)
         elif name == "sampling_backend":

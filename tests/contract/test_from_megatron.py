@@ -312,8 +312,12 @@ def test_the_page_runs_as_printed_and_names_each_field_that_is_not_the_same_here
         exec(compile(block, str(PAGE), "exec"), {})
     ours = {item.name for item in dataclasses.fields(InferenceConfig)}
     theirs = {name for added in table.FIELDS_SINCE.values() for name in added}
-    for name in (theirs - ours) | set(table.KEYWORDS_OF_0_16) | {
-        *table._SAMPLING_FIELDS,
-        *table.UNSUPPORTED_SAMPLING,
-    }:
+    for name in (
+        (theirs - ours)
+        | set(table.KEYWORDS_OF_0_16)
+        | {
+            *table._SAMPLING_FIELDS,
+            *table.UNSUPPORTED_SAMPLING,
+        }
+    ):
         assert f"`{name}`" in text, name
