@@ -93,7 +93,8 @@ class PipelineConfig(Section):
     use_vendor_blas: Text = "false"
     """"true": linear layers run in the vendor's library."""
     pdl_level: Text = "0"
-    """How early a dependent kernel is launched: "0", "1" or "2"."""
+    """"0": a kernel is launched when the one before has ended. "1" and "2": its programs start while those of the one
+    before end (MEGATRON_INFER_PDL=1), on GPUs of compute capability 9.0 on."""
     custom_architectures: list[str] = Field(default_factory=list)
     """Modules with architectures of one's own: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""
     zmq_endpoint_base: str = ""

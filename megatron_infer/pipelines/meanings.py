@@ -4,6 +4,7 @@ follows from the value there, and gives the value in effect and a note."""
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ NO_KERNELS = {
     "flashinfer_sampling": "a draw is a function of seed and position, which FlashInfer's sampling is not",
 }
 """Kernel that is known elsewhere -> why it is refused."""
+PDL_VARIABLE = "MEGATRON_INFER_PDL"
+"""What kernels.triton.launch reads when an engine is made."""
 GGUF_ENCODINGS = (
     QuantizationEncoding.Q4_0,
     QuantizationEncoding.Q4_1,
@@ -215,12 +218,12 @@ def step_ranges(mode: GPUProfilingMode) -> str:
 def pdl_level(value: str, asked: Asked) -> Effect:
     if value not in ("0", "1", "2"):
         raise ConfigError(f'pdl_level is {value!r}, it must be "0", "1" or "2"')
-    if value != "0":
-        raise ConfigError(
-            f"pdl_level is {value!r}: Triton kernels do not launch dependently here (that needs compute capability 9); "
-            'take "0"'
-        )
-    return value, ""
+    if value == "0":
+        return value, ""
+    if not asked.is_cuda:
+        return "0", _without_effect("pdl_level", value, "for GPUs, of compute capability 9.0 on")
+    os.environ[PDL_VARIABLE] = "1"  # for this process and those that it starts: engines are made there
+    return value, f"{PDL_VARIABLE}=1: 1 and 2 are the same; acts from compute capability 9.0 on"
 
 
 def endpoint_base(value: str, asked: Asked) -> Effect:

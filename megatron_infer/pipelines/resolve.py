@@ -89,9 +89,14 @@ class Asked:
     def is_hub(self, model: str) -> bool:
         return bool(model) and find_model(model).kind is Kind.HUB
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the model runs on a GPU."""
+        return find_machine(self.llm.get("device", "auto")).is_cuda
+
     def runnable_kernels(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
         """(names that can run on this machine, why the others cannot)."""
-        if find_machine(self.llm.get("device", "auto")).is_cuda:
+        if self.is_cuda:
             return list(names), []
         return [], [f"{name}: for GPUs" for name in names]
 

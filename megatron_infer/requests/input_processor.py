@@ -144,7 +144,7 @@ class InputProcessor:
         self._check_choice(params)
         if params.adapter is not None:
             self.check_adapter(params.adapter)
-        check_metadata(self.limits.metadata_types, params.metadata)
+        check_metadata(self.limits.metadata_types, params, self.stop_ids(params))
         if params.structured is not None:
             self.grammars.cache.check(params.structured)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
-from model_files import MIB, resolved
+import torch
+from model_files import MIB, in_effect, resolved
 
 from megatron_infer.config.inference import ConfigWarning
-from megatron_infer.pipelines import PipelineConfig
+from megatron_infer.kernels.triton import launch
+from megatron_infer.pipelines import PipelineConfig, resolve
 
 pytestmark = pytest.mark.usefixtures("models_folder")
 
@@ -24,6 +27,21 @@ def test_what_does_nothing_is_said_to_do_nothing():
         warnings.simplefilter("error", ConfigWarning)
         resolved(execute_empty_batches=False)
         resolved(host_kvcache_swap_space_gb=4.0, enable_kvcache_swapping_to_host=True)
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_a_level_of_dependent_launches_turns_them_on_where_a_gpu_can(level, monkeypatch):
+    monkeypatch.setenv(launch.PDL_VARIABLE, "0")  # and taken back at the end, whatever was set
+    with pytest.warns(ConfigWarning, match=f"pdl_level='{level}' has no effect: for GPUs"):
+        config = resolved(pdl_level=level)
+    assert in_effect(config, "pdl_level") == ("0", "argument") and os.environ[launch.PDL_VARIABLE] == "0"
+    monkeypatch.setattr(launch, "_can_overlap", lambda device: True)
+    monkeypatch.setattr(resolve.Asked, "is_cuda", True)
+    for one, overlaps in (("0", False), (level, True)):
+        config = resolved(pdl_level=one)
+        assert in_effect(config, "pdl_level")[0] == one
+        assert launch.overlapping(torch.device("cuda"))["PDL"] is overlaps
+    assert f"{launch.PDL_VARIABLE}=1" in config.effective["pdl_level"].note
 
 
 PHASED = {
