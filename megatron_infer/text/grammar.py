@@ -17,6 +17,7 @@ from typing import Any
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
 from megatron_infer.text.json_schema import plain
+from megatron_infer.utils.panics import LibraryPanic, panics_as_errors
 from megatron_infer.utils.turn_pool import TurnPool
 
 COMPILE_TIMEOUT_S = 30.0
@@ -55,8 +56,11 @@ def grammar_vocabulary(tokenizer: Any, vocab_size: int) -> Any:
         raise RequestError("structured: needs llguidance; pip install 'megatron-infer[structured]'") from None
     ends = list(tokenizer.eos_ids) or None
     try:
-        return llguidance.LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=ends)
-    except ValueError as error:
+        with panics_as_errors:
+            return llguidance.LLTokenizer(
+                backend.to_str(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=ends
+            )
+    except (ValueError, LibraryPanic) as error:
         raise RequestError(f"structured: the tokenizer's tokens have no bytes of their own: {error}") from None
 
 
@@ -136,12 +140,13 @@ class GrammarCache:
         from llguidance import LLMatcher, LLParserLimits
 
         try:
-            text = _grammar_text(wanted)
-            limits = LLParserLimits(verbose_errors=False, **LIMITS)
-            template = LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
+            with panics_as_errors:
+                text = _grammar_text(wanted)
+                limits = LLParserLimits(verbose_errors=False, **LIMITS)
+                template = LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
         except RequestError:
             raise
-        except BaseException as error:  # a panic in the library is no Exception
+        except Exception as error:
             raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
         if template.is_error():
             raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")

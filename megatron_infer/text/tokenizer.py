@@ -16,6 +16,7 @@ from megatron_infer.text.end_ids import directory_end_ids
 from megatron_infer.text.special_tokens import read_special_tokens
 from megatron_infer.text.tokenizer_classes import CLASSES, apply_class, class_of
 from megatron_infer.utils.json_file import read_json
+from megatron_infer.utils.panics import LibraryPanic, panics_as_errors
 
 LONG = 4096
 """From this many characters or ids on, the library's batch functions are used: they let other Python threads run."""
@@ -93,10 +94,13 @@ class Tokenizer:
         if not isinstance(text, str):
             raise InvalidPrompt(f"text to encode must be a str, got {type(text).__name__}")
         try:
-            if len(text) < LONG:
-                return list(self.backend.encode(text, add_special_tokens=add_special).ids)
-            (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
-            return list(encoding.ids)
+            with panics_as_errors:
+                if len(text) < LONG:
+                    return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+                (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
+                return list(encoding.ids)
+        except LibraryPanic as error:
+            raise InvalidPrompt(f"{self.name or 'the tokenizer'} fails for this text: {error}") from error
         except TypeError as error:  # raised by the library for lone surrogates
             raise InvalidPrompt("text is not valid Unicode: it holds half of a surrogate pair") from error
         except Exception as error:  # the library raises bare Exception for words without a token
@@ -111,10 +115,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The exact text of the ids, without clean-up of spaces. Ids of the padded vocabulary have no text."""
-        if len(ids) < LONG:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special)
-        (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
-        return text
+        with panics_as_errors:
+            if len(ids) < LONG:
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+            (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
+            return text
 
     def token_str(self, id: int) -> str:
         """The vocabulary's own spelling of one token ("" when there is none)."""
@@ -184,7 +189,9 @@ class Tokenizer:
             raise ModelError(f"{directory}: no tokenizer.json; prompts must be given as token ids")
         try:
             text = path.read_text(encoding="utf-8")
-            backend = tokenizers.Tokenizer.from_str(text)
+            with panics_as_errors:
+                backend = tokenizers.Tokenizer.from_str(text)
+                backend.decode(list(range(256)))  # a decoder that fails would fail in the engine's step
         except Exception as error:  # the library raises bare Exception for every kind of damage
             raise ModelError(f"{path}: not a readable tokenizer: {error}") from error
         config_path, model_path = directory / "tokenizer_config.json", directory / "config.json"
