@@ -24,6 +24,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.base import AttendSpec, Ops
 from megatron_infer.memory.device import Device, choose_dtype
+from megatron_infer.model_loader.hf_weights import SafetensorsReader
 from megatron_infer.model_loader.sources import open_source, open_tokenizer
 from megatron_infer.pipelines.interfaces import KVCacheParams, ModelInputs, ModelOutputs, PipelineModel, ReturnLogits
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
@@ -392,14 +393,8 @@ def read_description(folder: Path) -> SimpleNamespace:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Tensors of the folder's .safetensors files by name; {} without any."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    """Tensors of the folder's .safetensors files by name; {} without any. Raises ModelError."""
+    if not any(folder.glob("*.safetensors")):
         return {}
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return {name: tensor for file in files for name, tensor in load_file(regular(file)).items()}
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{folder}: its weights cannot be read: {error}") from None
+    reader = SafetensorsReader(folder)
+    return {name: reader.read(name) for name in reader.shapes()}

@@ -52,7 +52,8 @@ def pickled(folder: Path) -> None:
 
 def indexed(folder: Path) -> None:
     huggingface(folder)
-    index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"model.norm.weight": "model-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 

@@ -187,7 +187,7 @@ CONFIG = {
 def test_damaged_model_directories_are_refused_or_read(rounds: Rounds, tmp_path: Path) -> None:
     byte_level().save(tmp_path)
     tensors = {"model.embed_tokens.weight": torch.zeros(262, 32), "model.norm.weight": torch.zeros(32)}
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "model-1.safetensors")
     files = {
         "config.json": CONFIG,
         "generation_config.json": {"eos_token_id": 2},
@@ -199,14 +199,14 @@ def test_damaged_model_directories_are_refused_or_read(rounds: Rounds, tmp_path:
             "eos_token": {"content": "<|user|>"},
             "chat_template": [{"name": "default", "template": "a"}],
         },
-        "model.safetensors.index.json": {"weight_map": dict.fromkeys(tensors, "model.safetensors")},
+        "model.safetensors.index.json": {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")},
     }
     for name, value in files.items():
         (tmp_path / name).write_text(json.dumps(value))
     contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     look_at(tmp_path)
     for rng in rounds(quick=150):
-        name = rng.choice([*files, "config.json", "model.safetensors"])
+        name = rng.choice([*files, "config.json", "model-1.safetensors"])
         if name in files and rng.random() < 0.8:
             data = json.dumps(altered(files[name], rng)).encode()
         else:
