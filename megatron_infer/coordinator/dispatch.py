@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_infer.config.sampling_params import MAX_N
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.fair_queue import FairQueue
+from megatron_infer.coordinator.fair_queue import Caller, FairQueue
 from megatron_infer.coordinator.peers import (
     ClientState,
     CoordinatorOptions,
@@ -50,7 +50,7 @@ class Dispatcher:
             self.router = Router(options.policy, 1.0 if options.alpha is None else options.alpha)
         self.counts = Counts()
         self.num_waiting = 0
-        self._waiting_of: Counter[tuple[bytes | str, str]] = Counter()
+        self._waiting_of: Counter[Caller] = Counter()
         """Waiting requests by caller."""
         self._unassigned = FairQueue()
         self._num_sent = self._num_seeds = 0
@@ -86,7 +86,7 @@ class Dispatcher:
         self.counts.submitted += 1
         self._assign(request)
 
-    def _full_for(self, caller: tuple[bytes | str, str], *, is_new: bool) -> str | None:
+    def _full_for(self, caller: Caller, *, is_new: bool) -> str | None:
         """Why a caller's next request cannot wait here; None: it can. is_new: it is not handed in again."""
         limit = self._options.max_queue
         most = limit if is_new else limit * HANDED_IN_AGAIN
@@ -223,10 +223,7 @@ class Dispatcher:
         """Send a replica the requests it has room for."""
         if replica.view is None or replica.peer not in self._replicas:
             return
-        while len(replica.running) < replica.limit:
-            request = self._next_for(replica)
-            if request is None:
-                return
+        while (request := self._next_for(replica)) is not None:
             self._count_waiting(request, -1)
             self._num_sent += 1
             request.number = self._num_sent
@@ -252,8 +249,8 @@ class Dispatcher:
 
     def _next_for(self, replica: ReplicaState) -> PendingRequest | None:
         """The next of its backlog; a replica that is at most half full takes over from the longest backlog."""
-        while replica.backlog:
-            request = replica.backlog.pop()
+        may = _below_share(replica) if replica.backlog else None
+        while (request := replica.backlog.pop(may)) is not None:
             if not request.ended:
                 return request
         assert replica.register is not None and replica.view is not None
@@ -316,9 +313,23 @@ class Dispatcher:
             assert is_counted, f"load of {replica.name}"
 
 
+def _below_share(replica: ReplicaState) -> Callable[[Caller], bool] | None:
+    """Whether a caller may have another request at a replica; None: every caller may.
+
+    Where it is full, a caller below an even share of the limit may, so that none waits for the requests of others to
+    end: the replica then has twice its limit at most, and shares its rows.
+    """
+    num_running, limit = len(replica.running), replica.limit
+    if num_running < limit:
+        return None
+    running = Counter(request.caller for request in replica.running.values())
+    share = limit // (len(running) + 1) if num_running < 2 * limit else 0
+    return lambda caller: running[caller] < share
+
+
 def _drained(queue: FairQueue) -> list[PendingRequest]:
     """Its requests in the order in which they would be served."""
-    return [queue.pop() for _ in range(len(queue))]
+    return [request for _ in range(len(queue)) if (request := queue.pop()) is not None]
 
 
 def _continues(piece: protocol.Piece, request: PendingRequest) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_infer.coordinator.peers import PendingRequest
 
+Caller = tuple[bytes | str, str]
 _Calls = OrderedDict[str, "deque[PendingRequest]"]
-_Callers = OrderedDict["tuple[bytes | str, str]", _Calls]
+_Callers = OrderedDict[Caller, _Calls]
 
 
 class FairQueue:
@@ -40,11 +41,13 @@ class FairQueue:
         calls.setdefault(request.submit.call, deque()).append(request)
         self._count += 1
 
-    def pop(self) -> PendingRequest:
-        """The next one; the queue must not be empty."""
-        level = min(self._levels)
-        caller = next(iter(self._levels[level]))
-        return self._take(level, caller, next(iter(self._levels[level][caller])), first=True)
+    def pop(self, may: Callable[[Caller], bool] | None = None) -> PendingRequest | None:
+        """The next one, of the first caller in turn that `may` allows (None: of all); None: there is none."""
+        level = min(self._levels, default=0)
+        for caller, calls in self._levels.get(level, {}).items():
+            if may is None or may(caller):
+                return self._take(level, caller, next(iter(calls)), first=True)
+        return None
 
     def pop_last(self) -> PendingRequest:
         """The one that would be served last, or nearly; the queue must not be empty."""
@@ -52,7 +55,7 @@ class FairQueue:
         caller = next(reversed(self._levels[level]))
         return self._take(level, caller, next(reversed(self._levels[level][caller])), first=False)
 
-    def _take(self, level: int, caller: tuple[bytes | str, str], call: str, *, first: bool) -> PendingRequest:
+    def _take(self, level: int, caller: Caller, call: str, *, first: bool) -> PendingRequest:
         callers = self._levels[level]
         calls = callers[caller]
         requests = calls[call]

@@ -183,8 +183,8 @@ def build_engine(
         if rank_group.groups.is_leader:
             release = scheduler.queue.release if rank_group.size == 1 else outbox.release
             observers.append(AdmissionDelay(config.ce_delay_ms / 1000, scheduler.queue, release))
-    if drafts is not None and drafts.depth is not None and rank_group.groups.is_leader:
-        observers.append(StepCostMeter(drafts.set_costs if rank_group.size == 1 else outbox.set_draft_costs))
+    if rank_group.groups.is_leader:
+        observers.append(StepCostMeter(scheduler.set_step_costs if rank_group.size == 1 else outbox.set_step_costs))
     verifier = None if drafts is None else Verifier(drafts, make_synthetic(config))
     loop = StepLoop(scheduler, executor, weights, output_processor, grammars, config, observers, verifier)
     kv_dtype = config.kv_dtype_of(adopted.shape)
@@ -201,7 +201,7 @@ def build_engine(
         queue=intake.queue,
         set_costs=scheduler.set_costs,
         release=scheduler.queue.release,
-        set_draft_costs=lambda costs: None if drafts is None else drafts.set_costs(costs),
+        set_step_costs=scheduler.set_step_costs,
     )
     lifecycle, profiler = Lifecycle(), _make_profiler(setup, config, loop, scheduler)
     adapters = EngineAdapters(adopted, setup.bank, scheduler, loop, lifecycle, relay, rank_group)

@@ -50,9 +50,9 @@ class Outbox:
         """New prices of evictions, which the leader takes with the other ranks."""
         self._pass_on("price", costs=asdict(costs))
 
-    def set_draft_costs(self, costs: StepCosts) -> None:
-        """New costs of steps, by which all ranks decide how many tokens to draft."""
-        self._pass_on("draft price", costs=asdict(costs))
+    def set_step_costs(self, costs: StepCosts) -> None:
+        """New costs of steps, by which all ranks decide on drafts and on the shares of callers."""
+        self._pass_on("step price", costs=asdict(costs))
 
     def release(self, arrival: int) -> None:
         """Requests before `arrival` may be admitted from the next step on, by all ranks."""
@@ -77,11 +77,11 @@ class CommandRelay:
         queue: Callable[..., str],
         set_costs: Callable[[CostModel], None],
         release: Callable[[int], None],
-        set_draft_costs: Callable[[StepCosts], None],
+        set_step_costs: Callable[[StepCosts], None],
     ) -> None:
         """queue(id, text, token ids, params, stream, salt, caller): queues a request that the leader has checked.
-        set_costs: takes new prices of evictions. release: of requests that wait for `ce_delay_ms`. set_draft_costs:
-        takes new costs of steps, where tokens are drafted."""
+        set_costs: takes new prices of evictions. release: of requests that wait for `ce_delay_ms`. set_step_costs:
+        takes new costs of steps."""
         self.is_leader = lockstep.is_leader
         self._lockstep, self._outbox, self._loop, self._queue = lockstep, outbox, loop, queue
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -90,7 +90,7 @@ class CommandRelay:
             "abort": lambda given: loop.abort(given["id"]),
             "price": lambda given: set_costs(CostModel(**given["costs"])),
             "release": lambda given: release(given["arrival"]),
-            "draft price": lambda given: set_draft_costs(StepCosts(**given["costs"])),
+            "step price": lambda given: set_step_costs(StepCosts(**given["costs"])),
         }
         self._met: Meeting | None = None
         """A call of the leader that `follow` has received and whose method has not begun here."""
@@ -232,7 +232,7 @@ class CommandRelay:
     def _execute(self, met: Meeting) -> None:
         self._outbox.commands = []
         for command in met.commands:
-            if not self.is_leader or command["kind"] in ("price", "release", "draft price"):
+            if not self.is_leader or command["kind"] in ("price", "release", "step price"):
                 self._commands[command["kind"]](command)
 
 

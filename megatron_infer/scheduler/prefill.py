@@ -11,6 +11,7 @@ from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.leases import Lease
 from megatron_infer.context.prefix_hash import salted
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.caller_shares import CallerShares, StepShare
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.running_set import RunningSet
@@ -37,6 +38,8 @@ class PrefillDraft:
     """None: any number."""
     among: Collection[Request] | None = None
     """Only these may take part; None: all."""
+    share: StepShare | None = None
+    """None: no caller is limited."""
     stop_at: int = 0
     """Prompts are left to other micro-batches once no more than this is left."""
     chunks: list[PrefillChunk] = field(default_factory=list)
@@ -46,6 +49,10 @@ class PrefillDraft:
     @property
     def is_full(self) -> bool:
         return self.left <= self.stop_at or len(self.chunks) == self.max_chunks
+
+    def left_for(self, request: Request) -> int:
+        """Tokens that a request's caller may still take."""
+        return self.left if self.share is None else min(self.left, self.share.prompt_tokens.get(request.caller, 1))
 
 
 NOTHING = PrefillDraft(left=0)
@@ -70,6 +77,7 @@ class PrefillPlanner:
         num_micro_batches: int,
         room: PrefillRoom | None,
         limits: BatchingLimits,
+        shares: CallerShares,
     ) -> None:
         """num_micro_batches: they divide the prompts that wait. room: None where the budget is the only bound."""
         self._context = context
@@ -78,7 +86,7 @@ class PrefillPlanner:
         self._preemption = preemption
         self._chunked_prefill = chunked_prefill
         self._num_micro_batches = num_micro_batches
-        self._room, self._limits = room, limits
+        self._room, self._limits, self._shares = room, limits, shares
         self._waited: dict[Request, int] = {}
         """Requests that wait for a state that is being computed -> tokens they had to compute when they began to."""
 
@@ -89,9 +97,10 @@ class PrefillPlanner:
         in_flight: int,
         root: bytes,
         among: Collection[Request] | None = None,
+        share: StepShare | None = None,
     ) -> PrefillDraft:
         """The prompt part of a step of at most `budget` tokens, of which decode rows take the positions given.
-        among: the requests that may take part; None: all.
+        among: the requests that may take part; None: all. share: of callers, where prompts are chunked.
 
         One of several micro-batches takes its share of what waits and of the `in_flight` tokens that others have taken.
         """
@@ -100,6 +109,7 @@ class PrefillPlanner:
             return NOTHING
         num_decode = len(decode_starts)
         draft = PrefillDraft(left=budget - num_decode, budget=budget, among=among)
+        draft.share = share if self._chunked_prefill else None
         if self._limits.max_total_tokens is not None:
             draft.context_left = self._limits.max_total_tokens - sum(decode_starts) - num_decode
         if self._room is not None:
@@ -136,7 +146,9 @@ class PrefillPlanner:
             if draft.among is not None and request not in draft.among:
                 continue
             self._catch_up(request)
-            n = min(len(request.tokens) - request.scheduled, draft.left - draft.stop_at)
+            n = min(len(request.tokens) - request.scheduled, draft.left_for(request), draft.left - draft.stop_at)
+            if not n:
+                continue
             if draft.context_left is not None and request.scheduled + n > draft.context_left:
                 draft.left = 0  # an admission would overtake it
                 return
@@ -195,7 +207,7 @@ class PrefillPlanner:
         if context.states is not None and context.states.gains_by_waiting(lease) and self._may_wait(request, lease):
             context.release(lease)
             return False
-        n = self._chunk_size(draft, total - lease.cached)
+        n = self._chunk_size(draft, request, total - lease.cached)
         fits = need - len(lease.blocks) <= context.num_free_blocks - headroom
         if draft.context_left is not None and lease.cached + n > draft.context_left:
             fits = False
@@ -226,7 +238,7 @@ class PrefillPlanner:
     def _swap_in(self, draft: PrefillDraft, request: Request) -> bool:
         """Lease a swapped request what it held and plan its next chunk; False: nothing changed."""
         stored = self._preemption.swapped[request].num_tokens
-        n = self._chunk_size(draft, len(request.tokens) - stored)
+        n = self._chunk_size(draft, request, len(request.tokens) - stored)
         if draft.context_left is not None and stored + n > draft.context_left:
             return False
         if not n or not self._preemption.swap_in(request, headroom=self._headroom()):
@@ -234,14 +246,14 @@ class PrefillPlanner:
         self._take_chunk(draft, request, n, first=True)
         return True
 
-    def _chunk_size(self, draft: PrefillDraft, remaining: int) -> int:
+    def _chunk_size(self, draft: PrefillDraft, request: Request, remaining: int) -> int:
         """Without chunking a prompt is taken whole even where it exceeds its micro-batch's share."""
-        left = draft.left - (draft.stop_at if self._chunked_prefill else 0)
+        left = min(draft.left_for(request), draft.left - (draft.stop_at if self._chunked_prefill else 0))
         return policy.chunk_size(remaining, left, max_tokens=draft.budget, chunked=self._chunked_prefill)
 
     def _num_free_rows(self) -> int:
         """Sequences that may still be admitted or forked."""
-        free, most = self._context.num_free_rows, self._limits.max_live
+        free, most = self._context.num_free_rows - self._shares.num_reserved, self._limits.max_live
         return free if most is None else max(0, min(free, most - self._running_set.num_live))
 
     def _headroom(self) -> int:
@@ -275,6 +287,8 @@ class PrefillPlanner:
                 request=request, start=start, n=n, samples=samples, forks=forks, first=first, captures=captures
             )
         )
+        if draft.share is not None:
+            draft.share.prompt_tokens[request.caller] = draft.left_for(request) - n
         draft.left -= n
         if draft.context_left is not None:
             draft.context_left -= end

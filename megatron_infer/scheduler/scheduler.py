@@ -11,7 +11,9 @@ from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.context.leases import Lease
 from megatron_infer.errors import RequestError
 from megatron_infer.scheduler import policy
+from megatron_infer.scheduler.caller_shares import CallerShares
 from megatron_infer.scheduler.decode import DecodePlanner
+from megatron_infer.scheduler.draft_depth import StepCosts
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.prefill import PrefillPlanner, PrefillRoom
 from megatron_infer.scheduler.recompute_progress import RecomputeProgress
@@ -81,6 +83,7 @@ class Scheduler:
             preemption=preemption,
             costs=costs or policy.CostModel(),
         )
+        self.shares = CallerShares(context, self.queue, self.running_set, self.preemption)
         prefills = PrefillPlanner(
             context,
             self.queue,
@@ -90,9 +93,13 @@ class Scheduler:
             num_micro_batches=num_micro_batches,
             room=prefill_room,
             limits=limits or BatchingLimits(),
+            shares=self.shares,
         )
         decodes = DecodePlanner(context, self.running_set, num_micro_batches=num_micro_batches)
-        self._planner = StepPlanner(context, self.running_set, self.preemption, decodes, prefills, phases, drafts)
+        self._planner = StepPlanner(
+            context, self.running_set, self.preemption, decodes, prefills, phases, drafts, self.shares
+        )
+        self._drafts = drafts
         self.recompute_progress = RecomputeProgress()
         self._num_uncommitted = self._prompt_tokens_in_flight = 0
         self._readmitted: list[Request] = []
@@ -113,6 +120,7 @@ class Scheduler:
                 f"request {request.id!r} has {len(request.tokens):,} tokens and a limit of {request.max_total:,}; "
                 "it needs one token at least and room to draw another"
             )
+        self.shares.see(request.caller)
         self.queue.assign_arrivals(request)
         self.queue.append(request)
 
@@ -120,6 +128,7 @@ class Scheduler:
         """Let `request` continue after `computed` tokens; the caller writes their KV now. False: no room, `add` it."""
         if not self.running_set.lease_computed(request, computed, like=like, num_shared=num_shared):
             return False
+        self.shares.see(request.caller)
         self.queue.assign_arrivals(request)
         self.queue.hold_siblings(request)
         self.running_set.readmit(request, is_leader=self.queue.is_leader(request))
@@ -168,6 +177,12 @@ class Scheduler:
     def set_costs(self, costs: policy.CostModel) -> None:
         """The next step decides on evictions with these prices; they must be the same on every rank."""
         self.preemption.costs = costs
+
+    def set_step_costs(self, costs: StepCosts) -> None:
+        """The next step decides on drafts and on the shares of callers with these; the same on every rank."""
+        self.shares.costs = costs
+        if self._drafts is not None:
+            self._drafts.set_costs(costs)
 
     def requeue_all(self) -> None:
         """Queue all requests again, by arrival, without row, blocks or host slots; nothing may be in flight."""

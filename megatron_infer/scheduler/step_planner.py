@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.scheduler.caller_shares import CallerShares
 from megatron_infer.scheduler.decode import DecodePlanner
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.prefill import NOTHING, PrefillPlanner
@@ -33,8 +34,10 @@ class StepPlanner:
         prefills: PrefillPlanner,
         phases: Phases | None,
         drafts: DraftPlanner | None,
+        shares: CallerShares,
     ) -> None:
         """phases: None: each step plans `BOTH`. drafts: None: one token a step is drawn for each request."""
+        self._shares = shares
         self._context, self._running_set, self._preemption = context, running_set, preemption
         self._decodes, self._prefills, self._phases, self._drafts = decodes, prefills, phases, drafts
 
@@ -53,19 +56,23 @@ class StepPlanner:
         context, running_set, phases = self._context, self._running_set, self._phases
         if context.states is not None:
             context.states.begin_step()
+        self._shares.begin_step(among)
         if running_set.paused or context.num_free_blocks < len(running_set.decoding):
             self._preemption.make_room()
+        share = self._shares.share(budget, among)
         decode: list[Request] = []
         starts: list[int] = []
         draft = NOTHING
         for decodes, prefills, only in BOTH if phases is None else phases.attempts(running_set):
             if decodes:
                 chosen = among if only is None else [one for one in only if among is None or one in among]
+                if share is not None:
+                    chosen = share.decode if only is None else [one for one in only if one in share.decode]
                 if self._drafts is not None:
                     chosen = self._drafts.ready(running_set, chosen, num_in_flight=num_in_flight)
                 decode, starts = self._decodes.plan(budget, num_in_flight=num_in_flight, among=chosen)
             if prefills:
-                draft = self._prefills.plan(budget, starts, prompt_tokens, root, among)
+                draft = self._prefills.plan(budget, starts, prompt_tokens, root, among, share)
             if decode or draft.chunks:
                 break
         if phases is not None:
@@ -74,7 +81,8 @@ class StepPlanner:
         sampled = [*decode, *draft.sampled] if draft.sampled else decode
         num_tokens = len(decode) + draft.num_tokens
         if self._drafts is not None and decode:
-            verified = self._drafts.plan(running_set, decode, starts, room=budget - num_tokens)
+            most = budget if share is None else min(budget, share.num_tokens)
+            verified = self._drafts.plan(running_set, decode, starts, room=max(0, most - num_tokens))
             sampled = [*decode, *(one.request for one in verified for _ in range(one.n)), *draft.sampled]
             num_tokens = len(decode) + sum(one.n for one in verified) + draft.num_tokens
         adapters = context.adapters

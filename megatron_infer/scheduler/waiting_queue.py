@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from megatron_infer.scheduler import policy
@@ -26,6 +26,8 @@ class WaitingQueue:
         self.num_arrivals = 0
         self.released: int | None = None
         """See `release`; None: all may be admitted."""
+        self.in_turn: Callable[[Iterable[Request]], Iterable[Request]] | None = None
+        """The order of requests of several callers; None: that of the queue."""
 
     def __len__(self) -> int:
         return len(self.requests) + sum(map(len, self._siblings.values()))
@@ -111,6 +113,8 @@ class WaitingQueue:
             requests = (request for request in requests if request.arrival < released)
         if among is not None:
             requests = (request for request in requests if request in among)
+        if self.in_turn is not None:
+            requests = iter(self.in_turn(requests))
         return list(islice(requests, num_rows + policy.LOOKAHEAD))
 
     def remove_admitted(self, admitted: Collection[Request]) -> None:

@@ -446,7 +446,7 @@ def test_a_caller_is_one_in_all_clients_of_a_name_and_who_names_none_is_its_clie
     world.core.check()
 
 
-def test_a_late_callers_request_stands_behind_one_of_each_other():
+def test_a_late_caller_has_its_share_of_a_full_replica_at_once():
     world = World()
     world.client()
     incarnation = world.replica(b"one", capacity=2)  # holds three
@@ -454,7 +454,16 @@ def test_a_late_callers_request_stands_behind_one_of_each_other():
         world.submit(number, caller="a", call="batch")
     world.submit(1, caller="b")
     world.submit(2, caller="b")
-    assert world.served(b"one", incarnation)[:7] == [100, 101, 102, 103, 1, 104, 2]
+    for number in range(3, 20):
+        world.submit(number, caller="c")
+    sent = [one for one in world.take(b"one") if isinstance(one, protocol.Run)]
+    assert [protocol.bytes_to_ids(run.prompt)[0] for run in sent] == [100, 101, 102, 1, 3]
+    assert len({run.caller for run in sent}) == 3 and sent[0].caller == sent[2].caller
+    for run in sent[:3]:  # two callers are below a third of three
+        world.core.receive(b"one", protocol.Output(run.number, incarnation, [], True))
+    world.core.check()
+    sent = [one for one in world.take(b"one") if isinstance(one, protocol.Run)]
+    assert [protocol.bytes_to_ids(run.prompt)[0] for run in sent] == [103]
 
 
 @pytest.mark.security

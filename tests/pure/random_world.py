@@ -92,4 +92,11 @@ def random_leader(world: World, rng: random.Random, stem, name, prompts, *, echo
     n = rng.randint(2, 5) if rng.random() < 0.3 else 1
     params = SamplingParams(priority=(0, 0, 0, -1, 7)[sum(prompt) % 5])
     cache = CacheUse(allowed=rng.random() < 0.85, salt=rng.choice(["", "", "", "a"]))
-    return make_group(name, prompt, max_new, n, cache=cache, params=params)
+    leader = make_group(name, prompt, max_new, n, cache=cache, params=params)
+    for request in (leader, *leader.siblings):
+        request.caller = sum(prompt) // 5 % num_callers(world)
+    return leader
+
+
+def num_callers(world: World) -> int:
+    return 1 + world.num_blocks % 3

@@ -10,8 +10,13 @@ import httpx
 import pytest
 from server_case import post, serving, tokenizer, wait_for
 
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.server import structured_outputs
+from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.grammar import GrammarCache
 
 pytestmark = pytest.mark.security
@@ -84,3 +89,42 @@ def test_grammar_of_a_caller_who_has_left_is_not_compiled(monkeypatch):
         held.result(60)
         assert post(case, COMPLETIONS, prompt=[1], guided_regex="next").status_code == 200
     assert compiling.begun == ["held", "next"]
+
+
+def engine_of(**options):
+    base = {"buffer_size_gb": 0.01, "block_size_tokens": 16, "max_sequence_length": 256, "max_requests": 8}
+    config = InferenceConfig(**{**base, "max_tokens": 64, "enable_chunked_prefill": True, **options})
+    return DynamicInferenceEngine(tiny_gpt(vocab_size=320, max_sequence_length=256), config, tokenizer=tokenizer())
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True, "enable_prefix_caching": True, "check_invariants": True}])
+def test_rows_of_all_callers_give_the_answers_of_one_alone(options):
+    work = [
+        ([10 + i, *range(30, 30 + 5 * i)], SamplingParams(max_tokens=40, n=1 + 3 * (i % 2), seed=i, ignore_eos=True))
+        for i in range(8)
+    ]
+    engine = engine_of()
+    alone = [engine.generate([ids], [params])[0].outputs for ids, params in work]
+    engine, ended = engine_of(**options), {}
+    for place, (ids, params) in enumerate(work):
+        for _ in range(12 * (place // 4)):
+            ended |= {one.request_id: one for one in engine.step()}
+        engine.add_request(ids, params, request_id=str(place), stream="final", caller=1 + place // 4)
+    while engine.has_unfinished():
+        ended |= {one.request_id: one for one in engine.step()}
+    assert engine.stats().counters["evicted"] > 0
+    for place, expected in enumerate(alone):
+        found = ended[str(place)].outputs
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected], place
+
+
+def test_one_token_of_a_caller_comes_while_another_has_asked_for_all_rows():
+    with serving(engine_of(overlap=True), max_n=64) as case, ThreadPoolExecutor(20) as threads:
+        hog = {"n": 16, "max_tokens": 100, "ignore_eos": True}
+        asked = [threads.submit(post_from, case, "127.0.0.2", **hog) for _ in range(20)]
+        wait_for(lambda: inspect(case.engines[0]).context.num_free_rows == 0)
+        for _ in range(3):
+            assert post_from(case, "127.0.0.3", max_tokens=1).status_code == 200
+        assert sum(one.done() for one in asked) < 10
+        case.server.shut_down()
+        assert {one.result(60).status_code for one in asked} <= {200, 503}

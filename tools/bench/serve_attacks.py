@@ -19,6 +19,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -26,7 +27,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -144,7 +145,14 @@ async def stopped(server: Server, seconds: float) -> str:
 
 # ---------------------------------------------------------------------- callers
 
-TURN_S, NUM_TURNS, PATIENCE_S = 12.0, 3, 30.0
+TURN_S, NUM_TURNS, PATIENCE_S = 12.0, 2, 15.0
+SPAWN = multiprocessing.get_context("spawn")
+ATTACKS = (
+    "n=128, 8 at once",
+    "150 schemas at once",
+    "an ambiguous grammar, 4 at once",
+    "6 streams of n=16 that are not read",
+)
 LETTERS = " | ".join(f'"{letter}"' for letter in "abcdefghij")
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0}
 
@@ -155,22 +163,22 @@ def schema(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": sorted(fields), "additionalProperties": False}
 
 
-async def again_and_again(server: Server, source: str, bodies: Callable[[int], dict[str, Any]], at_once: int) -> None:
+async def again_and_again(url: str, source: str, bodies: Callable[[int], dict[str, Any]], at_once: int) -> None:
     """Streams of one caller, so many at once, until it is cancelled."""
 
     async def one(lane: int) -> None:
         for number in itertools.count(lane, at_once):
-            heard = await stream(server.url, bodies(number), source=source)
+            heard = await stream(url, bodies(number), source=source)
             if heard.error:
                 await asyncio.sleep(0.1)
 
     await asyncio.gather(*(one(lane) for lane in range(at_once)))
 
 
-async def unread(server: Server, source: str) -> None:
+async def unread(url: str, source: str) -> None:
     """Streams that are asked for and not read, until it is cancelled."""
     body = {"prompt": "Tell me", "n": 16, "stream": True, "logprobs": 5, **LONG}
-    parts, data = urlsplit(server.url), json.dumps(body).encode()
+    parts, data = urlsplit(url), json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
     writers: list[asyncio.StreamWriter] = []
     try:
@@ -187,20 +195,21 @@ async def unread(server: Server, source: str) -> None:
             writer.transport.abort()
 
 
-def callers_attacks(server: Server) -> dict[str, Callable[[], Any]]:
-    """Name -> what makes the coroutine of an attack."""
+def run_attack(url: str, name: str) -> None:
+    """In a process of its own, until it is ended."""
     rows = {"prompt": "Once upon a time", "n": 128, **LONG}
     ambiguous = {"prompt": "Letters:", "n": 4, "guided_grammar": f"start: e\ne: e e | {LETTERS}", **LONG}
 
     def schemas(number: int) -> dict[str, Any]:
         return {"prompt": "JSON:", "guided_json": schema(number + int(1e6 * time.monotonic())), "max_tokens": 8}
 
-    return {
-        "n=128, 8 at once": lambda: again_and_again(server, "127.0.0.2", lambda _: rows, 8),
-        "150 schemas at once": lambda: again_and_again(server, "127.0.0.3", schemas, 150),
-        "an ambiguous grammar, 4 at once": lambda: again_and_again(server, "127.0.0.4", lambda _: ambiguous, 4),
-        "6 streams of n=16 that are not read": lambda: unread(server, "127.0.0.5"),
-    }
+    attacks = (
+        lambda: again_and_again(url, "127.0.0.2", lambda _: rows, 8),
+        lambda: again_and_again(url, "127.0.0.3", schemas, 150),
+        lambda: again_and_again(url, "127.0.0.4", lambda _: ambiguous, 4),
+        lambda: unread(url, "127.0.0.5"),
+    )
+    asyncio.run(attacks[ATTACKS.index(name)]())
 
 
 async def another(server: Server, seconds: float) -> list[Heard]:
@@ -230,16 +239,21 @@ def figures(replies: list[Heard]) -> tuple[list[float], list[float], int]:
     return [one.ttft for one in whole], gaps, len(replies) - len(whole)
 
 
-async def beside(server: Server, attacks: list[Callable[[], Any]], name: str) -> None:
+async def beside(server: Server, attacks: Sequence[str], name: str) -> None:
     """Print the row of an attack."""
     heard: dict[bool, list[Heard]] = {False: [], True: []}
     for turn in range(2 * NUM_TURNS):
-        tasks = [asyncio.create_task(attack()) for attack in attacks] if turn % 2 else []
+        processes = [
+            SPAWN.Process(target=run_attack, args=(server.url, attack), daemon=True)
+            for attack in (attacks if turn % 2 else ())
+        ]
+        for process in processes:
+            process.start()
         await asyncio.sleep(3.0)
         heard[bool(turn % 2)] += await another(server, TURN_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for process in processes:
+            process.terminate()
+            process.join()
         await asyncio.sleep(2.0)
     cells = [name]
     (first_alone, gaps_alone, _), (first, gaps, errors) = figures(heard[False]), figures(heard[True])
@@ -256,11 +270,10 @@ async def callers(model: str) -> None:
     print("| attack | first token, ms: p50 alone, attacked | p99 | between tokens, ms: p50 | p99 | replies, errors |")
     print("|---|---|---|---|---|---|")
     with served(model, "--threads", "1") as server:
-        attacks = callers_attacks(server)
         await another(server, 5.0)
-        for name, attack in attacks.items():
-            await beside(server, [attack], name)
-        await beside(server, list(attacks.values()), "all of them")
+        for name in ATTACKS:
+            await beside(server, [name], name)
+        await beside(server, ATTACKS, "all of them")
 
 
 def main() -> None:

@@ -1,0 +1,143 @@
+"""Callers of one engine share its rows and the time of its steps; one caller alone has all of both."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from fake_device import make_request
+from test_fuzz import run_schedule
+from world import World
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.scheduler.caller_shares import PRESENT_STEPS
+from megatron_infer.scheduler.draft_depth import StepCosts
+
+COSTS = StepCosts(plain=[(1, 1.0), (64, 10.0)])
+"""A step takes a second, and a seventh for each token after the first."""
+
+
+def asked(name, caller, *, num_prompt=4, max_new=200, priority=0):
+    prompt = [sum(map(ord, name)) % 80 + 4 + i % 7 for i in range(num_prompt)]
+    params = SamplingParams(priority=priority)
+    request = make_request(name, prompt, max_new, stop_ids=frozenset(), params=params)
+    request.caller = caller
+    return request
+
+
+def rows_of(world):
+    return Counter(request.caller for request in world.scheduler.running_set.live())
+
+
+def make_world(**fields):
+    world = World(**{"num_blocks": 400, "block_size": 8, "num_rows": 16, "max_tokens": 64, "chunked": True} | fields)
+    world.scheduler.set_step_costs(COSTS)
+    return world
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_are_evened_out_by_as_few_evictions_as_that_takes(overlap):
+    world = make_world(overlap=overlap)
+    for i in range(40):
+        world.add(asked(f"a{i}", 1))
+    for _ in range(5):
+        world.step()
+    assert rows_of(world) == {1: 16}
+    for i in range(40):
+        world.add(asked(f"b{i}", 2))
+    for _ in range(40):
+        world.step()
+    assert rows_of(world) == {1: 8, 2: 8}
+    world.add(asked("c", 3))
+    for _ in range(40):
+        world.step()
+    assert rows_of(world)[3] == 1 and sum(kind == "evict" for _, kind, _ in world.events) == 9
+    oldest = world.scheduler.running_set.live()[0]
+    assert oldest.id == "a0" and not oldest.history.num_evictions
+
+
+def test_no_caller_evicts_more_urgent_requests_or_a_callers_only_row():
+    world = make_world(num_rows=2)
+    world.add(asked("a0", 1, priority=-1))
+    world.add(asked("a1", 1, priority=-1))
+    world.step()
+    world.add(asked("b", 2))
+    for _ in range(20):
+        world.step()
+    assert rows_of(world) == {1: 2}
+    world.add(asked("c", 3, priority=-1))
+    for _ in range(20):
+        world.step()
+    assert rows_of(world) == {1: 1, 3: 1}
+
+
+def test_caller_who_comes_and_goes_finds_its_row_free():
+    world = make_world(num_rows=8)
+    for i in range(20):
+        world.add(asked(f"a{i}", 1, max_new=370))
+    world.step()
+    for i in range(10):
+        world.add(asked(f"b{i}", 2, max_new=2))
+        for _ in range(6):
+            world.step()
+    assert sum(kind == "evict" for _, kind, _ in world.events) == 1 and rows_of(world) == {1: 7}
+    for _ in range(PRESENT_STEPS):
+        world.step()
+    assert rows_of(world) == {1: 8}
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("overlap", [False, True])
+def test_step_of_several_callers_takes_at_most_twice_as_long_as_of_the_smallest(overlap):
+    world = make_world(num_rows=40, overlap=overlap)
+    for i in range(30):
+        world.add(asked(f"a{i}", 1, num_prompt=20))
+    for _ in range(15):
+        world.step()
+    assert world.step().num_tokens == 30, "one caller is not limited"
+    world.add(asked("b", 2, num_prompt=10))
+    for _ in range(3):
+        world.step()
+    took, begun = Counter(), {request: request.num_output for request in world.scheduler.running}
+    for i in range(60):
+        world.add(asked(f"late{i}", 1, num_prompt=30, max_new=1))
+        plan = world.step()
+        assert plan.num_tokens <= 10 and any(request.id == "b" for request in plan.decode)
+        took.update(request.caller for request in plan.decode)
+    alone = [request for request in begun if request.caller == 1]
+    gained = [request.num_output - begun[request] for request in alone]
+    assert min(gained) >= 60 * 4 // 30 - 2 and max(gained) - min(gained) <= 2, "a caller's rows take turns"
+    assert took[2] == 60
+
+
+def test_prompts_of_two_callers_share_a_step():
+    world = make_world(max_tokens=32)
+    for i in range(4):
+        world.add(asked(f"a{i}", 1, num_prompt=300, max_new=4))
+    world.step()
+    world.add(asked("b", 2, num_prompt=40, max_new=4))
+    for _ in range(4):
+        world.step()
+    (late,) = [request for request in world.scheduler.running if request.caller == 2]
+    assert late.num_output >= 1
+
+
+def test_no_request_waits_for_ever_among_callers_that_keep_coming():
+    world = make_world(num_rows=4, num_blocks=60)
+    mine = [asked(f"m{i}", 1, max_new=12) for i in range(6)]
+    for one in mine:
+        world.add(one)
+    for i in range(500):
+        world.add(asked(f"x{i}", 2 + i % 7, max_new=3))
+        world.step()
+        if all(one.finish_reason is not None for one in mine):
+            return
+    pytest.fail(str([one.num_output for one in mine]))
+
+
+def test_what_is_decided_follows_from_commands_and_results_alone():
+    """Requests have other addresses in the second run, so that no order of a set may count."""
+    for seed in range(1, 60):
+        first, second = (run_schedule(seed, Counter()).events for _ in range(2))
+        assert first == second, seed
