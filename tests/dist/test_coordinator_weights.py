@@ -85,3 +85,31 @@ def test_replica_that_describes_its_weights_as_none_can_be_is_refused():
         world = World()
         world.replica(b"one", weights=wrong)
         assert [m.code for m in world.take(b"one")] == ["message"] and world.core.stats()["replicas"] == []
+
+
+def test_client_that_is_lost_within_an_update_leaves_no_engine_waiting_and_one_lost_after_it_changes_nothing():
+    def carry_out(world, peer, incarnation):
+        found = []
+        for message in [m for m in world.take(peer) if isinstance(m, protocol.Command)]:
+            found.append((message.command, message.args))
+            world.core.receive(peer, protocol.Done(message.number, incarnation, protocol.Answer(ok=True)))
+        return found
+
+    for told, expected in (
+        (["pause", "begin_weights"], [("cancel_weights", {"version": 3}), ("unpause", {})]),
+        (["begin_weights", "finish_weights"], [("cancel_weights", {"version": 3})]),
+        (["pause", "begin_weights", "finish_weights", "settle_weights"], []),
+        (["pause"], []),
+    ):
+        world = World()
+        world.client()
+        incarnation = world.replica(b"one", version=3, set_version=3)
+        for command in told:
+            control(world, command, **({"version": 4} if command == "finish_weights" else {}))
+            assert [name for name, _ in carry_out(world, b"one", incarnation)] == [command]
+        world.client(b"other")
+        world.core.unreachable(b"other", "gone")
+        assert carry_out(world, b"one", incarnation) == []
+        world.core.unreachable(b"client", "gone")
+        assert carry_out(world, b"one", incarnation) == expected
+        assert world.core.broadcasts.in_force.weight_version == (4 if "settle_weights" in told else 3)
