@@ -283,7 +283,7 @@ class Broadcasts:
         in_force, has = self.in_force.weights, weights.now.stamp
         if not weights.is_settled:
             if weights.is_open or has != in_force.now.stamp:
-                self._send_missed(replica, [("cancel_weights", {})])
+                self._send_missed(replica, [("cancel_weights", {"version": self.in_force.weight_version})])
                 has = weights.if_cancelled.stamp
             elif in_force.is_settled:
                 self._send_missed(replica, [("settle_weights", {})])
