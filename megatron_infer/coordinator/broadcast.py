@@ -200,6 +200,9 @@ class Broadcasts:
         """Number of a command that a replica missed -> the replica and the command."""
         self._updating: dict[bytes, str] | None = None
         """The replicas that take part in the weight update, by peer, with their names; None: none is under way."""
+        self._version_before = 0
+        self._clients: dict[str, bytes] = {}
+        """Which client has begun the weight update (`begin`), and which has paused the engines (`pause`)."""
         self._lost_in_update: dict[str, str] = {}
         """Those of them that were lost -> why."""
         self.in_force = CommandsInForce()
@@ -226,6 +229,7 @@ class Broadcasts:
             if self._updating is None or control.command == "begin_weights":
                 self._updating, self._lost_in_update = {one.peer: one.name for one in replicas}, {}
                 self.in_force.weights.is_open = False
+                self._clients["begin"], self._version_before = client, self.in_force.weight_version
             replicas = [replica for replica in replicas if replica.peer in self._updating]
             for name, why in self._lost_in_update.items():
                 broadcast.answers[name] = Answer(ok=False, kind=LOST, message=f"lost in this update: {why}")
@@ -235,6 +239,14 @@ class Broadcasts:
             broadcast.waiting[replica.peer] = replica.name
             self._send_command(replica, number, control, stamp)
         self._finish_if_answered(number)
+
+    def client_lost(self, client: bytes) -> None:
+        """Undo a weight update that a client leaves half done, and end its pause: the engines would wait for ever."""
+        if self._updating is None or self._clients["begin"] != client:
+            return
+        self.start(client, Control(0, "cancel_weights", {"version": self._version_before}, CATCH_UP_S))
+        if "pause" in self.in_force.commands and self._clients.get("pause") == client:
+            self.start(client, Control(0, "unpause", {}, CATCH_UP_S))
 
     def catch_up(self, replica: ReplicaState) -> None:
         """Send a replica that has just joined the commands in force, and the end of those that ended while it was away.
@@ -271,7 +283,7 @@ class Broadcasts:
         in_force, has = self.in_force.weights, weights.now.stamp
         if not weights.is_settled:
             if weights.is_open or has != in_force.now.stamp:
-                self._send_missed(replica, [("cancel_weights", {})])
+                self._send_missed(replica, [("cancel_weights", {"version": self.in_force.weight_version})])
                 has = weights.if_cancelled.stamp
             elif in_force.is_settled:
                 self._send_missed(replica, [("settle_weights", {})])
@@ -392,6 +404,8 @@ class Broadcasts:
         if there and not done:
             return
         self.in_force.record(control.command, control.args, done[0] if done else None, stamp=broadcast.stamp)
+        if control.command == "pause":
+            self._clients["pause"] = broadcast.client
         for replica in broadcast.joined:
             if control.command in HELD:
                 self._send_missed(replica, [(control.command, control.args)])

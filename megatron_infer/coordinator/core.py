@@ -79,6 +79,7 @@ class CoordinatorCore:
             log.info("client %s left: %s", client.name, why)
             for request in list(client.requests.values()):
                 self.dispatch.cancel(request)
+            self.broadcasts.client_lost(peer)
         if replica is not None:
             self._lose(replica, why)
 

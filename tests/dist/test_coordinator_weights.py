@@ -41,7 +41,9 @@ def test_replica_that_was_away_at_the_end_of_an_update_ends_it_in_the_same_way()
         world.client()
         control(world, end, **({"version": 1} if end == "cancel_weights" else {}))
         incarnation = world.replica(b"back", version=2, weights=weights(NEW, OLD))
-        assert commands(world, b"back") == expected
+        sent = [m for m in world.take(b"back") if isinstance(m, protocol.Command)]
+        assert [(m.command, m.stamp) for m in sent] == expected
+        assert sent[0].args == ({"version": 1} if end == "cancel_weights" else {})
         if end == "cancel_weights":
             assert gets_requests(world, b"back") == [False]
             beat(world, b"back", incarnation, OLD[0], version=1)
@@ -85,3 +87,31 @@ def test_replica_that_describes_its_weights_as_none_can_be_is_refused():
         world = World()
         world.replica(b"one", weights=wrong)
         assert [m.code for m in world.take(b"one")] == ["message"] and world.core.stats()["replicas"] == []
+
+
+def test_client_that_is_lost_within_an_update_leaves_no_engine_waiting_and_one_lost_after_it_changes_nothing():
+    def carry_out(world, peer, incarnation):
+        found = []
+        for message in [m for m in world.take(peer) if isinstance(m, protocol.Command)]:
+            found.append((message.command, message.args))
+            world.core.receive(peer, protocol.Done(message.number, incarnation, protocol.Answer(ok=True)))
+        return found
+
+    for told, expected in (
+        (["pause", "begin_weights"], [("cancel_weights", {"version": 3}), ("unpause", {})]),
+        (["begin_weights", "finish_weights"], [("cancel_weights", {"version": 3})]),
+        (["pause", "begin_weights", "finish_weights", "settle_weights"], []),
+        (["pause"], []),
+    ):
+        world = World()
+        world.client()
+        incarnation = world.replica(b"one", version=3, set_version=3)
+        for command in told:
+            control(world, command, **({"version": 4} if command == "finish_weights" else {}))
+            assert [name for name, _ in carry_out(world, b"one", incarnation)] == [command]
+        world.client(b"other")
+        world.core.unreachable(b"other", "gone")
+        assert carry_out(world, b"one", incarnation) == []
+        world.core.unreachable(b"client", "gone")
+        assert carry_out(world, b"one", incarnation) == expected
+        assert world.core.broadcasts.in_force.weight_version == (4 if "settle_weights" in told else 3)

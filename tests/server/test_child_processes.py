@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from audio_case import write_model
 from server_case import wait_for
 from test_command import ROOT, Command
 
@@ -159,7 +160,7 @@ def role_of(pid):
 
 
 OTHER_WAYS = r"subprocess\.(?:Popen|run|call|check_\w+)\(|os\.(?:fork|spawn\w+|popen|system)\("
-SIZES = ("--max-sequence-length", "256", "--buffer-size-gb", "0.05", "--threads", "1")
+SIZES = ("--dtype", "float32", "--buffer-size-gb", "0.02", "--threads", "1")
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -167,12 +168,13 @@ LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.parametrize(
     ("launcher", "roles"),
     [
-        ((), ["coordinator", "engine", "engine", "http_worker", "http_worker"]),
-        (LAUNCHER, ["coordinator", "http", "http_worker", "http_worker"]),
+        ((), ["audio_decoder", "coordinator", "engine", "engine", "http_worker", "http_worker"]),
+        (LAUNCHER, ["audio_decoder", "coordinator", "http", "http_worker", "http_worker"]),
     ],
 )
-def test_processes_of_a_server_end_with_the_one_that_was_started(launcher, roles):
-    command = Command("smollm2", "--dp", "2", "--http-workers", "2", *SIZES, launcher=launcher)
+def test_processes_of_a_server_end_with_the_one_that_was_started(tmp_path, launcher, roles):
+    model = write_model(tmp_path / "voice")
+    command = Command(str(model), "--dp", "2", "--http-workers", "2", *SIZES, launcher=launcher)
     try:
         command.wait_ready()
         ids = descendants(command.process.pid)
