@@ -39,8 +39,8 @@ def activation_of(mlp: mcore.MLP, name: str, *, weighted: bool = False) -> Activ
         if not fused.get(function, False):
             raise AdoptionError(
                 name,
-                f"bias_activation_fusion with activation {function} (gated: {gated}): megatron-core has no such kernel; "
-                "build the model with bias_activation_fusion=False",
+                f"bias_activation_fusion with activation {function} (gated: {gated}): megatron-core has no such "
+                "kernel; build the model with bias_activation_fusion=False",
             )
         if function is not mcore.quick_gelu:
             clamp, offset = None, 0.0  # the other fused kernels know neither

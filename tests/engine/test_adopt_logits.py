@@ -136,7 +136,7 @@ def test_paged_logits_equal_the_full_forward(name):
 def test_a_fused_activation_that_clamps_before_the_bias_is_refused():
     """megatron-core's own two paths give different numbers there; the engine computes only the other one."""
     model = tiny_gpt(**{**MOE, **QUICK_GEGLU, "add_bias_linear": True})
-    with pytest.raises(AdoptionError, match="clamps before it adds the bias.*bias_activation_fusion=False"):
+    with pytest.raises(AdoptionError, match=r"clamps before it adds the bias.*bias_activation_fusion=False"):
         adopt(model)
 
 
