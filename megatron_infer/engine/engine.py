@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
+from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.config.request_metadata import Scalar
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
 from megatron_infer.engine.build import build_engine
+from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
 from megatron_infer.engine.given_prompts import GivenPrompts
 from megatron_infer.engine.logits_hooks import LogitsHook
@@ -49,7 +50,7 @@ class DynamicInferenceEngine:
     def __init__(
         self,
         model: Any,
-        config: InferenceConfig | None = None,
+        config: ConfigOrOptions = None,
         *,
         tokenizer: TextCodec | None = None,
         eos_ids: Sequence[int] = (),
@@ -57,12 +58,12 @@ class DynamicInferenceEngine:
         model_name: str = "model",
         owns_weights: bool = False,
     ) -> None:
-        """eos_ids: token ids that end a sequence, besides the tokenizer's. model_name enters the prefix hash.
-        owns_weights: only the engine uses the model: a suspend may move its parameters, no step reads them for changes,
-        on a CPU those that linears pack are freed (`weights.unpack()` and state dicts bring them back)."""
+        """config: as `LLM` has it. eos_ids: token ids that end a sequence, besides the tokenizer's. model_name enters the
+        prefix hash. owns_weights: only the engine uses the model: a suspend may move its parameters, no step reads them
+        for changes, on a CPU those that linears pack are freed (`weights.unpack()` and state dicts bring them back)."""
         eos_ids = tuple(dict.fromkeys((*getattr(tokenizer, "eos_ids", ()), *eos_ids)))
-        asked, named = config or InferenceConfig(), {"device": device, "name": model_name}
-        built = build_engine(model, asked, tokenizer=tokenizer, eos_ids=eos_ids, owns=owns_weights, **named)
+        named = {"device": device, "name": model_name}
+        built = build_engine(model, config, tokenizer=tokenizer, eos_ids=eos_ids, owns=owns_weights, **named)
         setup = built.setup
         self.config, self.tokenizer = setup.config, tokenizer
         """`config` has decided what the caller left to the device."""

@@ -19,8 +19,9 @@ from urllib.request import Request, urlopen
 import torch
 from safetensors.torch import save
 
-from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
+from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
 from megatron_infer.errors import ConfigError, WeightUpdateError
@@ -32,7 +33,7 @@ from megatron_infer.rl.weights import apply
 
 
 def engine_for(
-    model: Any, config: InferenceConfig | None = None, *, dtype: str | torch.dtype | None = None
+    model: Any, config: ConfigOrOptions = None, *, dtype: str | torch.dtype | None = None
 ) -> DynamicInferenceEngine:
     """An engine with a megatron-core model of a transformers model's shape; it takes ids and has no weights yet.
 
@@ -42,7 +43,7 @@ def engine_for(
     plan = description_from_config(model.config.to_dict(), _dict_of(getattr(model, "generation_config", None)))
     device = next(model.parameters()).device
     live = build_model(plan, dtype=model.dtype if dtype is None else dtype, device=device)
-    config = InferenceConfig(logprobs_mode="processed") if config is None else config
+    config = {"logprobs_mode": "processed"} if config is None else config
     return DynamicInferenceEngine(live, config, eos_ids=plan.eos_ids, device=str(device))
 
 
