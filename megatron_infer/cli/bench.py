@@ -168,6 +168,7 @@ def run(args: argparse.Namespace) -> int:
             for ours in engines.values():
                 run_engine(ours.engine, SamplingParams, workload.head())
             for peer in peers:
+                note(f"warming up {peer.name} ...")
                 peer.warm_up(workload.head())
             before, synthetic = llm.engine.spec_decode_metrics(), drafting.get(SYNTHETIC)
             results = interleave(runners, workload, args.rounds)

@@ -32,6 +32,7 @@ from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.models.attached_lora import attached_tensors
 from megatron_infer.utils.files import regular
 from megatron_infer.utils.json_file import read_json
+from megatron_infer.utils.progress import tracked
 
 
 def load_weights(model: nn.Module, reader: TensorReader, description: ModelDescription, shard: Shard = WHOLE) -> None:
@@ -42,7 +43,7 @@ def load_weights(model: nn.Module, reader: TensorReader, description: ModelDescr
     """
     reader, recipes = fitted(model, reader, description, shard)
     with torch.no_grad():
-        for name, parameter in _targets(model):
+        for name, parameter in tracked(list(_targets(model)), unit="tensor", what="reading weights"):
             parameter.copy_(made(name, parameter, recipes[name], reader, shard))
 
 
