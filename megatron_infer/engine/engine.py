@@ -58,7 +58,7 @@ class DynamicInferenceEngine:
         model_name: str = "model",
         owns_weights: bool = False,
     ) -> None:
-        """config: as `LLM` has it. eos_ids: token ids that end a sequence, besides the tokenizer's. model_name enters the
+        """config: as `LLM` has it. eos_ids: ids that end a sequence, besides the tokenizer's. model_name enters the
         prefix hash. owns_weights: only the engine uses the model: a suspend may move its parameters, no step reads them
         for changes, on a CPU those that linears pack are freed (`weights.unpack()` and state dicts bring them back)."""
         eos_ids = tuple(dict.fromkeys((*getattr(tokenizer, "eos_ids", ()), *eos_ids)))
