@@ -8,8 +8,9 @@ evicted, one in a step. Each eviction evens the rows out, so evictions end. A ca
 for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most an eighth of the rows is kept so.
 
 Time. A step with tokens of several callers takes at most STRETCH times as long as the tokens of the smallest of them
-alone, or as one token of each. Its tokens are shared evenly (max-min), a caller's rows decode in turn, and each caller
-has one token at least, so that every row goes on.
+alone, or as one token of each. Half of its tokens go to prompts of callers that decode nothing, who wait for a first
+token; the others are shared evenly (max-min). A caller's rows decode in turn, and each caller has one token at least:
+every row goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 PRESENT_STEPS = 256
 """Steps for which a caller counts after its last request."""
-STRETCH = 2.0
+STRETCH = 1.5
 
 
 @dataclass(slots=True)
@@ -148,7 +149,10 @@ class CallerShares:
         most = self._most_tokens(wanted, budget)
         if sum(wanted.values()) <= most and self._leaving is None:
             return None
-        tokens = _shared(wanted, most)
+        first = _shared({caller: count for caller, count in prompts.items() if caller not in decoding}, most // 2)
+        rest = {caller: count - first.get(caller, 0) for caller, count in wanted.items()}
+        tokens = Counter(first)
+        tokens.update(_shared({caller: count for caller, count in rest.items() if count}, most - sum(first.values())))
         chosen: set[Request] = set()
         prompt_tokens: dict[int, int] = {}
         for caller, share in tokens.items():

@@ -446,6 +446,7 @@ def test_a_caller_is_one_in_all_clients_of_a_name_and_who_names_none_is_its_clie
     world.core.check()
 
 
+@pytest.mark.security
 def test_a_late_caller_has_its_share_of_a_full_replica_at_once():
     world = World()
     world.client()

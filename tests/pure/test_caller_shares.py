@@ -89,7 +89,7 @@ def test_caller_who_comes_and_goes_finds_its_row_free():
 
 @pytest.mark.security
 @pytest.mark.parametrize("overlap", [False, True])
-def test_step_of_several_callers_takes_at_most_twice_as_long_as_of_the_smallest(overlap):
+def test_step_of_several_callers_is_little_longer_than_of_the_smallest_alone(overlap):
     world = make_world(num_rows=40, overlap=overlap)
     for i in range(30):
         world.add(asked(f"a{i}", 1, num_prompt=20))
@@ -103,11 +103,11 @@ def test_step_of_several_callers_takes_at_most_twice_as_long_as_of_the_smallest(
     for i in range(60):
         world.add(asked(f"late{i}", 1, num_prompt=30, max_new=1))
         plan = world.step()
-        assert plan.num_tokens <= 10 and any(request.id == "b" for request in plan.decode)
+        assert plan.num_tokens <= 6 and any(request.id == "b" for request in plan.decode)
         took.update(request.caller for request in plan.decode)
     alone = [request for request in begun if request.caller == 1]
     gained = [request.num_output - begun[request] for request in alone]
-    assert min(gained) >= 60 * 4 // 30 - 2 and max(gained) - min(gained) <= 2, "a caller's rows take turns"
+    assert min(gained) >= 60 * 2 // 30 - 2 and max(gained) - min(gained) <= 2, "a caller's rows take turns"
     assert took[2] == 60
 
 
