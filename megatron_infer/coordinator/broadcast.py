@@ -22,7 +22,7 @@ from megatron_infer.coordinator.protocol import (
     ControlResult,
     Message,
 )
-from megatron_infer.coordinator.weights_in_force import WeightsInForce
+from megatron_infer.coordinator.weights_in_force import WeightsInForce, are_sources
 
 INVERSE = {"pause": "unpause", "suspend": "resume"}
 """Commands that hold until their inverse: replicas that join meanwhile get them too."""
@@ -213,8 +213,12 @@ class Broadcasts:
         A weight update goes to the replicas that were there when it began. One that was lost since then fails the
         rest of it: it has not got all tensors.
         """
+        message = ""
         if control.command not in COMMANDS:
             message = f"unknown command {control.command[:40]!r}; one of {', '.join(COMMANDS)}"
+        elif control.command == "restore_weights" and not are_sources(control.args.get("sources")):
+            message = "restore_weights: sources are pairs of a path and a fingerprint"
+        if message:
             answer = Answer(ok=False, kind="ConfigError", message=message)
             self._send(client, ControlResult(control.id, {"coordinator": answer}))
             return

@@ -101,6 +101,14 @@ class WeightsInForce:
         return made
 
 
+def are_sources(given: Any) -> bool:
+    try:
+        _sources_of(given)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _weights_of(saved: Any) -> Weights:
     stamp, sources = saved
     return Weights(float(stamp), _sources_of(sources))

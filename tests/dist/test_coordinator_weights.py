@@ -115,3 +115,14 @@ def test_client_that_is_lost_within_an_update_leaves_no_engine_waiting_and_one_l
         world.core.unreachable(b"client", "gone")
         assert carry_out(world, b"one", incarnation) == expected
         assert world.core.broadcasts.in_force.weight_version == (4 if "settle_weights" in told else 3)
+
+
+def test_sources_that_are_none_are_refused_and_the_coordinator_goes_on():
+    world = World()
+    world.client()
+    for wrong in ({}, {"sources": 5}, {"sources": [["a"]]}, {"sources": None}):
+        control(world, "restore_weights", **wrong)
+        (result,) = world.take(b"client")
+        assert result.answers["coordinator"].kind == "ConfigError"
+    world.replica(b"one")
+    assert gets_requests(world, b"one") == [True]
