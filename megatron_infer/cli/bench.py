@@ -39,7 +39,15 @@ from megatron_infer.cli.bench_workload import (
     run_engine,
 )
 from megatron_infer.cli.config_flags import SPECULATIVE_DESTS, SYNTHETIC, add_bench_only_options, given
-from megatron_infer.cli.loading import add_model_options, describe, has_chat_template, load_llm, note, positive_int
+from megatron_infer.cli.loading import (
+    add_model_options,
+    describe,
+    has_chat_template,
+    load_llm,
+    note,
+    positive_int,
+    whole_number,
+)
 from megatron_infer.cli.prompts import read_jobs, to_token_ids
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InferenceError
@@ -82,12 +90,12 @@ def add_parser(subparsers: Any) -> None:
         "many at once, 64:256 to 64:128), prefill (4 prompts of 1,024), rl (8 prompts with 8 samples each)",
     )
     parser.add_argument(
-        "--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts"
+        "--shared-prefix", type=whole_number, default=0, metavar="N", help="leading tokens common to all prompts"
     )
     parser.add_argument("--workload-seed", type=int, default=0, metavar="S")
     parser.add_argument(
         "--suspend-every",
-        type=int,
+        type=whole_number,
         default=0,
         metavar="N",
         help="also run with a suspend and resume every N steps, in the mode of --kv-cache-management-mode; 0: never",
