@@ -6,8 +6,9 @@ A schema, pattern or grammar is compiled here first, in a thread: an invalid one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -89,12 +90,7 @@ class StructuredOutputFields:
         if parsed.structured is None:
             return
         name, values = parsed.structured
-        try:
-            await self._apply(name, dict)(values, parsed)
-        except ApiError:
-            for part, schema in parsed.parts.items():  # the error of the whole is about the grammar made here
-                await self.compiled(name, {"json_schema": schema}, part=part)
-            raise
+        parsed.sampling["structured"] = await self.compiled(name, values, parsed.parts)
 
     def _apply(self, name: str, read: Callable[[Any], dict[str, Any]]) -> Callable[[Any, ParsedBody], Awaitable[None]]:
         """`ExtraField.apply` of the field `name`. read: its value -> fields of StructuredOutput, {} for any text."""
@@ -112,19 +108,35 @@ class StructuredOutputFields:
 
         return apply
 
-    async def compiled(self, name: str, values: dict[str, Any], *, part: str | None = None) -> StructuredOutput:
+    async def compiled(
+        self, name: str, values: dict[str, Any], parts: Mapping[str, dict[str, Any]] | None = None
+    ) -> StructuredOutput:
         """A StructuredOutput of these fields, checked and compiled.
 
-        Raises ApiError 400, blaming the field `name`, or the schema `part` within the field.
+        parts: see `ParsedBody.parts`. Raises ApiError 400, blaming the field `name`.
         """
         if not self._settings.enable_structured_output:  # before it costs anything
             raise turned_off("structured output", "enable_structured_output", name)
         try:
             structured = await self._client.run_in_thread(self._checked, values)
-            await self._compile(structured)
+            try:
+                await self._compile(structured)
+            except RequestError as error:
+                raise (await self._error_of_part(parts or {})) or error from None
         except RequestError as error:
-            raise _refused(name, error, part) from None
+            raise _refused(name, error) from None
         return structured
+
+    async def _error_of_part(self, parts: Mapping[str, dict[str, Any]]) -> RequestError | None:
+        """The error of the first schema that cannot be enforced; None: none was found in the time of one grammar."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COMPILE_TIMEOUT_S):
+                for part, schema in parts.items():
+                    try:
+                        await self._compile(StructuredOutput(json_schema=schema))
+                    except RequestError as error:
+                        return RequestError(f"{part}: {str(error).removeprefix('json_schema: ')}")
+        return None
 
     async def of_structured_outputs(self, given: Any) -> StructuredOutput | None:
         """vLLM's `structured_outputs` as JSON -> a checked, compiled one; None for any text. Raises ApiError 400."""
@@ -163,9 +175,8 @@ class StructuredOutputFields:
             raise timed_out(structured) from None
 
 
-def _refused(name: str, error: RequestError, part: str | None = None) -> ApiError:
-    reason = str(error) if part is None else f"{part}: {str(error).removeprefix('json_schema: ')}"
-    return bad_request(f"{name}: {reason}", name, "invalid_structured_output")
+def _refused(name: str, error: RequestError) -> ApiError:
+    return bad_request(f"{name}: {error}", name, "invalid_structured_output")
 
 
 def _values_of_response_format(given: ResponseFormat) -> dict[str, Any]:
