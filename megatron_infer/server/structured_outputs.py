@@ -6,8 +6,9 @@ A schema, pattern or grammar is compiled here first, in a thread: an invalid one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -89,13 +90,7 @@ class StructuredOutputFields:
         if parsed.structured is None:
             return
         name, values = parsed.structured
-        try:
-            await self._apply(name, dict)(values, parsed)
-        except ApiError as error:
-            wrong = parsed.parts.items() if error.status == 400 else ()
-            for part, schema in wrong:  # the error of the whole is about the grammar made here
-                await self.compiled(name, {"json_schema": schema}, parsed.caller, part=part)
-            raise
+        parsed.sampling["structured"] = await self.compiled(name, values, parsed.caller, parsed.parts)
 
     def _apply(self, name: str, read: Callable[[Any], dict[str, Any]]) -> Callable[[Any, ParsedBody], Awaitable[None]]:
         """`ExtraField.apply` of the field `name`. read: its value -> fields of StructuredOutput, {} for any text."""
@@ -114,21 +109,39 @@ class StructuredOutputFields:
         return apply
 
     async def compiled(
-        self, name: str, values: dict[str, Any], caller: str = "", *, part: str | None = None
+        self,
+        name: str,
+        values: dict[str, Any],
+        caller: str = "",
+        parts: Mapping[str, dict[str, Any]] | None = None,
     ) -> StructuredOutput:
         """A StructuredOutput of these fields, checked and compiled in the caller's turn.
 
-        Raises ApiError 400, blaming the field `name`, or the schema `part` within the field; 503 where others' turns
-        took too long.
+        parts: see `ParsedBody.parts`. Raises ApiError 400, blaming the field `name`; 503 where others' turns took too
+        long.
         """
         if not self._settings.enable_structured_output:  # before it costs anything
             raise turned_off("structured output", "enable_structured_output", name)
         try:
             structured = await self._client.run_in_thread(self._checked, values)
-            await self._compile(structured, caller)
+            try:
+                await self._compile(structured, caller)
+            except RequestError as error:
+                raise (await self._error_of_part(parts or {}, caller)) or error from None
         except RequestError as error:
-            raise _refused(name, error, part) from None
+            raise _refused(name, error) from None
         return structured
+
+    async def _error_of_part(self, parts: Mapping[str, dict[str, Any]], caller: str) -> RequestError | None:
+        """The error of the first schema that cannot be enforced; None: none was found in the time of one grammar."""
+        with contextlib.suppress(TimeoutError, ApiError):
+            async with asyncio.timeout(COMPILE_TIMEOUT_S):
+                for part, schema in parts.items():
+                    try:
+                        await self._compile(StructuredOutput(json_schema=schema), caller)
+                    except RequestError as error:
+                        return RequestError(f"{part}: {str(error).removeprefix('json_schema: ')}")
+        return None
 
     async def of_structured_outputs(self, given: Any) -> StructuredOutput | None:
         """vLLM's `structured_outputs` as JSON -> a checked, compiled one; None for any text. Raises ApiError 400."""
@@ -176,9 +189,8 @@ class StructuredOutputFields:
             self._grammars.leave(future)
 
 
-def _refused(name: str, error: RequestError, part: str | None = None) -> ApiError:
-    reason = str(error) if part is None else f"{part}: {str(error).removeprefix('json_schema: ')}"
-    return bad_request(f"{name}: {reason}", name, "invalid_structured_output")
+def _refused(name: str, error: RequestError) -> ApiError:
+    return bad_request(f"{name}: {error}", name, "invalid_structured_output")
 
 
 def _values_of_response_format(given: ResponseFormat) -> dict[str, Any]:

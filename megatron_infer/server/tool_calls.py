@@ -20,6 +20,7 @@ from megatron_infer.server.openai_protocol import Body
 from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.text.json_schema import plain
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_grammar import arguments_schema, call_grammar, text_and_call_grammar
 from megatron_infer.text.tool_parsers import FORMATS, HERMES, CallFormat, CallParser, ToolDelta, format_of
@@ -193,7 +194,7 @@ def _described(tool: Tool) -> dict[str, Any]:
 def _parts(tools: list[Tool], *, only_strict: bool = False) -> dict[str, dict[str, Any]]:
     """The schemas that a grammar of calls is made of, by what to blame."""
     held = [tool.function for tool in tools if tool.function.strict or not only_strict]
-    return {f"{one.name}: parameters": arguments_schema(one.parameters) for one in held}
+    return {f"{one.name}: parameters": plain(arguments_schema(one.parameters)) for one in held}
 
 
 def _loose(tools: list[Tool]) -> list[dict[str, Any]]:

@@ -343,6 +343,10 @@ def test_options_allowed_and_refused_with_forced_calls(engine):
                     error = refused(tools=[STOP, TURN, unruly], tool_choice=choice, **form)
                     wanted = f'tools: unruly: parameters: Unimplemented keys: ["{keyword}"]'
                     assert error["message"] == wanted and error["param"] == "tools"
+        large = [
+            {"type": "function", "function": {"name": f"f{i}", "parameters": {"enum": ["x" * 900]}}} for i in range(100)
+        ]
+        assert "tools: grammar has" in refused(tools=large, tool_choice="required")["message"]
         deep: dict = {}
         for _ in range(100):
             deep = {"properties": {"a": deep}}
