@@ -25,7 +25,10 @@ LARGEST_SHOWN = 5
 
 FOLDERS: tuple[tuple[str, str], ...] = (
     ("errors", "one exception family"),
-    ("utils", "process settings: OpenMP, garbage collector, logging; objects named by environment variables"),
+    (
+        "utils",
+        "process settings: OpenMP, garbage collector, logging; child processes; objects named by environment variables",
+    ),
     ("kernels", "tensors in, tensors out: attention, scan, experts, sampling, on each backend"),
     ("config", "options, sampling parameters, and the sizes that follow from them"),
     ("text", "tokenizer, detokenizer, chat templates, tool calls"),

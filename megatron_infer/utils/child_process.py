@@ -45,6 +45,7 @@ class ChildProcess(subprocess.Popen[Any]):
             super().__init__(guarded, pass_fds=(*pass_fds, reading), start_new_session=True, **options)
         finally:
             os.close(reading)
+        self.args = command  # for messages
 
     def poll(self) -> int | None:
         code = super().poll()

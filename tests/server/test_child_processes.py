@@ -105,7 +105,7 @@ def test_command_is_run_to_its_end_or_its_time():
     done = child_process.run(["sh", "-c", "echo out; echo err >&2; exit 3"], timeout_s=60)
     assert (done.stdout, done.stderr, done.returncode) == ("out\n", "err\n", 3)
     began = time.monotonic()
-    with pytest.raises(subprocess.TimeoutExpired):
+    with pytest.raises(subprocess.TimeoutExpired, match=r"Command '\['sh', '-c', 'sleep 600"):
         child_process.run(["sh", "-c", "sleep 600; echo"], timeout_s=0.5)
     assert time.monotonic() - began < 60
     with pytest.raises(FileNotFoundError, match="no-such-program"):
