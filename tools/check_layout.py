@@ -79,6 +79,8 @@ PATH = (
     "scheduler.waiting_queue",
     "scheduler.step_plan",
     "scheduler.step_budget",
+    "scheduler.step_costs",
+    "scheduler.caller_shares",
     "scheduler.recompute_progress",
     "context.dynamic_context",
     "context.leases",

@@ -18,8 +18,8 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.given_prompts import GivenPrompts, Params, digests_of
 from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import LockstepError, NotLeader, PromptsDiffer, RankFailure, RequestError
-from megatron_infer.scheduler.draft_depth import StepCosts
 from megatron_infer.scheduler.policy import CostModel
+from megatron_infer.scheduler.step_costs import StepCosts
 
 DISMISS = "dismiss()"
 ROLLOUT = "rollout()"
