@@ -19,6 +19,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="torch_dist checkpoint, .gguf file, directory, hub id or alias")
     parser.add_argument("directory", metavar="DIRECTORY", help="new directory to write")
+    parser.add_argument(
+        "--hf-config",
+        metavar="DIR",
+        help="of a checkpoint that does not say how its model is built: a Hugging Face directory of the same model",
+    )
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: the checkpoint's)")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="most GiB in one file (5)")
     parser.set_defaults(run=run)
@@ -32,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-shard-gb is {args.max_shard_gb:g}, it must be a finite number of GiB above 0")
     note(f"reading {args.model} ...")
     done = write_hugging_face(
-        open_source(args.model),
+        open_source(args.model, hf_config=args.hf_config),
         args.directory,
         dtype=None if args.dtype == "auto" else args.dtype,
         max_shard_bytes=int(args.max_shard_gb * 2**30),

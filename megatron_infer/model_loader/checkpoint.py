@@ -4,8 +4,10 @@
       metadata.json, common.pt, .metadata, *.distcp     megatron-core's; readable with any parallel layout
       megatron_infer.json                               the model description: the directory needs no other source
       tokenizer.json, tokenizer_config.json             when a tokenizer was given
+      run_config.yaml                                   of Megatron-Bridge
 
-A Megatron-LM checkpoint has no megatron_infer.json: its description comes from the training arguments in common.pt.
+A checkpoint without megatron_infer.json is described by the Hugging Face directory that is given, by run_config.yaml,
+or by the training arguments in Megatron-LM's common.pt.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import ACTIVATIONS, group_size
+from megatron_infer.model_loader.checkpoint_bridge import RUN_CONFIG, arguments_of_run
 from megatron_infer.model_loader.checkpoint_files import tensors_only
 from megatron_infer.model_loader.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
+from megatron_infer.model_loader.find import description_of_directory
 from megatron_infer.model_loader.head_padding import allow_padding, unpadded
 from megatron_infer.model_loader.hf_names import WHOLE, Shard
 from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
     from megatron_infer.text.tokenizer import Tokenizer
 
 DESCRIPTION_FILE = "megatron_infer.json"
+REMEDY = (
+    "write it as safetensors with `megatron-infer convert CHECKPOINT DIRECTORY --hf-config DIR`, DIR the Hugging Face "
+    "directory of the same model, or give it a description (docs/checkpoints.md)"
+)
 _FORMAT = 1
 _MEGATRON, _MEGATRON_HYBRID = "MegatronGPT", "MegatronMamba"
 
@@ -64,29 +72,49 @@ def save_checkpoint(
         return
     if tokenizer is not None:
         tokenizer.save(directory)
+    groups = model.config.num_query_groups if hasattr(model, "true_kv_groups") else None
+    write_description(directory, description, saved_kv_groups=groups)  # last: it says that the rest is complete
+
+
+def write_description(
+    directory: str | Path, description: ModelDescription, *, saved_kv_groups: int | None = None
+) -> None:
+    """Write megatron_infer.json into a checkpoint's directory, which needs no other source then.
+
+    saved_kv_groups: of its tensors, where they are more than the description's (see head_padding).
+    """
     content = {"format": _FORMAT, "versions": _versions(), "plan": description.to_json()}
-    if hasattr(model, "true_kv_groups"):
-        content["saved_kv_groups"] = model.config.num_query_groups  # more than the description's: see head_padding
+    if saved_kv_groups is not None:
+        content["saved_kv_groups"] = saved_kv_groups
     text = json.dumps(content, indent=2, ensure_ascii=False)
-    # Last: its presence says that the rest is complete.
-    (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
+    (Path(directory) / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 class CheckpointSource:
     """A torch_dist checkpoint directory as a model source."""
 
-    def __init__(self, directory: str | Path, *, name: str = "") -> None:
+    def __init__(self, directory: str | Path, *, name: str = "", hf_config: str | Path | None = None) -> None:
+        """hf_config: a Hugging Face directory of the same model, whose config.json and tokenizer are used."""
         self.path = _latest(Path(directory))
+        self._tokenizer_path = self.path if hf_config is None else Path(hf_config)
         self.name = name or str(directory)
         if not (self.path / "metadata.json").is_file():
             raise ModelError(f"{self.path}: no metadata.json: not a torch_dist checkpoint, or one that was cut short")
         path = self.path / DESCRIPTION_FILE
         self._saved_groups: int | None = None
         """kv groups of its tensors, where it was saved with padding; None: those of the description."""
-        if path.is_file():
+        if hf_config is not None:
+            self._description = description_of_directory(Path(hf_config), name=self.name)
+        elif path.is_file():
             self._description, self._saved_groups = _read_description(path)
         else:
-            self._description = description_from_arguments(_training_arguments(self.path), name=self.name)
+            is_of_bridge = (self.path / RUN_CONFIG).exists()
+            arguments = (
+                arguments_of_run(self.path / RUN_CONFIG, remedy=REMEDY)
+                if is_of_bridge
+                else _training_arguments(self.path)
+            )
+            self._description = description_from_arguments(arguments, name=self.name)
 
     def config(self) -> ModelDescription:
         return self._description
@@ -159,7 +187,7 @@ class CheckpointSource:
     def tokenizer(self) -> Tokenizer:
         from megatron_infer.text.tokenizer import Tokenizer  # models in memory need no tokenizers package
 
-        return Tokenizer.from_directory(self.path, eos_ids=self._description.eos_ids, name=self.name)
+        return Tokenizer.from_directory(self._tokenizer_path, eos_ids=self._description.eos_ids, name=self.name)
 
 
 def _sharded(model: nn.Module) -> Any:
@@ -262,8 +290,7 @@ def description_from_arguments(arguments: Mapping[str, Any], *, name: str = "") 
     if absent:
         raise ModelError(
             f"{name}: the checkpoint has no {DESCRIPTION_FILE}, and its training arguments lack {', '.join(absent)}; "
-            "save it with megatron_infer.model_loader.checkpoint.save_checkpoint, or build the model and load it "
-            "yourself"
+            + REMEDY
         )
     hybrid, fields = hybrid_of_arguments(arguments, name=name) or (None, {})
     experts = () if "num_moe_experts" in fields else ("num_experts",)
@@ -326,7 +353,9 @@ def _rope_from_arguments(arguments: Mapping[str, Any]) -> RopeScaling | None:
 def _training_arguments(directory: Path) -> dict[str, Any]:
     path = directory / "common.pt"
     if not path.is_file():
-        raise ModelError(f"{directory}: neither {DESCRIPTION_FILE} nor common.pt: nothing describes the model")
+        raise ModelError(
+            f"{directory}: neither {DESCRIPTION_FILE} nor common.pt: nothing describes the model; {REMEDY}"
+        )
     try:
         with torch.serialization.safe_globals(_safe_classes()):
             common = torch.load(path, map_location="cpu", weights_only=True)
@@ -334,7 +363,7 @@ def _training_arguments(directory: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: cannot be read safely: {error}") from error
     arguments = common.get("args") if isinstance(common, Mapping) else None
     if arguments is None:
-        raise ModelError(f"{directory}: no {DESCRIPTION_FILE}, and common.pt holds no training arguments")
+        raise ModelError(f"{directory}: no {DESCRIPTION_FILE}, and common.pt holds no training arguments; {REMEDY}")
     return dict(vars(arguments)) if isinstance(arguments, argparse.Namespace) else dict(arguments)
 
 

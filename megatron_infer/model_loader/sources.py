@@ -106,16 +106,21 @@ def _stream(reader: TensorReader, source: str) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def open_source(name_or_path: str | os.PathLike[str]) -> ModelSource:
+def open_source(
+    name_or_path: str | os.PathLike[str], *, hf_config: str | os.PathLike[str] | None = None
+) -> ModelSource:
     """The model behind an alias, a Hugging Face directory, a .gguf file, a torch_dist checkpoint directory or a hub id.
 
+    hf_config: for a checkpoint that does not describe its model, a Hugging Face directory of the same model.
     Raises ModelError, which says what was looked for.
     """
     place = find_model(name_or_path)
+    if hf_config is not None and place.kind is not Kind.CHECKPOINT:
+        raise ModelError(f"{place.name}: it describes itself; hf_config is for torch_dist checkpoints, leave it out")
     if place.kind is Kind.HF_DIRECTORY:
         return HFDirectory(place.path, name=place.name)
     if place.kind is Kind.CHECKPOINT:
-        return CheckpointSource(place.path, name=place.name)
+        return CheckpointSource(place.path, name=place.name, hf_config=hf_config)
     if place.kind is Kind.GGUF:
         return GGUFSource(place.path, name=place.name)
     return _open_hub(place.name)

@@ -1,0 +1,140 @@
+"""Checkpoints of Megatron-Bridge, and those that do not say how their model is built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from plain_forward import full_logits
+
+from megatron_infer.cli.main import main
+from megatron_infer.errors import ModelError
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.checkpoint import (
+    DESCRIPTION_FILE,
+    CheckpointSource,
+    save_checkpoint,
+    write_description,
+)
+from megatron_infer.model_loader.sources import open_source
+
+IDS = list(range(1, 40))
+SIZES = {
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16,
+}  # fmt: skip
+FIELDS: dict[str, Any] = {
+    "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+    "activation_func": {"_call_": False, "_target_": "torch.nn.functional.silu"},
+    "add_bias_linear": False, "add_qkv_bias": False, "attention_output_gate": False,
+    "attention_backend": {"_args_": [5], "_call_": True, "_name_": "auto",
+                          "_target_": "megatron.core.transformer.enums.AttnBackend"},
+    "bf16": False, "ffn_hidden_size": 96, "fp16": False, "gated_linear_unit": True, "hidden_size": 64,
+    "init_method": {"_target_": "functools.partial", "_call_": True, "_args_": []}, "kv_channels": 16,
+    "layernorm_epsilon": 1e-6, "make_vocab_size_divisible_by": 1, "multi_latent_attention": False,
+    "normalization": "RMSNorm", "num_attention_heads": 4, "num_layers": 2, "num_moe_experts": None,
+    "num_query_groups": 2, "params_dtype": {"_call_": False, "_target_": "torch.float32"},
+    "position_embedding_type": "rope", "qk_layernorm": True, "rope_scaling": False, "rope_scaling_factor": 1.0,
+    "rotary_base": 10000.0, "rotary_percent": 1.0, "seq_len_interpolation_factor": None, "seq_length": 256,
+    "share_embeddings_and_output_weights": True, "should_pad_vocab": False, "softmax_scale": None,
+    "softmax_type": "vanilla", "vocab_size": 131, "window_size": None,
+    "transformer_layer_spec": {"_call_": False, "_target_": "megatron.bridge.models.gpt_provider.default_layer_spec"},
+}  # fmt: skip
+"""As Bridge 0.6.2 writes them for this model."""
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Path, torch.Tensor]:
+    """(a Hugging Face directory, a checkpoint of it without a description, logits of transformers)."""
+    config = transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+        expected = model(torch.tensor([IDS])).logits[0]
+    model.save_pretrained(tmp_path / "hf")
+    source = open_source(tmp_path / "hf")
+    save_checkpoint(build_model(source), tmp_path / "run" / "iter_0000003", description=source.config())
+    (tmp_path / "run" / "iter_0000003" / DESCRIPTION_FILE).unlink()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3")
+    return tmp_path / "hf", tmp_path / "run", expected
+
+
+def write_config(run: Path, **changes: Any) -> None:
+    text = yaml.safe_dump({"model": {**FIELDS, **changes}, "train": {"train_iters": 3}})
+    (run / "iter_0000003" / "run_config.yaml").write_text(text)
+
+
+def error_of(source: Any, expected: torch.Tensor) -> float:
+    return float((full_logits(build_model(source), IDS)[:, :131] - expected).abs().max() / expected.abs().max())
+
+
+def test_checkpoint_of_bridge_is_the_model_of_its_run_config(saved: Any) -> None:
+    _, run, expected = saved
+    write_config(run)
+    assert error_of(open_source(run), expected) < 1e-5
+
+
+def test_checkpoint_without_a_description_takes_a_hugging_face_directory(saved: Any, tmp_path: Path) -> None:
+    folder, run, expected = saved
+    with pytest.raises(ModelError, match=r"no megatron_infer\.json.*--hf-config DIR.*docs/checkpoints\.md"):
+        open_source(run)
+    assert main(["convert", str(run), str(tmp_path / "out"), "--hf-config", str(folder)]) == 0
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert (reloaded(torch.tensor([IDS])).logits[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+    write_description(run / "iter_0000003", open_source(folder).config())
+    assert error_of(CheckpointSource(run), expected) < 1e-5
+    with pytest.raises(ModelError, match="describes itself"):
+        open_source(folder, hf_config=folder)
+
+
+REFUSED = {
+    "their_provider": ({"_target_": "megatron.bridge.models.gemma.gemma_provider.GemmaModelProvider"},
+                       "its model is a GemmaModelProvider, which may compute more than its fields say"),
+    "gelu_gate": ({"activation_func": {"_target_": "torch._C._nn.gelu"}}, "'gelu' with gated_linear_unit=True"),
+    "softcap": ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0"),
+    "zero_centered": ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
+    "sinks": ({"softmax_type": "learnable"}, "softmax_type='learnable'"),
+    "yarn": ({"position_embedding_type": "yarn"}, "position_embedding_type='yarn'"),
+    "experts": ({"num_moe_experts": 8}, "num_moe_experts=8"),
+    "latents": ({"multi_latent_attention": True}, "trained with multi_latent_attention"),
+    "no_width": ({"hidden_size": None}, "lack hidden_size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_run_config_does_not_say_is_refused_by_name(case: str, saved: Any) -> None:
+    _, run, _ = saved
+    changes, message = REFUSED[case]
+    write_config(run, **changes)
+    with pytest.raises(ModelError, match=message):
+        open_source(run)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.mkdir [MADE]",
+        "a: [",
+        "- 1",
+        "model: 3",
+        "[" * 3000,
+        "model: {a: 1}\n" + "#" * (5 << 20),
+    ],
+)
+def test_run_config_runs_nothing_and_what_is_none_is_refused(text: str, saved: Any, tmp_path: Path) -> None:
+    _, run, _ = saved
+    path = run / "iter_0000003" / "run_config.yaml"
+    path.write_text(text.replace("MADE", json.dumps(str(tmp_path / "made"))))
+    with pytest.raises(ModelError, match=r"run_config\.yaml"):
+        open_source(run)
+    assert not (tmp_path / "made").exists()
