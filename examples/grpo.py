@@ -91,8 +91,8 @@ def learn(args: argparse.Namespace, rank: int) -> None:
         session.update_weights()
     log = Log(args.out_dir, run["rows"], writer=open_wandb(args)) if is_first else None
     if begun is None:
-        run["before"] = {name: evaluate(session, args, name) for name in SETS}
-    if is_first:
+        run["before"] = evaluate_all(session, args)
+    if is_first and run["before"]:
         print(f"untrained: {summary(run['before'])}")
     supply = Supply(args, first_step=run["step"])
     meter = MismatchMeter(session, share=args.mismatch_share) if args.mismatch_share else None
@@ -125,9 +125,10 @@ def learn(args: argparse.Namespace, rank: int) -> None:
             save(checkpoint, rank=rank, model=session.model, trainer=trainer, run=run)
     if adapter is not None:
         adapter.save(args.out_dir / "adapter", base=args.model)
-    after = {name: evaluate(session, args, name) for name in SETS}
+    after = evaluate_all(session, args)
     if log is not None:
-        print(f"trained: {summary(after)}")
+        if after:
+            print(f"trained: {summary(after)}")
         log.finish(before=run["before"], after=after, options=vars(args))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -222,6 +223,11 @@ def answer_stats(groups: list[RolloutGroup], version: int) -> dict[str, float]:
         "length": sum(sample.num_drawn for sample in samples) / len(samples),
         "staleness": sum(ages) / len(ages),
     }
+
+
+def evaluate_all(session: RolloutSession, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of each set, before or after all steps; {} with `--evaluate-every 0`."""
+    return {name: evaluate(session, args, name) for name in SETS} if args.evaluate_every else {}
 
 
 def evaluate(session: RolloutSession, args: argparse.Namespace, name: str) -> dict[str, Any]:

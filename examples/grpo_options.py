@@ -51,7 +51,8 @@ def options(description: str | None, arguments: list[str] | None = None) -> argp
     add("--kl", type=float, default=0.0, help="coefficient of the KL to the initial weights; 0 keeps no copy of them")
     exact = "importance ratios of exactly 1 where no weight changed, CPU only (default: on a CPU)"
     add("--exact", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available(), help=exact)
-    add("--evaluate-every", type=int, default=4, help="steps between evaluations of the held-out questions; 0: none")
+    evaluations = "steps between evaluations of the held-out questions; 0: none, neither before nor after the steps"
+    add("--evaluate-every", type=int, default=4, help=evaluations)
     add("--mismatch-share", type=float, default=0.05, help="share of samples scored by the trainer; 0: none")
     add("--rollout-lag", type=int, default=0, help="batches generated ahead of the one trained on")
     add("--partial-rollouts", action="store_true", help="train on what finishes first; the rest outlives updates")

@@ -73,9 +73,10 @@ class Log:
             self._writer.log(row, step=int(row["step"]))
 
     def finish(self, *, before: dict[str, Any], after: dict[str, Any], options: dict[str, Any]) -> None:
-        """before, after: figures of each set by each decoding, with the greedy answers, which become answers.jsonl."""
+        """before, after: figures of each set by each decoding, with the greedy answers, which become answers.jsonl; {}
+        where nothing was evaluated."""
         total = {kind: sum(row[f"{kind}_s"] for row in self.rows) for kind in KINDS}
-        figures = {name: {"before": before[name], "after": after[name]} for name in SETS}
+        figures = {name: {"before": before[name], "after": after[name]} for name in before}
         content = {
             "figures": each_figure(figures),
             "steps": len(self.rows),
@@ -91,7 +92,7 @@ class Log:
         (self.folder / "summary.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         rows = [
             {"set": name, "question": old[0], "before": old[1:], "after": new[1:]}
-            for name in SETS
+            for name in before
             for old, new in zip(before[name]["greedy"]["answers"], after[name]["greedy"]["answers"], strict=True)
         ]
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -152,15 +153,17 @@ def open_wandb(args: argparse.Namespace) -> Any:
 
 
 def table(folders: list[Path]) -> str:
-    """Markdown tables of runs: figures before and after, then seconds and importance ratios."""
+    """Markdown tables of runs: figures before and after of those that evaluate, then seconds and importance ratios."""
     found = {folder.name: read_summary(folder) for folder in folders}
+    evaluated = {name: run for name, run in found.items() if run["figures"]}
     lines = [
-        f"| questions | decoding | figure | {' | '.join(found)} | mean before | after |",
-        "|---" * (len(found) + 5) + "|",
+        f"| questions | decoding | figure | {' | '.join(evaluated)} | mean before | after |",
+        "|---" * (len(evaluated) + 5) + "|",
     ]
-    for name, how, figure in itertools.product(SETS, DECODINGS, FIGURES):
+    for name, how, figure in itertools.product(SETS if evaluated else (), DECODINGS, FIGURES):
         pairs = [
-            [run["figures"][f"{name}/{when}/{how}/{figure}"] for when in ("before", "after")] for run in found.values()
+            [run["figures"][f"{name}/{when}/{how}/{figure}"] for when in ("before", "after")]
+            for run in evaluated.values()
         ]
         means = [sum(column) / len(pairs) for column in zip(*pairs, strict=True)]
         digits = 1 if figure == "length" else 3
@@ -180,7 +183,7 @@ def table(folders: list[Path]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"| {' | '.join(CHANGES)} |", "|---" * len(CHANGES) + "|"]
-    for folder, name in itertools.product(folders, SETS):
+    for folder, name in itertools.product([folder for folder in folders if folder.name in evaluated], SETS):
         pairs = [(row["before"][2] > 0, row["after"][2] > 0) for row in answers(folder) if row["set"] == name]
         counts = [pairs.count(change) for change in itertools.product((True, False), repeat=2)]
         lines.append(f"| {folder.name} | {label(name)} | {' | '.join(map(str, counts))} |")
@@ -224,13 +227,14 @@ def draw(folders: list[Path], path: Path) -> None:
         for (name, how), color in COLORS.items():
             held_out = [(row["step"] + 1, row[f"held_out_{how}"]) for row in rows if f"held_out_{how}" in row]
             points = held_out if name == "held_out" else []
-            if (folder / "summary.json").exists():
-                figures = read_summary(folder)["figures"]
+            figures = read_summary(folder)["figures"] if (folder / "summary.json").exists() else {}
+            if figures:
                 ends = [figures[f"{name}/{when}/{how}/reward"] for when in ("before", "after")]
                 points = [(0, ends[0]), *points, (steps[-1] + 1, ends[1])]
             named = {"label": f"{label(name)}, {how}"} if number == 0 else {}
             marker = "s--" if how == "greedy" else "o-"
-            rewards.plot(*zip(*points, strict=True), marker, color=color, alpha=shade, ms=4, lw=1.2, **named)
+            at, values = [step for step, _ in points], [reward for _, reward in points]
+            rewards.plot(at, values, marker, color=color, alpha=shade, ms=4, lw=1.2, **named)
         low, high = ([row[f"ratio_{end}"] for row in rows] for end in ("q01", "q99"))
         spread.fill_between(steps, low, high, alpha=0.2, color=f"C{number}")
         spread.plot(steps, low, color=f"C{number}", lw=1.2, label=folder.name)

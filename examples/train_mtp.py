@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_infer import LLM, InferenceConfig, SamplingParams, SpeculativeConfig, open_source
+from megatron_infer.cli.loading import positive_int
 from megatron_infer.entrypoints.llm import chat_prompt
 from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.checkpoint import save_checkpoint
@@ -267,7 +268,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="where the model is written; it must not exist")
     parser.add_argument("--model", default="smollm2", help="whose layer is trained")
     parser.add_argument("--minutes", type=float, default=20.0, help="of sampling and training")
-    parser.add_argument("--max-steps", type=int, default=None, help="of training; None: as the time allows")
+    parser.add_argument("--max-steps", type=positive_int, default=None, help="of training; None: as the time allows")
     parser.add_argument("--answers", type=Path, help="a file for the sampled answers, which is read where it exists")
     parser.add_argument("--answer-tokens", type=int, default=160, help="the most of an answer")
     parser.add_argument("--sampling-share", type=float, default=0.4, help="of the time, for sampling")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -155,6 +156,10 @@ class LockstepError(InferenceError, RuntimeError):
     """The ranks of an engine diverged: different calls, arguments or step plans."""
 
 
+class PromptsDiffer(LockstepError):
+    """A rank of an engine was given other prompts or sampling parameters than its rank 0. The engine goes on."""
+
+
 class RankFailure(InferenceError, RuntimeError):
     """A rank of the engine died, stalled or failed alone. The engine cannot continue on any rank.
 
@@ -172,7 +177,55 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+ELSEWHERE = {
+    "eos_token_id": "stop_token_ids",
+    "gpu_memory_utilization": "buffer_size_gb",
+    "guided_json": "structured",
+    "json_schema": "structured",
+    "lora_request": "adapter",
+    "max_batch_size": "max_requests",
+    "max_model_len": "max_sequence_length",
+    "max_new_tokens": "max_tokens",
+    "max_num_batched_tokens": "max_tokens",
+    "max_num_seqs": "max_requests",
+    "num_return_sequences": "n",
+    "num_tokens_to_generate": "max_tokens",
+    "page_size": "block_size_tokens",
+    "random_seed": "seed",
+    "response_format": "structured",
+    "return_log_probs": "logprobs",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "stop_words": "stop",
+    "swap_space": "swap_buffer_size_gb",
+    "termination_id": "stop_token_ids",
+    "top_logprobs": "logprobs",
+    "top_n_logprobs": "logprobs",
+}
+"""Name in vLLM, SGLang, transformers or Megatron -> the name here."""
+NEAR = 0.6
+"""Least similarity, of names and of their words, for one to be a misspelling of the other."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Message for an unknown name, with the nearest known one if there is any."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    """Message for an unknown name, with the known one that it misspells or has elsewhere, if there is any."""
+    names = list(known)
+    close = [one for one in difflib.get_close_matches(name, names, n=5, cutoff=NEAR) if _is_misspelt(name, one)]
+    if ELSEWHERE.get(name) in names:
+        close.insert(0, ELSEWHERE[name])
     return f"unknown {kind} {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def _is_misspelt(name: str, known: str) -> bool:
+    """Whether each word of `name` is near to one of `known`, or `known` is `name` without some of its words.
+
+    Example: frequence_penalty is frequency_penalty, max_new_tokens is max_tokens, prompt_token_ids is no
+    stop_token_ids.
+    """
+    words, others = (re.split(r"[\W_]+", one.lower()) for one in (name, known))
+
+    def is_near(word: str, other: str) -> bool:
+        begins = word.startswith(other) or other.startswith(word)
+        return begins or difflib.SequenceMatcher(None, word, other).ratio() >= NEAR
+
+    return all(any(is_near(word, one) for one in others) for word in words) or set(others) < set(words)

@@ -41,6 +41,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_infer.utils.child_process import end_with_parent
+
 KERNELS = "megatron_infer.kernels.triton"
 SMALL_SHARED = 99 * 1024
 SHARED_LIMIT = {
@@ -297,7 +299,7 @@ def compile_all(jobs: Sequence[Job], num_processes: int, tell: Callable[[Compile
     """Every job's outcome, in the order of `jobs`; a compiler that dies takes down its own job only."""
     done: dict[Job, Compiled] = {}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=end_with_parent) as pool:
         futures = {pool.submit(compile_job, job): job for job in jobs}
         for future in as_completed(futures):
             try:
@@ -308,7 +310,7 @@ def compile_all(jobs: Sequence[Job], num_processes: int, tell: Callable[[Compile
     for job in jobs:
         if job in done:
             continue
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
+        with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
             try:
                 done[job] = pool.submit(compile_job, job).result()
             except BrokenProcessPool:

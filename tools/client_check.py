@@ -21,13 +21,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "server"), str(ROOT / "tests" / "dist")]
 
-RECORDED = ROOT / "tests" / "server" / "recorded_calls.json"
+RECORDED = {
+    "recorded_calls.json": "test_calls_of_a_training_loop_are_answered_with_what_it_reads",
+    "recorded_turns.json": "test_turns_of_a_coding_agent_are_answered_as_it_asked",
+}
+"""Files of tests/server -> the test that makes their calls."""
 TEST = "tests/server/test_recorded_clients.py"
 DOCS = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- clients: begin -->\n", "<!-- clients: end -->"
 SCRIPTS = {
     "openai_sdk": "openai",
     "openai_agents_sdk": "agents",
+    "pydantic_ai_sdk": "pydantic_ai",
+    "instructor_sdk": "instructor",
     "anthropic_sdk": "anthropic",
     "litellm_sdk": "litellm",
     "langchain_sdk": "langchain_openai",
@@ -67,9 +73,9 @@ def run(script: str, url: str, weights: str, interpreters: list[str]) -> dict[st
     return {"client": package, "version": "", "ran": "", "result": f"failed: {reason.strip().splitlines()[-1:]}"}
 
 
-def replay(recorded: dict[str, Any]) -> dict[str, str]:
-    """A row for calls that were recorded from a client's source."""
-    test = f"{TEST}::test_calls_of_a_training_loop_are_answered_with_what_it_reads[{recorded['client']}]"
+def replay(recorded: dict[str, Any], test: str) -> dict[str, str]:
+    """A row for calls that were recorded from a client or its source."""
+    test = f"{TEST}::{test}[{recorded['client']}]"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     ran = f"{len(recorded['calls'])} recorded calls of {recorded['source']}"
@@ -97,7 +103,9 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder, served_tiny(Path(folder)) as (url, weights):
         rows = [run(script, url, weights, [*args.python, sys.executable]) for script in args.only]
-    rows += [replay(recorded) for recorded in json.loads(RECORDED.read_text(encoding="utf-8"))]
+    for name, test in RECORDED.items():
+        recordings = json.loads((ROOT / "tests" / "server" / name).read_text(encoding="utf-8"))
+        rows += [replay(recorded, test) for recorded in recordings]
     print(table(rows))
     if args.write:
         text = DOCS.read_text(encoding="utf-8")

@@ -46,6 +46,9 @@ def _rows(table: FieldTable, path: str) -> Iterator[str]:
         what = "400" if rule.is_refused else "no effect"
         yield f"| `{path}{name}` | {values} | {what} | {rule.reason} |"
     for name, inner in table.nested.items():
+        if inner.kinds:
+            kinds = ", ".join(f"`{json.dumps(kind)}`" for kind in inner.kinds)
+            yield f"| `{path}{name}.type` | {kinds} | no effect | an object of another type is left out |"
         yield from _rows(inner, f"{path}{name}.")
 
 

@@ -29,6 +29,7 @@ from megatron_infer.audio.layout import SpeechFormat
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.conv_stack import ConvSpec, ConvStack
+from megatron_infer.utils.files import regular, save_tensors
 
 log = logging.getLogger("megatron_infer")
 
@@ -191,9 +192,7 @@ class Codec(nn.Module):
 
     def save(self, path: Path) -> None:
         """Write the file that `open_codec` reads."""
-        from safetensors.torch import save_file
-
-        save_file(self.state_dict(), path, metadata={METADATA: json.dumps(asdict(self.config))})
+        save_tensors(path, self.state_dict(), {METADATA: json.dumps(asdict(self.config))})
 
     @classmethod
     def load(cls, path: Path) -> Codec:
@@ -201,11 +200,13 @@ class Codec(nn.Module):
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(regular(path), framework="pt") as file:
                 described = (file.metadata() or {}).get(METADATA)
                 if described is None:
                     raise ModelError(f"{path} is no codec: its metadata has no key {METADATA!r}")
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from None
         except SafetensorError as error:
             raise ModelError(f"{path} is no safetensors file: {error}") from None
         values = {name: _tuples(value) for name, value in json.loads(described).items()}

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_infer.audio.decoder import OpenedDecoder, Sound
 from megatron_infer.audio.layout import SpeechFormat
 from megatron_infer.errors import ConfigError
+from megatron_infer.utils.files import regular
 
 DAC_KERNEL, DAC_DILATIONS = 7, (1, 3, 9)
 """Sizes of its decoder's convolutions; they are constants of the model's code."""
@@ -117,6 +118,12 @@ def _load(kind: str, weights: Path, codebooks: int, limit_name: str) -> tuple[An
         import transformers
     except ImportError:
         raise ConfigError(f"{kind} is a model of transformers: pip install transformers") from None
+    try:
+        for path in weights.iterdir():  # transformers opens what it finds there
+            if not path.is_dir():
+                regular(path)
+    except OSError as error:
+        raise ConfigError(f"{weights}: {error.filename} cannot be read: {error.strerror}") from None
     model = getattr(transformers, kind).from_pretrained(str(weights), local_files_only=True)
     if getattr(model.config, "audio_channels", 1) != 1:
         raise ConfigError(f"{weights} has {model.config.audio_channels} channels; speech here has one")

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_infer.audio.wav import read_wav, resample
 from megatron_infer.errors import ConfigError, ModelError, RequestError, brief
+from megatron_infer.utils.files import regular
 
 if TYPE_CHECKING:
     from megatron_infer.audio.decoder import OpenedDecoder
@@ -31,7 +32,7 @@ def read_voice(path: str) -> tuple[np.ndarray, int]:
     try:
         if file.stat().st_size > MAX_VOICE_BYTES:
             raise _too_long(path, f"{file.stat().st_size / 2**20:,.0f} MiB")
-        data = file.read_bytes()
+        data = regular(file).read_bytes()
     except OSError as error:
         raise RequestError(f"voice {path} cannot be read: {error.strerror}") from None
     sound, rate = read_wav(data, f"voice {path}")

@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,10 +39,19 @@ from megatron_infer.cli.bench_workload import (
     run_engine,
 )
 from megatron_infer.cli.config_flags import SPECULATIVE_DESTS, SYNTHETIC, add_bench_only_options, given
-from megatron_infer.cli.loading import add_model_options, describe, has_chat_template, load_llm, note, positive_int
+from megatron_infer.cli.loading import (
+    add_model_options,
+    describe,
+    has_chat_template,
+    load_llm,
+    note,
+    positive_int,
+    whole_number,
+)
 from megatron_infer.cli.prompts import read_jobs, to_token_ids
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.utils.child_process import ChildProcess
 
 Runner = Callable[[Workload], RunResult | None]
 SIZES: dict[str, Any] = {"num_requests": 32, "input_len": (64, 256), "output_len": (64, 128), "concurrency": 16}
@@ -82,12 +90,12 @@ def add_parser(subparsers: Any) -> None:
         "many at once, 64:256 to 64:128), prefill (4 prompts of 1,024), rl (8 prompts with 8 samples each)",
     )
     parser.add_argument(
-        "--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts"
+        "--shared-prefix", type=whole_number, default=0, metavar="N", help="leading tokens common to all prompts"
     )
     parser.add_argument("--workload-seed", type=int, default=0, metavar="S")
     parser.add_argument(
         "--suspend-every",
-        type=int,
+        type=whole_number,
         default=0,
         metavar="N",
         help="also run with a suspend and resume every N steps, in the mode of --kv-cache-management-mode; 0: never",
@@ -168,6 +176,7 @@ def run(args: argparse.Namespace) -> int:
             for ours in engines.values():
                 run_engine(ours.engine, SamplingParams, workload.head())
             for peer in peers:
+                note(f"warming up {peer.name} ...")
                 peer.warm_up(workload.head())
             before, synthetic = llm.engine.spec_decode_metrics(), drafting.get(SYNTHETIC)
             results = interleave(runners, workload, args.rounds)
@@ -229,11 +238,11 @@ def _background(cores: float) -> Iterator[list[int]]:
     if not cores:
         yield []
         return
-    with subprocess.Popen([sys.executable, "-c", SPIN, str(cores)]) as process:
+    with ChildProcess([sys.executable, "-c", SPIN, str(cores)]) as process:
         try:
             yield [process.pid]
         finally:
-            process.kill()
+            process.end()
 
 
 def _our_runners(engines: Mapping[str, Any], suspend_every: int, company: list[int]) -> dict[str, Runner]:

@@ -8,18 +8,19 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron_infer.cli.bench_workload import CpuClock, RunResult, Workload, processes_below
 from megatron_infer.cli.loading import note
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.utils.child_process import ChildProcess
 from megatron_infer.utils.openmp import SPIN_COUNT
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ PEERS = ("vllm", "openvino", *GGUF_TYPES, "transformers", "transformers-lookup",
 ADAPTER = Path(__file__).with_name("bench_adapter.py")
 TIMEOUT_S = 900.0
 """For loading (vLLM compiles, OpenVINO converts), and for one run of a workload."""
+NEWS_S = 15.0
+"""Seconds between two lines that tell which peers are still loading."""
 
 
 def parse_pythons(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -61,19 +64,24 @@ class Peer:
         env = {k: v for k, v in os.environ.items() if (k, v) != ("GOMP_SPINCOUNT", str(SPIN_COUNT))}
         env.pop("PYTHONPATH", None)
         with log.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self._process = ChildProcess(
                 [python, str(ADAPTER), json.dumps({"engine": name, **settings})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 cwd=log.parent,
                 env=env,
-                start_new_session=True,
             )
 
-    def wait_until_loaded(self) -> None:
+    @property
+    def answers(self) -> IO[bytes]:
+        """What it writes; something to read means that it is loaded, or has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def wait_until_loaded(self, timeout_s: float = TIMEOUT_S) -> None:
         """Raises InferenceError with the end of its log where the engine does not start."""
-        loaded = self._receive("start")
+        loaded = self._receive("start", timeout_s)
         self.version, self.start_s = loaded["version"], loaded["start_s"]
 
     def warm_up(self, workload: Workload) -> None:
@@ -114,9 +122,7 @@ class Peer:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.end()
         self._process.stdout.close()
 
     def _call(self, workload: Workload, *, is_warm_up: bool) -> dict[str, Any] | None:
@@ -135,9 +141,9 @@ class Peer:
             note(f"{self.name} is left out from here on: {error}")
             return None
 
-    def _receive(self, what: str) -> dict[str, Any]:
+    def _receive(self, what: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], TIMEOUT_S)
+        readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline() if readable else b""
         if line.endswith(b"\n"):
             answer: dict[str, Any] = json.loads(line)
@@ -184,10 +190,22 @@ def peers_of(
             folder.mkdir()
             peers.append(Peer(name, python, {**settings, "scratch": str(folder)}, folder / "log"))
             stack.callback(peers[-1].close)
-        for peer in peers:
-            peer.wait_until_loaded()
-            note(f"{peer.name} {peer.version}, loaded in {peer.start_s:.1f} s")
+        _wait_until_loaded(peers)
         yield peers
+
+
+def _wait_until_loaded(peers: Sequence[Peer]) -> None:
+    """Return when all are loaded; a line tells when each is, and every NEWS_S seconds which are not."""
+    began, waiting = time.monotonic(), {peer.answers: peer for peer in peers}
+    while waiting:
+        ready, _, _ = select.select(list(waiting), [], [], NEWS_S)
+        elapsed_s = time.monotonic() - began
+        if not ready and elapsed_s < TIMEOUT_S:
+            note(f"still loading {', '.join(peer.name for peer in waiting.values())}: {elapsed_s:.0f} s")
+        for answers in ready if ready or elapsed_s < TIMEOUT_S else list(waiting):
+            peer = waiting.pop(answers)
+            peer.wait_until_loaded(timeout_s=0.0)
+            note(f"{peer.name} {peer.version}, loaded in {peer.start_s:.1f} s")
 
 
 def weights_for_peers(
@@ -206,6 +224,7 @@ def weights_for_peers(
         if name in GGUF_TYPES:
             if not isinstance(source, GGUFSource):
                 raise ConfigError(f"--vs {name} reads .gguf files, {model} is none; give one, or leave {name} out")
+            note(f"writing the weights of {source.name} for {name} ...")
             paths[name] = str(scratch / f"{name}.gguf")
             write_gguf(Path(source.path), Path(paths[name]), GGUF_TYPES[name] or dtype)
     return paths
@@ -218,6 +237,7 @@ def _hugging_face(source: ModelSource, folder: Path, dtype: str) -> str:
 
     if isinstance(source, HFDirectory):
         return str(Path(source.path).absolute())
+    note(f"writing the weights of {source.name} for other engines ...")
     write_hugging_face(source, folder, dtype=dtype)
     return str(folder.absolute())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.bench_workload import Workload, make_workload, parse_range, percentile
-from megatron_infer.cli.loading import note, positive_int
+from megatron_infer.cli.loading import note, positive_int, whole_number
 from megatron_infer.errors import ConfigError, InferenceError
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ def add_parser(subparsers: Any) -> None:
     work.add_argument("--input-len", type=parse_range, default=(64, 256), metavar="LOW:HIGH", help="prompt tokens")
     work.add_argument("--output-len", type=parse_range, default=(64, 128), metavar="LOW:HIGH", help="answer tokens")
     work.add_argument("--sharegpt", action="store_true", help="lengths like those of ShareGPT's conversations instead")
-    work.add_argument("--shared-prefix", type=int, default=0, metavar="N", help="leading tokens common to all prompts")
+    work.add_argument(
+        "--shared-prefix", type=whole_number, default=0, metavar="N", help="leading tokens common to all prompts"
+    )
     work.add_argument("--token-range", type=parse_range, default=(100, 1000), metavar="LOW:HIGH", help="ids of prompts")
     work.add_argument(
         "--prompts",

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not 0 < args.max_shard_gb < math.inf:
         raise ConfigError(f"--max-shard-gb is {args.max_shard_gb:g}, it must be a finite number of GiB above 0")
+    note(f"reading {args.model} ...")
     done = write_hugging_face(
         open_source(args.model),
         args.directory,

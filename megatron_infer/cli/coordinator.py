@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         default=None,
         metavar="X",
-        help=f"{docs[ALPHA]} (default: the first replica's, or 0.5 with a policy given here)",
+        help=f"{docs[ALPHA]} (default: the first replica's, or 1.0 with a policy given here)",
     )
     parser.add_argument(
         "--max-queue", type=int, default=4096, metavar="N", help="most requests that wait (default 4096)"

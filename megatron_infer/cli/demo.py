@@ -12,7 +12,7 @@ from megatron_infer.errors import ModelError
 
 MODEL = "smollm2"
 QUESTIONS = (
-    "What is the capital of France?",
+    "What is the capital of France? Answer in one sentence.",
     "What is photosynthesis? Answer in one sentence.",
     "Write a haiku about the sea.",
 )
@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    import sys
+
     from megatron_infer.cli.main import main
 
-    raise SystemExit(main(["demo"]))
+    raise SystemExit(main(["demo", *sys.argv[1:]]))

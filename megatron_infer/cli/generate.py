@@ -17,6 +17,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
 from megatron_infer.outputs.token_outputs import plain, values_in
+from megatron_infer.utils import progress
 
 DEFAULTS = {"max_tokens": 256, "temperature": 0.0}
 """Defaults of this command: a whole answer, the same each time. All others are SamplingParams'."""
@@ -308,7 +309,5 @@ def _headline(job: PromptJob) -> str:
 @contextlib.contextmanager
 def _progress(total: int, *, show: bool) -> Iterator[Any]:
     """A progress bar on stderr, if it is a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="prompt", dynamic_ncols=True, disable=None if show else True, file=sys.stderr) as bar:
+    with progress.bar(total=total, unit="prompt", shown=None if show else False) as bar:
         yield bar

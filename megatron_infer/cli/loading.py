@@ -70,7 +70,16 @@ def note(text: str) -> None:
 
 def positive_int(text: str) -> int:
     """An argparse type."""
+    return _at_least(1, text)
+
+
+def whole_number(text: str) -> int:
+    """An argparse type: 0 or more."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a number of at least {least}, got {text}")
     return value

@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError, InvalidPrompt, unknown_name
+from megatron_infer.utils.files import regular
 
-PROMPT_KEYS = ("prompt", "messages", "token_ids")
+PROMPT_KEYS = ("prompt", "messages", "token_ids", "prompt_token_ids")
+"""A line has one of them; prompt_token_ids, as outputs have it, is token_ids."""
 SAMPLING_KEYS = tuple(SamplingParams.__dataclass_fields__)
 
 
@@ -46,7 +47,7 @@ def read_jobs(path: str) -> Iterator[PromptJob]:
     """
     name = "<stdin>" if path == "-" else path
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read() if path == "-" else regular(path, or_pipe=True).read_bytes()
     except OSError as error:
         raise PromptFileError(f"{name}: cannot be read: {error.strerror or error}") from error
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -85,14 +86,15 @@ def _job_of(value: Any, where: str) -> PromptJob:
         found = " and ".join(given) if given else "none of them"
         raise InvalidPrompt(f"a line holds exactly one of prompt, messages and token_ids, got {found}")
     key, prompt = given[0], value[given[0]]
+    is_ids = key in ("token_ids", "prompt_token_ids")
     if key == "messages":
         if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) for m in prompt):
             raise InvalidPrompt('messages: expected a non-empty list of {"role": ..., "content": ...} objects')
     elif isinstance(prompt, list):
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
             raise InvalidPrompt(f"{key}: token ids are integers")
-    elif key == "token_ids" or not isinstance(prompt, str):
-        wanted = "a list of token ids" if key == "token_ids" else "text or a list of token ids"
+    elif is_ids or not isinstance(prompt, str):
+        wanted = "a list of token ids" if is_ids else "text or a list of token ids"
         raise InvalidPrompt(f"{key}: expected {wanted}, got {type(prompt).__name__}")
     sampling = {name: value[name] for name in SAMPLING_KEYS if name in value}
     return PromptJob(where=where, prompt=prompt, sampling=sampling, id=value.get("id"))

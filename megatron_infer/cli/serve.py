@@ -13,6 +13,7 @@ from megatron_infer.cli.coordinator import add_key_option, key_from
 from megatron_infer.cli.loading import add_run_options, note
 from megatron_infer.cli.pipeline_flags import LAYOUT, add_pipeline_options, pipeline_from
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.request_metadata import FILLED
 from megatron_infer.config.speculative import refuse_synthetic
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig, read_config_file, server_config_from
@@ -193,7 +194,8 @@ def _check_starts_no_engine(args: argparse.Namespace, options: EngineOptions) ->
 
 
 def _warn(options: EngineOptions, settings: ServerConfig) -> None:
-    if options.config.get("request_metadata_types"):
+    types = options.config.get("request_metadata_types") or ()
+    if any(label not in FILLED for label, *_ in types):
         note("warning: request_metadata_types: calls over HTTP cannot give values and are refused; Python clients can")
     if settings.api_key is None and not settings.is_local:
         note(f"warning: every client that reaches {settings.host} is served; give --api-key")

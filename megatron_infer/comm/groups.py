@@ -67,7 +67,8 @@ class ParallelGroups:
     def of(cls, collection: Any, model: Any) -> ParallelGroups:
         """The groups of InferenceConfig.pg_collection and, where it lacks one, of the model's own collection.
 
-        parallel_state is never read. Raises ConfigError if the two contradict each other or a group is missing.
+        parallel_state is never read. Raises ConfigError if the two contradict each other, a group is missing, or
+        sequences are split over context-parallel ranks.
         """
         own = getattr(model, "pg_collection", None)
         found = {name: _wide(collection, name) or _wide(own, name) for name in (*_WIDE, "dp", "expt_dp", "cp")}
@@ -79,7 +80,7 @@ class ParallelGroups:
                     f"{getattr(own, name).size()}; give the groups that the model was built with"
                 )
         if found["cp"] is not None:
-            raise NotImplementedError(
+            raise ConfigError(
                 f"pg_collection has cp={found['cp'].size()}: inference over context-parallel ranks is not supported; "
                 "build the model with cp=1"
             )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megatron_infer.comm.heartbeat import Heartbeat
 from megatron_infer.comm.rank_links import LinkClosed, RankLinks
 from megatron_infer.config.graph_shapes import GraphShape
-from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, RankFailure
+from megatron_infer.errors import InferenceError, LockstepError, OtherRankFailed, PromptsDiffer, RankFailure
 from megatron_infer.scheduler.step_plan import StepPlan
 
 ShapeOf = Callable[[StepPlan], GraphShape | None]
@@ -53,6 +53,8 @@ class _RoundReport(NamedTuple):
     """Must be equal on all ranks, unless it is empty."""
     text: str = ""
     failed: bool = False
+    other_prompts: str = ""
+    """See `Lockstep.meet`."""
 
 
 class LocalLockstep:
@@ -126,15 +128,19 @@ class Lockstep:
         arguments: Any = None,
         flag: bool = False,
         compare: bool = True,
+        other_prompts: str = "",
     ) -> Meeting:
         """Every rank calls it at the same place -> the leader's commands and arguments, and whether any raised `flag`.
 
         `follow()` fits every call. Raises LockstepError, on all ranks, when they are in different calls or pass
         different arguments; RankFailure when a rank does not come. compare: False where only the leader has arguments.
+        other_prompts: how the prompts that this rank was given differ from the leader's; then all ranks raise
+        PromptsDiffer in place of the call.
         """
         digest = digest_of(arguments) if compare and call != FOLLOW else ""
         content = {"commands": commands or [], "arguments": arguments}
-        answer = self._round(_RoundReport(call, flag, digest), content, patient=call == FOLLOW)
+        report = _RoundReport(call, flag, digest, other_prompts=other_prompts)
+        answer = self._round(report, content, patient=call == FOLLOW)
         if "commands" not in answer:  # a round that is no call, which `follow()` does not take part in
             raise LockstepError(f"rank 0 is in {answer['call']} where this rank follows its calls")
         return Meeting(answer["call"], answer["commands"], answer["arguments"], answer["flag"])
@@ -243,6 +249,8 @@ class Lockstep:
             self._fail(RankFailure(rank, self.phase, reason))
         if "differ" in answer:
             raise LockstepError(answer["differ"])
+        if "other prompts" in answer:
+            raise PromptsDiffer(answer["other prompts"])
         return answer
 
     def _lead(self, mine: _RoundReport, content: Any, alone: RankFailure | None) -> dict[str, Any]:
@@ -342,6 +350,8 @@ def _answer_to(reports: Sequence[_RoundReport], content: Any) -> dict[str, Any]:
         others = [str(rank) for rank, report in named if report.digest != reports[0].digest]
         call = reports[0].call
         return {"differ": f"{call} with other arguments on rank {', '.join(others)} than on rank 0; give all the same"}
+    if complaint := next((report.other_prompts for report in reports if report.other_prompts), ""):
+        return {"other prompts": complaint}
     answer = {
         "call": reports[0].call,
         "flag": any(report.flag for report in reports),

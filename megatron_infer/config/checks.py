@@ -42,7 +42,7 @@ _GIGABYTES = {
     "prefix_caching_mamba_gb": False,
 }
 """Field in GiB -> whether 0 is allowed."""
-_PHASED_OPTIONS = ("max_queue_size_tg", "min_batch_size_tg", "ce_delay_ms", "enable_prioritize_first_decode")
+PHASED_OPTIONS = ("max_queue_size_tg", "min_batch_size_tg", "ce_delay_ms", "enable_prioritize_first_decode")
 LOGPROBS_MODES = ("raw", "processed")
 _GRAPH_OPTIONS = (
     "cuda_graph_capture",
@@ -161,7 +161,7 @@ def _check_batching(config: InferenceConfig) -> None:
     delay_ms = config.ce_delay_ms
     if not (_is_int(delay_ms) or isinstance(delay_ms, float)) or not 0 <= delay_ms < math.inf:
         raise ConfigError(f"ce_delay_ms is {delay_ms!r}, it must be a finite number of milliseconds, 0 or more")
-    for name in _PHASED_OPTIONS:
+    for name in PHASED_OPTIONS:
         value = getattr(config, name)
         if config.batching != "phased" and value != getattr(type(config), name):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Options and sampling parameters of megatron-core 0.16 to 0.19 in the terms of this package.
+"""Options and sampling parameters of megatron-core 0.16 to 0.20 in the terms of this package.
 
 Called by `InferenceConfig.from_megatron` and `SamplingParams.from_megatron`. Reads attributes only: importing this
 module needs neither megatron-core nor torch.
@@ -7,7 +7,7 @@ module needs neither megatron-core nor torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -55,6 +55,7 @@ FIELDS_SINCE: dict[str, tuple[str, ...]] = {
         "async_sched_mode",
         "logprobs_mode",
     ),
+    "0.20": ("image_preprocessing_config",),
 }
 """megatron-core version -> the fields that its InferenceConfig has more than the one before. 0.16 has no such class."""
 KEYWORDS_OF_0_16 = {
@@ -80,6 +81,7 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
     "use_synchronous_zmq_collectives": (False, "the ranks of an engine agree over process groups, not over ZMQ"),
     "disable_ep_consensus": (False, "the ranks of an engine plan each step together, none can leave that out"),
     "ep_consensus_interval": (20, "the ranks of an engine plan each step together, whatever the interval"),
+    "image_preprocessing_config": (None, "models here read text alone"),
     "verbose": (False, "print(engine.sizes.table()) shows the sizes and how each was derived"),
 }
 """Field of Megatron that has none here -> (its default, why no other value is taken)."""
@@ -90,17 +92,28 @@ _SAMPLING_FIELDS = (
     "top_p",
     "return_log_probs",
     "skip_prompt_log_probs",
-    "return_segments",
     "num_tokens_to_generate",
     "num_tokens_total",
     "termination_id",
     "top_n_logprobs",
     "return_prompt_top_n_logprobs",
-    "add_BOS",
     "stop_words",
     "detokenize_stop_sequence",
     "return_prompt_tokens",
+    "detokenize_generations",
+    "seed",
 )
+UNSUPPORTED_SAMPLING: dict[str, tuple[object, str]] = {
+    "return_segments": (False, "ask for log probabilities, each of which has the text of its token"),
+    "add_BOS": (False, "begin the prompt's ids with the token, or let the tokenizer add it"),
+    "streaming": (False, "ask for a stream where the request is added: add_request(..., stream='delta')"),
+    "streaming_interval": (1, "a stream has an output for each step of its request"),
+    "do_kv_handoff": (
+        False,
+        "keys and values are handed to no peer; engine.save_requests(kv=True) writes them to files",
+    ),
+}
+"""Field of Megatron's SamplingParams that has none here -> (its default, why no other value is taken)."""
 NO_TERMINATION = -1
 """The termination_id that no token has: the request runs to its limit."""
 
@@ -116,7 +129,7 @@ def config_values(config: object) -> dict[str, Any]:
     else:
         given = {item.name: getattr(config, item.name) for item in fields(config)}
         given["verbose"] = getattr(config, "_verbose", False)  # an InitVar there, which is no field
-        defaults = {item.name: item.default for item in fields(config)}
+        defaults = _defaults(config)
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name in MODEL_KEYWORDS_OF_0_16:
@@ -133,6 +146,8 @@ def config_values(config: object) -> dict[str, Any]:
             values["speculative"] = {"method": "mtp", name: value} if value else None
         elif name == "async_sched_mode":
             values["overlap"] = True if _plain(value) == "async" else None  # "legacy" is the default there
+        elif name == "request_metadata_types":  # pairs since 0.19, which keeps all of them for the device
+            values[name] = value and [tuple(one) if len(one) != 2 else (*one, True) for one in value]
         elif name == "logprobs_mode":
             values[name] = _LOGPROBS_MODES.get(value, value)
         elif name == "sampling_backend":
@@ -147,22 +162,22 @@ def config_values(config: object) -> dict[str, Any]:
 def sampling_values(params: object, num_prompt_tokens: int | None) -> dict[str, Any]:
     """Fields of our SamplingParams from Megatron's, or from a mapping of its fields."""
     if isinstance(params, Mapping):
-        given = dict(params)
+        given, defaults = dict(params), {}
     elif not is_dataclass(params) or isinstance(params, type) or _is_ours(params):
         raise RequestError(
             f"from_megatron takes megatron-core's SamplingParams or a mapping of its fields, got {_kind(params)}"
         )
     else:
-        given = dict(vars(params))  # with what add_attributes has added
-    for name in given:
+        given, defaults = dict(vars(params)), _defaults(params)  # with what add_attributes has added
+    for name, value in given.items():
         if name not in _SAMPLING_FIELDS:
-            raise _unkept(name, given[name], "it is not known here")
-    if given.get("return_segments"):
-        raise _unkept("return_segments", True, "ask for log probabilities, each of which has the text of its token")
-    if given.get("add_BOS"):
-        raise _unkept("add_BOS", True, "begin the prompt's ids with the token, or let the tokenizer add it")
+            default, why = UNSUPPORTED_SAMPLING.get(name, (defaults.get(name, ...), "it is not known here"))
+            if value != default:
+                shown = "" if default is ... else f"; leave it {default!r}"
+                raise _unkept(name, value, why + shown)
     values: dict[str, Any] = {"max_tokens": _max_tokens(given, num_prompt_tokens)}
-    values |= {name: given[name] for name in ("temperature", "top_k") if name in given}
+    values |= {name: given[name] for name in ("temperature", "top_k", "seed") if name in given}
+    values["detokenize"] = given.get("detokenize_generations", True) or bool(given.get("stop_words"))
     if given.get("top_k") == 1:  # the most likely token, whatever the temperature
         values |= {"temperature": 0.0, "top_k": 0}
     values["top_p"] = given.get("top_p") or 1.0
@@ -177,6 +192,12 @@ def sampling_values(params: object, num_prompt_tokens: int | None) -> dict[str, 
     values["stop"] = given.get("stop_words") or None
     values["include_stop_str_in_output"] = given.get("detokenize_stop_sequence", False)
     return values
+
+
+def _defaults(instance: Any) -> dict[str, Any]:
+    """Field -> its default, of a dataclass that the tables may not know."""
+    made = {item.name: item.default_factory() for item in fields(instance) if item.default_factory is not MISSING}
+    return made | {item.name: item.default for item in fields(instance) if item.default is not MISSING}
 
 
 def _max_tokens(given: Mapping[str, Any], num_prompt_tokens: int | None) -> int | None:

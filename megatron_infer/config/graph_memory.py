@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_infer.config.graph_shapes import GraphShape
+from megatron_infer.config.model_shape import LOGIT_BYTES
 from megatron_infer.kernels.triton_scratch import decode_bytes, draw_bytes, expert_bytes, scan_bytes, slices_bytes
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class GraphMemory:
 
     def _logits(self) -> int:
         """Bytes of the logits of one row, whole vocabulary."""
-        return self.model.padded_vocab_size * self.model.kv_dtype_bytes
+        return self.model.padded_vocab_size * LOGIT_BYTES
 
     def _own_logits(self) -> int:
         return self._logits() // self.tensor_parallel_size

@@ -356,9 +356,11 @@ class InferenceConfig:
     """GiB for recurrent states that the prefix cache keeps, on top of the buffer; only for models with Mamba layers.
     None: no states are kept, so that such a model never finds a cached prefix. Acts only with
     enable_prefix_caching."""
-    prefix_caching_routing_alpha: float = 0.5
+    prefix_caching_routing_alpha: float = 1.0
     """Weight of cached prefixes in a coordinator's prefix policies, 0 to 1: a rank's score is alpha * the share of the
-    prompt it has cached + (1 - alpha) * its share of free rows. Acts only behind a coordinator."""
+    prompt it has cached + (1 - alpha) * its share of free rows. 1: the prefix alone decides, and load between equals;
+    LLM and a server that are told no policy take 0.5, by which a popular prefix spreads. Acts only behind a
+    coordinator."""
     check_invariants: bool = False
     """Check the accounting of blocks, rows and references after every step, and with several ranks that all of them
     plan the same step. For debugging; costs time."""

@@ -17,6 +17,8 @@ CPU_BUFFER_GIB, CPU_BUFFER_SHARE = 4.0, 0.25
 CPU_STEP_TOKENS = 512
 """Tokens of one step on a CPU by default: longer prompts are chunked, so that other requests wait a quarter of a second
 for a token."""
+SPREADING_ALPHA = 0.5
+"""Weight of cached prefixes against free rows where no policy of routing is asked for."""
 MAX_DEFAULT_CACHED_STATES = 64
 """The most recurrent states that the prefix cache keeps by default; they take at most an eighth of the buffer."""
 
@@ -24,12 +26,14 @@ MAX_DEFAULT_CACHED_STATES = 64
 def machine_defaults(*, is_cuda: bool, available_bytes: int) -> dict[str, Any]:
     """Fields in which an LLM or a command without a config departs from the defaults of `InferenceConfig`.
 
-    The prefix cache is on and prompts are chunked; on a CPU the buffer is small enough for a laptop.
+    The prefix cache is on, prompts are chunked, and a coordinator weighs free rows against prefixes; on a CPU the
+    buffer is small enough for a laptop.
     """
     common: dict[str, Any] = {
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
         "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU,
+        "prefix_caching_routing_alpha": SPREADING_ALPHA,
     }
     if is_cuda:
         return common
@@ -54,6 +58,8 @@ def machine_config(
     A default that contradicts an option asked for is dropped, or rounded where the ranks need a multiple.
     """
     base = machine_defaults(is_cuda=is_cuda, available_bytes=available_bytes)
+    if "prefix_caching_coordinator_policy" in asked:
+        del base["prefix_caching_routing_alpha"]  # the policy acts as its name says
     if asked.get("enable_prefix_caching") is False:
         base.pop("prefix_caching_eviction_policy")
     if asked.get("enable_chunked_prefill") is False:

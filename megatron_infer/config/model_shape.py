@@ -12,6 +12,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_E4M3 = "float8_e4m3fn"
 """A dtype of keys and values only."""
 KV_DTYPE_BYTES = DTYPE_BYTES | {FP8_E4M3: 1}
+LOGIT_BYTES = DTYPE_BYTES["float32"]
+"""Logits are sums that are not rounded, whatever the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,19 @@
-"""`request_metadata_types`: scalars that a caller gives with each request. Needs no torch: dtypes are known by name."""
+"""`request_metadata_types`: scalars that a caller gives with each request, and those that Megatron fills by itself.
+
+Needs no torch: dtypes are known by name.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_infer.errors import ConfigError, RequestError, unknown_name
+
+if TYPE_CHECKING:
+    from megatron_infer.config.sampling_params import SamplingParams
 
 Scalar = bool | int | float
 
@@ -16,6 +22,24 @@ INT_BITS = {"uint8": (0, 8), "int8": (7, 7), "int16": (15, 15), "int32": (31, 31
 FLOAT_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38, "float64": None}
 """Dtype -> its largest finite value; None: Python's own."""
 DTYPES = ("bool", *INT_BITS, *FLOAT_MAX)
+
+
+def _termination_id(params: SamplingParams, stop_ids: Iterable[int]) -> int:
+    """The first stop token that the request names, else the least id that ends it; -1: none does."""
+    return next(iter(params.stop_token_ids), min(stop_ids, default=-1))
+
+
+FILLED: Mapping[str, Callable[[SamplingParams, Iterable[int]], Scalar]] = {
+    "temperature": lambda params, _: params.temperature,
+    "top_k": lambda params, _: params.top_k,
+    "top_p": lambda params, _: 0.0 if params.top_p == 1.0 else params.top_p,
+    "termination_id": _termination_id,
+    "return_log_probs": lambda params, _: params.logprobs is not None,
+    "skip_prompt_log_probs": lambda params, _: params.logprobs is not None and params.prompt_logprobs is None,
+    "top_n_logprobs": lambda params, _: params.logprobs or 0,
+}
+"""Label that Megatron fills from a request's sampling parameters -> the value that it has there, from ours and the ids
+that end the request."""
 
 
 def dtype_name(dtype: object) -> str:
@@ -46,10 +70,22 @@ def check_types(types: object) -> None:
             raise ConfigError(f"{what}: {label!r} has {on_device!r} for 'on device', it must be True or False")
 
 
-def check_metadata(types: Sequence[tuple[str, Any, bool]] | None, metadata: Mapping[str, Scalar] | None) -> None:
-    """Raise RequestError, naming the label, unless `metadata` has one fitting value for each of `types`."""
-    labels = [label for label, _, _ in types or ()]
+def value_of(label: str, params: SamplingParams, stop_ids: Iterable[int]) -> Scalar:
+    """The value of a request for a label. stop_ids: tokens that end the request."""
+    if (fill := FILLED.get(label)) is not None:
+        return fill(params, stop_ids)
+    return (params.metadata or {})[label]
+
+
+def check_metadata(
+    types: Sequence[tuple[str, Any, bool]] | None, params: SamplingParams, stop_ids: Iterable[int]
+) -> None:
+    """Raise RequestError, naming the label, unless a request has one fitting value for each of `types`."""
+    metadata = params.metadata
+    labels = [label for label, _, _ in types or () if label not in FILLED]
     for label in metadata or ():
+        if label in FILLED:
+            raise RequestError(f"metadata has {label!r}, which is filled from the sampling parameters; leave it out")
         if label not in labels:
             if not labels:
                 raise RequestError(
@@ -58,9 +94,9 @@ def check_metadata(types: Sequence[tuple[str, Any, bool]] | None, metadata: Mapp
                 )
             raise RequestError(f"metadata: {unknown_name('label', label, labels)}; known are {', '.join(labels)}")
     for label, dtype, _ in types or ():
-        if metadata is None or label not in metadata:
+        if label in labels and label not in (metadata or {}):
             raise RequestError(f"metadata lacks {label!r}, which request_metadata_types names; give a value")
-        _check_value(label, dtype_name(dtype), metadata[label])
+        _check_value(label, dtype_name(dtype), value_of(label, params, stop_ids))
 
 
 def checked_scalars(metadata: object) -> dict[str, Scalar] | None:

@@ -44,7 +44,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     """The most tokens to draw; None: up to the sequence limit."""
     min_tokens: int = 0
-    """Tokens to draw before a stop id may end the sequence."""
+    """Tokens to draw before a stop id or a stop text may end the sequence."""
     temperature: float = 1.0
     """Logits are divided by it; 0: always draw the most likely token."""
     top_k: int = 0

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.model_shape import LOGIT_BYTES, ModelShape
 from megatron_infer.kernels import triton_scratch as scratch
 
 DRAW_LAUNCHES = 7
@@ -145,7 +145,7 @@ class StepCounter:
         assert rows > 0 and 0 < queries <= keys, (rows, queries, keys)
         shape, of, tokens = self.shape, self.parameters, rows * queries
         width, hidden, vocab = shape.kv_dtype_bytes, shape.hidden_size, shape.padded_vocab_size
-        logits = rows * vocab * width
+        logits = rows * vocab * LOGIT_BYTES
         decodes = queries == 1
         # Ids and positions are gathered in one launch; the embedding is read, and the fp32 residual made of it.
         parts = [Part("embedding", tokens * hidden * width, 0, 3)]

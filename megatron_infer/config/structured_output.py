@@ -27,6 +27,10 @@ MAX_MULTIPLE = 1 << 17
 MAX_JOINED = 8
 """The most patterns that one text has to match at once. llguidance 1.9.1 compares all of their states: of 12 within a
 second, with each more three times as long."""
+FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
+"""The values of `format` that llguidance 1.9.1 holds a text to; any other is an annotation."""
 _REFUSED = (-(2.0**64), -(2.0**62))
 _UNQUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 """Texts and regular expressions of a grammar."""
@@ -168,7 +172,8 @@ class _Joined:
 
 
 def _num_patterns(node: dict[str, Any]) -> int:
-    return isinstance(node.get("pattern"), str) + isinstance(node.get("format"), str)
+    form = node.get("format")
+    return isinstance(node.get("pattern"), str) + (isinstance(form, str) and form in FORMATS)
 
 
 def _values(node: Any) -> dict[str, Any]:

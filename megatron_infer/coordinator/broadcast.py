@@ -14,17 +14,23 @@ from megatron_infer.coordinator.peers import ReplicaState
 from megatron_infer.coordinator.protocol import (
     ADAPTER_COMMANDS,
     COMMANDS,
+    LEADS_BACK,
+    WEIGHT_COMMANDS,
     Answer,
     Command,
     Control,
     ControlResult,
     Message,
 )
+from megatron_infer.coordinator.weights_in_force import WeightsInForce, are_sources
 
 INVERSE = {"pause": "unpause", "suspend": "resume"}
 """Commands that hold until their inverse: replicas that join meanwhile get them too."""
 HELD = (*INVERSE, *INVERSE.values())
 """Commands that replicas which joined meanwhile get as they are."""
+UPDATE_COMMANDS = ("begin_weights", "load_weights", "write_weights", "finish_weights")
+"""Commands of a weight update, until it is settled or cancelled."""
+LOST = "ReplicaLost"
 MAX_CHANGES = 64
 """Changes of adapters that are neither undone nor settled, as in an engine."""
 MAX_UNLOADED = 1024
@@ -46,6 +52,7 @@ class CommandsInForce:
         self.weight_version = 0
         """Replicas below it have old weights."""
         self.is_version_set = False
+        self.weights = WeightsInForce()
         self.adapters: dict[str, AdapterChange] = {}
         """The latest change last."""
         self.undone: deque[str] = deque(maxlen=MAX_CHANGES)
@@ -74,7 +81,8 @@ class CommandsInForce:
         self.commands |= {name: args for name, args in commands.items() if name in INVERSE and name not in self.decided}
         if not self.is_version_set:
             self.weight_version = max(self.weight_version, version)
-        self._last_stamp = max([self._last_stamp, *(at for at, _ in adapters.values())])
+        stamps = [self.weights.now.stamp, *(at for at, _ in adapters.values())]
+        self._last_stamp = max(self._last_stamp, *stamps)
         newer = [name for name, change in adapters.items() if self._is_newer(name, change)]
         self.adapters |= {name: adapters[name] for name in newer}
         self._adopted.update(newer)
@@ -115,12 +123,16 @@ class CommandsInForce:
             if command == inverse:
                 self.commands.pop(one, None)
                 self.decided.add(one)
+        if command in WEIGHT_COMMANDS:
+            self.weights.record(command, args, value, stamp)
         version = args.get("version")
         if not isinstance(version, int):
             return
         if command == "set_weight_version":
+            if version > self.weight_version:
+                self.weights.forget_sources()
             self.weight_version, self.is_version_set = max(self.weight_version, version), True
-        elif command in ("finish_weights", "cancel_weights"):  # a cancel restores the old version
+        elif command in ("finish_weights", "restore_weights", "cancel_weights"):  # a cancel restores the old version
             self.weight_version, self.is_version_set = version, True
 
     def _record_adapter(self, command: str, args: dict[str, Any], value: Any, stamp: float) -> None:
@@ -174,18 +186,39 @@ class _Broadcast:
 class Broadcasts:
     """Running broadcasts. Each ends with the last answer, or at its deadline."""
 
-    def __init__(self, send: Callable[[bytes, Message], None], clock: Callable[[], float]) -> None:
-        self._send, self._clock = send, clock
+    def __init__(
+        self,
+        send: Callable[[bytes, Message], None],
+        clock: Callable[[], float],
+        replicas: Callable[[], list[ReplicaState]],
+    ) -> None:
+        """replicas: those that have registered."""
+        self._send, self._clock, self._replicas = send, clock, replicas
         self._running: dict[int, _Broadcast] = {}
         self._num_started = 0
-        self._catching_up: dict[int, tuple[ReplicaState, str | None]] = {}
-        """Number of a command that a replica missed -> the replica, and the adapter that it loads, if it is a load."""
+        self._catching_up: dict[int, tuple[ReplicaState, Control]] = {}
+        """Number of a command that a replica missed -> the replica and the command."""
+        self._updating: dict[bytes, str] | None = None
+        """The replicas that take part in the weight update, by peer, with their names; None: none is under way."""
+        self._version_before = 0
+        self._clients: dict[str, bytes] = {}
+        """Which client has begun the weight update (`begin`), and which has paused the engines (`pause`)."""
+        self._lost_in_update: dict[str, str] = {}
+        """Those of them that were lost -> why."""
         self.in_force = CommandsInForce()
 
-    def start(self, client: bytes, control: Control, replicas: Iterable[ReplicaState]) -> None:
-        """Send the command to every replica; the client gets one result."""
+    def start(self, client: bytes, control: Control) -> None:
+        """Send the command to every replica; the client gets one result.
+
+        A weight update goes to the replicas that were there when it began. One that was lost since then fails the
+        rest of it: it has not got all tensors.
+        """
+        message = ""
         if control.command not in COMMANDS:
             message = f"unknown command {control.command[:40]!r}; one of {', '.join(COMMANDS)}"
+        elif control.command == "restore_weights" and not are_sources(control.args.get("sources")):
+            message = "restore_weights: sources are pairs of a path and a fingerprint"
+        if message:
             answer = Answer(ok=False, kind="ConfigError", message=message)
             self._send(client, ControlResult(control.id, {"coordinator": answer}))
             return
@@ -195,17 +228,39 @@ class Broadcasts:
         stamp = self.in_force.stamp()
         broadcast = _Broadcast(client, control, stamp, self._clock() + timeout_s, {}, {})
         self._running[number] = broadcast
+        replicas = self._replicas()
+        if control.command in UPDATE_COMMANDS:
+            if self._updating is None or control.command == "begin_weights":
+                self._updating, self._lost_in_update = {one.peer: one.name for one in replicas}, {}
+                self.in_force.weights.is_open = False
+                self._clients["begin"], self._version_before = client, self.in_force.weight_version
+            replicas = [replica for replica in replicas if replica.peer in self._updating]
+            for name, why in self._lost_in_update.items():
+                broadcast.answers[name] = Answer(ok=False, kind=LOST, message=f"lost in this update: {why}")
+        elif control.command in ("settle_weights", "cancel_weights"):
+            self._updating = None
         for replica in replicas:
             broadcast.waiting[replica.peer] = replica.name
             self._send_command(replica, number, control, stamp)
         self._finish_if_answered(number)
 
-    def catch_up(self, replica: ReplicaState, others: Iterable[ReplicaState]) -> None:
+    def client_lost(self, client: bytes) -> None:
+        """Undo a weight update that a client leaves half done, and end its pause: the engines would wait for ever."""
+        if self._updating is None or self._clients["begin"] != client:
+            return
+        self.start(client, Control(0, "cancel_weights", {"version": self._version_before}, CATCH_UP_S))
+        if "pause" in self.in_force.commands and self._clients.get("pause") == client:
+            self.start(client, Control(0, "unpause", {}, CATCH_UP_S))
+
+    def catch_up(self, replica: ReplicaState) -> None:
         """Send a replica that has just joined the commands in force, and the end of those that ended while it was away.
         What the replica carries out of an earlier coordinator's commands is in force until one is given here, and the
         other replicas get the adapters that it has by them."""
         assert replica.register is not None
         carried, in_force, changes = replica.register.in_force, self.in_force, replica.register.adapter_changes
+        weights = WeightsInForce.from_dict(replica.register.weights)
+        replica.weights = weights.now.stamp
+        in_force.weights.adopt(weights)
         undone = in_force.adopt_undone(replica.register.undone)
         newer = in_force.adopt(carried, replica.register.set_version, changes)
         missed = [one for one in in_force.commands.items() if one[0] not in carried or replica.state == "running"]
@@ -217,11 +272,46 @@ class Broadcasts:
                 missed.append(("undo_adapter", {"name": name, "change": loaded["change"]}))
         self._send_missed(replica, missed + self._missed_adapters(replica, in_force.adapters))
         undos = [("undo_adapter", {"name": name, "change": change}) for name, change in undone]
-        for other in others:
+        for other in self._replicas():
             if other is not replica:
                 self._send_missed(other, undos + self._missed_adapters(other, newer))
+                self._bring_weights(other, other.weights)
+        self._end_update_of(replica, weights)
         for broadcast in self._running.values():
             broadcast.joined.append(replica)
+
+    # ------------------------------------------------------------------ weights of replicas that come or come back
+
+    def _end_update_of(self, replica: ReplicaState, weights: WeightsInForce) -> None:
+        """A replica may come back within an update, or with one whose end it has missed: it is ended there, too."""
+        in_force, has = self.in_force.weights, weights.now.stamp
+        if not weights.is_settled:
+            if weights.is_open or has != in_force.now.stamp:
+                self._send_missed(replica, [("cancel_weights", {"version": self.in_force.weight_version})])
+                has = weights.if_cancelled.stamp
+            elif in_force.is_settled:
+                self._send_missed(replica, [("settle_weights", {})])
+        self._bring_weights(replica, has)
+
+    def _bring_weights(self, replica: ReplicaState, has: float) -> None:
+        """Have a replica read the weights in force again, unless it has them, or an update is under way, whose end
+        decides. Where they cannot be read, that is said once. has: the stamp of the weights that it has."""
+        weights, version = self.in_force.weights, self.in_force.weight_version
+        if not weights.is_settled or replica.is_restoring or replica.draining:
+            return
+        if has != weights.now.stamp and weights.now.sources:
+            replica.is_restoring, replica.why_outdated = True, ""
+            args = {"sources": weights.now.sources, "version": version}
+            self._send_missed(replica, [("restore_weights", args)])
+        elif has != weights.now.stamp or replica.weight_version < version:
+            self._is_outdated(replica, "they did not come from files, or not from files alone")
+
+    def _is_outdated(self, replica: ReplicaState, why: str, detail: str = "") -> None:
+        version = self.in_force.weight_version
+        text = f"the weights in force (version {version}) cannot be read again: {why}; finish a weight update"
+        if text != replica.why_outdated:
+            replica.why_outdated = text
+            log.warning("replica %s takes no requests: %s%s", replica.name, text, detail and f" ({detail})")
 
     def _missed_adapters(self, replica: ReplicaState, names: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
         """What brings a replica's adapters of these names to what is in force."""
@@ -236,41 +326,57 @@ class Broadcasts:
 
     def _send_missed(self, replica: ReplicaState, missed: Iterable[tuple[str, dict[str, Any]]]) -> None:
         for command, args in missed:
-            self._num_started += 1
-            self._catching_up[self._num_started] = replica, str(args["name"]) if command == "load_adapter" else None
             if command == "load_adapter" and replica.view is not None:
                 replica.view.loading.append(str(args["name"]))
             stamp, _ = self.in_force.adapters.get(str(args.get("name")), (0.0, None))
-            self._send_command(replica, self._num_started, Control(0, command, args, CATCH_UP_S), stamp)
+            if command == "restore_weights":
+                stamp = self.in_force.weights.now.stamp
+            self._catch_up_with(replica, Control(0, command, args, CATCH_UP_S), stamp)
+
+    def _catch_up_with(self, replica: ReplicaState, control: Control, stamp: float) -> None:
+        self._num_started += 1
+        self._catching_up[self._num_started] = replica, control
+        self._send_command(replica, self._num_started, control, stamp)
 
     def _drop_outdated(self, replica: ReplicaState, name: str) -> None:
         """A replica cannot load what is in force: it unloads an older content, so that requests find none there."""
         if (digest := replica.adapters.get(name)) is not None and self.in_force.is_outdated(name, digest):
-            self._num_started += 1
-            self._catching_up[self._num_started] = replica, None
             control = Control(0, "unload_adapter", {"name": name, "abort": True}, CATCH_UP_S)
-            self._send_command(replica, self._num_started, control, 0.0)  # is no decision: any other one is newer
+            self._catch_up_with(replica, control, 0.0)  # is no decision: any other one is newer
 
     def answer(self, peer: bytes, number: int, answer: Answer) -> None:
         broadcast = self._running.get(number)
-        replica, name = self._catching_up.pop(number, (None, None))
-        if replica is not None and not answer.ok:
-            log.warning("replica %s does not do what the others have done: %s", replica.name, answer.message)
-        if replica is not None and replica.view is not None and name is not None:
-            replica.view.loading.remove(name)
-            if not answer.ok:
-                self._drop_outdated(replica, name)
+        if (caught_up := self._catching_up.pop(number, None)) is not None:
+            self._caught_up(*caught_up, answer)
         if broadcast is None or peer not in broadcast.waiting:
             return  # past the deadline: the client has its result
         broadcast.answers[_free_name(broadcast.waiting.pop(peer), broadcast.answers)] = answer
         self._finish_if_answered(number)
 
+    def _caught_up(self, replica: ReplicaState, control: Control, answer: Answer) -> None:
+        """A replica has answered a command that it had missed."""
+        if control.command == "restore_weights":
+            replica.is_restoring = False
+            if answer.ok:
+                self._bring_weights(replica, replica.weights)  # there may have been an update meanwhile
+            else:
+                self._is_outdated(replica, "reading them failed", f"{answer.kind}: {answer.message}")
+            return
+        if not answer.ok:
+            log.warning("replica %s does not do what the others have done: %s", replica.name, answer.message)
+        if control.command == "load_adapter" and replica.view is not None:
+            replica.view.loading.remove(str(control.args["name"]))
+            if not answer.ok:
+                self._drop_outdated(replica, str(control.args["name"]))
+
     def lost(self, peer: bytes, why: str) -> None:
         """Answer for a replica that is gone."""
+        if self._updating is not None and peer in self._updating:
+            self._lost_in_update[self._updating.pop(peer)] = why
         self._catching_up = {n: one for n, one in self._catching_up.items() if one[0].peer != peer}
         for number, broadcast in list(self._running.items()):
             broadcast.joined = [replica for replica in broadcast.joined if replica.peer != peer]
-            self.answer(peer, number, Answer(ok=False, kind="ReplicaLost", message=why))
+            self.answer(peer, number, Answer(ok=False, kind=LOST, message=why))
 
     def tick(self, now: float) -> None:
         for number, broadcast in list(self._running.items()):
@@ -298,14 +404,20 @@ class Broadcasts:
         was none."""
         control = broadcast.control
         done = [answer.value for answer in broadcast.answers.values() if answer.ok]
-        if broadcast.answers and not done:
+        there = [one for one in broadcast.answers.values() if one.kind != LOST or control.command not in LEADS_BACK]
+        if there and not done:
             return
         self.in_force.record(control.command, control.args, done[0] if done else None, stamp=broadcast.stamp)
+        if control.command == "pause":
+            self._clients["pause"] = broadcast.client
         for replica in broadcast.joined:
             if control.command in HELD:
                 self._send_missed(replica, [(control.command, control.args)])
             elif control.command in ADAPTER_COMMANDS:
                 self._send_missed(replica, self._missed_change(control))
+        if control.command in ("settle_weights", "cancel_weights"):
+            for replica in self._replicas():
+                self._bring_weights(replica, replica.weights)
 
     def _missed_change(self, control: Control) -> list[tuple[str, dict[str, Any]]]:
         """What a replica that joined meanwhile misses of a change of an adapter, under the name that undoes it."""

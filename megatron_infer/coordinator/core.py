@@ -22,6 +22,7 @@ from megatron_infer.coordinator.broadcast import Broadcasts
 from megatron_infer.coordinator.dispatch import Dispatcher
 from megatron_infer.coordinator.peers import ClientState, CoordinatorOptions, ReplicaState
 from megatron_infer.coordinator.router import Availability, ReplicaView, Router
+from megatron_infer.coordinator.weights_in_force import WeightsInForce
 
 log = logging.getLogger("megatron_infer.coordinator")
 
@@ -44,7 +45,7 @@ class CoordinatorCore:
         self._replicas: dict[bytes, ReplicaState] = {}
         self.dispatch = Dispatcher(options, send, self._replicas)
         self.counts = self.dispatch.counts
-        self.broadcasts = Broadcasts(send, clock)
+        self.broadcasts = Broadcasts(send, clock, self._registered)
         self._num_entered = 0
         self._started = time.time()
         self._last_tick = clock()
@@ -78,6 +79,7 @@ class CoordinatorCore:
             log.info("client %s left: %s", client.name, why)
             for request in list(client.requests.values()):
                 self.dispatch.cancel(request)
+            self.broadcasts.client_lost(peer)
         if replica is not None:
             self._lose(replica, why)
 
@@ -128,7 +130,7 @@ class CoordinatorCore:
         elif isinstance(message, protocol.Abort):
             self.dispatch.abort(client, message.id)
         elif isinstance(message, protocol.Control):
-            self.broadcasts.start(client.peer, message, self._registered())
+            self.broadcasts.start(client.peer, message)
         elif isinstance(message, protocol.Query):
             self._send(client.peer, protocol.Report(message.id, self.stats()))
         elif isinstance(message, protocol.Goodbye):
@@ -182,7 +184,7 @@ class CoordinatorCore:
         )
         replica.adapters = register.adapters
         log.info("replica %s joined: %s, %d requests at once", replica.name, register.model, register.capacity)
-        self.broadcasts.catch_up(replica, self._registered())
+        self.broadcasts.catch_up(replica)
         self._update_availability()
         self.dispatch.reopen(replica)
 
@@ -198,9 +200,9 @@ class CoordinatorCore:
         replica.stats = beat.stats or replica.stats
         assert self.dispatch.router is not None
         self.dispatch.router.set_root(replica.peer, beat.root)
-        now = beat.state, beat.weight_version, beat.adapters
-        if now != (replica.state, replica.weight_version, replica.adapters):
-            replica.state, replica.weight_version, replica.adapters = now
+        now = beat.state, beat.weight_version, beat.adapters, beat.weights
+        if now != (replica.state, replica.weight_version, replica.adapters, replica.weights):
+            replica.state, replica.weight_version, replica.adapters, replica.weights = now
             self._update_availability()
 
     def _prefix_news(self, replica: ReplicaState, news: protocol.PrefixNews) -> None:
@@ -216,15 +218,19 @@ class CoordinatorCore:
         )
 
     def _update_availability(self) -> None:
-        """A replica that drains or has old weights takes no requests; a paused one, only if none is running; one with
-        an older content of an adapter none of that adapter."""
+        """A replica that drains or has other weights than those in force takes no requests; a paused one, only if none
+        is running; one with an older content of an adapter none of that adapter."""
         opened, closed = False, []
         for replica in self._replicas.values():
             if replica.view is None:
                 continue
             gained, lost = self._update_adapters(replica, replica.view)
-            before = replica.view.availability
-            if replica.draining or replica.weight_version < self.broadcasts.in_force.weight_version:
+            before, in_force = replica.view.availability, self.broadcasts.in_force
+            is_older = replica.weight_version < in_force.weight_version
+            replica.is_outdated = is_older or replica.weights != in_force.weights.now.stamp
+            if not replica.is_outdated:
+                replica.why_outdated = ""
+            if replica.draining or replica.is_outdated:
                 replica.view.availability = Availability.CLOSED
             else:
                 is_running = replica.state == "running"
@@ -282,6 +288,7 @@ class CoordinatorCore:
             "clients": len(self._clients),
             "policy": None if router is None else router.policy.value,
             "alpha": None if router is None else router.alpha,
+            "weight_version": self.broadcasts.in_force.weight_version,
             "replicas": [replica.describe() for replica in self._registered()],
         }
 
@@ -293,6 +300,10 @@ class CoordinatorCore:
 def _what_is_wrong(replica: ReplicaState, register: protocol.Register) -> str:
     if replica.view is not None:
         return "it has registered before"
+    try:
+        WeightsInForce.from_dict(register.weights)
+    except (TypeError, ValueError, KeyError):
+        return "its weights are described as none can be"
     if not (1 <= register.capacity <= MAX_SIZE and 1 <= register.block_size <= MAX_SIZE):
         return f"capacity {register.capacity}, block size {register.block_size}; both are 1 to {MAX_SIZE:,}"
     if register.limits and not all(register.limits.get(name, 0) > 0 for name in ("max_sequence_length", "vocab_size")):

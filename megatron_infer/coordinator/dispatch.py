@@ -47,7 +47,7 @@ class Dispatcher:
         self.router: Router | None = None
         """None until the options or the first replica set the policy."""
         if options.policy is not None:
-            self.router = Router(options.policy, 0.5 if options.alpha is None else options.alpha)
+            self.router = Router(options.policy, 1.0 if options.alpha is None else options.alpha)
         self.counts = Counts()
         self.num_waiting = 0
         self._waiting_of: Counter[Caller] = Counter()

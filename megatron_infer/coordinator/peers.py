@@ -169,6 +169,14 @@ class ReplicaState:
     """Requests assigned to it and not sent yet, as it is full."""
     free_rows: int = 0
     weight_version: int = 0
+    weights: float = 0.0
+    """The stamp of its weights, see `weights_in_force.Weights`."""
+    is_outdated: bool = False
+    """Its weights are not those in force: it takes no requests."""
+    is_restoring: bool = False
+    """It reads the weights in force again."""
+    why_outdated: str = ""
+    """Why it cannot get the weights in force before the next update; "" unless that is so."""
     state: str = "running"
     draining: bool = False
     stats: dict[str, Any] = field(default_factory=dict)
@@ -186,6 +194,8 @@ class ReplicaState:
             "incarnation": self.incarnation,
             "state": "draining" if self.draining else self.state,
             "weight_version": self.weight_version,
+            "restoring": self.is_restoring,
+            "outdated": self.why_outdated,
             "running": len(self.running),
             "waiting": sum(not request.ended for request in self.backlog),
             "capacity": 0 if self.register is None else self.register.capacity,

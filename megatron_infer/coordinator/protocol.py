@@ -35,7 +35,7 @@ for _needed in ("msgspec", "zmq"):
 
 import msgspec  # noqa: E402
 
-SCHEMA = 6
+SCHEMA = 7
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
@@ -50,12 +50,16 @@ WEIGHT_COMMANDS = (
     "settle_weights",
     "cancel_weights",
     "check_weights",
+    "restore_weights",
 )
 STATE_COMMANDS = ("pause", "unpause", "suspend", "resume", "set_weight_version", "reset_prefix_cache")
 ADAPTER_COMMANDS = ("load_adapter", "unload_adapter", "undo_adapter", "settle_adapter")
 COMMANDS = (*STATE_COMMANDS, "profile", *WEIGHT_COMMANDS, *ADAPTER_COMMANDS)
 """Commands of a `Control`. WEIGHT_COMMANDS and ADAPTER_COMMANDS need replicas that were given them
 (`Replica(commands=)`, `Replica(adapter_commands=)`)."""
+LEADS_BACK = ("unpause", "cancel_weights", "settle_weights")
+"""Commands that end another one. A replica that is lost before it answers gets them when it joins again; they can be
+sent again."""
 assert sys.byteorder == "little", "token ids are sent as they are in memory, which must be little endian"
 
 
@@ -323,6 +327,8 @@ class Register(_Message):
     """Adapters that a coordinator's commands have changed, see `broadcast.AdapterChange`."""
     undone: list[str] = []
     """Changes of adapters that were undone."""
+    weights: dict[str, Any] = {}
+    """`WeightsInForce.to_dict` of the weight updates that coordinators' commands have brought."""
 
 
 class Beat(_Message):
@@ -340,6 +346,8 @@ class Beat(_Message):
     """Figures of its engine, see `engine_adapter.stats_of`; {}: unchanged."""
     adapters: dict[str, str] = {}
     """Loaded LoRA adapters: name -> hash of the content; as it is now, not at `Register`."""
+    weights: float = 0.0
+    """The stamp of its weights, see `weights_in_force.Weights`."""
 
 
 class PrefixNews(_Message):
@@ -365,7 +373,7 @@ class Control(_Message):
 
 
 class Command(_Message):
-    """stamp: orders the changes of an adapter; see `broadcast.CommandsInForce.stamp`."""
+    """stamp: orders the changes of an adapter and of the weights; see `broadcast.CommandsInForce.stamp`."""
 
     number: int
     incarnation: int

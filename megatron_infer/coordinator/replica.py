@@ -14,8 +14,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from megatron_infer.context.prefix_events import PrefixReport
@@ -159,6 +160,7 @@ class Replica:
             self.step_s,
             self._stats,
             info.adapters,
+            info.weights_stamp,
         )
 
     def _post(self, message: protocol.Message | int | None) -> None:
@@ -208,11 +210,12 @@ class Replica:
             log.error("the coordinator refuses a message of this replica: %s", message.message)
 
     def _register(self) -> None:
-        info = self._info = info_of(self.engine)
+        info = self._info = _described(self.engine, self._commands)
         fields = {name: getattr(info, name) for name in protocol.Register.__struct_fields__ if hasattr(info, name)}
         in_force = self._commands.in_force
         fields |= {"in_force": in_force.commands, "set_version": in_force.weight_version}
         fields |= {"adapter_changes": in_force.adapters, "undone": list(in_force.undone)}
+        fields |= {"weights": in_force.weights.to_dict()}
         self.connection.send(protocol.Register(incarnation=self._incarnation, **fields))
         if self._prefix_events is not None:
             self._send_prefix_news(self._prefix_events.everything())
@@ -314,7 +317,7 @@ class Replica:
         """Send what a step or command has changed: state, weight version, prefixes."""
         if not self._incarnation:
             return
-        before, info = self._info, info_of(self.engine)
+        before, info = self._info, _described(self.engine, self._commands)
         self._info, self._num_foreign = info, max(0, info.num_requests - len(self._requests))
         now = time.monotonic()
         if now >= self._next_stats or not info.num_requests or before.state != info.state:
@@ -327,12 +330,8 @@ class Replica:
                 self._send_prefix_news(report)
 
     def _send_prefix_news(self, report: PrefixReport) -> None:
-        root, reset = self._info.root, report.reset
-        forgotten, published = list(report.forgotten), list(report.published)
-        while reset or forgotten or published:
-            parts = [b"".join(digests[:MAX_DIGESTS]) for digests in (forgotten, published)]
-            self.connection.send(protocol.PrefixNews(self._incarnation, root, reset, *parts))
-            reset, forgotten, published = False, forgotten[MAX_DIGESTS:], published[MAX_DIGESTS:]
+        for news in _prefix_news(self._incarnation, self._info.root, report):
+            self.connection.send(news)
 
     def _abort_all(self) -> None:
         """Abort every request: other replicas continue it, or its client is gone."""
@@ -344,6 +343,18 @@ class Replica:
         self._preparing.clear()
 
 
+def _prefix_news(incarnation: int, root: bytes, report: PrefixReport) -> Iterator[protocol.PrefixNews]:
+    reset, forgotten, published = report.reset, list(report.forgotten), list(report.published)
+    while reset or forgotten or published:
+        parts = [b"".join(digests[:MAX_DIGESTS]) for digests in (forgotten, published)]
+        yield protocol.PrefixNews(incarnation, root, reset, *parts)
+        reset, forgotten, published = False, forgotten[MAX_DIGESTS:], published[MAX_DIGESTS:]
+
+
+def _described(engine: EngineAdapter, commands: ReplicaCommands) -> EngineInfo:
+    return replace(info_of(engine), weights_stamp=commands.in_force.weights.now.stamp)
+
+
 def _seen(info: EngineInfo) -> tuple[Any, ...]:
     """What the coordinator is told at once when it changes."""
-    return info.root, info.weight_version, info.state, info.adapters
+    return info.root, info.weight_version, info.state, info.adapters, info.weights_stamp

@@ -158,7 +158,7 @@ class Router:
     """Chooses replicas by one policy; the caller reports each choice with `assign`, and its end with `release`."""
 
     policy: Policy = Policy.FIRST_PREFIX_BLOCK
-    alpha: float = 0.5
+    alpha: float = 1.0
     max_digests: int = MAX_DIGESTS
     replicas: dict[Hashable, ReplicaView] = field(default_factory=dict)
     _num_joined: int = 0
@@ -254,7 +254,7 @@ class Router:
         chains: dict[tuple[bytes, int], list[bytes]] = {}
         if self.policy is Policy.FIRST_PREFIX_BLOCK:  # only the first block is hashed, once per kind of replica
             tokens = tokens[: TOKEN_SIZE * (max(view.block_size for view in candidates) + 1)]
-        best: tuple[float, int, int] | None = None
+        best: tuple[float, float, int, int] | None = None
         chosen, route_matched = candidates[0], 0
         for view in candidates:
             kind = (view.root_of(adapter), view.block_size)
@@ -268,7 +268,7 @@ class Router:
             if not matched:
                 continue
             score = self.alpha * matched / len(chain) + (1.0 - self.alpha) * view.free_share
-            order = (score, view.table.recency(chain[matched - 1]), -view.index)
+            order = (score, view.free_share, view.table.recency(chain[matched - 1]), -view.index)
             if best is None or order > best:
                 best, chosen, route_matched = order, view, matched
         fallback = _least_loaded(candidates)

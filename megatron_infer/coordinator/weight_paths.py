@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 
@@ -40,6 +41,18 @@ def weights_path(path: str, root: str | None) -> str:
         raise WeightsPathRefused("path is a run of several checkpoints; give one iteration's folder", "invalid_value")
     _check_links(real, names, real_root)
     return real
+
+
+def fingerprint(path: str) -> str:
+    """What tells whether files were changed since: a hash of the name, size and time of change of each, not of the
+    content. path: of `weights_path`."""
+    found = (
+        [path] if os.path.isfile(path) else [os.path.join(at, name) for at, _, names in os.walk(path) for name in names]
+    )
+    about = [
+        (os.path.relpath(one, path), status.st_size, status.st_mtime_ns) for one in found if (status := os.stat(one))
+    ]
+    return hashlib.blake2b(repr(sorted(about)).encode(), digest_size=16).hexdigest()
 
 
 def adapter_path(path: str, root: str | None) -> str:

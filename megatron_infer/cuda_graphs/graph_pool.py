@@ -283,6 +283,8 @@ class GraphPool:
         """Capture the shape if it can be and is not yet; before the step is built, whose tensors this overwrites."""
         addresses = self._step.addresses()
         if addresses != self._addresses:
+            known = len(self._graphs) + len(self._refused)
+            assert self._all_ranks is None or not known, f"the cache moved below {known} shapes that all ranks know"
             self.drop("the cache moved")
             self._addresses = addresses
         if shape in self._graphs or shape in self._refused:

@@ -85,7 +85,7 @@ class PaddedStep:
             return
         hidden_TD = torch.zeros(num_tokens, self._hidden_size, dtype=self._dtype, device=device)
         num_samples = max(shape.num_rows for shape in self._shapes)
-        logits_SV = torch.zeros(num_samples, self._num_logits, dtype=self._dtype, device=device)
+        logits_SV = torch.zeros(num_samples, self._num_logits, device=device)
         drawn = DrawRoom.make(num_samples, device) if any(map(self.draws, self._shapes)) else None
         self.out = Outputs(hidden_TD if num_tokens else None, logits_SV, drawn)
 

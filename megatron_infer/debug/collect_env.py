@@ -9,13 +9,14 @@ import functools
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from megatron_infer.utils.child_process import run
 
 PACKAGES = {
     "torch": "required",
@@ -274,10 +275,10 @@ def _why(reasons: dict[str, str]) -> str:
 
 
 def _output(command: list[str]) -> str:
-    run = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
-    if run.returncode:
-        raise RuntimeError(f"{' '.join(command)} exited {run.returncode}: {run.stderr.strip()[:200]}")
-    return run.stdout
+    done = run(command, timeout_s=PROBE_TIMEOUT_S)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} exited {done.returncode}: {done.stderr.strip()[:200]}")
+    return str(done.stdout)
 
 
 if __name__ == "__main__":

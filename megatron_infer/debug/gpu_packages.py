@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
+from megatron_infer.utils.child_process import run
+
 IMPORT_TIMEOUT_S = 90
 
 
@@ -89,15 +91,13 @@ def _spec_of(module: str) -> object:
 def run_in_subprocess(code: str) -> tuple[str, str | None]:
     """Run Python code in a subprocess -> (its output, its error or None)."""
     try:
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
-        )
+        done = run([sys.executable, "-c", code], timeout_s=IMPORT_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         return "", f"{type(error).__name__}: {error}"[:200]
-    if run.returncode == 0:
-        return run.stdout.strip(), None
-    lines = run.stderr.strip().splitlines()
-    return "", lines[-1].strip()[:200] if lines else f"the process ended with {run.returncode}"
+    if done.returncode == 0:
+        return done.stdout.strip(), None
+    lines = done.stderr.strip().splitlines()
+    return "", lines[-1].strip()[:200] if lines else f"the process ended with {done.returncode}"
 
 
 _NCCL = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import SnapshotError
+from megatron_infer.utils.files import regular, save_tensors
 
 FORMAT = "megatron_infer.requests"
 VERSION = 1
@@ -38,14 +39,12 @@ def write(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 def stage(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write the content to a file beside `path` and sync it -> that file, which `put_in_place` renames to `path`."""
-    from safetensors.torch import save_file  # here and below: an engine that saves no files does not need the package
-
     text = json.dumps(manifest, separators=(",", ":"))
     metadata = {"format": FORMAT, "version": str(VERSION), "manifest": text}
     metadata["checksum"] = _checksum(metadata, tensors)
     staged = path.with_name(path.name + ".tmp")
     try:
-        save_file(dict(tensors), staged, metadata=metadata)
+        save_tensors(staged, tensors, metadata)
         sync(staged)
     except BaseException:
         staged.unlink(missing_ok=True)
@@ -69,17 +68,10 @@ def sync(path: Path) -> None:
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(manifest, tensors) of a file, whose checksum is verified. Raises SnapshotError, FileNotFoundError."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            _refuse_others(path, metadata)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except SafetensorError as error:
-        raise SnapshotError(path, f"damaged, truncated or not a safetensors file ({error})") from error
-    except UnicodeDecodeError as error:
-        raise SnapshotError(path, "damaged: its header is not UTF-8") from error
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
+        _refuse_others(path, metadata)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     if _checksum(metadata, tensors) != metadata["checksum"]:
         raise SnapshotError(path, "damaged: the checksum does not match the content")
     return _manifest(path, metadata), tensors
@@ -87,15 +79,27 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest alone, without the checksum. Raises SnapshotError, FileNotFoundError."""
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
+    _refuse_others(path, metadata)
+    return _manifest(path, metadata)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except (SafetensorError, UnicodeDecodeError) as error:
+        with safe_open(regular(path), framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise SnapshotError(path, f"cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
         raise SnapshotError(path, f"damaged, truncated or not a safetensors file ({error})") from error
-    _refuse_others(path, metadata)
-    return _manifest(path, metadata)
+    except UnicodeDecodeError as error:
+        raise SnapshotError(path, "damaged: its header is not UTF-8") from error
 
 
 def _manifest(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

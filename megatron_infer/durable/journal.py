@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from megatron_infer.durable.file_format import put_in_place
 from megatron_infer.errors import SnapshotError
+from megatron_infer.utils.files import regular
 
 FORMAT = "megatron_infer.journal"
 VERSION = 1
@@ -144,9 +145,11 @@ def read_journal(path: Path, generation: Generation) -> JournalRecords:
     """
     file = journal_path(path)
     try:
-        *lines, torn = file.read_bytes().split(b"\n")
+        *lines, torn = regular(file).read_bytes().split(b"\n")
     except FileNotFoundError as error:
         raise SnapshotError(file, f"missing; {path} is kept together with it") from error
+    except OSError as error:
+        raise SnapshotError(file, f"cannot be read: {error.strerror}") from error
     if not lines:
         raise SnapshotError(file, "damaged in line 1: it has no beginning")
     begin = _record(file, "", 1, lines[0])
@@ -181,7 +184,7 @@ def read_journal(path: Path, generation: Generation) -> JournalRecords:
 def has_records(path: Path) -> bool:
     """Whether the journal beside `path` has records."""
     file = journal_path(path)
-    return file.exists() and len(file.read_bytes().split(b"\n", 1)[-1]) > 0
+    return file.exists() and len(regular(file).read_bytes().split(b"\n", 1)[-1]) > 0
 
 
 def _salt(generation: Generation) -> str:

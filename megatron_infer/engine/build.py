@@ -23,7 +23,6 @@ from megatron_infer.comm.stage_link import StageLink
 from megatron_infer.comm.startup_checks import agree_on_config
 from megatron_infer.config.batching import BatchingLimits
 from megatron_infer.config.capacity import GIB, host_places
-from megatron_infer.config.checks import graph_options_without_effect
 from megatron_infer.config.inference import (
     BatchingPolicy,
     ConfigWarning,
@@ -48,6 +47,7 @@ from megatron_infer.engine.adapters import EngineAdapters
 from megatron_infer.engine.admission_delay import AdmissionDelay
 from megatron_infer.engine.build_drafts import make_drafts, make_synthetic, without_drafts
 from megatron_infer.engine.build_graphs import captures_at_start, step_graphs
+from megatron_infer.engine.chosen_config import ConfigOrOptions, choose_config, options_before_the_shape
 from megatron_infer.engine.command_relay import CommandRelay, Outbox
 from megatron_infer.engine.controls import EngineControls
 from megatron_infer.engine.cost_meter import CostMeter, measured_costs
@@ -146,7 +146,7 @@ class BuiltEngine:
 
 def build_engine(
     model: torch.nn.Module,
-    config: InferenceConfig,
+    options: ConfigOrOptions,
     *,
     tokenizer: TextCodec | None,
     eos_ids: Sequence[int],
@@ -155,7 +155,7 @@ def build_engine(
     owns: bool,
 ) -> BuiltEngine:
     """Every rank of the engine calls it. owns: see owns_weights of `DynamicInferenceEngine`."""
-    setup = set_up_model(model, config, device=device, name=name, tokenizer=tokenizer)
+    setup = set_up_model(model, options, device=device, name=name, tokenizer=tokenizer)
     config = setup.config
     adopted, runner, rank_group = setup.adopted, setup.runner, setup.rank_group
     events = {"token": config.track_generated_token_events, "pause": config.track_paused_request_events}
@@ -227,18 +227,16 @@ def build_engine(
 
 
 def set_up_model(
-    model: torch.nn.Module, config: InferenceConfig, *, device: str, name: str, tokenizer: TextCodec | None
+    model: torch.nn.Module, options: ConfigOrOptions, *, device: str, name: str, tokenizer: TextCodec | None
 ) -> ModelSetup:
     """Adopt the model, link the ranks, size the cache and choose the kernels."""
+    config = options_before_the_shape(options)
     adopted = adopt(model, name=name, vocab_size=config.vocab_size, state_config=config.mamba_inference_state_config)
     groups = ParallelGroups.of(config.pg_collection, adopted.live)
     rank_group = RankGroup(groups, timeout_s=config.collective_timeout_s)
     own_device = Device(device if device != "auto" else adopted.device)
     own_device.make_current()
-    if config.num_cuda_graphs is None and not own_device.is_cuda:
-        for message in graph_options_without_effect(config, "is left at None, 0 on a CPU"):
-            warnings.warn(message, ConfigWarning, stacklevel=4)
-    config = config.on_device(is_cuda=own_device.is_cuda)
+    config = choose_config(options, adopted.shape, own_device, rank_group)
     if rank_group.size > 1:
         # A rank that has closed its engine has launched all of its last step: the others still read theirs.
         own_device.on_wait = partial(rank_group.check_alive, goodbyes=False)

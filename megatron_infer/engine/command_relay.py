@@ -7,17 +7,19 @@ In an engine of one process the outbox collects nothing and every call is this p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
 from megatron_infer.comm.lockstep import FOLLOW, LocalLockstep, Lockstep, Meeting
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.given_prompts import GivenPrompts, Params, digests_of
 from megatron_infer.engine.step_loop import StepLoop
-from megatron_infer.errors import LockstepError, NotLeader, RankFailure, RequestError
-from megatron_infer.scheduler.draft_depth import StepCosts
+from megatron_infer.errors import LockstepError, NotLeader, PromptsDiffer, RankFailure, RequestError
 from megatron_infer.scheduler.policy import CostModel
+from megatron_infer.scheduler.step_costs import StepCosts
 
 DISMISS = "dismiss()"
 ROLLOUT = "rollout()"
@@ -34,6 +36,11 @@ class Outbox:
     def add(self, request_id: str, text: str | None, ids: list[int], params: SamplingParams, **how: Any) -> None:
         if self._is_used:
             self._pass_on("add", id=request_id, text=text, ids=ids, params=params.to_dict(), **how)
+
+    def read(self, prompts: Any, params: Params, *, is_all: bool) -> None:
+        """The leader's caller has given these prompts, which the other ranks compare with their own."""
+        if self._is_used:
+            self._pass_on("read", digests=list(digests_of(prompts, params)), is_all=is_all)
 
     def abort(self, request_id: str) -> None:
         if self._is_used:
@@ -79,6 +86,7 @@ class CommandRelay:
         self._lockstep, self._outbox, self._loop, self._queue = lockstep, outbox, loop, queue
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
             "add": self._add,
+            "read": self._compare,
             "abort": lambda given: loop.abort(given["id"]),
             "price": lambda given: set_costs(CostModel(**given["costs"])),
             "release": lambda given: release(given["arrival"]),
@@ -86,6 +94,10 @@ class CommandRelay:
         }
         self._met: Meeting | None = None
         """A call of the leader that `follow` has received and whose method has not begun here."""
+        self._own: GivenPrompts | None = None
+        """On ranks other than the leader: the prompts of the call in progress."""
+        self._other_prompts = ""
+        """How they differ from the leader's, until the other ranks have it."""
 
     def require_leader(self, call: str) -> None:
         """Raise NotLeader unless this is the rank that takes requests."""
@@ -121,6 +133,22 @@ class CommandRelay:
             return self._lockstep.agree(differ, "a look at the weights"), met.arguments
         return met.flag, met.arguments
 
+    @contextmanager
+    def comparing(self, own: GivenPrompts | None) -> Iterator[None]:
+        """Around a call that every rank makes with prompts: where the leader reads others than `own`, PromptsDiffer is
+        raised on all ranks by their next call, or on this one at the end of the body."""
+        before, self._own = self._own, own
+        try:
+            yield
+            if complaint := self._complaint():
+                raise PromptsDiffer(complaint)
+        finally:
+            self._own, self._other_prompts = before, ""
+
+    def read(self, prompts: Any, params: Params, *, is_all: bool) -> None:
+        """On the leader: these are the next prompts of a call that every rank makes. is_all: no others follow."""
+        self._outbox.read(prompts, params, is_all=is_all)
+
     def take_in(self, take_in: Callable[[], list[str]]) -> list[str]:
         """Queue the leader's prompts on every rank -> their ids; a refusal of the leader is raised on all."""
         mine: dict[str, Any] = {}
@@ -145,7 +173,10 @@ class CommandRelay:
         """
         while True:
             self._lockstep.phase = FOLLOW
-            met = self._lockstep.meet(FOLLOW, flag=self._weights_moved())
+            try:
+                met = self._lockstep.meet(FOLLOW, flag=self._weights_moved(), other_prompts=self._complaint())
+            except PromptsDiffer:  # the leader raises it, and ends what it was about to do with the other ranks
+                continue
             if met.call == until:
                 self._execute(met)
                 return met.arguments
@@ -165,8 +196,10 @@ class CommandRelay:
         met, self._met = self._met, None
         self._lockstep.phase = call.removesuffix("()")
         if met is None:
-            commands = self._outbox.commands
-            met = self._lockstep.meet(call, commands, arguments=plain(arguments), flag=flag, compare=compare)
+            commands, complaint = self._outbox.commands, self._complaint()
+            met = self._lockstep.meet(
+                call, commands, arguments=plain(arguments), flag=flag, compare=compare, other_prompts=complaint
+            )
         elif met.call != call:
             raise LockstepError(f"{call} while following {met.call}")
         self._execute(met)
@@ -179,6 +212,22 @@ class CommandRelay:
     def _add(self, given: dict[str, Any]) -> None:
         params = SamplingParams.from_dict(given["params"])
         self._queue(given["id"], given["text"], given["ids"], params, given["stream"], given["salt"], given["caller"])
+
+    def _compare(self, given: dict[str, Any]) -> None:
+        found = "" if self._own is None else self._own.difference(given["digests"], is_all=given["is_all"])
+        if found and not self._other_prompts:
+            rank, size = self._lockstep.rank, self._lockstep.size
+            self._other_prompts = (
+                f"rank {rank} was given other prompts than rank 0: {found}. The {size} ranks of an engine (tensor, "
+                "pipeline and expert parallel) serve one list, that of rank 0: give all of them the same prompts and "
+                "parameters, or none ([]) to the others. Prompts of every rank are gathered first "
+                "(torch.distributed.all_gather_object), and each rank takes its part of the outputs"
+            )
+
+    def _complaint(self) -> str:
+        """What the other ranks do not know yet of `_other_prompts`."""
+        complaint, self._other_prompts = self._other_prompts, ""
+        return complaint
 
     def _execute(self, met: Meeting) -> None:
         self._outbox.commands = []

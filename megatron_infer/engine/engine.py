@@ -9,14 +9,16 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
+from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.config.request_metadata import Scalar
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.durable.snapshot import LoadReport
 from megatron_infer.engine.adapters import AdapterInfo, AdapterSource
 from megatron_infer.engine.build import build_engine
+from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.command_relay import DISMISS, ROLLOUT
+from megatron_infer.engine.given_prompts import GivenPrompts
 from megatron_infer.engine.logits_hooks import LogitsHook
 from megatron_infer.engine.states import EngineState
 from megatron_infer.engine.stats import EngineStats
@@ -48,20 +50,20 @@ class DynamicInferenceEngine:
     def __init__(
         self,
         model: Any,
-        config: InferenceConfig | None = None,
+        config: ConfigOrOptions = None,
         *,
         tokenizer: TextCodec | None = None,
-        eos_ids: Sequence[int] | None = None,
+        eos_ids: Sequence[int] = (),
         device: str = "auto",
         model_name: str = "model",
         owns_weights: bool = False,
     ) -> None:
-        """eos_ids: token ids that end a sequence; None takes the tokenizer's. model_name enters the prefix hash.
-        owns_weights: only the engine uses the model: a suspend may move its parameters, no step reads them for changes,
-        on a CPU those that linears pack are freed (`weights.unpack()` and state dicts bring them back)."""
-        eos_ids = getattr(tokenizer, "eos_ids", ()) if eos_ids is None else eos_ids
-        asked, named = config or InferenceConfig(), {"device": device, "name": model_name}
-        built = build_engine(model, asked, tokenizer=tokenizer, eos_ids=eos_ids, owns=owns_weights, **named)
+        """config: as `LLM` has it. eos_ids: ids that end a sequence, besides the tokenizer's. model_name enters the
+        prefix hash. owns_weights: only the engine uses the model: a suspend may move its parameters, no step reads them
+        for changes, on a CPU those that linears pack are freed (`weights.unpack()` and state dicts bring them back)."""
+        eos_ids = tuple(dict.fromkeys((*getattr(tokenizer, "eos_ids", ()), *eos_ids)))
+        named = {"device": device, "name": model_name}
+        built = build_engine(model, config, tokenizer=tokenizer, eos_ids=eos_ids, owns=owns_weights, **named)
         setup = built.setup
         self.config, self.tokenizer = setup.config, tokenizer
         """`config` has decided what the caller left to the device."""
@@ -183,15 +185,15 @@ class DynamicInferenceEngine:
         on_output: Callable[[RequestOutput], None] | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Run prompts to the end -> outputs in their order. All are checked before any is queued.
-
-        Requests added before go on meanwhile. `on_output` is called as each of these finishes. If any fail,
-        GenerationError has all outputs; on_error "return": theirs have `error`. On every rank; the leader's prompts.
+        """Run prompts to the end -> outputs in their order; all are checked before any is queued, and requests added
+        before go on meanwhile. `on_output` is called as each of these finishes. If any fail, GenerationError has all
+        outputs; on_error "return": theirs have `error`. On every rank: with equal prompts (else PromptsDiffer) or none.
         """
         check_on_error(on_error)
         self.lifecycle.require_able("generate()")
-        ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
-        return checked_outputs(_run_to_end(self, ids, on_output), on_error)
+        with self.relay.comparing(GivenPrompts(prompts, params)):
+            ids = self.relay.take_in(partial(self._intake.add_all, prompts, params))
+            return checked_outputs(_run_to_end(self, ids, on_output), on_error)
 
     def profile(self, path: StrPath | None, *, steps: int = 16) -> None:
         """Trace this rank's next `steps` steps with torch.profiler, and write `path`. None: now, with those so far."""

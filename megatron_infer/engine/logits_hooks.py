@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_infer.config.request_metadata import dtype_name
+from megatron_infer.config.request_metadata import dtype_name, value_of
 from megatron_infer.memory.device import Device
 from megatron_infer.parallel.tensor_parallel_sampler import gather_rows
 from megatron_infer.scheduler.request import Request
@@ -56,7 +56,7 @@ class LogitsHooks:
     def _values(self, sampled: Sequence[Request]) -> dict[str, Tensor]:
         values = {}
         for label, dtype, on_device in self._types:
-            given = [(request.params.metadata or {})[label] for request in sampled]
+            given = [value_of(label, request.params, request.stop_ids) for request in sampled]
             exact = np.array(given, dtype=np.float64 if dtype.is_floating_point else np.int64)
             values[label] = (self._device.to_device(exact) if on_device else torch.from_numpy(exact)).to(dtype)
         return values

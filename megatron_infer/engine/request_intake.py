@@ -75,6 +75,7 @@ class RequestIntake:
     ) -> list[str]:
         """Queue all prompts or, when one cannot be served, none -> their ids."""
         batch: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
+        self._outbox.read(batch, params, is_all=True)
         params_of = _params_for(batch, params)
         checked = [
             self._checked(prompt, one, index, len(batch))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_infer.scheduler.draft_depth import StepCosts, size_class
+from megatron_infer.scheduler.step_costs import StepCosts, size_class
 from megatron_infer.scheduler.step_plan import StepPlan
 
 SMOOTHING = 0.05

@@ -262,6 +262,9 @@ class Suspension:
             # From here on nothing fails.
             if GRAPHS in wanted:
                 reports[GRAPHS] = self._suspend_graphs(named=tags is not None, moves=moves)
+            elif moves and self._graphs is not None:
+                # Its next address may be the old one on some ranks only: all capture again, or none.
+                self._graphs.pool.drop("the cache moves")
             if WEIGHTS in fresh or (WEIGHTS in wanted and not copies_stay and self._weights.derived.num_bytes):
                 reports[WEIGHTS] = self._release_derived(keep_memory=copies_stay)
             if frees_cache or not copies_stay or self._device.is_cuda:

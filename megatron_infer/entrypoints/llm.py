@@ -27,6 +27,7 @@ from megatron_infer.outputs.embeddings import Embedding, embeddings_of, params_f
 from megatron_infer.outputs.request_output import OnError, RequestOutput
 from megatron_infer.requests.input_processor import Prompt, is_single_prompt
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils import progress
 from megatron_infer.utils.process_memory import return_freed
 
 log = logging.getLogger("megatron_infer")
@@ -98,22 +99,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Complete prompts (text, token ids, or lists of either) -> one output per prompt, in order.
 
-        sampling_params: one for all prompts, or one per prompt. Raises RequestError, before any prompt is queued, if a
+        sampling_params: one for all prompts, or one per prompt. use_tqdm: a progress bar on standard error; None: where
+        that is a terminal. Raises RequestError, before any prompt is queued, if a
         prompt or its parameters cannot be served; GenerationError, once all have ended and with all their outputs, if
         any failed (on_error "return": the failed outputs have `error`).
         """
-        if not use_tqdm:
+        if not (progress.is_shown() if use_tqdm is None else use_tqdm):
             return self.engine.generate(prompts, sampling_params, on_error=on_error)
-        from tqdm import tqdm
-
         count = 1 if is_single_prompt(prompts) else len(prompts)
         num_tokens = 0
-        with tqdm(total=count, unit="req", dynamic_ncols=True) as bar:
+        with progress.bar(total=count, unit="req", shown=True) as bar:
 
             def advance(output: RequestOutput) -> None:
                 nonlocal num_tokens
@@ -144,7 +144,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, with the model's chat template -> one output per conversation.

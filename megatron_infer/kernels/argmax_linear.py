@@ -2,7 +2,7 @@
 
 A greedy token needs one logit of a vocabulary. Products with the 8-bit copy, half of a bf16 weight, bound every
 output; a panel of the weight is multiplied only by tokens whose largest output can be there. What is multiplied has the
-bits that `NativeOps.linear` gives, and every output left out is surely smaller: the argmax is the same.
+bits that `NativeOps.fp32_linear` gives, and every output left out is surely smaller: the argmax is the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 
 
 class ArgmaxLinear:
-    """`linear` and `Argmax` of one dtype at once."""
+    """`fp32_linear` and `Argmax` of one dtype at once."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str, packed: PackedLinears) -> None:
         self._packed = packed

@@ -95,13 +95,14 @@ class Ops(Protocol):
     """All experts of a mixture-of-experts layer at once; None: chosen experts run one after the other."""
     norms: Norms | None
     """Norms that have no method below; None: they take several calls."""
-    linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None
-    """linear_rows(x, weight, bias, rows): `linear` by the weight's first rows; None: `F.linear` of a slice of it."""
+    fp32_linear: Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
+    """fp32_linear(x, weight, bias, rows) -> fp32 [S, rows], `linear` by the weight's first rows: the sums, which are
+    not rounded to x's dtype."""
     embedding: Callable[[Tensor, Tensor], Tensor]
     """embedding(ids, weight [V, D]): the weight's rows of these ids, [*ids, D]."""
     argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None
-    """argmax_linear(x, weight, rows) -> (int64 [S], lowest id of the largest output by the weight's first rows;
-    bool [S], that it is not finite, and the id 0), without all of them. None, or giving None: `linear` is as fast."""
+    """argmax_linear(x, weight, rows) -> (int64 [S], lowest id of the largest output of `fp32_linear` without a bias;
+    bool [S], that it is not finite, and the id 0), without all of them. None, or giving None: that is as fast."""
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
@@ -311,7 +312,7 @@ class PagedModel(Protocol):
         ...
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
-        """[S, V] in the model's dtype, padding vocabulary entries included (the sampler masks them).
+        """fp32 [S, V], padding vocabulary entries included (the sampler masks them).
 
         V is this rank's part where the vocabulary is split over tensor-parallel ranks.
         """

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.argmax_linear import ArgmaxLinear
@@ -19,12 +18,14 @@ from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
 from megatron_infer.kernels.cpu_torch import TorchOps
 from megatron_infer.kernels.kv_rounding import only_own_dtype
 from megatron_infer.kernels.packed_embedding import PackedEmbedding
-from megatron_infer.kernels.packing import PackedLayout, PackedLinears, packed_linear
+from megatron_infer.kernels.packing import PackedLayout, PackedLinears
 from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES
 
 LINEAR_TOKENS = 32
 """Up to this many tokens the C++ linear, which streams the live weight, is faster than `F.linear` (measured)."""
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+FP32_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16_f32"}
+"""Of linears whose outputs are their sums in fp32."""
 MAX_HEAD_DIM = 512
 MAX_NORM_GROUP = 16384
 """Channels of one gated norm, whose products native/elementwise.cpp keeps on the stack."""
@@ -132,16 +133,40 @@ def panel_linear(library: ctypes.CDLL, suffix: str, layout: PackedLayout) -> Cal
     return None if kernel is None else bind(library, f"{kernel}_{suffix}", LINEAR_ARGUMENTS)
 
 
+class LinearKernels:
+    """The kernels of linears with outputs of one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, suffix: str, copies: PackedLinears, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        """Of the outputs."""
+        self.live = bind(library, f"mi_linear_{suffix}", LINEAR_ARGUMENTS)
+        """Reads the weight itself."""
+        self.panels = panel_linear(library, suffix, copies.layout)
+        self.output_panels = panel_linear(library, suffix, copies.output_layout)
+        """Read packed copies; None: those are not ours."""
+
+    def run(self, kernel: Callable[..., Any], x_TX: Tensor, source: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        """kernel: one of the above, which reads `source` -> [T, rows]. All are contiguous."""
+        tokens, inner = x_TX.shape
+        out = torch.empty(tokens, rows, dtype=self.dtype)
+        kernel(
+            x_TX.data_ptr(),
+            inner,
+            source.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            inner,
+            rows,
+            torch.get_num_threads(),
+        )
+        return out
+
+
 def argmax_linear(library: ctypes.CDLL, suffix: str, packed: PackedLinears | None) -> ArgmaxLinear | None:
     """None: for weights in another layout."""
     is_for = packed is not None and packed.layout.name == PANELS
     return ArgmaxLinear(library, suffix, packed) if is_for and packed is not None else None
-
-
-def _first_rows(weight: Tensor, bias: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
-    if rows == weight.shape[0]:
-        return weight, bias
-    return weight[:rows], None if bias is None else bias[:rows]
 
 
 class NativeOps(TorchOps):
@@ -159,52 +184,47 @@ class NativeOps(TorchOps):
         self._silu_mul = bind(library, f"mi_silu_mul_{suffix}", [_P, _P, _I, _I, ctypes.c_int])
         gated_arguments = [_P, _P, _I, _P, _P, _I, _I, _I, ctypes.c_float, ctypes.c_int]
         self._gated_rms_norm = bind(library, f"mi_gated_rms_norm_{suffix}", gated_arguments)
-        self._linear = bind(library, f"mi_linear_{suffix}", LINEAR_ARGUMENTS)
         self._copies = packed or PackedLinears()
-        self._panel_linear = panel_linear(library, suffix, self._copies.layout)
-        self._output_linear = panel_linear(library, suffix, self._copies.output_layout)
+        self._own = LinearKernels(library, suffix, self._copies, dtype)
+        self._fp32 = LinearKernels(library, FP32_SUFFIXES[dtype], self._copies, torch.float32)
         self.argmax_linear = argmax_linear(library, suffix, packed)
         self.embedding = PackedEmbedding(library, suffix, self._copies)
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """From packed panels; without them oneDNN, the C++ linear for few tokens, or `F.linear`."""
-        return self.linear_rows(x_TX, weight, bias, weight.shape[0])
+        found = self._product(self._own, x_TX, weight, bias, weight.shape[0])
+        return super().linear(x_TX, weight, bias) if found is None else found
 
-    def linear_rows(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-        """`linear` by the first rows of the weight; of oneDNN's copies, which have no rows, the first outputs."""
+    def fp32_linear(self, x_SX: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        """With the order of sums of `linear`."""
+        found = self._product(self._fp32, x_SX, weight, bias, rows)
+        return super().fp32_linear(x_SX, weight, bias, rows) if found is None else found
+
+    def _product(
+        self, kernels: LinearKernels, x_TX: Tensor, weight: Tensor, bias: Tensor | None, rows: int
+    ) -> Tensor | None:
+        """By the first rows of the weight; None: there is no kernel for it."""
         packed = self._packed_of(id(weight))
         if packed is None:
-            source, function = weight, self._linear if x_TX.shape[0] <= LINEAR_TOKENS else None
-        elif self._panel_linear is None:
-            return packed_linear(x_TX, packed, bias)[..., :rows]
+            source, function = weight, kernels.live if x_TX.shape[0] <= LINEAR_TOKENS else None
         else:
             is_output = id(weight) == self._copies.output_id
-            source, function = packed, self._output_linear if is_output else self._panel_linear
-        known = function is not None and x_TX.ndim == 2 and self._ours(x_TX, weight if packed is None else x_TX)
+            source, function = packed, kernels.output_panels if is_output else kernels.panels
+        if function is None:
+            return None
+        known = x_TX.ndim == 2 and self._ours(x_TX, weight if packed is None else x_TX)
         if not known or not (bias is None or self._ours(x_TX, bias)):
-            if source is not weight:
-                return self._converted_linear(x_TX, weight, bias)[..., :rows]
-            return F.linear(x_TX, *_first_rows(weight, bias, rows))
-        tokens, inner = x_TX.shape[0], weight.shape[1]
-        out = torch.empty(tokens, rows, dtype=self._dtype)
-        function(
-            x_TX.data_ptr(),
-            inner,
-            source.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            inner,
-            rows,
-            torch.get_num_threads(),
-        )
-        return out
+            return None if packed is None else self._converted(kernels, x_TX, weight, bias, rows)
+        return kernels.run(function, x_TX, source, bias, rows)
 
-    def _converted_linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`linear` for other forms of inputs, by the packed copy, which may be all there is of the weight."""
+    def _converted(
+        self, kernels: LinearKernels, x_TX: Tensor, weight: Tensor, bias: Tensor | None, rows: int
+    ) -> Tensor | None:
+        """`_product` for other forms of inputs, by the packed copy, which may be all there is of the weight."""
         x = x_TX.reshape(-1, x_TX.shape[-1]).to(self._dtype).contiguous()
         bias = None if bias is None else bias.to(self._dtype).contiguous()
-        return self.linear(x, weight, bias).view(*x_TX.shape[:-1], len(weight))
+        found = self._product(kernels, x, weight, bias, rows)
+        return None if found is None else found.view(*x_TX.shape[:-1], rows)
 
     def _ours(self, a: Tensor, b: Tensor) -> bool:
         dtype = self._dtype

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import AttendSpec, GraphSupport, StepMetadata
+from megatron_infer.kernels.fp32_linear import fp32_linear
 from megatron_infer.kernels.kv_rounding import append, movable
 from megatron_infer.kernels.packing import PackedLinears, packed_linear
 
@@ -31,7 +32,6 @@ class TorchOps:
     name = "torch"
     experts = None
     norms = None
-    linear_rows: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None
     argmax_linear: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor] | None] | None = None
     embedding: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.embedding)
 
@@ -43,6 +43,12 @@ class TorchOps:
         if packed is None:
             return F.linear(x_TX, weight, bias)
         return packed_linear(x_TX, packed, bias)
+
+    def fp32_linear(self, x_SX: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        packed = self._packed_of(id(weight))
+        if packed is None or packed.dtype is not torch.float32:
+            return fp32_linear(x_SX, weight, bias, rows)
+        return packed_linear(x_SX.float(), packed, None if bias is None else bias.float())[:, :rows]
 
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x_TD.float()

@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import StepMetadata
-from megatron_infer.kernels.cpu_native import MAX_NORM_GROUP, NativeOps, NativePagedAttention, bind, panel_layout
+from megatron_infer.kernels.cpu_native import (
+    MAX_NORM_GROUP,
+    LinearKernels,
+    NativeOps,
+    NativePagedAttention,
+    bind,
+    panel_layout,
+)
 from megatron_infer.kernels.packing import PackedLinears
 
 TORCH_ROWS = 64
@@ -37,53 +44,37 @@ class ExactOps(NativeOps):
     name = "native, exact"
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, packed: PackedLinears | None = None) -> None:
-        super().__init__(library, dtype, packed)
+        self._layout = panel_layout(library, dtype, may_compact=False)  # packed for one call
+        super().__init__(library, dtype, packed or PackedLinears(layout=self._layout))
         self._library = library
         self._linear_f64 = bind(library, "mi_linear_f64", [_P, _P, _P, _P, _I, _I, _I, ctypes.c_int])
-        self._layout = panel_layout(library, dtype, may_compact=False)  # packed for one call
-        self._panels = self._panel_linear
-        if self._panels is None:
-            own = NativeOps(library, dtype, PackedLinears(layout=self._layout))
-            self._panels = own._panel_linear
         self._others: dict[torch.dtype, ExactOps] = {}
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """From packed panels where the weight can be packed, else from the live weight, for any number of rows."""
         if x_TX.dtype is torch.float64:
             return self._wide_linear(x_TX, weight, bias)
-        if x_TX.dtype is not self._dtype:
-            return self._of(x_TX.dtype).linear(x_TX, weight, bias)
-        rows, inner = weight.shape
-        if (
-            self._panel_linear is not None
-            and self._packed_of(id(weight)) is not None
-            and x_TX.ndim == 2
-            and self._ours(x_TX, weight)
-            and (bias is None or self._ours(x_TX, bias))
-        ):
-            return super().linear(x_TX, weight, bias)
-        flat = x_TX.reshape(-1, inner).contiguous()
-        source: Tensor | None = self._packed_of(id(weight))
-        plain = _same(weight, self._dtype)
-        if source is None and self._layout.takes(plain):
-            source, _ = self._layout.pack(plain, None)
-        function = self._linear if source is None else self._panels
-        source = plain if source is None else source
-        added = None if bias is None else _same(bias, self._dtype)
-        out = torch.empty(*x_TX.shape[:-1], rows, dtype=self._dtype)
-        assert function is not None
-        function(
-            flat.data_ptr(),
-            inner,
-            source.data_ptr(),
-            None if added is None else added.data_ptr(),
-            out.data_ptr(),
-            flat.shape[0],
-            inner,
-            rows,
-            torch.get_num_threads(),
-        )
-        return out
+        ops = self._of(x_TX.dtype)
+        return ops._exact(ops._own, x_TX, weight, bias, len(weight))
+
+    def fp32_linear(self, x_SX: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        """As `linear`, for any number of rows."""
+        ops = self._of(x_SX.dtype)
+        return ops._exact(ops._fp32, x_SX, weight, bias, rows)
+
+    def _exact(self, kernels: LinearKernels, x_TX: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        """By the first rows of the weight."""
+        kernel, source = kernels.panels, self._packed_of(id(weight))
+        if source is None:
+            source = _same(weight, self._dtype)
+            if self._layout.takes(source):
+                source, _ = self._layout.pack(source, None)
+            else:
+                kernel = kernels.live
+        assert kernel is not None, "the exact kernels read panels"
+        flat, added = _same(x_TX.flatten(0, -2), self._dtype), None if bias is None else _same(bias, self._dtype)
+        out = kernels.run(kernel, flat, source, added, rows)
+        return out.view(*x_TX.shape[:-1], rows)
 
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x_TD.dtype is self._dtype:
@@ -136,7 +127,9 @@ class ExactOps(NativeOps):
         return out
 
     def _of(self, dtype: torch.dtype) -> ExactOps:
-        """These operations for inputs of another dtype."""
+        """These operations for inputs of a dtype."""
+        if dtype is self._dtype:
+            return self
         if dtype not in self._others:
             self._others[dtype] = ExactOps(self._library, dtype)
         return self._others[dtype]

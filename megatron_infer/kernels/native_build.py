@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -22,7 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_infer.utils import openmp
+from megatron_infer.utils.child_process import run
 
+log = logging.getLogger("megatron_infer")
 BACKEND_VARIABLE = "MEGATRON_INFER_BACKEND"
 """For debugging only: forces one of `select.BACKENDS`, or names `TorchKernels` as module:class. `triton` on a CPU needs
 TRITON_INTERPRET=1."""
@@ -94,7 +97,7 @@ def _cpu_identity() -> str:
 
 def _run(command: list[str], timeout_s: float) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = run(command, timeout_s=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{command[0]} did not run: {error}") from None
     if done.returncode:
@@ -174,6 +177,7 @@ def build() -> Path:
         return library
     with _exclusive(library.with_suffix(".lock"), BUILD_TIMEOUT_S):
         if not library.exists():  # the previous holder of the lock may have built it
+            log.warning("compiling the CPU kernels for this machine: half a minute on 2 cores, once; kept in %s", cache)
             with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as work:
                 os.replace(_compile(compiler, tune, Path(work)), library)
     return library

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,8 @@ ONEDNN = PackedLayout(
     takes=lambda weight: weight.dtype in PACKABLE_DTYPES,
     pack=lambda weight, copy: (pack_weight(weight), None),
 )
+ONEDNN_FP32 = replace(ONEDNN, pack=lambda weight, copy: (pack_weight(weight.float()), None))
+"""An output layer's, whose products are not rounded to half precision: oneDNN's have the dtype of the weight."""
 
 
 def unavailable(dtype: torch.dtype) -> str | None:
@@ -102,7 +104,7 @@ class PackedLinears:
         reason: str | None = None,
     ) -> None:
         self.layout = layout or ONEDNN
-        self.output_layout = output_layout or self.layout
+        self.output_layout = output_layout or (ONEDNN_FP32 if self.layout is ONEDNN else self.layout)
         """That of the output layer's weight."""
         self.output_id: int | None = None
         """The id of the output layer's weight where it has a layout of its own."""

@@ -29,6 +29,7 @@ from megatron_infer.kernels.cpu_native import (
 )
 from megatron_infer.kernels.cpu_torch import TorchOps, TorchPagedAttention
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
+from megatron_infer.kernels.fp32_linear import fp32_linear
 from megatron_infer.kernels.lora import LoRABackend, TorchLoRA
 from megatron_infer.kernels.native_build import BACKEND_VARIABLE
 from megatron_infer.kernels.native_layers import NativeLayers
@@ -351,16 +352,12 @@ class _ChosenSampling:
 
 
 def _choose_sampling(
-    library: ctypes.CDLL | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    reasons: dict[str, str],
-    forced: str | None,
-    asked: str,
+    library: ctypes.CDLL | None, device: torch.device, reasons: dict[str, str], forced: str | None, asked: str
 ) -> _ChosenSampling:
     """asked: the option, "auto" or a name. A debugging variable that names attention and scan contradicts no name."""
     forced, by = _named(SAMPLING_OPTION, asked, None if forced not in BACKENDS and asked != AUTO else forced)
-    samplers, missing = backend_candidates.available(backend_candidates.SAMPLING, device, dtype, forced=forced)
+    logits = torch.float32
+    samplers, missing = backend_candidates.available(backend_candidates.SAMPLING, device, logits, forced=forced)
     _check_forced("sampling", forced, missing if asked == AUTO else reasons | missing, by=by)
     why = reasons | missing if asked == AUTO else {"others": f"{by}={asked}"}
     if samplers:
@@ -402,6 +399,15 @@ def exact_library(device: torch.device, dtype: torch.dtype) -> ctypes.CDLL:
         return _native_library(device, dtype)
     except native_build.NativeUnavailable as error:
         raise ConfigError(f"batch_invariant=True needs the native kernels: {error}") from None
+
+
+def choose_fp32_linear(
+    device: torch.device, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, Tensor | None, int], Tensor]:
+    """`Ops.fp32_linear` by weights of which no copy is kept, as a trainer's are."""
+    forced, _ = _forced_backend()
+    library, _ = _library_if(forced in (None, "native"), device, dtype)
+    return fp32_linear if library is None else ExactOps(library, dtype).fp32_linear
 
 
 def choose_exact(
@@ -518,7 +524,7 @@ def choose(
         states = (conv_dtype or dtype, ssm_dtype or torch.float32)
         row, scan = _choose_scan(library, device, dtype, ssm_specs, states, reasons, forced, in_torch)
         rows.append(row)
-    draws = _choose_sampling(library, device, dtype, reasons, forced, sampling)
+    draws = _choose_sampling(library, device, reasons, forced, sampling)
     if draws.kernels is not None:
         argmax = draws.kernels.argmax
     rows += [BackendChoice("norms, activations", ops.name, reasons | missing), draws.row, linear_row]

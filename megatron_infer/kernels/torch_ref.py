@@ -22,12 +22,15 @@ class ReferenceOps:
     name = "reference"
     experts = None
     norms = None
-    linear_rows = None
     argmax_linear = None
     embedding = staticmethod(F.embedding)
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x_TX, weight, bias)
+
+    def fp32_linear(self, x_SX: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        out_SV = x_SX.double() @ weight[:rows].double().t()
+        return (out_SV if bias is None else out_SV + bias[:rows]).float()
 
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x_TD.double()

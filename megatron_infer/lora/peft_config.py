@@ -12,11 +12,11 @@ from megatron_infer.errors import ModelError
 
 USED = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
-    *("exclude_modules", "layers_to_transform", "layers_pattern", "bias"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"),
 )
 WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "fan_in_fan_out", "init_lora_weights", "megatron_config", "megatron_core", "loftq_config"),
+    *("lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config"),
     *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
 )
 """Fields about training, about how the first values were made, or about others' products."""
@@ -29,6 +29,10 @@ REFUSED = {
     "layer_replication": "layers that are used several times are not supported",
     "alora_invocation_tokens": "adapters that begin to act at a token (aLoRA) are not supported",
 }
+BASE_KEPT = ("true", "gaussian", "orthogonal", "eva", "mica")
+"""Values of init_lora_weights that leave the base model's weights as they are."""
+BASE_CHANGED = {"pissa": "PiSSA", "olora": "OLoRA", "corda": "CorDA", "lora_ga": "LoRA-GA", "loftq": "LoftQ"}
+"""Beginnings of values that change them. Source: peft.tuners.lora.layer.LoraLayer.update_layer."""
 MAX_PATTERN_CHARS, MAX_REPEATS = 1024, 4
 
 
@@ -49,6 +53,7 @@ class PeftConfig:
                 raise ModelError(f"{name}={_shown(value)}: {REFUSED[name]}")
             if name not in USED + WITHOUT_EFFECT:
                 raise ModelError(f"{name}={_shown(value)} is not known here, and may change what the adapter computes")
+        _check_base_is_kept(fields.get("init_lora_weights"))
         if (kind := str(getattr(fields.get("peft_type"), "value", fields.get("peft_type", "LORA")))) != "LORA":
             raise ModelError(f"peft_type is {_shown(kind)}; only LORA is supported")
         if fields.get("bias") not in (None, "none"):
@@ -118,6 +123,24 @@ class PeftConfig:
             if (found := re.match(pattern, module)) is not None:
                 return int(found["number"])
         return None
+
+
+def _check_base_is_kept(init: Any) -> None:
+    """Raise ModelError for a way to begin that PEFT changes the base model's weights for."""
+    value = str(init).lower()
+    if not init or value in BASE_KEPT:
+        return
+    name = next((name for start, name in BASE_CHANGED.items() if value.startswith(start)), None)
+    if name is None:
+        raise ModelError(f"init_lora_weights={_shown(init)} is not known here, and may change the base model's weights")
+    own = "serve the base that was trained on (its save_pretrained), and set init_lora_weights to true in this file"
+    if name != "LoftQ":
+        initial = "save_pretrained(..., path_initial_model_for_weight_conversion=INITIAL)"
+        own = f"write the adapter with PEFT's {initial}, INITIAL the adapter as it was before training; or {own}"
+    raise ModelError(
+        f"init_lora_weights={_shown(init)}: {name} changes the base model's weights, and the adapter goes with the "
+        f"changed ones; {own}"
+    )
 
 
 def _named(names: str | list[str], module: str) -> bool:

@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.metrics.definitions import engine_families
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot
+from megatron_infer.metrics.modes import PrometheusMetricsMode
 from megatron_infer.metrics.registry import Family, Histogram, Labels
 
 try:
@@ -42,13 +42,6 @@ MULTIPROC_DIR = "PROMETHEUS_MULTIPROC_DIR"
 WRITE_S = 1.0
 """Seconds between two writes of a process in launch_multiproc_server."""
 Read = Callable[[], Iterable[Family]]
-
-
-class PrometheusMetricsMode(str, Enum):
-    INSTRUMENT_ONLY = "instrument_only"
-    """The application serves the metrics."""
-    LAUNCH_SERVER = "launch_server"
-    LAUNCH_MULTIPROC_SERVER = "launch_multiproc_server"
 
 
 def mode_of(mode: str | PrometheusMetricsMode) -> PrometheusMetricsMode:

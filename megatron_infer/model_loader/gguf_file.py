@@ -23,6 +23,7 @@ import numpy as np
 
 from megatron_infer.errors import ModelError
 from megatron_infer.kernels import native_build
+from megatron_infer.utils.files import regular
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -58,7 +59,7 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
         try:
-            with open(self.path, "rb") as file:
+            with regular(self.path).open("rb") as file:
                 size = file.seek(0, 2)
                 if size < 24:
                     raise ModelError(f"{self.path}: not a GGUF file ({size} bytes)")

@@ -13,6 +13,7 @@ from megatron_infer.errors import ModelError
 from megatron_infer.model_loader import hf_hybrid
 from megatron_infer.model_loader.hf_keys import ACTIVATIONS, Keys, biases, check_rest, decoder, windows
 from megatron_infer.model_loader.model_description import ModelDescription
+from megatron_infer.text.end_ids import end_ids_of
 
 
 def description_from_config(
@@ -31,15 +32,11 @@ def description_from_config(
     keys = Keys(config)
     parts = family(keys)
     check_rest(keys, architecture)
-    generation = generation_config or {}
-    eos = generation.get("eos_token_id")
-    if eos is None:
-        eos = config.get("eos_token_id")
     bos = config.get("bos_token_id")
     pad = config.get("pad_token_id")
     return ModelDescription(
         architecture=architecture,
-        eos_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (eos,)),
+        eos_ids=end_ids_of(generation_config or {}, config),
         bos_id=bos[0] if isinstance(bos, list) else bos,
         pad_id=pad,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),

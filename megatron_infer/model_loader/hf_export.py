@@ -25,6 +25,8 @@ from megatron_infer.model_loader.hf_names import WHOLE, Recipe, Span
 from megatron_infer.model_loader.hf_weights import recipes_of
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.model_loader.sources import ModelSource
+from megatron_infer.utils.files import save_tensors
+from megatron_infer.utils.progress import tracked
 
 MAX_SHARD_BYTES = 5 << 30
 """Most bytes of tensors in one file, unless a single tensor has more."""
@@ -68,7 +70,8 @@ def write_hugging_face(
     try:
         model = build_model(source, dtype=dtype)
         recipes, _ = recipes_of(model, written)
-        tensors = (pair for name, one in model.named_parameters() for pair in _taken_apart(name, one, recipes[name]))
+        parameters = tracked(list(model.named_parameters()), unit="tensor", what="writing weights")
+        tensors = (pair for name, one in parameters for pair in _taken_apart(name, one, recipes[name]))
         sizes = _write_tensors(tensors, folder, max_shard_bytes)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         no_tokenizer = _write_tokenizer(source, folder)
@@ -143,13 +146,11 @@ def _write_tensors(
     tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int
 ) -> dict[str, tuple[str, int]]:
     """Write them into files of at most max_shard_bytes -> (file, bytes) of each."""
-    from safetensors.torch import save_file
-
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        save_file(held, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        save_tensors(folder / f"{len(shards)}.safetensors", held, {"format": "pt"})
         shards.append({name: one.nbytes for name, one in held.items()})
         held.clear()
 

@@ -6,6 +6,7 @@ Any `TensorReader` (safetensors here, GGUF in gguf.py) gives tensors by their Hu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from megatron_infer.model_loader.hf_names import (
 )
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.models.attached_lora import attached_tensors
+from megatron_infer.utils.files import regular
 from megatron_infer.utils.json_file import read_json
+from megatron_infer.utils.progress import tracked
 
 
 def load_weights(model: nn.Module, reader: TensorReader, description: ModelDescription, shard: Shard = WHOLE) -> None:
@@ -40,7 +43,7 @@ def load_weights(model: nn.Module, reader: TensorReader, description: ModelDescr
     """
     reader, recipes = fitted(model, reader, description, shard)
     with torch.no_grad():
-        for name, parameter in _targets(model):
+        for name, parameter in tracked(list(_targets(model)), unit="tensor", what="reading weights"):
             parameter.copy_(made(name, parameter, recipes[name], reader, shard))
 
 
@@ -219,7 +222,8 @@ def base_prefix(description: ModelDescription) -> str:
 
 
 class SafetensorsReader:
-    """Tensors of a Hugging Face directory: its *.safetensors files, or those that its index names, memory-mapped.
+    """Tensors of a Hugging Face directory, memory-mapped, out of the files that transformers loads: model.safetensors,
+    else those of model.safetensors.index.json, which decides where each tensor is; else every *.safetensors file.
 
     A directory with pytorch_model*.bin only is read with torch.load(weights_only=True): no code from the file runs.
     """
@@ -240,17 +244,16 @@ class SafetensorsReader:
             }
 
     def _open_all(self) -> None:
-        one_file = self.directory.is_file()
-        files = [self.directory] if one_file else self._files("*.safetensors", "model.safetensors.index.json")
-        if files:
-            for path in files:
-                self._open(path)
+        if self.directory.is_file():
+            self._open(self.directory, None)
             return
-        files = self._files("pytorch_model*.bin", "pytorch_model.bin.index.json")
+        files, open_one = self._files("model.safetensors", "*.safetensors"), self._open
+        if not files:
+            files, open_one = self._files("pytorch_model.bin", "pytorch_model*.bin"), self._load_bin
         if not files:
             raise ModelError(f"{self.directory}: no *.safetensors files (nor pytorch_model*.bin)")
-        for path in files:
-            self._load_bin(path)
+        for path, names in files.items():
+            open_one(path, names)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -267,37 +270,56 @@ class SafetensorsReader:
             return tensor[:, columns[0] : columns[1]]
         return tensor[rows[0] : rows[1]] if rows is not None else tensor
 
-    def _files(self, pattern: str, index_name: str) -> list[Path]:
-        index_path = self.directory / index_name
-        if not index_path.is_file():
-            return sorted(self.directory.glob(pattern))
+    def _files(self, whole: str, pattern: str) -> dict[Path, set[str] | None]:
+        """The files to read -> the tensors to take out of each; None: all.
+
+        whole: name of the file that has all tensors where they are not in shards. pattern: of any files, without it and
+        without its index.
+        """
+        path, index_path = self.directory / whole, self.directory / f"{whole}.index.json"
+        if not index_path.exists():
+            return dict.fromkeys([path] if path.exists() else sorted(self.directory.glob(pattern)))
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, Mapping):
             raise ModelError(f"{index_path}: no weight_map")
         foreign = [file for file in weight_map.values() if Path(str(file)).name != file]
         if foreign:
             raise ModelError(f"{index_path}: {foreign[0]!r} is no file of this directory")
-        paths = [self.directory / file for file in sorted(set(weight_map.values()))]
-        absent = [path.name for path in paths if not path.is_file()]
+        if path.exists():
+            if set(weight_map.values()) != {whole}:
+                warnings.warn(
+                    f"{self.directory}: {whole} is read, as transformers does, and not what {index_path.name} names; "
+                    "remove the one that is out of date",
+                    stacklevel=2,
+                )
+            return {path: None}
+        paths: dict[Path, set[str] | None] = {}
+        for file in sorted(set(weight_map.values())):
+            paths[self.directory / file] = {name for name, home in weight_map.items() if home == file}
+        absent = [path.name for path in paths if not path.exists()]
         if absent:
-            raise ModelError(f"{self.directory}: {index_name} names files that are not there: {', '.join(absent)}")
+            raise ModelError(f"{self.directory}: {index_path.name} names files that are not there: {', '.join(absent)}")
         return paths
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, names: set[str] | None) -> None:
         from safetensors import SafetensorError, safe_open
 
         try:
-            handle = safe_open(path, framework="pt")
+            handle = safe_open(regular(path), framework="pt")
             for name in handle.keys():  # noqa: SIM118 (not a dict)
-                self._home[name] = handle
-                self._shapes[name] = tuple(handle.get_slice(name).get_shape())
-        except (SafetensorError, OSError, ValueError) as error:
+                if names is None or name in names:
+                    self._home[name] = handle
+                    self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+        except (SafetensorError, ValueError) as error:
             raise ModelError(f"{path}: damaged or truncated safetensors file: {error}") from error
 
-    def _load_bin(self, path: Path) -> None:
+    def _load_bin(self, path: Path, names: set[str] | None) -> None:
         try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(regular(path), map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch raises many kinds here; each means this file cannot be used
             raise ModelError(f"{path}: cannot be read safely (torch.load, weights_only): {error}") from error
+        tensors = {name: tensor for name, tensor in tensors.items() if names is None or name in names}
         self._bin.update(tensors)
         self._shapes.update({name: tuple(tensor.shape) for name, tensor in tensors.items()})

@@ -18,7 +18,6 @@ from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefi
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.text.gguf_vocab import tokenizer_from_metadata
 from megatron_infer.text.tokenizer import Tokenizer
-from megatron_infer.utils.json_file import read_json
 
 
 class ModelSource(Protocol):
@@ -66,7 +65,7 @@ class HFDirectory:
 
     def tokenizer(self) -> Tokenizer:
         with damage_named(self.name):
-            return Tokenizer.from_directory(self.path, eos_ids=self._description.eos_ids, name=self.name)
+            return Tokenizer.from_directory(self.path, name=self.name)
 
     def _open(self) -> SafetensorsReader:
         if self._reader is None:
@@ -154,6 +153,4 @@ def open_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
         path = Path(os.fspath(name_or_path)).expanduser()
         if not (path / "tokenizer.json").is_file() or not (path / "config.json").is_file():
             raise
-        found = read_json(path / "config.json").get("eos_token_id")
-        eos_ids = found if isinstance(found, list) else [] if found is None else [found]
-        return Tokenizer.from_directory(path, eos_ids=eos_ids, name=os.fspath(name_or_path))
+        return Tokenizer.from_directory(path, name=os.fspath(name_or_path))

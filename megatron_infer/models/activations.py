@@ -17,6 +17,7 @@ from megatron_infer.models import mcore_compat as mcore
 PLAIN: dict[Any, Activation] = {
     mcore.squared_relu: squared_relu,
     mcore.quick_gelu: quick_gelu,
+    mcore.unfused_quick_gelu: quick_gelu,
     mcore.fast_gelu: tanh_gelu,
     mcore.openai_gelu: tanh_gelu,
 }
@@ -38,10 +39,18 @@ def activation_of(mlp: mcore.MLP, name: str, *, weighted: bool = False) -> Activ
         if not fused.get(function, False):
             raise AdoptionError(
                 name,
-                f"bias_activation_fusion with activation {function} (gated: {gated}): megatron-core has no such kernel",
+                f"bias_activation_fusion with activation {function} (gated: {gated}): megatron-core has no such "
+                "kernel; build the model with bias_activation_fusion=False",
             )
         if function is not mcore.quick_gelu:
             clamp, offset = None, 0.0  # the other fused kernels know neither
+        elif clamp is not None and config.add_bias_linear and isinstance(mlp, mcore.MLP):  # TEGroupedMLP's fc1 adds it
+            raise AdoptionError(
+                name,
+                f"bias_activation_fusion with activation_func_clamp_value={clamp:g} and biases: megatron-core's kernel "
+                "clamps before it adds the bias, its other path after; build the model with "
+                "bias_activation_fusion=False, or with moe_grouped_gemm=True",
+            )
         if function is F.gelu:
             function = tanh_gelu
     function = PLAIN.get(function, function)

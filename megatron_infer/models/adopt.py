@@ -372,7 +372,7 @@ class AdoptedModel:
         return norm.norm(step.ops, x_TD)
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
-        """[S, V] in the model's dtype: this rank's part of the padded vocabulary, all of it on one rank."""
+        """fp32 [S, V]: this rank's part of the padded vocabulary, all of it on one rank."""
         return self._output.logits(hidden_SD, ops)
 
     def first_logits(self, hidden_SD: Tensor, ops: Ops, count: int) -> Tensor | None:

@@ -60,14 +60,19 @@ def unwrap(model: torch.nn.Module | Sequence[torch.nn.Module]) -> Any:
         and isinstance(model.module, torch.nn.Module)
     ):
         if type(model) not in mcore.known_wrappers():
-            raise AdoptionError(
-                "", f"wrapper {_name(model)} is not known; known are DistributedDataParallel, Float16Module"
-            )
+            known = "DistributedDataParallel, Float16Module"
+            raise AdoptionError("", f"wrapper {_name(model)} is not known; known are {known}{_within(model)}")
         model = model.module
     if not isinstance(model, _MODELS):
         known = " or ".join(known.__qualname__ for known in _MODELS)
-        raise AdoptionError("", f"{_name(model)} is not a megatron-core {known}")
+        raise AdoptionError("", f"{_name(model)} is not a megatron-core {known}{_within(model)}")
     return model
+
+
+def _within(model: torch.nn.Module) -> str:
+    """What to give where the model is around one that can be adopted (torch.compile's, a model with a vision tower)."""
+    found = [name for name, module in model.named_modules() if isinstance(module, _MODELS)]
+    return f"; give its language model: model.{found[0]}" if found else ""
 
 
 _MODELS = (mcore.GPTModel, mcore.HybridModel)
@@ -83,6 +88,13 @@ def final_norm_of(model: Any) -> tuple[str, Any]:
 def check_model(model: Any) -> None:
     """Raise AdoptionError unless embedding, positions, decoder and output layer are the ones the runner reproduces."""
     base = next(known for known in _MODELS if isinstance(model, known))
+    sharded = next((name for name, one in model.named_parameters() if hasattr(one, "full_tensor")), None)
+    if sharded is not None:
+        raise AdoptionError(
+            sharded,
+            "is a DTensor (FSDP2's fully_shard, torch's tensor parallelism), of which this rank holds a part; generate "
+            "with a model of its own, and give `update_weights` pairs of name and parameter.full_tensor()",
+        )
     for method in _DRIVEN:
         if getattr(type(model), method, None) is not getattr(base, method, None):
             raise AdoptionError("", f"{_name(model)} overrides {method}, which the paged path does not call")
@@ -102,7 +114,12 @@ def check_model(model: Any) -> None:
         )
     if model.pre_process or hasattr(model, "mtp"):
         check_untouched(model.embedding, "embedding")
-        _check_class(model.embedding, "embedding", mcore.LanguageModelEmbedding)
+        if type(model.embedding) is not mcore.LanguageModelEmbedding:
+            raise AdoptionError(
+                "embedding",
+                f"class {_name(model.embedding)} is not megatron-core's LanguageModelEmbedding: what its forward adds "
+                "is not computed by the paged path (Gemma's multiplies by sqrt(hidden_size))",
+            )
         _check_class(model.embedding.word_embeddings, "embedding.word_embeddings", mcore.VocabParallelEmbedding)
         if model.embedding.num_tokentypes > 0:
             raise AdoptionError("embedding", "token-type embeddings are not supported")

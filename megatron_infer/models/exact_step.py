@@ -64,16 +64,17 @@ class _Exact(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """Forward: x @ weight.T + bias by the exact kernel. Backward: two products."""
+    """Forward: x @ weight.T + bias by the exact kernel. Backward: two products, of a gradient in x's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, ops: ExactOps, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, linear: Formula, x_TX: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TX, weight)
-        return ops.linear(x_TX, weight, bias)
+        return linear(x_TX, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_TY: Tensor) -> tuple[Tensor | None, ...]:
         x_TX, weight = ctx.saved_tensors
+        grad_TY = grad_TY.to(x_TX.dtype)  # of logits it is fp32
         _, to_x, to_weight, to_bias = ctx.needs_input_grad
         return (
             None,
@@ -89,7 +90,6 @@ class DifferentiableOps:
     name = "native, exact, differentiable"
     experts = None
     norms = None
-    linear_rows = None
     argmax_linear = None
     embedding = staticmethod(F.embedding)
 
@@ -97,7 +97,11 @@ class DifferentiableOps:
         self.exact = exact
 
     def linear(self, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _Linear.apply(self.exact, x_TX, weight, bias)
+        return _Linear.apply(self.exact.linear, x_TX, weight, bias)
+
+    def fp32_linear(self, x_SX: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+        assert rows == len(weight), "gradients are those of all rows"
+        return _Linear.apply(lambda *given: self.exact.fp32_linear(*given, rows), x_SX, weight, bias)
 
     def rms_norm(self, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _Exact.apply(

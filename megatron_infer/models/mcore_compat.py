@@ -50,9 +50,11 @@ with warnings.catch_warnings(), no_collection(), compiling_late(), _unused_packa
         warnings.filterwarnings("ignore", message="invalid escape sequence", category=_category)
     import megatron.core
     from megatron.core import parallel_state
-    from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+    from megatron.core.activations import fast_gelu, squared_relu
+    from megatron.core.activations import quick_gelu as unfused_quick_gelu
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import GPTModel
@@ -292,4 +294,5 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "sharded_state_dict_default",
     "squared_relu",
+    "unfused_quick_gelu",
 ]

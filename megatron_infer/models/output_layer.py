@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.kernels.base import Ops
@@ -34,18 +33,15 @@ class OutputLayer:
         return found
 
     def logits(self, hidden_SD: Tensor, ops: Ops) -> Tensor:
-        """[S, V]: this rank's part of the padded vocabulary."""
-        hidden_SD = hidden_SD if self._tp is None else self._tp.spread(hidden_SD)
-        return ops.linear(hidden_SD, self.weight, self.bias)
+        """fp32 [S, V]: this rank's part of the padded vocabulary."""
+        hidden_SD, weight = hidden_SD if self._tp is None else self._tp.spread(hidden_SD), self.weight
+        return ops.fp32_linear(hidden_SD, weight, self.bias, len(weight))
 
     def first_logits(self, hidden_SD: Tensor, ops: Ops, count: int) -> Tensor | None:
         """Those of the lowest `count` tokens; None where the vocabulary is split over ranks."""
         if self._tp is not None:
             return None
-        weight, bias = self.weight, self.bias
-        if ops.linear_rows is not None:
-            return ops.linear_rows(hidden_SD, weight, bias, count)
-        return F.linear(hidden_SD, weight[:count], None if bias is None else bias[:count])
+        return ops.fp32_linear(hidden_SD, self.weight, self.bias, count)
 
     def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> tuple[Tensor, Tensor] | None:
         """The largest of the lowest `count` tokens' logits, see `Ops.argmax_linear`; None: it takes all of them."""

@@ -1,4 +1,4 @@
-"""The stock forward with logits at selected positions only: other positions skip the output layer."""
+"""The stock forward with fp32 logits at selected positions only: other positions skip the output layer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_infer.kernels.select import choose_fp32_linear
 
 
 @contextmanager
 def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]:
     """Inside, model(...) of [B, S] tokens gives logits [1, P, V]: entry p is row rows_P[p], position positions_P[p].
 
-    Gradients flow as usual. Positions are selected before the output layer; where hidden states are divided over ranks
+    They are the output layer's sums in fp32, as the engine's logits are: megatron-core rounds those of half-precision
+    weights. Gradients flow as usual: the gradient of logits is rounded to the weights' dtype, and all behind it is
+    megatron-core's. Positions are selected before the output layer; where hidden states are divided over ranks
     (sequence parallelism) they are gathered first, as the layer does. MTP layers do not run: megatron-core 0.16 wants
     labels for them. No effect on a pipeline stage without an output layer.
     """
@@ -37,6 +43,7 @@ def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]
 
     hook = layer.register_forward_pre_hook(choose)
     layer.sequence_parallel = False
+    layer._forward_impl = _product_of(layer._forward_impl)
     if has_mtp:  # the layers keep the config: routers make room for the losses of all of them
         model.mtp_process, model.config = False, copy.copy(config)
         model.config.mtp_num_layers = None
@@ -45,5 +52,50 @@ def logits_at(model: Any, rows_P: Tensor, positions_P: Tensor) -> Iterator[None]
     finally:
         if has_mtp:
             model.mtp_process, model.config = True, config
+        del layer._forward_impl
         layer.sequence_parallel = found
         hook.remove()
+
+
+def _product_of(stock: Any) -> Any:
+    """The product of an output layer with sums in fp32, and with the gradients of `stock`."""
+
+    def product(*, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+        if weight.dtype.itemsize >= torch.float32.itemsize:
+            out: Tensor = stock(input=input, weight=weight, bias=bias, **options)
+            return out
+        with torch.no_grad():
+            linear = choose_fp32_linear(weight.device, weight.dtype)
+            sums = linear(input.flatten(0, -2), weight.detach(), bias, len(weight)).view(*input.shape[:-1], -1)
+        if not torch.is_grad_enabled():
+            return sums
+        with _GivenProduct(sums.new_empty((), dtype=weight.dtype).expand(sums.shape)):
+            rounded = stock(input=input, weight=weight, bias=bias, **options)
+        return _Unrounded.apply(rounded, [sums])
+
+    return product
+
+
+class _GivenProduct(TorchFunctionMode):
+    """Inside, `torch.matmul` gives a tensor that is there already: what is wanted of a product is its backward."""
+
+    def __init__(self, given: Tensor) -> None:
+        super().__init__()
+        self._given = given
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._given if func is torch.matmul else func(*args, **(kwargs or {}))
+
+
+class _Unrounded(torch.autograd.Function):
+    """Other values for a tensor, with its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rounded: Tensor, values: list[Tensor]) -> Tensor:
+        ctx.dtype = rounded.dtype
+        found = values.pop()
+        return found.new_empty(0).set_(found)  # no view: a loss may overwrite it
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None

@@ -41,10 +41,11 @@ def cuda_error_explained(device: torch.device) -> Iterator[None]:
         if device.type != "cpu" or not ("CUDA" in str(error) or "NVIDIA" in str(error)):
             raise
         raise ModelError(
-            f"megatron-core's stock modules need a CUDA device in this forward ({error}); on a CPU build the model "
-            "with megatron_infer.models.specs.with_inference(spec), without recomputation of activations "
-            "(config.recompute_granularity=None), or score with batch_invariant=True in the InferenceConfig, which "
-            "runs kernels of its own"
+            f"megatron-core asks for a CUDA device here ({error}). On a CPU: its own attention is replaced by "
+            "megatron_infer.models.specs.with_inference(spec) when the model is built, or scored with "
+            "batch_invariant=True in the InferenceConfig; its schedule over pipeline stages, sequence- and "
+            "expert-parallel ranks, its optimizers and recomputation of activations run in tests within `with "
+            "megatron_infer.testing.cpu_shim.cpu_shim():` around the session's calls"
         ) from error
 
 
@@ -153,15 +154,16 @@ def run_1f1b(
     try:
         for name, value in changes.items():
             setattr(config, name, value)
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[chain[0]],
-            num_microbatches=len(micro_batches),
-            seq_length=positions,
-            micro_batch_size=rows,
-            forward_only=False,
-        )
+        with cuda_error_explained(next(chain[-1].parameters()).device):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=[chain[0]],
+                num_microbatches=len(micro_batches),
+                seq_length=positions,
+                micro_batch_size=rows,
+                forward_only=False,
+            )
     finally:
         for name, value in found.items():
             setattr(config, name, value)

@@ -43,8 +43,8 @@ def for_group(sampler: Sampler, group: Any) -> StepSampler:
 def gather_rows(logits_SW: Tensor, group: Any) -> Tensor:
     """Whole rows [S, V] on every rank of the group, from each one's part; for the draw of a captured step.
 
-    Which rows ask for what is data there, so that every rank draws all rows: S * V logits arrive at each rank, 16 MiB
-    for 64 rows of 128k in bf16, and no host waits for them.
+    Which rows ask for what is data there, so that every rank draws all rows: S * V fp32 logits arrive at each rank,
+    32 MiB for 64 rows of 128k, and no host waits for them.
     """
     size, (num_rows, width) = group.size(), logits_SW.shape
     parts = logits_SW.new_empty(size * num_rows, width)

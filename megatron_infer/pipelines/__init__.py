@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_infer.audio.blocks import PrependPromptSpeechTokens as PrependPromptSpeechTokens
+    from megatron_infer.metrics.modes import PrometheusMetricsMode as PrometheusMetricsMode
     from megatron_infer.pipelines.architectures import Architecture as Architecture
     from megatron_infer.pipelines.audio_config import AudioGenerationConfig as AudioGenerationConfig
     from megatron_infer.pipelines.audio_generation import AudioGenerationOutput as AudioGenerationOutput
@@ -83,6 +84,7 @@ _HOMES = {
     "PipelineRole": "model_config",
     "PrependPromptSpeechTokens": "audio_config",
     "ProfilingConfig": "model_config",
+    "PrometheusMetricsMode": "audio_config",
     "QuantizationEncoding": "model_config",
     "ReturnLogits": "interfaces",
     "SamplingConfig": "model_config",

@@ -9,28 +9,39 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from megatron_infer.audio.blocks import BlockSchedule, PrependPromptSpeechTokens
 from megatron_infer.audio.registry import Opener, check_decoder
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.metrics.modes import PrometheusMetricsMode
 from megatron_infer.pipelines.architectures import custom_architectures
 from megatron_infer.pipelines.config import NAMES, PipelineConfig, sources_of
 from megatron_infer.pipelines.layers import FieldPath, Names
 from megatron_infer.pipelines.model_config import by_name
 from megatron_infer.pipelines.settings import Resolved, Setting
 
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Enum) else value
+POSITIONAL = (
+    "audio_decoder",
+    "audio_decoder_weights",
+    "chunk_size",
+    "buffer",
+    "block_causal",
+    "prepend_prompt_speech_tokens",
+    "prepend_prompt_speech_tokens_causal",
+    "run_model_test_mode",
+    "prometheus_metrics_mode",
+)
+"""Arguments of AudioGenerationConfig that may be given without their names, in order."""
 
 
 class AudioGenerationConfig(PipelineConfig):
     """Everything a pipeline that speaks can be told. Of the engine, batching is "phased" unless another is asked for.
+
+    Arguments without a name are those of `POSITIONAL`, in this order.
 
     run_model_test_mode, an argument: no decoder weights are needed, as `tones` stands in.
     """
@@ -54,17 +65,27 @@ class AudioGenerationConfig(PipelineConfig):
     ones as many of the last as fill `buffer`."""
     prepend_prompt_speech_tokens_causal: bool = False
     """Whether the voice's tokens look at the block behind them."""
-    prometheus_metrics_mode: Annotated[str, BeforeValidator(_plain)] = "instrument_only"
+    prometheus_metrics_mode: Annotated[PrometheusMetricsMode, by_name(PrometheusMetricsMode)] = (
+        PrometheusMetricsMode.INSTRUMENT_ONLY
+    )
     """Who serves the metrics: instrument_only, launch_server or launch_multiproc_server."""
 
     _run_model_test_mode: bool = PrivateAttr(default=False)
 
-    def __init__(self, *unnamed: Any, run_model_test_mode: bool = False, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        given = dict(zip(POSITIONAL, unnamed, strict=False))
+        if twice := sorted(given.keys() & values.keys()):
+            raise ConfigError(
+                f"{twice[0]} is given by its place ({given[twice[0]]!r:.80}) and by its name; the places are those of "
+                f"{', '.join(POSITIONAL)}: give it once"
+            )
+        values |= given
+        run_model_test_mode = values.pop("run_model_test_mode", False)
         if not isinstance(run_model_test_mode, bool):
             raise ConfigError(f"run_model_test_mode is {run_model_test_mode!r}, it must be True or False")
         if run_model_test_mode and not values.get("audio_decoder_weights"):
             values |= {"audio_decoder": "tones", "audio_decoder_weights": ""}
-        super().__init__(*unnamed, **values)
+        super().__init__(*unnamed[len(POSITIONAL) :], **values)
         self._run_model_test_mode = run_model_test_mode
 
     @classmethod
@@ -129,8 +150,6 @@ def _prepare(config: AudioGenerationConfig) -> bool:
     if not config.enable_in_flight_batching:
         config.model_fields_set.discard("enable_in_flight_batching")  # as not given: `batching` decides
     options.setdefault("batching", "phased")
-    if config.prometheus_metrics_mode != "instrument_only":
-        options["prometheus_metrics_mode"] = config.prometheus_metrics_mode
     return is_phased
 
 
@@ -145,7 +164,8 @@ def _with_audio_settings(
     for name in AUDIO_FIELDS:
         value = getattr(config, name)
         settings[name] = Setting(requested=value, value=value, source=sources.get((name,), "default"))
-    return dataclasses.replace(resolved, settings=settings)
+    server = dataclasses.replace(resolved.server, prometheus_metrics_mode=config.prometheus_metrics_mode.value)
+    return dataclasses.replace(resolved, settings=settings, server=server)
 
 
 AUDIO_FIELDS = tuple(name for name in AudioGenerationConfig.model_fields if name not in PipelineConfig.model_fields)

@@ -38,6 +38,7 @@ from megatron_infer.pipelines.audio_config import AudioGenerationConfig, own_dec
 from megatron_infer.pipelines.audio_generation import AudioContext, AudioGenerationOutput, AudioGenerationRequest
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
+from megatron_infer.pipelines.paged_manager import PagedKVCacheManager
 from megatron_infer.pipelines.text_generation import (
     GenerationStatus,
     RequestID,
@@ -133,6 +134,11 @@ class AudioGeneratorPipeline:
     @property
     def engine(self) -> DynamicInferenceEngine:
         return self.text_pipeline.engine
+
+    @property
+    def kv_managers(self) -> list[PagedKVCacheManager]:
+        """Those of the text pipeline."""
+        return self.text_pipeline.kv_managers
 
     @property
     def sample_rate(self) -> int:

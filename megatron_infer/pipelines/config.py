@@ -93,13 +93,14 @@ class PipelineConfig(Section):
     use_vendor_blas: Text = "false"
     """"true": linear layers run in the vendor's library."""
     pdl_level: Text = "0"
-    """How early a dependent kernel is launched: "0", "1" or "2"."""
+    """"0": a kernel is launched when the one before has ended. "1" and "2": its programs start while those of the one
+    before end (MEGATRON_INFER_PDL=1), on GPUs of compute capability 9.0 on."""
     custom_architectures: list[str] = Field(default_factory=list)
     """Modules with architectures of one's own: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""
     zmq_endpoint_base: str = ""
     """What the addresses of a server's processes begin with: ipc://PATH. Empty: generated."""
     execute_empty_batches: bool = False
-    """No effect: expert-parallel ranks are one engine and take part in every step."""
+    """No effect, with a warning when True: expert-parallel ranks are one engine and take part in every step."""
     max_batch_total_tokens: int | None = None
     """Most tokens of context, over all requests of a step that prefills."""
     force: bool = False
@@ -303,10 +304,10 @@ def sources_of(config: PipelineConfig) -> dict[FieldPath, str]:
 
 def _basic_lines(config: PipelineConfig) -> list[str]:
     resolved = config.resolved
-    sizes, estimate = resolved.sizes, resolved.estimate
+    sizes, estimate, most = resolved.sizes, resolved.estimate, resolved.engine.max_requests
     lines = [
         f"model {resolved.llm['model']}: {resolved.architecture.name}",
-        f"at most {resolved.engine.max_requests or 'as many as fit':,} requests of "
+        f"at most {'as many as fit' if most is None else format(most, ',')} requests of "
         f"{resolved.engine.max_sequence_length:,} tokens",
     ]
     if sizes is not None and estimate is not None:

@@ -24,13 +24,16 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.kernels.base import AttendSpec, Ops
 from megatron_infer.memory.device import Device, choose_dtype
+from megatron_infer.model_loader.hf_weights import SafetensorsReader
 from megatron_infer.model_loader.sources import open_source, open_tokenizer
 from megatron_infer.pipelines.interfaces import KVCacheParams, ModelInputs, ModelOutputs, PipelineModel, ReturnLogits
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.paged_manager import PagedKVCacheManager, attend
 from megatron_infer.pipelines.session import InferenceSession
 from megatron_infer.runner.batch import Batch
+from megatron_infer.text.end_ids import directory_end_ids
 from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.utils.files import regular
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
@@ -96,7 +99,7 @@ class ForeignModel:
 
     def __init__(self, model: PipelineModel[Any], params: KVCacheParams, *, live: ForeignWeights, name: str) -> None:
         self.model, self.live, self.name = model, live, name
-        self.device, self._dtype = model.devices[0], model.dtype
+        self.device = model.devices[0]
         self.shape = _shape_of(model, params, live)
         self.specs = [_spec_of(params)] * params.num_layers
         self.cache_order = ["blocks"] * params.num_layers
@@ -148,7 +151,7 @@ class ForeignModel:
         return torch.arange(meta.num_tokens, device=tokens_T.device).unsqueeze(1)
 
     def logits(self, hidden_S1: Tensor, ops: Ops) -> Tensor:
-        """[S, V] of the tokens that `hidden` numbered; of the last step."""
+        """fp32 [S, V] of the tokens that `hidden` numbered; of the last step."""
         assert self._outputs is not None
         place_S, outputs = hidden_S1.squeeze(1), self._outputs
         if self.model.return_logits is ReturnLogits.ALL:
@@ -157,7 +160,7 @@ class ForeignModel:
             logits = outputs.logits if outputs.next_token_logits is None else outputs.next_token_logits
             if self._offsets_R1 is not None:  # only the last token of a sequence has a row
                 place_S = torch.searchsorted(self._offsets_R1[1:], place_S, right=True)
-        return logits.index_select(0, place_S).to(self._dtype)
+        return logits.index_select(0, place_S).float()
 
     def argmax(self, hidden_SD: Tensor, ops: Ops, count: int) -> None:
         """The model has computed its logits."""
@@ -278,6 +281,11 @@ def load_model(
     session = InferenceSession(devices=[device.torch], num_threads=given.get("threads"))
     own_ids = () if eos_token_id is None else (eos_token_id,)
     cache_config = pipeline_config.model.kv_cache
+    return_logits = ReturnLogits.LAST_TOKEN
+    if pipeline_config.resolved.server.enable_echo:
+        return_logits = ReturnLogits.ALL
+    elif pipeline_config.sampling.enable_variable_logits:
+        return_logits = ReturnLogits.VARIABLE
     if issubclass(kind, McorePipelineModel):
         source, asked = open_source(given["model"]), given.get("dtype", "auto")
         chosen = choose_dtype(asked, device, linear_backend=config.linear_backend)
@@ -291,6 +299,7 @@ def load_model(
             cache_config,
             source,
             dict(adapters) or None,
+            return_logits,
             config=config,
             tokenizer=tokenizer,
             eos_ids=own_ids,
@@ -316,9 +325,9 @@ def load_model(
         cache_config,
         read_weights(folder),
         adapters.get(SAFETENSORS),
-        ReturnLogits.ALL if pipeline_config.resolved.server.enable_echo else ReturnLogits.LAST_TOKEN,
+        return_logits,
     )
-    engine = foreign_engine(foreign, config, tokenizer=tokenizer, eos_ids=(*eos_ids_of(description), *own_ids))
+    engine = foreign_engine(foreign, config, tokenizer=tokenizer, eos_ids=(*directory_end_ids(folder), *own_ids))
     return foreign, engine
 
 
@@ -375,7 +384,7 @@ def read_description(folder: Path) -> SimpleNamespace:
     """The content of a model folder's config.json, as attributes. Raises ModelError."""
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(regular(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
@@ -383,17 +392,9 @@ def read_description(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(**content)
 
 
-def eos_ids_of(description: SimpleNamespace) -> tuple[int, ...]:
-    """eos_token_id of a config.json: a number or several."""
-    found = getattr(description, "eos_token_id", None)
-    return () if found is None else tuple(found) if isinstance(found, list) else (found,)
-
-
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Tensors of the folder's .safetensors files by name; {} without any."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    """Tensors of the folder's .safetensors files by name; {} without any. Raises ModelError."""
+    if not any(folder.glob("*.safetensors")):
         return {}
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    reader = SafetensorsReader(folder)
+    return {name: reader.read(name) for name in reader.shapes()}

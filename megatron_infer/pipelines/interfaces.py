@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.config.capacity import GIB
+from megatron_infer.config.model_shape import KV_DTYPE_BYTES, kv_block_bytes
+from megatron_infer.errors import CapacityError, ConfigError, unknown_name
 from megatron_infer.kernels.symmetric_allreduce import MAX_BYTES
 from megatron_infer.sampling.logprobs import score
 
@@ -30,17 +32,17 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.model_config import KVCacheConfig
     from megatron_infer.pipelines.paged_manager import PagedKVCacheManager
     from megatron_infer.pipelines.session import InferenceSession
+    from megatron_infer.pipelines.settings import Resolved
     from megatron_infer.pipelines.text_generation import (
         LogProbabilities,
         RequestID,
-        TextContext,
         TextGenerationInputs,
         TextGenerationOutput,
-        TextGenerationRequest,
         TextTokenizer,
     )
 
 ContextT = TypeVar("ContextT")
+RequestT = TypeVar("RequestT")
 
 
 class ReturnLogits(str, Enum):
@@ -128,6 +130,16 @@ class KVCacheParams:
     window: int | None = None
     """Positions that a query sees, itself included; None: all before it."""
 
+    def page_bytes(self, default_page_size: int) -> int:
+        """Bytes of the keys and values of a page."""
+        return kv_block_bytes(
+            num_layers=self.num_layers,
+            block_size=self.page_size or default_page_size,
+            num_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            dtype_bytes=self.dtype.itemsize,
+        )
+
 
 class KVCacheMixin(Protocol):
     """A model that keeps keys and values."""
@@ -142,9 +154,14 @@ class KVCacheMixin(Protocol):
         kv_cache_config: KVCacheConfig,
         cache_dtype: torch.dtype,
     ) -> int:
-        """Bytes that the cache takes of those available, by the configuration's estimate; all where it has none."""
-        estimate = pipeline_config.resolved.estimate
-        return available_cache_memory if estimate is None else min(estimate.cache, available_cache_memory)
+        """Bytes of the tokens and states that the configuration's cache holds, with keys and values in `cache_dtype`;
+        at most those available."""
+        resolved = pipeline_config.resolved
+        sizes, stored = resolved.sizes, _element_bytes(resolved)
+        kv, states = int(resolved.engine.buffer_size_gb * GIB), 0
+        if sizes is not None:
+            kv, states = sizes.kv_bytes, sizes.state_bytes
+        return min(kv * cache_dtype.itemsize // stored + states, available_cache_memory)
 
     @classmethod
     @abstractmethod
@@ -159,10 +176,26 @@ class KVCacheMixin(Protocol):
         ...
 
     def load_kv_manager(self, session: InferenceSession, available_cache_memory: int | None) -> PagedKVCacheManager:
-        """The manager of this model's cache, whose memory the engine has taken by its own configuration."""
+        """The manager of this model's cache, whose memory the engine took when it was made, by its configuration.
+
+        Raises CapacityError if that is more than `available_cache_memory`, ConfigError if no engine runs the model.
+        """
         manager: PagedKVCacheManager | None = getattr(self, "kv_manager", None)
-        assert manager is not None, "no engine runs the model yet"
+        if manager is None:
+            raise ConfigError("no engine runs this model yet; make a pipeline of it, which loads the cache")
+        taken = sum(one.nbytes for one in manager.device_tensors)
+        if available_cache_memory is not None and taken > available_cache_memory:
+            raise CapacityError(
+                f"the cache has taken {taken:,} bytes, {available_cache_memory:,} are available "
+                f"(available_cache_memory); make the pipeline with a smaller buffer_size_gb"
+            )
         return manager
+
+
+def _element_bytes(resolved: Resolved) -> int:
+    """Bytes of one element of the keys and values of a configuration's engine."""
+    shape, dtype = resolved.shape, resolved.llm["dtype"]
+    return KV_DTYPE_BYTES[dtype if shape is None else resolved.engine.kv_dtype_of(shape)]
 
 
 class PipelineModel(ABC, Generic[ContextT]):
@@ -234,9 +267,18 @@ class PipelineModel(ABC, Generic[ContextT]):
         kv_cache_config: KVCacheConfig,
         cache_dtype: torch.dtype,
     ) -> int:
-        """Requests at once, by the sizes of the configuration's engine; 1: it has none."""
-        sizes = pipeline_config.resolved.sizes
-        return 1 if sizes is None else sizes.max_requests
+        """Requests at once, at most those of the configuration: each has one page of the available memory, in
+        `cache_dtype`, and its recurrent state, and one page is a dummy. 1 for a model without a cache."""
+        get_kv_params = getattr(cls, "get_kv_params", None)
+        if get_kv_params is None:
+            return 1
+        resolved = pipeline_config.resolved
+        params: KVCacheParams = get_kv_params(huggingface_config, max(1, len(devices)), kv_cache_config, cache_dtype)
+        most, each = resolved.engine.max_requests, params.page_bytes(resolved.engine.block_size_tokens)
+        if (sizes := resolved.sizes) is not None:
+            most, each = sizes.max_requests, each + sizes.draft_block_bytes + sizes.state_slot_bytes
+        fit = available_cache_memory // each - 1
+        return max(1, fit if most is None else min(most, fit))
 
     @abstractmethod
     def prepare_initial_token_inputs(
@@ -273,29 +315,38 @@ class PipelineModel(ABC, Generic[ContextT]):
         """Log probabilities under softmax of the model's logits, for each sequence; None where its top n is 0.
 
         next_tokens: [R], drawn from the last position. With echo the input tokens but the first come before it, which
-        needs ReturnLogits.ALL. The inputs have `tokens` [T] and `input_row_offsets` [R + 1]. The token itself is always
-        among the top ones.
+        needs ReturnLogits.ALL, and `tokens` [T] and `input_row_offsets` [R + 1] of the inputs. The token itself is
+        always among the top ones. Raises ConfigError for an echo of inputs or logits that lack these.
         """
-        offsets: list[int] = model_inputs.input_row_offsets.tolist()  # type: ignore[attr-defined]
-        tokens: Tensor = model_inputs.tokens  # type: ignore[attr-defined]
         last = model_outputs.logits if model_outputs.next_token_logits is None else model_outputs.next_token_logits
         found: list[LogProbabilities | None] = []
         for row, (top, echo) in enumerate(zip(batch_top_n, batch_echo, strict=True)):
             if top == 0:
                 found.append(None)
-                continue
-            begin, end = offsets[row], offsets[row + 1]
-            logits, targets = last[row : row + 1], next_tokens[row : row + 1]
-            if echo:
-                if len(model_outputs.logits) != offsets[-1]:
-                    raise ConfigError(
-                        "log probabilities of input tokens need logits of every position; build the model with "
-                        "return_logits=ReturnLogits.ALL (enable_echo=True)"
-                    )
-                logits = model_outputs.logits[begin:end]
-                targets = torch.cat([tokens[begin + 1 : end].to(targets), targets])
-            found.append(_scored(logits, targets, top))
+            elif echo:
+                logits, targets = _echoed(model_inputs, model_outputs, row)
+                targets = torch.cat([targets.to(next_tokens), next_tokens[row : row + 1]])
+                found.append(_scored(logits, targets, top))
+            else:
+                found.append(_scored(last[row : row + 1], next_tokens[row : row + 1], top))
         return found
+
+
+def _echoed(inputs: ModelInputs, outputs: ModelOutputs, row: int) -> tuple[Tensor, Tensor]:
+    """(logits of every position of a sequence, its input tokens but the first)."""
+    tokens, offsets = getattr(inputs, "tokens", None), getattr(inputs, "input_row_offsets", None)
+    if tokens is None or offsets is None:
+        raise ConfigError(
+            f"log probabilities of input tokens need the attributes tokens and input_row_offsets of the inputs, which "
+            f"{type(inputs).__name__} lacks; add them, or override compute_log_probabilities"
+        )
+    begin, end, num_tokens = (int(offsets[at]) for at in (row, row + 1, -1))
+    if len(outputs.logits) != num_tokens:
+        raise ConfigError(
+            f"log probabilities of input tokens need logits of every position; there are {len(outputs.logits):,} for "
+            f"{num_tokens:,} tokens: make the model with return_logits=ReturnLogits.ALL (enable_echo=True)"
+        )
+    return outputs.logits[begin:end], tokens[begin + 1 : end]
 
 
 def _scored(logits_AV: Tensor, token_A: Tensor, top: int) -> LogProbabilities:
@@ -328,8 +379,8 @@ class AlwaysSignalBuffersMixin:
         return self._own_buffers
 
 
-class GenerateMixin(Protocol):
-    """What a pipeline has for generating text: `generate` and `generate_async` follow from `execute` and `release`."""
+class GenerateMixin(Protocol[ContextT, RequestT]):
+    """What a pipeline has for generating text: `generate` and `generate_async` follow from the other members."""
 
     @property
     def kv_managers(self) -> list[PagedKVCacheManager]: ...
@@ -340,17 +391,24 @@ class GenerateMixin(Protocol):
     @property
     def tokenizer(self) -> TextTokenizer: ...
 
-    def execute(self, inputs: TextGenerationInputs) -> Mapping[RequestID, TextGenerationOutput]: ...
+    def execute(self, inputs: TextGenerationInputs[ContextT]) -> Mapping[RequestID, TextGenerationOutput]: ...
 
     def release(self, request_id: RequestID) -> None:
         """End a request and take its memory back."""
         ...
 
-    def execute_own(self, contexts: Sequence[TextContext]) -> Mapping[RequestID, TextGenerationOutput]:
-        """`execute`, for one of several callers that share the pipeline -> outputs of `contexts` only."""
-        ...
+    def execute_own(self, contexts: Sequence[ContextT]) -> Mapping[RequestID, TextGenerationOutput]:
+        """`execute`, for one of several callers that share the pipeline -> outputs of `contexts` only.
 
-    def generate(self, prompts: TextGenerationRequest | Sequence[TextGenerationRequest]) -> list[TextGenerationOutput]:
+        Outputs of other contexts are dropped here: a pipeline that overlaps batches of several callers overrides it.
+        """
+        from megatron_infer.pipelines.text_generation import TextGenerationInputs
+
+        news = self.execute(TextGenerationInputs.of(contexts))
+        ids = [context.request_id for context in contexts]  # type: ignore[attr-defined]
+        return {one: news[one] for one in ids if one in news}
+
+    def generate(self, prompts: RequestT | Sequence[RequestT]) -> list[TextGenerationOutput]:
         """Run prompts to the end -> their outputs, in order. Interrupted, it leaves no request behind."""
         from megatron_infer.pipelines.text_generation import GenerationLoop
 
@@ -360,9 +418,7 @@ class GenerateMixin(Protocol):
                 loop.step()
         return loop.outputs()
 
-    async def generate_async(
-        self, prompts: TextGenerationRequest | Sequence[TextGenerationRequest]
-    ) -> AsyncIterator[list[TextGenerationOutput]]:
+    async def generate_async(self, prompts: RequestT | Sequence[RequestT]) -> AsyncIterator[list[TextGenerationOutput]]:
         """Outputs of each step as they come, those that end marked. Left or cancelled half-way, all requests end."""
         from megatron_infer.pipelines.text_generation import GenerationLoop
 
@@ -375,10 +431,9 @@ class GenerateMixin(Protocol):
 
 
 def get_paged_manager(pipeline: Any) -> PagedKVCacheManager | None:
-    """The manager of a pipeline's paged cache; None for a pipeline without one."""
-    model = getattr(pipeline, "pipeline_model", pipeline)
-    manager: PagedKVCacheManager | None = getattr(model, "kv_manager", None)
-    return manager
+    """The manager of a pipeline's paged cache, the first of several; None for a pipeline or model without one."""
+    held = [getattr(getattr(pipeline, "pipeline_model", pipeline), "kv_manager", None)]
+    return next((one for one in [*held, *getattr(pipeline, "kv_managers", [])] if one is not None), None)
 
 
 def upper_bounded_default(upper_bound: int, default: int | None) -> int:

@@ -91,7 +91,7 @@ class Names:
     def route(self, values: Mapping[str, Any], where: str, prefix: FieldPath = ()) -> dict[FieldPath, Any]:
         """Flat and nested values by path. where: "" or what errors begin with. Raises ConfigError."""
         routed: dict[FieldPath, Any] = {}
-        for name, value in values.items():
+        for name, value in self._without_defaults_of_a_dump(values, prefix).items():
             for path, one in self._places(str(name), value, where, prefix):
                 if path in routed:
                     raise ConfigError(
@@ -99,6 +99,17 @@ class Names:
                     )
                 routed[path] = one
         return routed
+
+    def _without_defaults_of_a_dump(self, values: Mapping[str, Any], prefix: FieldPath) -> Mapping[str, Any]:
+        """A mapping of all fields of a config, such as model_dump() makes: fields at their default were not given."""
+        owners = {path[-1]: owner for path, owner in self.paths.items() if path[:-1] == prefix}
+        names = owners.keys() | {path[-1] for path in self.sections if path[:-1] == prefix}
+        if not values.keys() >= names:
+            return values
+        defaults = {
+            name: owner.model_fields[name].get_default(call_default_factory=True) for name, owner in owners.items()
+        }
+        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
     def _places(self, name: str, value: Any, where: str, prefix: FieldPath) -> Iterator[tuple[FieldPath, Any]]:
         path = (*prefix, name)

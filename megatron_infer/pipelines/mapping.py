@@ -101,7 +101,7 @@ ROWS: Mapping[str, Row] = {
     "pool_embeddings": Server("pool_embeddings"),
     "use_experimental_kernels": Here(meanings.experimental_kernels, needs_model=True),
     "use_vendor_blas": Engine("linear_backend", meanings.linear_backend),
-    "pdl_level": Here(meanings.pdl_level),
+    "pdl_level": Here(meanings.pdl_level, needs_model=True),
     "zmq_endpoint_base": Here(meanings.endpoint_base),
     "lora": Engine("lora", meanings.lora),
     "speculative": Engine("speculative", meanings.speculative),

@@ -13,6 +13,7 @@ from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
 from megatron_infer.errors import ConfigError, RequestError
 from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.pipelines.interfaces import (
     KVCacheInputs,
@@ -137,14 +138,14 @@ class McorePipelineModel(PipelineModel[TextContext], KVCacheMixin):
     def get_kv_params(
         cls, huggingface_config: ModelDescription, n_devices: int, kv_cache_config: Any, cache_dtype: torch.dtype
     ) -> KVCacheParams:
-        layers = huggingface_config.transformer
-        heads = layers["num_attention_heads"]
+        """What one of n_devices ranks keeps, with the groups by which the model is padded. Raises ConfigError."""
+        shape = shape_of(huggingface_config, dtype="float32", tensor_parallel_size=n_devices)
         return KVCacheParams(
             dtype=cache_dtype,
             num_layers=cls.get_num_layers(huggingface_config),
-            n_kv_heads=max(1, (layers.get("num_query_groups") or heads) // n_devices),
-            head_dim=layers["kv_channels"],
-            n_heads=heads // n_devices,
+            n_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            n_heads=shape.num_query_heads,
             page_size=getattr(kv_cache_config, "kv_cache_page_size", None),
         )
 

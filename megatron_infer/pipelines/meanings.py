@@ -4,6 +4,7 @@ follows from the value there, and gives the value in effect and a note."""
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,22 @@ NO_KERNELS = {
     "flashinfer_sampling": "a draw is a function of seed and position, which FlashInfer's sampling is not",
 }
 """Kernel that is known elsewhere -> why it is refused."""
+PDL_VARIABLE = "MEGATRON_INFER_PDL"
+"""What kernels.triton.launch reads when an engine is made."""
 GGUF_ENCODINGS = (
     QuantizationEncoding.Q4_0,
     QuantizationEncoding.Q4_1,
     QuantizationEncoding.Q4_K,
     QuantizationEncoding.Q6_K,
 )
+
+
+def _without_effect(name: str, given: Any, why: str) -> str:
+    """Warn of a field that was given and does nothing -> its note; "" where it was not given."""
+    if not given:
+        return ""
+    warnings.warn(f"{name}={given!r} has no effect: {why}; leave it out", ConfigWarning, stacklevel=5)
+    return f"no effect: {why}"
 
 
 def read_before(value: Any, asked: Asked) -> Effect:
@@ -164,7 +175,9 @@ def batching_policy(in_flight: bool) -> str:
 
 
 def empty_batches(value: bool, asked: Asked) -> Effect:
-    return value, "nothing to do: expert-parallel ranks are one engine and take part in every step" if value else ""
+    return value, _without_effect(
+        "execute_empty_batches", value, "expert-parallel ranks are one engine and take part in every step"
+    )
 
 
 def experimental_kernels(value: str, asked: Asked) -> Effect:
@@ -205,12 +218,12 @@ def step_ranges(mode: GPUProfilingMode) -> str:
 def pdl_level(value: str, asked: Asked) -> Effect:
     if value not in ("0", "1", "2"):
         raise ConfigError(f'pdl_level is {value!r}, it must be "0", "1" or "2"')
-    if value != "0":
-        raise ConfigError(
-            f"pdl_level is {value!r}: Triton kernels do not launch dependently here (that needs compute capability 9); "
-            'take "0"'
-        )
-    return value, ""
+    if value == "0":
+        return value, ""
+    if not asked.is_cuda:
+        return "0", _without_effect("pdl_level", value, "for GPUs, of compute capability 9.0 on")
+    os.environ[PDL_VARIABLE] = "1"  # for this process and those that it starts: engines are made there
+    return value, f"{PDL_VARIABLE}=1: 1 and 2 are the same; acts from compute capability 9.0 on"
 
 
 def endpoint_base(value: str, asked: Asked) -> Effect:
@@ -352,7 +365,9 @@ def swap_space(value: float, asked: Asked) -> Effect:
     mode = config.options.get("preemption_mode", asked.engine.get("preemption_mode"))
     is_given = "host_kvcache_swap_space_gb" in config.model.kv_cache.model_fields_set
     if mode not in ("swap", "auto") or not (is_given or asked.engine.get("preemption_mode")):
-        return 0.0, "acts only with enable_kvcache_swapping_to_host"
+        why = "acts only with enable_kvcache_swapping_to_host"
+        _without_effect("host_kvcache_swap_space_gb", is_given and value, why)
+        return 0.0, why
     asked.engine["swap_buffer_size_gb"] = value
     return value, ""
 
@@ -365,4 +380,4 @@ def utilization(value: float, asked: Asked) -> Effect:
 
 
 def variable_logits(value: bool, asked: Asked) -> Effect:
-    return value, "no effect: logits are computed where a request asks for them" if value else ""
+    return value, "execute by hand returns logits of the last return_n_logits positions" if value else ""

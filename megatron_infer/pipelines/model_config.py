@@ -212,7 +212,8 @@ class SamplingConfig(Section):
     enable_structured_output: bool = False
     """Requests may ask for schemas, patterns and grammars."""
     enable_variable_logits: bool = False
-    """Logits of several positions of a sequence. No effect: they are computed where a request asks for them."""
+    """By hand, `execute` returns logits of the last `return_n_logits` positions of a sequence (ReturnLogits.VARIABLE).
+    `generate` and servers compute those that a request asks for."""
     enable_penalties: bool = False
     """Requests may ask for repetition, frequency and presence penalties."""
     enable_min_tokens: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Generic, final
 
 import numpy as np
 import torch
@@ -18,18 +18,20 @@ from torch import Tensor
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError
-from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.pipelines.foreign_runner import load_model
 from megatron_infer.pipelines.interfaces import GenerateMixin, PipelineModel
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
 from megatron_infer.pipelines.paged_manager import PagedKVCacheManager
 from megatron_infer.pipelines.text_generation import (
+    ContextT,
     GenerationStatus,
     LogProbabilities,
     RequestID,
     TextContext,
     TextGenerationInputs,
     TextGenerationOutput,
+    TextGenerationRequest,
     TextTokenizer,
     check_kind,
 )
@@ -49,8 +51,12 @@ _STATUS = {
 }
 
 
+_WITHOUT_A_PLACE = ("return_sampled_logprobs", "return_support", "return_routing", "pooling")
+"""Sampling parameters whose results `TextGenerationOutput` does not hold."""
+
+
 @final
-class OverlapTextGenerationPipeline(GenerateMixin):
+class OverlapTextGenerationPipeline(GenerateMixin[ContextT, TextGenerationRequest], Generic[ContextT]):
     """Text generation in which a step is read after the next one is launched.
 
     With several ranks every rank makes the same calls with contexts of the same request ids.
@@ -251,8 +257,13 @@ class OverlapTextGenerationPipeline(GenerateMixin):
             )
         if params.n != 1:
             raise RequestError(f"a context is one sequence, n is {params.n}; make n contexts")
-        if params.structured is not None:
-            self._require_structured_output()
+        for name in _WITHOUT_A_PLACE:
+            if getattr(params, name):
+                raise RequestError(
+                    f"{name} is {getattr(params, name)!r}, which the outputs of a pipeline do not hold; leave it out, "
+                    "or ask the engine itself (pipeline.engine.generate)"
+                )
+        self._require_enabled(params)
         self.engine.input_processor.check(context.tokens, params)
         self.engine.input_processor.check_params(params)
 
@@ -263,7 +274,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
             if context is None:
                 others.append(output)
                 continue
-            news = _told(output)
+            news = _told(output, is_first=not context.generated)
             context.tokens += news.tokens
             context.start, context.status = len(context.tokens) - 1, news.final_status
             if output.finished:
@@ -287,7 +298,8 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         """
         if all(context.params.structured is None for context in batch):
             return None
-        self._require_structured_output()
+        for context in batch:
+            self._require_enabled(context.params)
         num_words = -(-self.engine.shape.vocab_size // 32)
         return np.full((len(batch), num_words), -1, dtype=np.int32)
 
@@ -298,7 +310,7 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         """
         if context.params.structured is None or bitmask is None:
             return
-        self._require_structured_output()
+        self._require_enabled(context.params)
         if self._grammars is None:
             own = self.engine.input_processor.grammars
             self._grammars = Grammars(self.tokenizer.delegate, self.engine.shape.vocab_size)
@@ -318,11 +330,13 @@ class OverlapTextGenerationPipeline(GenerateMixin):
         bitmask[index] = masks.bits_GW[0]
         request.finish(FinishReason.ABORT, None)  # its matcher goes with the next masks
 
-    def _require_structured_output(self) -> None:
-        config = self._pipeline_config
-        if config is not None and not config.resolved.server.enable_structured_output:
+    def _require_enabled(self, params: SamplingParams) -> None:
+        """Raise ConfigError for what a request asks for and the configuration turns off, as a server does."""
+        off = None if self._pipeline_config is None else self._pipeline_config.resolved.server.turned_off(params)
+        if off is not None:
             raise ConfigError(
-                "a request has a schema and structured output is off; set sampling.enable_structured_output=True"
+                f"a request asks for {off.name}={getattr(params, off.name)!r:.80}, and {off.what} is off; set "
+                f"{off.option}=True, or leave {off.name} out"
             )
 
     # ------------------------------------------------------------------ graphs
@@ -355,7 +369,7 @@ def _check_arguments(config: Any, model: Any, tokenizer: Any) -> None:
         raise ConfigError(told)
 
 
-def _told(output: RequestOutput) -> TextGenerationOutput:
+def _told(output: RequestOutput, *, is_first: bool) -> TextGenerationOutput:
     """What is new of a request; requests run in delta mode with one sequence."""
     sequence = output.outputs[0]
     return TextGenerationOutput(
@@ -363,16 +377,16 @@ def _told(output: RequestOutput) -> TextGenerationOutput:
         tokens=list(sequence.token_ids),
         text=sequence.text,
         final_status=_STATUS[sequence.finish_reason],
-        log_probabilities=_logprobs(sequence),
+        log_probabilities=None if sequence.logprobs is None else _logprobs(sequence.token_ids, sequence.logprobs),
+        prompt_log_probabilities=None
+        if output.prompt_logprobs is None or not is_first
+        else _logprobs(output.prompt_token_ids[1:], output.prompt_logprobs[1:]),
         error=output.error,
     )
 
 
-def _logprobs(sequence: CompletionOutput) -> LogProbabilities | None:
-    if sequence.logprobs is None:
-        return None
-    pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
+def _logprobs(tokens: Sequence[int], entries: Sequence[Any]) -> LogProbabilities:
     return LogProbabilities(
-        token_log_probabilities=[entry[token].logprob for token, entry in pairs],
-        top_log_probabilities=[{token: one.logprob for token, one in entry.items()} for entry in sequence.logprobs],
+        token_log_probabilities=[entry[token].logprob for token, entry in zip(tokens, entries, strict=True)],
+        top_log_probabilities=[{token: one.logprob for token, one in entry.items()} for entry in entries],
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from megatron_infer.config.capacity import GIB
-from megatron_infer.config.checks import check_mtp
+from megatron_infer.config.checks import PHASED_OPTIONS, check_mtp
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, WeightDtype
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
@@ -89,9 +89,14 @@ class Asked:
     def is_hub(self, model: str) -> bool:
         return bool(model) and find_model(model).kind is Kind.HUB
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the model runs on a GPU."""
+        return find_machine(self.llm.get("device", "auto")).is_cuda
+
     def runnable_kernels(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
         """(names that can run on this machine, why the others cannot)."""
-        if find_machine(self.llm.get("device", "auto")).is_cuda:
+        if self.is_cuda:
             return list(names), []
         return [], [f"{name}: for GPUs" for name in names]
 
@@ -108,6 +113,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
             settings[path] = _applied(path, value, default, row, asked, sources)
     del settings[OPTIONS,]
     _add_options(config, asked, settings, sources)
+    _imply_phases(config, asked, settings)
     if asked.server.get("lora_root") is not None and asked.engine.get("lora") is None:
         asked.engine["lora"] = {}  # as `serve --lora-root` without the tree
     if not asked.llm.get("model"):
@@ -252,6 +258,21 @@ def _add_options(
         source = sources.get((OPTIONS, name), "argument")
         at = fields[name][0] if other == name else (OPTIONS, name)
         settings[at] = Setting(requested=shown, value=shown, source=source)
+
+
+def _imply_phases(config: PipelineConfig, asked: Asked, settings: dict[FieldPath, Setting]) -> None:
+    """Batching is phased where options that act only there are set, unless another policy is asked for."""
+    names = [name for name in PHASED_OPTIONS if asked.engine.get(name) not in (None, getattr(InferenceConfig, name))]
+    if names and config.enable_in_flight_batching:
+        raise ConfigError(
+            f"{names[0]} acts in phased batching, which takes no prompts into steps that decode "
+            "(enable_in_flight_batching=True); leave one of them out"
+        )
+    if names and "batching" not in config.options:
+        asked.engine["batching"] = "phased"
+        note = f"batching is phased for {', '.join(names)}"
+        at = ("enable_in_flight_batching",)
+        settings[at] = dataclasses.replace(settings[at], note=note)
 
 
 def _find_model(asked: Asked) -> Architecture:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.interfaces import GenerateMixin
 
 RequestID = str
+ContextT = TypeVar("ContextT")
 
 
 def check_kind(value: object, kind: type, name: str, remedy: str) -> None:
@@ -126,25 +127,25 @@ class TextContext:
 
 
 @dataclass(frozen=True, slots=True)
-class TextGenerationInputs:
+class TextGenerationInputs(Generic[ContextT]):
     """The requests that one `execute` runs, in batches, one for each replica."""
 
-    batches: Sequence[Sequence[TextContext]]
+    batches: Sequence[Sequence[ContextT]]
 
     @classmethod
-    def of(cls, contexts: Sequence[TextContext]) -> TextGenerationInputs:
+    def of(cls, contexts: Sequence[ContextT]) -> TextGenerationInputs[ContextT]:
         """One batch."""
         if isinstance(contexts, TextContext):
             raise RequestError("TextGenerationInputs.of takes a list of contexts; write of([context])")
         return cls([list(contexts)])
 
     @classmethod
-    def empty(cls) -> TextGenerationInputs:
+    def empty(cls) -> TextGenerationInputs[ContextT]:
         """Nothing to run: outputs of the batch before are read."""
         return cls([])
 
     @property
-    def flat_batch(self) -> list[TextContext]:
+    def flat_batch(self) -> list[ContextT]:
         return [context for batch in self.batches for context in batch]
 
     def __bool__(self) -> bool:
@@ -162,6 +163,8 @@ class TextGenerationOutput:
     final_status: GenerationStatus
     log_probabilities: LogProbabilities | None = None
     """With SamplingParams.logprobs."""
+    prompt_log_probabilities: LogProbabilities | None = None
+    """With SamplingParams.prompt_logprobs, in the first output: of the prompt's tokens but the first."""
     error: InferenceError | None = None
 
     @property
@@ -243,9 +246,8 @@ def _tokenizer_of(model: str) -> Tokenizer:
 class GenerationLoop:
     """Runs prompts through a pipeline's `execute`; leaving it releases all of them."""
 
-    def __init__(
-        self, pipeline: GenerateMixin, prompts: TextGenerationRequest | Sequence[TextGenerationRequest]
-    ) -> None:
+    def __init__(self, pipeline: GenerateMixin[Any, Any], prompts: Any) -> None:
+        """prompts: one TextGenerationRequest, or several."""
         requests = [prompts] if isinstance(prompts, TextGenerationRequest | str) else list(prompts)
         for request in requests:
             remedy = 'TextGenerationRequest(prompt="Hello") is one'

@@ -54,7 +54,7 @@ class InputProcessor:
 
     def __init__(self, limits: Limits, *, tokenizer: TextCodec | None, eos_ids: Sequence[int], seed: int) -> None:
         self.limits, self._tokenizer, self._seed = limits, tokenizer, seed
-        self._eos_ids = frozenset(eos_ids)
+        self._eos_ids = frozenset(id for id in eos_ids if 0 <= id < limits.vocab_size)  # others are never drawn
         self.grammars = Grammars(tokenizer, limits.vocab_size)
         self.num_seeds = 0
         """Seeds derived so far: the next unseeded request takes the one after."""
@@ -144,7 +144,7 @@ class InputProcessor:
         self._check_choice(params)
         if params.adapter is not None:
             self.check_adapter(params.adapter)
-        check_metadata(self.limits.metadata_types, params.metadata)
+        check_metadata(self.limits.metadata_types, params, self.stop_ids(params))
         if params.structured is not None:
             self.grammars.cache.check(params.structured)
 

@@ -44,7 +44,8 @@ class SequenceState:
         self._sent_tokens = self._sent_chars = 0
         self._detokenizer: IncrementalDetokenizer | None = None
         self._stops: StopStrings | None = None
-        if tokenizer is not None and params.detokenize:
+        self._shows_text, self._min_tokens = params.detokenize, params.min_tokens
+        if tokenizer is not None and (params.detokenize or params.stop):
             prompt_ids = request.tokens[: request.prompt_len]
             self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special=params.skip_special_tokens)
             if params.stop:
@@ -57,16 +58,18 @@ class SequenceState:
     def advance(self) -> str | None:
         """Take in the tokens committed since the last call -> the stop string that matched, if one did."""
         new = self.request.tokens[self.request.prompt_len + self._num_seen :]
+        early = max(0, self._min_tokens - self._num_seen)
         self._num_seen += len(new)
         if self._detokenizer is None or not new:
             return None
         if self._hides_last_token():
             new = new[:-1]
-        text = self._detokenizer.push(new)
         if self._stops is None:
-            self._text += text
+            self._text += self._detokenizer.push(new)
             return None
-        released, self.stop_string = self._stops.feed(text)
+        if early:  # min_tokens of the output are not there yet
+            self._text += self._stops.feed(self._detokenizer.push(new[:early]), counts=False)[0]
+        released, self.stop_string = self._stops.feed(self._detokenizer.push(new[early:]))
         self._text += released
         return self.stop_string
 
@@ -82,7 +85,8 @@ class SequenceState:
         if self._stops is None:
             self._text += tail
             return None
-        released, self.stop_string = self._stops.feed(tail, finished=True)
+        counts = self._num_seen > self._min_tokens
+        released, self.stop_string = self._stops.feed(tail, finished=True, counts=counts)
         self._text += released
         return self.stop_string
 
@@ -90,7 +94,7 @@ class SequenceState:
         """The sequence as it is now; in delta mode only what was not handed out before."""
         request = self.request
         token_ids = request.tokens[request.prompt_len : request.prompt_len + self._num_seen]
-        text, logprobs, first = self._text, self.logprobs, 0
+        text, logprobs, first = self._text if self._shows_text else "", self.logprobs, 0
         if mode == "delta":
             first = self._sent_tokens
             token_ids, text = token_ids[self._sent_tokens :], text[self._sent_chars :]

@@ -120,6 +120,18 @@ class SuspectSequence:
     of_sampler: bool
     """The raw log probabilities are within limits, only those after sampling parameters are not."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as a JSON value."""
+        plain = {name: getattr(self, name) for name in ("ids", "prompt_len", "position", "of_sampler")}
+        params = None if self.params is None else self.params.to_dict()
+        return plain | {"rollout": [*self.rollout.items()], "train": [*self.train.items()], "params": params}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> SuspectSequence:
+        params = None if given["params"] is None else SamplingParams.from_dict(given["params"])
+        logprobs = {name: {int(at): value for at, value in given[name]} for name in ("rollout", "train")}
+        return cls(**{**given, **logprobs, "params": params})
+
 
 class MeteredSession(Protocol):
     """What the meter asks of a `RolloutSession`."""
@@ -178,8 +190,16 @@ class LayerSearch:
             if sampler > SAMPLER_TOLERANCE:
                 return _sampler_place(sampler)
             return not_located("only after sampling parameters, and replayed the sampler's log probabilities are right")
-        observed = _mean_diff(suspect.rollout, suspect.train, fresh)
-        replayed = _mean_diff(_logprobs(fresh), suspect.train, fresh)
+        # of all ranks: where their copies of weights differ, they still go on together
+        observed, replayed, sampler = _largest(
+            [
+                _mean_diff(suspect.rollout, suspect.train, fresh),
+                _mean_diff(_logprobs(fresh), suspect.train, fresh),
+                sampler,
+            ],
+            self._session.engine.rank_group.groups.engine,
+            replay.model.device,
+        )
         if replayed >= EXPLAINS * observed or replayed > NOISE[replay.model.shape.dtype]:
             return self._search_layers(replay, suspect, ids, recording, sampler, options)
         if sampler > SAMPLER_TOLERANCE:

@@ -226,14 +226,17 @@ class MismatchMeter:
                 return None
             self._window = Tally()
         figures = window.figures(seconds=seconds, weight_version=self._session.weight_version)
-        over = {} if self.alarm is None else self.alarm.tripped(figures)
+        tripped = {} if self.alarm is None else self.alarm.tripped(figures)
+        of_sampler = set(tripped) <= {"sampler_excess_mean"}
+        suspect = _suspect_of(worst[of_sampler], tally.worst, of_sampler=of_sampler) if tripped else None
+        # Copies of weights may have drifted apart, and with them the ranks' figures: all follow the leader's.
+        leaders = [tripped, None if suspect is None else suspect.to_dict()]
+        over, given = self._session.engine.rank_group.from_leader("the alarm of the mismatch meter", leaders)
         report = MismatchReport(figures=figures, over=over)
         if over and most_tokens is not None and self.last is not None and self.last.is_alarm:
             report = replace(report, place=self.last.place)  # the mismatch goes on: it is searched for once
         elif over and self._search is not None:
-            of_sampler = set(over) <= {"sampler_excess_mean"}
-            suspect = _suspect_of(worst[of_sampler], tally.worst, of_sampler=of_sampler)
-            report = replace(report, place=self._search.locate(suspect))
+            report = replace(report, place=self._search.locate(SuspectSequence.from_dict(given)))
         self._export(report)
         return report
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_infer.engine.command_relay import ROLLOUT
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.given_prompts import GivenPrompts
 from megatron_infer.errors import LockstepError, RankFailure, RequestError
 from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.rl import sample_file
@@ -64,23 +65,27 @@ class RolloutRanks:
         if self._on_delivered is not None:
             self._on_delivered(groups)
 
-    def follow(self) -> Iterator[RolloutGroup]:
-        """On the other ranks: take part until the leader ends its call -> the groups it delivers."""
+    def follow(self, own: GivenPrompts | None = None) -> Iterator[RolloutGroup]:
+        """On the other ranks: take part until the leader ends its call -> the groups it delivers.
+
+        own: the prompts of this rank's caller, see `CommandRelay.comparing`.
+        """
         ended = False
         try:
-            while not ended:
-                received = self._receive()
-                ended = received["end"]
-                for group_id, index, info, version, encoded in received["groups"]:
-                    if encoded is not None:
-                        yield sample_file.decode(base64.b85decode(encoded))[0]
-                    else:
-                        output = self._outputs.pop(group_id)
-                        yield group_of(output, index=index, info=info, begun_version=version)
-                if ended:
-                    self._outputs = {name: out for name, out in self._outputs.items() if name in received["keep"]}
-                if received["error"]:
-                    raise RequestError(f"rank 0: {received['error']}")
+            with self._engine.relay.comparing(own):
+                while not ended:
+                    received = self._receive()
+                    ended = received["end"]
+                    for group_id, index, info, version, encoded in received["groups"]:
+                        if encoded is not None:
+                            yield sample_file.decode(base64.b85decode(encoded))[0]
+                        else:
+                            output = self._outputs.pop(group_id)
+                            yield group_of(output, index=index, info=info, begun_version=version)
+                    if ended:
+                        self._outputs = {name: out for name, out in self._outputs.items() if name in received["keep"]}
+                    if received["error"]:
+                        raise RequestError(f"rank 0: {received['error']}")
         except (LockstepError, RankFailure):
             ended = True
             raise

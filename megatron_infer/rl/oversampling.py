@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.given_prompts import GivenPrompts
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.rl.group_tracker import GroupTracker, PendingGroup, RolloutCall
-from megatron_infer.rl.prompts import group_request_of, with_logprobs
+from megatron_infer.rl.prompts import group_request_of
 from megatron_infer.rl.samples import RolloutGroup
 
 
@@ -28,15 +29,19 @@ class PromptFeed:
     """Submits prompts one at a time, reading them no further than needed."""
 
     def __init__(self, tracker: GroupTracker, prompts: Iterable[Any], params: SamplingParams) -> None:
-        self._tracker, self._prompts, self._params = tracker, enumerate(prompts), with_logprobs(params)
+        self._tracker, self._prompts, self._params = tracker, enumerate(prompts), params
+        self.given = GivenPrompts(prompts, params)
+        """The same prompts, for a rank that does not submit them."""
 
     def submit(self, call: RolloutCall) -> PendingGroup | None:
         """Submit the next prompt; None when the prompts have run out. An error names the prompt's index."""
         index, prompt = next(self._prompts, (-1, None))
         if index < 0:
             return None
+        engine = self._tracker.engine
+        engine.relay.read([prompt], self._params, is_all=False)
         try:
-            request = group_request_of(self._tracker.engine, prompt, self._params)
+            request = group_request_of(engine, prompt, self._params)
         except ValueError as error:
             error.args = (f"prompt {index}: {error}",)
             raise

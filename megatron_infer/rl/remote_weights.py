@@ -2,6 +2,7 @@
 
     load_weights(path)                                    finish_weights(version) -> settle_weights()
     begin_weights(), write_weights(a piece) ...           cancel_weights(): as it was before, also after a finish
+    restore_weights(sources, version)                     a whole update of before, for an engine that has missed it
 
 `load_weights` reads below `weights_root` only, an option of the process; without one it reads nothing.
 An update can be cancelled until `settle_weights`, so that a controller of several replicas finishes it on all or on
@@ -11,8 +12,9 @@ none. An error on one rank is raised on all ranks, and what was written is put b
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.coordinator.protocol import WEIGHT_COMMANDS
-from megatron_infer.coordinator.weight_paths import weights_path
+from megatron_infer.coordinator.weight_paths import fingerprint, weights_path
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState, unknown_name
 from megatron_infer.model_loader.hf_weights import SafetensorsReader
 from megatron_infer.rl.weights import WeightUpdate, as_source
@@ -83,7 +85,8 @@ class RemoteWeights:
 
     def commands(self) -> dict[str, Callable[..., Any]]:
         """The weight commands by their names in `coordinator.protocol`."""
-        return {name: partial(self._run, name) for name in WEIGHT_COMMANDS} | {"load_weights": self._load_below_root}
+        below_root = {"load_weights": self._load_below_root, "restore_weights": self._restore_below_root}
+        return {name: partial(self._run, name) for name in WEIGHT_COMMANDS} | below_root
 
     def followed(self) -> dict[str, Callable[[Any], Any]]:
         return {CALL: lambda given: self._run(given["command"], **given["args"])}
@@ -91,8 +94,18 @@ class RemoteWeights:
     def _load_below_root(self, path: str, **args: Any) -> Any:
         """Refuse a path before other ranks hear of it. Errors name files from the root on, not where it is."""
         path = weights_path(path, self._root)
-        try:
+        with self._hiding_root():
             return self._run("load_weights", path=path, **args)
+
+    def _restore_below_root(self, sources: list[list[str]], **args: Any) -> Any:
+        with self._hiding_root():
+            checked = [(weights_path(path, self._root), files) for path, files in sources]
+            return self._run("restore_weights", sources=checked, **args)
+
+    @contextlib.contextmanager
+    def _hiding_root(self) -> Iterator[None]:
+        try:
+            yield
         except InferenceError as error:
             root = os.path.realpath(str(self._root)) + os.sep
             error.args = tuple(one.replace(root, "") if isinstance(one, str) else one for one in error.args)
@@ -110,29 +123,39 @@ class RemoteWeights:
 
     # ------------------------------------------------------------------ one update
 
-    def load_weights(self, path: str) -> dict[str, Any]:
+    def load_weights(self, path: str, files: str | None = None) -> dict[str, Any]:
         """Write tensors from files: all tensors, unless an update has begun and `path` is one file of several.
 
-        path: a real path below the root. Everything that can be checked is checked before the first tensor is written.
+        path: a real path below the root. files: the fingerprint that they must have. Everything that can be
+        checked is checked before the first tensor is written.
         """
         is_part = self._update is not None and os.path.isfile(path)
         update = self.begin_weights() if self._update is None else self._update
+        found: list[str] = []
         source: list[Any] = []
 
         def open_and_check() -> None:
-            found = as_source(weights_path(path, self._root))
-            source.append(StreamSource(LazyTensors(SafetensorsReader(Path(path))).items()) if is_part else found)
+            checked = weights_path(path, self._root)
+            found.append(fingerprint(checked) if files is None else files)
+            check_unchanged()
+            whole = as_source(checked)
+            source.append(StreamSource(LazyTensors(SafetensorsReader(Path(path))).items()) if is_part else whole)
             source[0].check(update.target, strict=True)
+
+        def check_unchanged() -> None:
+            if fingerprint(path) != found[0]:
+                raise WeightUpdateError(f"{path} was changed since the update, or while it was read")
 
         update.check(open_and_check)
         update.check(lambda: source[0].write_into(update))
-        return {"last": update.last_written}
+        update.check(check_unchanged)
+        return {"last": update.last_written, "files": found[0]}
 
     def begin_weights(self) -> Any:
         """The engine refuses to run until the update has ended."""
         if self._update is not None:
             raise WrongState("a weight update is under way; finish or cancel it", state=self._engine.state.value)
-        self._update, self._partial = WeightUpdate(self._engine, undo=True), None
+        self._update, self._partial = WeightUpdate(self._engine, undo=True, check_finite=True), None
         return self._update
 
     def write_weights(self, name: str, dtype: str, shape: list[int], offset: int, data: bytes) -> None:
@@ -170,6 +193,23 @@ class RemoteWeights:
             update.check(partial(_raise, WeightUpdateError(f"{name} has not come whole", tensor=name)))
         report = update.finish(version, running=running)
         return {"version": version, "num_tensors": report.num_tensors, "bytes_copied": report.bytes_copied}
+
+    def restore_weights(self, sources: list[tuple[str, str]], version: int) -> None:
+        """Read the files of an update that has been settled, all or none; an update that is under way is cancelled.
+
+        sources: (real path below the root, fingerprint) in the order in which they were read. Raises WeightUpdateError
+        for files that were changed since.
+        """
+        self.cancel_weights()
+        try:
+            self.begin_weights()
+            for path, files in sources:
+                self.load_weights(path, files)
+            self.finish_weights(version)
+        except BaseException:
+            self.cancel_weights()
+            raise
+        self.settle_weights()
 
     def settle_weights(self) -> None:
         """Make the update final: drop the copy of the old weights. One that has not ended could not be undone then."""

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.engine.given_prompts import GivenPrompts
 from megatron_infer.outputs.request_output import OnError, check_on_error
 from megatron_infer.rl.group_tracker import Budget, GroupTracker, PendingGroup, RolloutCall
 from megatron_infer.rl.multi_rank import RolloutRanks
 from megatron_infer.rl.oversampling import Oversampler, PromptFeed, RolloutShortage
-from megatron_infer.rl.prompts import group_requests_of
+from megatron_infer.rl.prompts import as_batch, group_requests_of
 from megatron_infer.rl.rollout_thread import RolloutThread
 from megatron_infer.rl.samples import RolloutGroup, checked_groups
 from megatron_infer.rl.stats import RolloutStats
@@ -44,8 +45,9 @@ class Rollout:
     A call that is left early (an error, a `break`, Ctrl-C) aborts what it submitted: none of its groups reaches a later
     call. A call that stopped at a budget (`pause_at`) leaves its groups in the engine, where they outlive suspends and
     weight updates; the next call continues them and delivers them beside its own.
-    With several ranks every rank makes the same calls and has the groups, and the leader's prompts count; or the leader
-    alone calls, while the others are in `engine.follow()`.
+    With several ranks every rank makes the same calls with the same prompts and params (else PromptsDiffer is raised),
+    or with no prompts ([]) on ranks other than the leader, and has the groups; or the leader alone calls, while the
+    others are in `engine.follow()`.
     """
 
     def __init__(
@@ -101,11 +103,11 @@ class Rollout:
     def _groups(self, prompts: Any, params: Params, on_progress: Progress | None) -> Generator[RolloutGroup]:
         """Groups as they finish, those that failed too."""
         if not self.ranks.is_leader:
-            yield from self.ranks.follow()
+            yield from self.ranks.follow(_given(prompts, params))
             return
         error, call = "", RolloutCall()
         try:
-            self.tracker.begin(call, group_requests_of(self.engine, prompts, params))
+            self._begin(call, prompts, params)
             while (group := self._next(call, on_progress)) is not None:
                 self._deliver(call, [group])
                 yield group
@@ -135,7 +137,7 @@ class Rollout:
     async def _stream(self, prompts: Any, params: Params, on_progress: Progress | None) -> AsyncGenerator[RolloutGroup]:
         run = self.thread.run
         if not self.ranks.is_leader:
-            groups = self.ranks.follow()
+            groups = self.ranks.follow(_given(prompts, params))
             try:
                 while (received := await run(lambda: next(groups, None))) is not None:
                     yield received
@@ -144,7 +146,7 @@ class Rollout:
             return
         error, call = "", RolloutCall()
         try:
-            await run(lambda: self.tracker.begin(call, group_requests_of(self.engine, prompts, params)))
+            await run(lambda: self._begin(call, prompts, params))
             while (group := await self._anext(call, on_progress)) is not None:
                 await run(lambda group=group: self._deliver(call, [group]))  # type: ignore[misc]
                 yield group
@@ -182,7 +184,7 @@ class Rollout:
         """
         check_on_error(on_error, ("raise", "replace"))
         if not self.ranks.is_leader:
-            return checked_groups(list(self.ranks.follow()))
+            return checked_groups(list(self.ranks.follow(GivenPrompts(prompts, params))))
         error, call, accepted, surplus = "", RolloutCall(), list(self._surplus), self._surplus
         failed: list[RolloutGroup] = []
         try:
@@ -271,6 +273,11 @@ class Rollout:
         return [self.abort(group_id) for group_id in list(self.tracker.unfinished)]
 
     # ------------------------------------------------------------------ one call
+    def _begin(self, call: RolloutCall, prompts: Any, params: Params) -> None:
+        batch = as_batch(prompts)
+        self.engine.relay.read(batch, params, is_all=True)
+        self.tracker.begin(call, group_requests_of(self.engine, batch, params))
+
     def _next(self, call: RolloutCall, on_progress: Progress | None) -> RolloutGroup | None:
         """The next finished group; None when there is none left or the budget is reached."""
         while self._must_step(call):
@@ -319,6 +326,10 @@ class Rollout:
     def end_call(self, error: str) -> None:
         """On the leader: end the other ranks' call, with an error if there was one; they keep undelivered groups."""
         self.ranks.deliver([], end=True, keep=sorted(self.tracker.undelivered), error=error)
+
+
+def _given(prompts: Any, params: Params) -> GivenPrompts:
+    return GivenPrompts(None if prompts is None else as_batch(prompts), params)
 
 
 def _described(failure: BaseException) -> str:

@@ -28,8 +28,8 @@ class RolloutQueue:
     lag "auto": see `automatic_lag`. max_staleness: a group with a token drawn by weights more versions old than that
     is not delivered: it is aborted as soon as that is certain, and another prompt begins in its place. A group that
     failed is dropped with a RolloutError that has it, or with on_error "replace" silently; finished groups stay in the
-    queue, and the next call goes on. With several ranks every rank calls next_batch() and close(), and the leader's
-    prompts count.
+    queue, and the next call goes on. With several ranks every rank calls next_batch() and close(). Its
+    prompts are those of the leader, read as far as the leader reads (else PromptsDiffer is raised), or none ([]).
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RolloutQueue:
         the groups that failed since the last call.
         """
         if not self._roll.ranks.is_leader:
-            return checked_groups(list(self._roll.ranks.follow()))
+            return checked_groups(list(self._roll.ranks.follow(self._feed.given)))
         error, started = "", time.perf_counter()
         try:
             batch = self._draw_batch(started)

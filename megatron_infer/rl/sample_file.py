@@ -43,6 +43,7 @@ from megatron_infer.outputs.request_output import OnError, check_on_error
 from megatron_infer.outputs.token_outputs import Kind, Packed, TokenOutput, offsets_of, pack, unpack
 from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample, checked_groups
 from megatron_infer.scheduler.request import VersionSpan
+from megatron_infer.utils.files import regular
 
 FORMAT = "megatron_infer.rollouts"
 SCHEMA = 1
@@ -117,7 +118,7 @@ def load(
         size = path.stat().st_size
         if size > max_bytes:
             raise SampleError(f"{size:,} bytes, limit is {max_bytes:,} (max_bytes); raise it if the file is yours")
-        groups = decode(path.read_bytes(), max_bytes=max_bytes)
+        groups = decode(regular(path).read_bytes(), max_bytes=max_bytes)
     except OSError as error:
         raise SampleError(f"{path}: cannot be read: {error.strerror}") from error
     except SampleError as error:

@@ -6,6 +6,7 @@ Legend: B sequences, S positions, P scored positions, V this rank's part of the 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -147,12 +148,18 @@ class Scorer:
     def score(
         self, forward: Callable[..., Tensor], batches: Sequence[MicroBatch], *, temperature: float
     ) -> list[Tensor]:
-        """forward: see `forward` -> fp32 [len - start] for each sequence of all batches, in order."""
+        """forward: see `forward` -> fp32 [len - start] for each sequence of all batches, in order.
+
+        Over pipeline stages: where a forward of a stage raises, all stages end with that batch; the others return the
+        scores of those before.
+        """
         scores: dict[int, Tensor] = {}
         with self.forward(forward, temperature=temperature) as run:
             for batch in batches:
-                scores |= zip(batch.indices, self._through_stages(run, batch).split(batch.lengths), strict=True)
-        return [scores[index] for index in range(len(scores))]
+                if (found_P := self._through_stages(run, batch)) is None:
+                    break
+                scores |= zip(batch.indices, found_P.split(batch.lengths), strict=True)
+        return [scores[index] for index in sorted(scores)]
 
     def _padded(self, sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Padded with zeros at the end, which no position before it attends to; and where, None: nowhere."""
@@ -166,28 +173,53 @@ class Scorer:
             padding_BS[row, len(sequence) :] = True
         return ids_BS.to(device), padding_BS.to(device) if bool(padding_BS.any()) else None
 
-    def _through_stages(self, run: ScoringForward, batch: MicroBatch) -> Tensor:
-        """One forward without a backward -> the targets' log probabilities, fp32 [P], on every pipeline stage."""
-        groups, model = self._groups, self._model
-        size, length = batch.ids_BS.shape
-        device = batch.ids_BS.device
-        stages = [] if groups.pp is None else dist.get_process_group_ranks(groups.pp)
+    def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Of what a pipeline stage hands to the next one: (positions of this rank, sequences, hidden size)."""
+        (size, length), config = batch.ids_BS.shape, self._model.config
+        return length // (self._groups.tp_size if config.sequence_parallel else 1), size, config.hidden_size
+
+    def stand_in(self, batch: MicroBatch) -> Tensor:
+        """Zeros in place of a stage's output, from which a backward pass reaches the stage's input with zeros."""
+        model, config = self._model, self._model.config
+        if not self._groups.is_first_stage:
+            received: Tensor = model.decoder.input_tensor
+            return received * 0.0
+        how = {"dtype": config.pipeline_dtype or config.params_dtype, "device": batch.ids_BS.device}
+        return torch.zeros(self.hidden_shape(batch), **how).requires_grad_() * 1.0
+
+    def _through_stages(self, run: ScoringForward, batch: MicroBatch) -> Tensor | None:
+        """One forward without a backward -> the targets' log probabilities, fp32 [P], on every pipeline stage; None:
+        another stage has raised."""
+        groups, config = self._groups, self._model.config
+        if groups.pp is None:
+            return run.scores(batch, run(batch))
+        stages, shape = dist.get_process_group_ranks(groups.pp), self.hidden_shape(batch)
+        how = {"device": batch.ids_BS.device, "dtype": config.pipeline_dtype or config.params_dtype}
+        # the last number of each message: how many stages have raised. The stages after them compute with zeros: ranks
+        # of a stage do the same collectives, whichever of the stages before has raised
+        received = torch.zeros(math.prod(shape) + 1, **how)
         if not groups.is_first_stage:
-            split = groups.tp_size if model.config.sequence_parallel else 1
-            dtype = model.config.pipeline_dtype or model.config.params_dtype
-            received = torch.empty(length // split, size, model.config.hidden_size, dtype=dtype, device=device)
             dist.recv(received, src=stages[groups.pp_rank - 1], group=groups.pp)
-            model.set_input_tensor(received)
-        out = run(batch)
-        if groups.is_last_stage:
-            scores_P = run.scores(batch, out)
-        else:
-            dtype = model.config.pipeline_dtype or model.config.params_dtype
-            dist.send(out.to(dtype).contiguous(), dst=stages[groups.pp_rank + 1], group=groups.pp)
-            scores_P = torch.empty(len(batch.targets_P), dtype=torch.float32, device=device)
-        if groups.pp is not None:
-            dist.broadcast(scores_P, src=stages[-1], group=groups.pp)
-        return scores_P
+            self._model.set_input_tensor(received[:-1].view(shape))
+        failure = None
+        shared = torch.zeros(len(batch.targets_P) + 1, dtype=torch.float32, device=how["device"])
+        passed_on = torch.zeros_like(received)
+        try:
+            out = run(batch)
+            if groups.is_last_stage:
+                shared[:-1] = run.scores(batch, out)
+            else:
+                passed_on[:-1] = out.reshape(-1)
+        except Exception as error:  # the other stages wait for this one
+            failure = error
+        num_failed = received[-1] + (failure is not None)
+        passed_on[-1], shared[-1] = num_failed, num_failed
+        if not groups.is_last_stage:
+            dist.send(passed_on, dst=stages[groups.pp_rank + 1], group=groups.pp)
+        dist.broadcast(shared, src=stages[-1], group=groups.pp)
+        if failure is not None:
+            raise failure
+        return shared[:-1] if float(shared[-1]) == 0.0 else None
 
     def _token_logprobs(
         self, logits_BSV: Tensor, targets_BS: Tensor, temperature: float, single_backward: bool

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
 from megatron_infer.config.speculative import refuse_synthetic
+from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.suspend import MemoryReport
 from megatron_infer.errors import ConfigError, WrongState, unknown_name
@@ -58,17 +59,19 @@ class RolloutSession:
     def __init__(
         self,
         model: torch.nn.Module | Sequence[torch.nn.Module],
-        config: InferenceConfig | None = None,
+        config: ConfigOrOptions = None,
         tokenizer: TextCodec | None = None,
         *,
         optimizer: Any = None,
         offload_optimizer: bool = False,
         suspend_mode: KVCacheManagementMode | str | None = None,
-        eos_ids: Sequence[int] | None = None,
+        eos_ids: Sequence[int] = (),
         model_name: str = "model",
         meter: Mapping[str, Any] | str | None = AUTO,
     ) -> None:
         """model: as the trainer has it, within DDP, Float16Module or a list of one pipeline chunk; adopted in place.
+        config: an InferenceConfig, or a mapping of some of its options: the others (all, for None) are chosen for the
+        machine and the model, see `config.machine_config`.
 
         suspend_mode: what training() does with the cache; None: the config's kv_cache_management_mode.
         offload_optimizer: while generating, the state of `optimizer` is on the host; the engine is suspended before it
@@ -78,8 +81,8 @@ class RolloutSession:
         """
         if offload_optimizer and optimizer is None:
             raise ConfigError("offload_optimizer=True without an optimizer; pass optimizer=")
-        if config is not None:
-            refuse_synthetic(config.speculative, "a session")
+        options = vars(config) if isinstance(config, InferenceConfig) else config or {}
+        refuse_synthetic(options.get("speculative"), "a session")
         self._chain = wrapper_chain(model)
         self.model = self._chain[-1]
         """Without wrappers."""

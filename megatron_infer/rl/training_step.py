@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_infer.models.trainer_step import (
     AuxiliaryLosses,
     auxiliary_scale_kept,
     check_all_get_gradients,
+    cuda_error_explained,
     reduce_gradients,
     reduces_while_backward,
     run_1f1b,
@@ -112,22 +114,27 @@ class TrainerStep:
         """See `RolloutSession.score`. is_generating: the model is not in the trainer's state when backward runs."""
         given, starts = self._arguments("score()", sequences, options, grad)
         dropout = options.dropout
-        if options.adapter != ATTACHED:
-            _check_base(self._chain[-1], options.adapter, grad=grad)
-        if not grad and dropout:
-            raise ConfigError("dropout=True without grad=True; scores without gradients are those of the eval mode")
-        if grad:
-            self._check_late_backward(dropout=dropout, is_generating=is_generating)
+
+        def check() -> None:
+            if options.adapter != ATTACHED:
+                _check_base(self._chain[-1], options.adapter, grad=grad)
+            if not grad and dropout:
+                raise ConfigError("dropout=True without grad=True; scores without gradients are those of the eval mode")
+            if grad:
+                self._check_late_backward(dropout=dropout, is_generating=is_generating)
+
         # torch's DDP reduces gradients only after a forward of its own
         forward = self._chain[0] if grad else self._chain[-1]
         how = self._switch.scoring_with_gradients(dropout=dropout) if grad else self._switch.scoring()
         policy = nullcontext() if options.adapter == ATTACHED else adapters_off(self._chain[-1])
-        with self._checked_modules(), how, policy:
+        with self._checked_modules(check), how, policy:
             batches = list(self._scorer.micro_batches(given, starts, options.micro_batch_tokens))
             if grad:
                 scale_auxiliary_losses(self._chain[-1].config, max(len(batches), 1), self._device)
             starts_new_weights(self._chain[-1])
-            return self._scorer.score(forward, batches, temperature=options.temperature)
+            # among ranks of one stage an error of one alone leaves the others in a collective: no exchange reaches them
+            with nullcontext() if self._groups.pp is None else self._rank_group.together("score()"):
+                return self._scorer.score(forward, batches, temperature=options.temperature)
 
     def _arguments(
         self, call: str, sequences: Sequence[Sequence[int]], options: ScoreOptions, *others: bool
@@ -186,9 +193,11 @@ class TrainerStep:
             )
 
     @contextmanager
-    def _checked_modules(self) -> Iterator[None]:
+    def _checked_modules(self, check: Callable[[], None]) -> Iterator[None]:
+        """check: raises what the caller refuses, which one rank alone may see."""
         with self._switch.gathered_parameters():
             with self._rank_group.together("comparing the model's modules"):
+                check()
                 self._weights.check_modules(calls=False)
             yield
 
@@ -211,10 +220,13 @@ class TrainerStep:
         call = "score_and_backward()"
         given, starts = self._arguments(call, sequences, options, auxiliary_losses)
         dropout = options.dropout
-        self._check_backward(given, loss)
-        self._check_exact(dropout=dropout, auxiliary_losses=auxiliary_losses)
+
+        def check() -> None:
+            self._check_backward(given, loss)
+            self._check_exact(dropout=dropout, auxiliary_losses=auxiliary_losses)
+
         with (
-            self._checked_modules(),
+            self._checked_modules(check),
             self._switch.scoring_with_gradients(dropout=dropout, auxiliary_losses=auxiliary_losses),
             self._scorer.forward(self._chain[0], temperature=options.temperature, single_backward=True) as run,
             auxiliary_scale_kept(),
@@ -256,8 +268,7 @@ class TrainerStep:
             )
         if (reason := uncovered_option(self._chain[-1].config)) is not None:
             raise ConfigError(f"score_and_backward() with {reason}; set it to False")
-        with self._rank_group.together("looking for weights without gradients"):  # one pipeline stage has MTP layers
-            check_all_get_gradients(self._chain, "score_and_backward()")
+        check_all_get_gradients(self._chain, "score_and_backward()")
         if self._is_reduced:
             raise WrongState(
                 "score_and_backward() twice before step(), with overlap_grad_reduce=True: DDP has begun to reduce the "
@@ -294,30 +305,13 @@ class TrainerStep:
             losses.num_done += 1
 
     def _backward_in_stages(self, run: ScoringForward, losses: LossCalls) -> None:
-        """The last stage calls `loss`. Where that raises, the stages finish the schedule, and all of them raise."""
-        failures: list[BaseException] = []
-
-        def loss_of(batch: MicroBatch, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            try:
-                if failures:
-                    return out.sum() * 0.0, {}
-                value = losses.of(batch, out)
-                losses.num_done += 1
-                return value * len(losses.batches), {}  # the schedule divides
-            except BaseException as error:  # raised below: the other stages wait in the schedule for this one
-                failures.append(error)
-                return out.sum() * 0.0, {}
-
-        def forward_step(batches: Iterator[MicroBatch], model: Any, *_: Any) -> tuple[Tensor, Any]:
-            batch = next(batches)
-            return run(batch), lambda out: loss_of(batch, out)
-
-        run_1f1b(
-            self._chain, forward_step, losses.batches, shapes=[tuple(batch.ids_BS.shape) for batch in losses.batches]
-        )
-        with self._rank_group.together("the loss of score_and_backward()"):
-            if failures:
-                raise failures[0]
+        """The last stage calls `loss`. Where that or a stage's forward raises, all stages raise after the schedule."""
+        calls = StageCalls(run, losses, self._scorer.stand_in)
+        shapes = [tuple(batch.ids_BS.shape) for batch in losses.batches]
+        run_1f1b(self._chain, calls.forward_step, losses.batches, shapes=shapes)
+        with self._rank_group.together("the schedule of score_and_backward()"):
+            if calls.failure is not None:
+                raise calls.failure
         self._share_scores(losses)
 
     def _share_scores(self, losses: LossCalls) -> None:
@@ -355,14 +349,14 @@ class TrainerStep:
         self._check_complete("step()")
         num_ranks = self._rank_group.size
         self._incomplete = "step() failed and may have reduced them"
-        with self._rank_group.together("the reduction of gradients"):
+        with self._rank_group.together("the reduction of gradients"), cuda_error_explained(self._device):
             with train_mode(self._chain, dropout=True):  # megatron-core 0.19 updates biases of routers that train
                 reduce_gradients(self._chain, num_ranks=num_ranks)
             if not any(map(_has_gradient, self._chain[-1].parameters())):
                 self._incomplete = ""
                 raise WrongState("step() without gradients: call score_and_backward() first", state="no gradients")
         self._is_torn = num_ranks > 1
-        with self._rank_group.together("the optimizer's step"):
+        with self._rank_group.together("the optimizer's step"), cuda_error_explained(self._device):
             norm = _norm(self._chain[-1]) if num_ranks == 1 else None
             result = optimizer.step()
         updated, self._is_torn = True, False
@@ -413,6 +407,37 @@ class LossCalls:
         value = value.reshape(()).float()
         self.total = self.total.to(value.device) + value.detach()
         return value
+
+
+class StageCalls:
+    """One stage's calls in megatron-core's schedule. After an error it goes on with zeros: the other stages wait."""
+
+    def __init__(self, run: ScoringForward, losses: LossCalls, stand_in: Callable[[MicroBatch], Tensor]) -> None:
+        """stand_in: see `Scorer.stand_in`."""
+        self._run, self._losses, self._stand_in = run, losses, stand_in
+        self.failure: BaseException | None = None
+        """What this stage's forward or the loss has raised first."""
+
+    def forward_step(self, batches: Iterator[MicroBatch], model: Any, *_: Any) -> tuple[Tensor, Any]:
+        """As the schedule takes it."""
+        batch = next(batches)
+        out: Tensor | None = None
+        if self.failure is None:
+            try:
+                out = self._run(batch)
+            except Exception as error:
+                self.failure = error
+        return self._stand_in(batch) if out is None else out, partial(self._loss_of, batch)
+
+    def _loss_of(self, batch: MicroBatch, out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.failure is None:
+            try:
+                value = self._losses.of(batch, out)
+                self._losses.num_done += 1
+                return value * len(self._losses.batches), {}  # the schedule divides
+            except BaseException as error:
+                self.failure = error
+        return out.sum() * 0.0, {}
 
 
 def _has_gradient(parameter: Tensor) -> bool:

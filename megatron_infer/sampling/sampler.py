@@ -40,7 +40,7 @@ from megatron_infer.sampling.token_masks import TokenMasks
 
 
 class SamplingKernels(Protocol):
-    """A backend's own draws and scores, for logits of the model's dtype and fp32; rows may be strided."""
+    """A backend's own draws and scores, for fp32 logits; rows may be strided."""
 
     def draw(self, logits_MV: Tensor, columns_5M: Tensor) -> tuple[Tensor, ...]:
         """What `filters.draw_any` and `draw_filtered` do, by `DrawParams.columns_5M` -> the first fields of a
@@ -98,7 +98,7 @@ class Sampler:
     """Draws tokens by the parameters of their rows.
 
     A row's token is a function of its logits, parameters, context, seed and position, not of the other rows in the
-    step. A batch of greedy rows is one argmax in the model's dtype.
+    step. A batch of greedy rows is one argmax.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Sampler:
         self._details: TokenDetailsPlan | None = None
 
     def sample(self, logits_SV: Tensor, inputs: SamplerInput) -> SamplerOutput:
-        """One token a row. logits_SV is [S, padded V] in the model's dtype and is left as it was."""
+        """One token a row. logits_SV is fp32 [S, padded V] and is left as it was."""
         assert logits_SV.shape[1] == self.padded_vocab_size, (
             f"{logits_SV.shape[1]} logits, not {self.padded_vocab_size}"
         )

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler import policy
-from megatron_infer.scheduler.draft_depth import StepCosts
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.request import Request, Status, sort_key_of
 from megatron_infer.scheduler.running_set import RunningSet
+from megatron_infer.scheduler.step_costs import StepCosts
 from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 PRESENT_STEPS = 256

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
-from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, DraftDepth, Proposal, StepCosts
+from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, DraftDepth, Proposal
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.running_set import RunningSet
+from megatron_infer.scheduler.step_costs import StepCosts
 from megatron_infer.scheduler.step_plan import ON_DEVICE, PrefillChunk
 
 

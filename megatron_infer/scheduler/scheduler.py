@@ -13,13 +13,13 @@ from megatron_infer.errors import RequestError
 from megatron_infer.scheduler import policy
 from megatron_infer.scheduler.caller_shares import CallerShares
 from megatron_infer.scheduler.decode import DecodePlanner
-from megatron_infer.scheduler.draft_depth import StepCosts
 from megatron_infer.scheduler.preemption import PreemptionPolicy
 from megatron_infer.scheduler.prefill import PrefillPlanner, PrefillRoom
 from megatron_infer.scheduler.recompute_progress import RecomputeProgress
 from megatron_infer.scheduler.request import FinishReason, Request, Status
 from megatron_infer.scheduler.running_set import EventHook, RunningSet, SchedulerStats
 from megatron_infer.scheduler.step_budget import StepBudget
+from megatron_infer.scheduler.step_costs import StepCosts
 from megatron_infer.scheduler.step_plan import Committed, PrefillChunk, StepPlan, StepResult
 from megatron_infer.scheduler.step_planner import StepPlanner
 from megatron_infer.scheduler.waiting_queue import WaitingQueue

@@ -26,6 +26,14 @@ from megatron_infer.server.server_config import ServerConfig
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "tools[].function.strict": "tools[].strict",
+}
+"""Fields of the chat's body -> those of this body."""
 
 
 class ContentBlock(Body, kw_only=True):
@@ -60,6 +68,18 @@ class AnthropicToolChoice(Body, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class AnswerFormat(Body, kw_only=True, rename={"schema_": "schema"}):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any]
+
+
+class OutputConfig(Body):
+    format: AnswerFormat | None = None
+    """What the answer is held to; with tools, the answer is a call or of this form."""
+    effort: str | None = None
+    """See `ChatBody.reasoning_effort`."""
+
+
 class CountBody(Body, kw_only=True):
     """What a prompt is made of."""
 
@@ -68,6 +88,9 @@ class CountBody(Body, kw_only=True):
     system: str | list[ContentBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: AnswerFormat | None = None
+    """The older name of output_config.format."""
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -84,13 +107,13 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
     async def reply(call: Call) -> Reply | Events:
         body: MessagesBody = call.body
-        prepared = await prepare_as_chat(chat, routes, chat_of(body), call)
+        prepared = await prepare_as_chat(chat, routes, chat_of(body), call, NAMES)
         shown = MessagesReply(shown_name(client, body.model), prepared)
         found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
         return Events(found.items, named=True) if isinstance(found, Events) else found
 
     async def count(call: Call) -> Reply:
-        prepared = await prepare_as_chat(chat, routes, chat_of(call.body), call)
+        prepared = await prepare_as_chat(chat, routes, chat_of(call.body), call, NAMES)
         return Reply({"input_tokens": len(prepared.request.prompt_ids)})
 
     summary = "Answer a conversation (Anthropic's Messages API)"
@@ -112,12 +135,20 @@ def chat_of(body: CountBody) -> dict[str, Any]:
         messages += _messages_of(message, f"messages[{place}]")
     choice = body.tool_choice
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    if body.messages[-1].role == "assistant":
+        _check_continued(messages[-1] if messages else {}, f"messages[{len(body.messages) - 1}]")
+        fields["continue_final_message"] = True
     if body.tools:
         fields["tools"] = [_tool(tool) for tool in body.tools]
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    config = body.output_config or OutputConfig()
+    form = config.format or body.output_format
+    if form is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
+    fields["reasoning_effort"] = config.effort
     if isinstance(body, MessagesBody):
         fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stream": body.stream}
@@ -146,6 +177,16 @@ def _messages_of(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
     if texts:
         turn["content"] = "\n".join(texts)
     return [*results, turn] if len(turn) > 1 else results
+
+
+def _check_continued(turn: dict[str, Any], where: str) -> None:
+    """Raises ApiError 400 for a last turn of the assistant that the answer cannot go on with."""
+    if "tool_calls" in turn:
+        text = "the last turn has a tool_use without its tool_result; send the result in a turn of the user"
+        raise bad_request(f"{where}: {text}", where, "invalid_value")
+    if turn.get("role") != "assistant" or not turn.get("content"):
+        text = "the answer goes on with the last turn of the assistant, and that turn has no text; leave it out"
+        raise bad_request(f"{where}: {text}", where, "invalid_value")
 
 
 def _text(value: str | list[ContentBlock], where: str) -> str:

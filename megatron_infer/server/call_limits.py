@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.peers import caller_share
 from megatron_infer.server.http_errors import ApiError, bad_request, context_overflow
@@ -18,6 +20,8 @@ TOKEN_BYTES = 32
 """Bytes of a reply for a token: its text, its id."""
 LOGPROB_BYTES = 100
 """Bytes of a reply for one log probability with its token's text and bytes."""
+NUMBER_BYTES = 8
+"""Bytes of a reply for one token id in a list."""
 FLOAT_BYTES = 24
 """Bytes of a reply for one number of a vector, as text."""
 ID_BYTES = 16 / 3
@@ -41,6 +45,8 @@ class EngineLimits:
     """Requests that may wait at the coordinator."""
     hidden_size: int
     """Numbers in a vector of an embedding."""
+    num_routed: int
+    """Experts that a token is routed to, of all layers together."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that a replica has, or is about to have."""
 
@@ -56,6 +62,7 @@ class EngineLimits:
             num_at_once=sum(replica["limit"] for replica in stats["replicas"]),
             max_queue=stats["max_queue"],
             hidden_size=max(one.get("hidden_size", 0) for one in limits),
+            num_routed=max(one.get("num_routed", 0) for one in limits),
             adapters=tuple(sorted({name for one in stats["replicas"] for name in one["adapters"]})),
         )
 
@@ -112,17 +119,9 @@ def check_num_ids(params: SamplingParams, limits: EngineLimits) -> None:
 
 def check_enabled(params: SamplingParams, settings: ServerConfig) -> None:
     """Raises ApiError 400 for what an option of the server turns off."""
-    penalties = ("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)
-    asked: list[tuple[str, bool, str]] = [
-        ("prompt_logprobs", params.prompt_logprobs is not None, "enable_echo"),
-        ("structured output", params.structured is not None, "enable_structured_output"),
-        *((name, getattr(params, name) != off, "enable_penalties") for name, off in penalties),
-        ("min_tokens", params.min_tokens > 0, "enable_min_tokens"),
-    ]
-    for name, is_asked, option in asked:
-        if is_asked and not getattr(settings, option):
-            what = "log probabilities of the prompt (echo with logprobs)" if option == "enable_echo" else name
-            raise turned_off(what, option, name)
+    if (off := settings.turned_off(params)) is not None:
+        what = f"{off.what} (echo with logprobs)" if off.option == "enable_echo" else off.what
+        raise turned_off(what, off.option, "structured output" if off.name == "structured" else off.name)
 
 
 def turned_off(what: str, option: str, name: str) -> ApiError:
@@ -137,7 +136,12 @@ def check_prompt(ids: Sequence[int], max_tokens: int | None, limits: EngineLimit
         raise bad_request("the prompt is empty (0 tokens); give at least one", field, "empty_prompt")
     if num_prompt + (max_tokens or 1) > limits.max_length:
         raise context_overflow(limits.max_length, num_prompt, max_tokens or 1, field=field)
-    low, high = min(ids), max(ids)
+    check_ids(ids, limits, field=field)
+
+
+def check_ids(ids: Sequence[int], limits: EngineLimits, *, field: str) -> None:
+    """Raises ApiError 400 for token ids outside the vocabulary."""
+    low, high = min(ids, default=0), max(ids, default=0)
     if low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
         message = f"token id {wrong} is outside the vocabulary (0 to {limits.vocab_size - 1})"
@@ -163,14 +167,11 @@ def within_reply(
 
     Raises ApiError 400 for a call whose reply is larger if its requests draw the tokens that they ask for.
     """
-    least = sum(
-        _prompt_bytes(one, limits) + one.params.n * (one.params.max_tokens or 1) * _bytes_a_token(one.params, limits)
-        for one in requests
-    )
+    least = reply_bytes(requests, limits)
     if least > max_reply_bytes:
         message = (
-            f"the reply may have {least:,.0f} bytes (prompts x n x max_tokens x log probabilities, ids or vectors "
-            f"per token), the limit is {max_reply_bytes:,} (max_reply_bytes); ask for less at once"
+            f"the reply may have {least:,.0f} bytes (n x prompts and max_tokens x text, ids, log probabilities, "
+            f"experts or vectors per token), the limit is {max_reply_bytes:,} (max_reply_bytes); ask for less at once"
         )
         raise bad_request(message, "max_tokens", "reply_too_large")
     open_ended = [one for one in requests if one.params.max_tokens is None]
@@ -180,7 +181,7 @@ def within_reply(
 
     def bounded(request: EngineRequest) -> EngineRequest:
         params = request.params
-        most = 1 + int(share / (params.n * _bytes_a_token(params, limits)))
+        most = 1 + int(share / (params.n * _bytes_a_token(request, limits)))
         if params.max_tokens is not None or most >= limits.max_length - len(request.prompt_ids):
             return request
         return replace(request, params=replace(params, max_tokens=max(most, params.min_tokens)))
@@ -188,18 +189,39 @@ def within_reply(
     return [bounded(one) for one in requests]
 
 
-def _prompt_bytes(request: EngineRequest, limits: EngineLimits) -> int:
-    if request.params.pooling is not None:
-        num_vectors = len(request.prompt_ids) if request.params.pooling == "all" else 1
-        return num_vectors * limits.hidden_size * FLOAT_BYTES
-    asked = request.params.prompt_logprobs
-    return 0 if asked is None else len(request.prompt_ids) * (asked + 1) * LOGPROB_BYTES
+def reply_bytes(requests: Sequence[EngineRequest], limits: EngineLimits) -> float:
+    """Bytes of a reply whose requests draw the tokens that they ask for, one where they do not say."""
+    return sum(
+        _prompt_bytes(one, limits) + one.params.n * (one.params.max_tokens or 1) * _bytes_a_token(one, limits)
+        for one in requests
+    )
 
 
-def _bytes_a_token(params: SamplingParams, limits: EngineLimits) -> float:
-    num_bytes: float = TOKEN_BYTES
-    if params.logprobs is not None:
-        num_bytes += (params.logprobs + 1) * LOGPROB_BYTES
+def _prompt_bytes(request: EngineRequest, limits: EngineLimits) -> float:
+    params, num_tokens = request.params, len(request.prompt_ids)
+    if params.pooling is not None:
+        return (num_tokens if params.pooling == "all" else 1) * limits.hidden_size * FLOAT_BYTES
+    routed = params.n * num_tokens * limits.num_routed * ID_BYTES if params.return_routing else 0.0
+    if request.prompt_bytes is not None:
+        return routed + params.n * request.prompt_bytes
+    return routed + num_tokens * logprob_bytes(params.prompt_logprobs)
+
+
+def logprob_bytes(num_top: int | None) -> int:
+    """Bytes of a reply for a token's log probabilities. num_top: of the likeliest tokens; None: of none."""
+    return 0 if num_top is None else (num_top + 1) * LOGPROB_BYTES
+
+
+def text_bytes(text: str) -> int:
+    """Bytes of a text in a reply."""
+    return len(msgspec.json.encode(text)) - 2
+
+
+def _bytes_a_token(request: EngineRequest, limits: EngineLimits) -> float:
+    params = request.params
+    num_bytes = TOKEN_BYTES + request.token_bytes + logprob_bytes(params.logprobs)
+    if params.return_routing:
+        num_bytes += limits.num_routed * ID_BYTES
     if params.return_support and not params.greedy:
         if params.top_k > 0:
             num_bytes += params.top_k * ID_BYTES

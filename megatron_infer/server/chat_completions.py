@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.server import call_limits
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
@@ -92,9 +93,11 @@ class ChatCompletions:
             has_bos=body.add_BOS,
         )
         salt = body.cache_salt or ""
-        (request,) = client.checked([EngineRequest(prompt_ids=ids, params=params, cache_salt=salt)], call)
-        parsed.prompt_end = await client.decode(ids[-NUM_PROMPT_END:], skip_special=False)
         raw_prompt = await client.decode(ids, skip_special=False) if body.return_raw_text else ""
+        num_bytes = call_limits.text_bytes(raw_prompt) + len(ids) * _bytes_a_prompt_token(body)
+        request = EngineRequest(prompt_ids=ids, params=params, cache_salt=salt, prompt_bytes=num_bytes)
+        (request,) = client.checked([request], call)
+        parsed.prompt_end = await client.decode(ids[-NUM_PROMPT_END:], skip_special=False)
         splitters = [parsed.make_splitter() for _ in range(params.n)]
         shown = self._settings.show_cached_tokens
         return PreparedChat(request=request, splitters=splitters, raw_prompt=raw_prompt, shows_cached=shown)
@@ -123,6 +126,13 @@ class ChatCompletions:
             raise bad_request("top_logprobs is given without logprobs: true; give both", "top_logprobs")
         if body.logprobs:
             values["logprobs"] = body.top_logprobs or 0
+
+
+def _bytes_a_prompt_token(body: ChatBody) -> float:
+    """See `EngineRequest.prompt_bytes`; without the raw text. Log probabilities are in the reply once."""
+    has_ids = body.return_token_ids or body.return_tokenized_data
+    once = call_limits.logprob_bytes(body.prompt_logprobs) / (body.n or 1)
+    return once + (2 * call_limits.NUMBER_BYTES if has_ids else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,9 @@ def prompt_ids(
         last = plain[-1]
         if not last["content"]:
             raise bad_request("continue_final_message: the last message is empty", "continue_final_message")
+        if "tool_calls" in last:  # they come after the content, where the prompt ends
+            text = "continue_final_message: the last message has tool_calls; send their results, or no tool_calls"
+            raise bad_request(text, "continue_final_message")
         end = last["content"] if last["content"] in markers else _new_marker()
         if end not in markers:
             last["content"] += end

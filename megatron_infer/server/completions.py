@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
+from megatron_infer.server import call_limits
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ParsedBody
@@ -68,10 +70,17 @@ class Completions:
             body.prompt, field="prompt", add_special=body.add_special_tokens is not False
         )
         salt = body.cache_salt or ""
-        requests = client.checked(
-            [EngineRequest(prompt_ids=ids, params=params, cache_salt=salt) for ids in prompts], call
-        )
+        asked = [
+            EngineRequest(prompt_ids=ids, params=params, cache_salt=salt, prompt_bytes=_prompt_bytes(body, len(ids)))
+            for ids in prompts
+        ]
+        requests: Sequence[EngineRequest] = client.checked(asked, call)
         echoed = await self._echoed(body, prompts) if body.echo else []
+        if echoed:
+            requests = client.within_reply(
+                replace(one, prompt_bytes=(one.prompt_bytes or 0) + call_limits.text_bytes(text))
+                for one, text in zip(requests, echoed, strict=True)
+            )
         texts = self._token_ids if body.return_tokens_as_token_ids else self._token_texts
         shown = self._settings.show_cached_tokens
         reply = CompletionReply(body, shown_name(client, body.model), requests, echoed, texts, shows_cached=shown)
@@ -115,6 +124,16 @@ class Completions:
             return ["" for _ in prompts]
         skip_special = body.skip_special_tokens is not False
         return [await self._client.decode(ids, skip_special=skip_special) for ids in prompts]
+
+
+def _prompt_bytes(body: CompletionBody, num_tokens: int) -> int:
+    """See `EngineRequest.prompt_bytes`; without the echoed text."""
+    a_token = call_limits.logprob_bytes(body.prompt_logprobs)
+    if body.echo:
+        a_token += call_limits.logprob_bytes(body.logprobs)
+    if body.return_token_ids:
+        a_token += call_limits.NUMBER_BYTES
+    return num_tokens * a_token
 
 
 class CompletionReply:

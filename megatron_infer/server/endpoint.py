@@ -39,14 +39,18 @@ class Call:
     @property
     def caller(self) -> str:
         """The address it comes from."""
-        client = self.request.client
-        return "" if client is None else str(client.host)
+        return _caller(self.request.scope)
 
     @property
     def route(self) -> str:
         """The path of its operation, as registered."""
         route: str = self.request.scope["state"]["route"]
         return route
+
+
+def _caller(scope: Any) -> str:
+    client = scope.get("client")
+    return "" if client is None else str(client[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class Endpoint:
         self._acting = [] if body is None else [one.encode_name for one in msgspec.structs.fields(body)]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        with self._room.reserve() as add:
+        with self._room.reserve(_caller(scope)) as add:
             await self._serve(scope, receive, send, add)
 
     async def _serve(self, scope: Any, receive: Any, send: Any, add: Callable[[int], None]) -> None:

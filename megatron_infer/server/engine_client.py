@@ -23,7 +23,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import AsyncInferenceClient
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.server_meter import ServerMeter
@@ -65,6 +64,11 @@ class EngineProcesses(Protocol):
 def _salt(caller: str, salt: str, *, isolated: bool) -> str:
     """The cache salt of a request: with its caller in it, where callers share no prefixes."""
     return hashlib.blake2b(f"{caller}\n{salt}".encode(), digest_size=16).hexdigest() if isolated else salt
+
+
+def is_outdated(replica: dict[str, Any]) -> bool:
+    """Whether a replica, as the coordinator describes it, takes no requests until it has the weights in force."""
+    return bool(replica["restoring"] or replica["outdated"])
 
 
 class EngineClient:
@@ -135,16 +139,26 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """ "ok", "loading" (the first replica, or one that was started again), "unavailable" (none serves now),
-        "draining" or "failed"."""
+        """ "ok", "loading" (the first replica, or one that was started again, which may read new weights again),
+        "unavailable" (none serves now), "outdated" (none has the weights in force), "draining" or "failed"."""
         if self._is_draining:
             return "draining"
         if self.failure is not None:
             return "failed"
-        if self.replicas:
+        if any(not is_outdated(replica) for replica in self.replicas):
             return "ok"
-        is_loading = self._limits is None or any(worker["state"] == "starting" for worker in self.workers)
-        return "loading" if is_loading else "unavailable"
+        is_starting = any(worker["state"] == "starting" for worker in self.workers)
+        if is_starting or self._limits is None or any(replica["restoring"] for replica in self.replicas):
+            return "loading"
+        return "outdated" if self.replicas else "unavailable"
+
+    def _serves_none(self) -> ApiError | None:
+        """The error of all calls where no engine will serve again, or none before the next weight update."""
+        if (failure := self.failure) is not None:
+            return unavailable(failure, "engine_failed")
+        if self.state == "outdated":
+            return unavailable(f"no engine serves: {self.replicas[0]['outdated']}", "outdated_weights")
+        return None
 
     @property
     def limits(self) -> EngineLimits:
@@ -187,8 +201,8 @@ class EngineClient:
             if self._was_busy and ((is_due and not self._calls) or time.monotonic() - cleaned > CLEAN_BUSY_S):
                 give_back()
                 self._was_busy, cleaned = bool(self._calls), time.monotonic()
-            if (failure := self.failure) is not None:
-                self.fail_all(protocol.ReplicaLost(failure))
+            if (error := self._serves_none()) is not None:
+                self.fail_all(error)
             await asyncio.sleep(POLL_S if self._limits is not None else POLL_S / 5)
 
     # ------------------------------------------------------------------ calls in flight
@@ -252,7 +266,7 @@ class EngineClient:
             call_limits.check_enabled(request.params, settings)
             call_limits.check_prompt(request.prompt_ids, request.params.max_tokens, limits, field=field)
             call_limits.check_num_ids(request.params, limits)
-        bounded = call_limits.within_reply(requests, limits, settings.max_reply_bytes)
+        bounded = self.within_reply(requests)
         caller, isolated = call.caller, settings.isolate_prefix_cache
         return [
             replace(
@@ -265,6 +279,10 @@ class EngineClient:
             for one in bounded
         ]
 
+    def within_reply(self, requests: Iterable[EngineRequest]) -> Sequence[EngineRequest]:
+        """See `call_limits.within_reply`."""
+        return call_limits.within_reply(list(requests), self.limits, self.settings.max_reply_bytes)
+
     @asynccontextmanager
     async def submit(
         self, requests: Sequence[EngineRequest], *, stream: bool = False, abort_ids: Iterable[str] = ()
@@ -276,11 +294,8 @@ class EngineClient:
         """
         for hook in self.admission_hooks:
             await hook()
-        refused = self.refusal()
-        if refused is not None:
+        if (refused := self.refusal() or self._serves_none()) is not None:
             raise refused
-        if (failure := self.failure) is not None:
-            raise unavailable(failure, "engine_failed")
         call = InFlightCall(
             self.coordinator,
             requests,

@@ -47,6 +47,9 @@ class ParsedBody:
     """Further variables of the chat template."""
     structured: tuple[str, dict[str, Any]] | None = None
     """(field to blame, fields of StructuredOutput) that another module needs; `structured_outputs` applies them."""
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """JSON schemas that the grammar in `structured` is made of, by what to blame where one cannot be enforced. The
+    error of the grammar as a whole is about a text that no caller wrote."""
     begins_freely: bool = False
     """Whether the structured output may begin with any text, reasoning say."""
     make_splitter: Callable[[], Splitter] = PlainSplitter

@@ -10,6 +10,18 @@ from megatron_infer.server.request_fields import FieldTable, no_effect, refused
 _NO_STORE = no_effect("this server stores nothing", False)
 _NO_MEDIA = "there are no images, audio or video here: this model reads text"
 _MEDIA_OPTIONS = no_effect("there are no images, audio or video here", {}, False)
+_ALL_SHOWN = no_effect("all tools are shown to the model", False)
+_NOT_CUT = no_effect("a prompt is not cut here", [], {})
+_NO_PLACE = no_effect("a template has no place for it")
+_LABELS = {
+    "id": no_effect("messages are known by their place"),
+    "type": no_effect("a template has no place for it", "message"),
+    "status": no_effect("messages are taken as they are"),
+    "timestamp": _NO_PLACE,
+    "created_at": _NO_PLACE,
+    "metadata": no_effect("a template has no place for it", {}),
+}
+"""What clients store with a message."""
 _BEAM = "beam search is not served; use best_of"
 _CHAT_ONLY = "tool calls are served at /v1/chat/completions and /v1/responses only"
 _LABEL = no_effect("it labels the call for the caller's own use")
@@ -27,6 +39,7 @@ _HINTS = {
     "service_tier": no_effect("there is one tier; see priority", "auto", "default"),
     "store": _NO_STORE,
     "session_id": _LABEL,
+    "client_metadata": _LABEL,
 }
 _VLLM = {
     "use_beam_search": refused(_BEAM, False),
@@ -86,7 +99,8 @@ PART = FieldTable(
     }
 )
 MESSAGE = FieldTable(
-    {
+    _LABELS
+    | {
         "cache_control": no_effect("prefixes are found by their tokens"),
         "refusal": no_effect("a template has no place for it", ""),
         "annotations": no_effect("a template has no place for them", []),
@@ -100,7 +114,11 @@ MESSAGE = FieldTable(
     },
     {"content": PART},
 )
-TOOL = FieldTable({"cache_control": no_effect("prefixes are found by their tokens")})
+FUNCTIONS = ("function",)
+TOOL = FieldTable(
+    {"cache_control": no_effect("prefixes are found by their tokens"), "defer_loading": _ALL_SHOWN}, kinds=FUNCTIONS
+)
+ALLOWED_TOOLS = FieldTable(nested={"tools": FieldTable(kinds=FUNCTIONS)})
 
 _OPENAI = _HINTS | _VLLM | _SGLANG
 CHAT = FieldTable(
@@ -121,7 +139,12 @@ CHAT = FieldTable(
         "stream_reasoning": refused("thoughts are streamed as they come", True),
         "skip_prompt_log_probs": refused("ask for prompt_logprobs", True),
     },
-    {"stream_options": STREAM_OPTIONS, "messages": MESSAGE, "tools": TOOL},
+    {
+        "stream_options": STREAM_OPTIONS,
+        "messages": MESSAGE,
+        "tools": TOOL,
+        "tool_choice": FieldTable(nested={"allowed_tools": ALLOWED_TOOLS}),
+    },
 )
 COMPLETIONS = FieldTable(
     _OPENAI
@@ -156,9 +179,8 @@ TOKENIZE = FieldTable(
         "chat_template": CHAT.rules["chat_template"],
         "mm_processor_kwargs": _MEDIA_OPTIONS,
         "media_io_kwargs": _MEDIA_OPTIONS,
-        "tools": refused("send the whole call to /v1/chat/completions with return_token_ids", []),
     },
-    {"messages": MESSAGE},
+    {"messages": MESSAGE, "tools": TOOL},
 )
 
 _RESPONSES_PART = FieldTable(
@@ -192,7 +214,7 @@ RESPONSES = FieldTable(
         "conversation": refused("this server stores nothing; send the conversation as input"),
         "prompt": refused("this server stores no prompts; send the text"),
         "truncation": refused("a prompt is not cut here; send what is to be read", "disabled"),
-        "context_management": refused("a prompt is not cut here; send what is to be read", []),
+        "context_management": _NOT_CUT,
         "max_tool_calls": no_effect("this server calls no tools itself"),
         "moderation": refused("this server checks no texts"),
         "stream_options": no_effect("events are not padded", {}),
@@ -201,11 +223,13 @@ RESPONSES = FieldTable(
         "input": _ITEM,
         "tools": FieldTable(
             {
-                "defer_loading": refused("all tools are shown to the model", False),
+                "defer_loading": _ALL_SHOWN,
                 "allowed_callers": refused("nothing is called here", ["direct"]),
                 "output_schema": no_effect("results are not checked"),
-            }
+            },
+            kinds=FUNCTIONS,
         ),
+        "tool_choice": ALLOWED_TOOLS,
         "text": FieldTable({"verbosity": CHAT.rules["verbosity"]}),
         "reasoning": FieldTable(
             {
@@ -233,11 +257,12 @@ _BLOCK = FieldTable(_PLAIN_BLOCK.rules, {"content": _PLAIN_BLOCK})
 _ANTHROPIC_TOOL = FieldTable(
     {
         "cache_control": _CACHE_CONTROL,
-        "defer_loading": refused("all tools are shown to the model", False),
+        "defer_loading": _ALL_SHOWN,
         "eager_input_streaming": no_effect("arguments are streamed as they come"),
         "allowed_callers": refused("nothing is called here", ["direct"]),
         "input_examples": refused("put them into the description", []),
-    }
+    },
+    kinds=("custom",),
 )
 ANTHROPIC = FieldTable(
     {
@@ -250,16 +275,18 @@ ANTHROPIC = FieldTable(
         "thinking": no_effect(
             "a model thinks as its chat template makes it; see --reasoning-parser", {"type": "disabled"}
         ),
-        "output_config": refused("use response_format of /v1/chat/completions", {}),
-        "output_format": refused("use response_format of /v1/chat/completions"),
         "container": refused("nothing is run here"),
         "mcp_servers": refused("nothing is called here", []),
-        "context_management": refused("a prompt is not cut here; send what is to be read"),
+        "context_management": _NOT_CUT,
     },
     {
-        "messages": FieldTable({}, {"content": _BLOCK}),
+        "messages": FieldTable(
+            _LABELS | dict.fromkeys(("model", "stop_reason", "stop_sequence", "stop_details", "usage"), _NO_PLACE),
+            {"content": _BLOCK},
+        ),
         "system": _PLAIN_BLOCK,
         "tools": _ANTHROPIC_TOOL,
+        "output_config": FieldTable({"task_budget": no_effect("outputs are bounded by max_tokens only")}),
     },
 )
 _SCORE_CUTS = refused("a text is not cut here; send what is to be read", 0)

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_infer import __version__
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.engine_client import EngineClient, is_outdated
 from megatron_infer.server.http_errors import unavailable
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.routes import Routes
@@ -19,7 +19,7 @@ GENERATE_TIMEOUT_S = 20.0
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     async def health(call: Call) -> Reply:
-        """200 while requests are served; 503 while loading, unavailable, draining or failed.
+        """200 while requests are served; 503 while loading, unavailable, outdated, draining or failed.
 
         It is what this process knows: nothing is asked, so that the reply does not wait for a busy coordinator.
         """
@@ -57,6 +57,8 @@ def report_of(client: EngineClient) -> dict[str, Any]:
     return {
         "status": client.state,
         "waiting": client.stats.get("waiting", 0) if client.is_connected else None,
-        "replicas": [{name: replica[name] for name in fields} for replica in client.replicas],
+        "replicas": [
+            {name: replica[name] for name in fields} | {"outdated": is_outdated(replica)} for replica in client.replicas
+        ],
         "workers": client.workers,
     }

@@ -1,4 +1,7 @@
-"""Errors -> replies in OpenAI's form, {"error": {"message", "type", "param", "code"}}, and their statuses."""
+"""Errors -> replies in OpenAI's and Anthropic's form, and their statuses.
+
+{"type": "error", "error": {"message", "type", "param", "code"}}: OpenAI's clients read `error`, Anthropic's both.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,8 @@ class ApiError(InferenceError):
         return known.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"type": "error", "error": error}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -1,7 +1,7 @@
-"""HTTP/1.1 of one connection, under uvicorn: limits on its head and its silence that act before the application does.
+"""HTTP/1.1 of one connection, under uvicorn: limits that act before the application does, or after it has replied.
 
-A head is the request line and the headers. A connection that is beyond a limit is answered in HTTP and closed; all
-other connections go on.
+A head is the request line and the headers. Trailers are the headers after a chunked body: they are dropped, and have a
+head's limits. A connection that is beyond a limit is answered in HTTP and closed; all other connections go on.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def raise_descriptor_limit() -> int:
 
 
 class Connections:
-    """What the connections of a server share: their number, its limit, and when a refusal was logged last."""
+    """What the connections of a server share: the limit of their number, and when a refusal was logged last."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, *, reply_timeout_s: float) -> None:
+        """reply_timeout_s: most seconds that a reply waits in memory for a client that does not read it."""
+        self.limit, self.reply_timeout_s = limit, reply_timeout_s
         self._last_logged = float("-inf")
 
     def refused(self, count: int) -> None:
@@ -76,11 +77,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes = 0
+        """Bytes since a message, its head or a piece of its body: of a head, of trailers, of chunks' sizes."""
+        self._num_trailers = 0
         self._in_head = True
         self._refusal: ApiError | None = None
         self._cycles: list[RequestResponseCycle] = []
         """Requests without a whole reply: the one that runs, and those behind it."""
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._awaits_body = self._is_head_known = False
         """A request offers another protocol: its body comes; its head is read again. See `_ignore_offer`."""
 
@@ -96,18 +100,29 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
+        self.resume_writing()
         self._end_cycles()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """More of a reply waits than the system takes. A reply that has ended waits in memory, also of a connection
+        that is being closed, until the client reads."""
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(self.shared.reply_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None or self.transport.is_closing():
             return
-        was_in_head = self._in_head
-        self._feed(data)
-        if not self._in_head:
-            return
-        self._expect_head()
-        self._head_bytes += len(data) if was_in_head else 0  # else it may be the end of a body for the most part
+        self._head_bytes += len(data)
+        self._feed(data)  # sets the count to 0 where something ends: the rest of `data` is not counted
+        if self._in_head:
+            self._expect_head()
         if self._head_bytes > MAX_HEAD_BYTES and self._refusal is None:
             self._end(_too_large(f"more than {MAX_HEAD_BYTES:,} bytes"))
 
@@ -147,7 +162,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if not self._is_head_known:
-            self._in_head, self._head_bytes = True, 0
+            self._in_head, self._num_trailers = True, 0
+            self._head_bytes = max(self._head_bytes, 1)
             super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -157,14 +173,19 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_head_known:
             return
-        super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS:
+        if self._in_head:
+            super().on_header(name, value)
+        else:
+            self._num_trailers += 1
+        if max(len(self.headers), self._num_trailers) > MAX_HEADERS:
             self._refuse(_too_large(f"more than {MAX_HEADERS} lines"))
 
     def on_headers_complete(self) -> None:
         if self._is_head_known:
             return
         self._head_arrived()
+        self._head_bytes = 0
+        self._check_version_and_host()
         self._awaits_body = self.parser.should_upgrade() and any(
             name in _FRAMING and value != b"0" for name, value in self.headers
         )
@@ -175,9 +196,33 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cycles.append(self.cycle)
         self.flow.resume_reading()  # uvicorn reads no further behind a request that waits, and misses the client's end
 
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._head_bytes = 0
         if not self._awaits_body:
             super().on_message_complete()
+            self.cycle.more_body = False  # uvicorn leaves True where the reply came first
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_answered_early:  # else the rest of the body could go on without end
+            self._expect_head()
+
+    @property
+    def _is_answered_early(self) -> bool:
+        """Whether the body of a request comes that has a whole reply already."""
+        return self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
+
+    def _check_version_and_host(self) -> None:
+        """RFC 9112, 2.3 and 3.2: programs in between may route by another Host than the one that is looked at."""
+        version, hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
+        if version not in ("1.0", "1.1"):
+            self._refuse(ApiError(400, f"the request is HTTP/{version}; send HTTP/1.1", code="http_version"))
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            self._refuse(ApiError(400, f"the request has {hosts} Host headers; send one", code="invalid_host"))
 
     # ------------------------------------------------------------------ refusals
 
@@ -212,7 +257,8 @@ class BoundedProtocol(HttpToolsProtocol):
         lines += [f"{name.lower()}: {value}" for name, value in error.headers.items()]
         unanswered = [cycle for cycle in self._cycles if not cycle.response_complete]
         is_of_last = [cycle.more_body and not cycle.response_started for cycle in unanswered]
-        if is_of_last in ([], [True]):  # else it would stand within another reply, or in its place
+        # Else it would stand within another reply, or in its place, or be a second one.
+        if is_of_last in ([], [True]) and not self._is_answered_early:
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
         self._end_cycles()
@@ -236,4 +282,5 @@ _REASONS = {
 
 def _too_large(got: str) -> ApiError:
     limits = f"{MAX_HEAD_BYTES:,} bytes in {MAX_HEADERS} lines"
-    return ApiError(431, f"the request line and headers have {got}, the limit is {limits}", code="headers_too_large")
+    message = f"the request line and headers (or the trailers) have {got}, the limit is {limits}"
+    return ApiError(431, message, code="headers_too_large")

@@ -48,7 +48,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class EnginesFailed(InferenceError, RuntimeError):
-    """No engine has come up."""
+    """No engine has come up, or a process without which none serves was given up."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -130,7 +130,7 @@ class HttpServer:
     async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
         """Serve until `shut_down`, SIGTERM or Ctrl-C. on_ready: called with the URL once an engine serves.
 
-        Signals are handled if this is the main thread. Raises EnginesFailed if no engine ever serves.
+        Signals are handled if this is the main thread. Raises EnginesFailed once no engine will serve any more.
         """
         coordinator = AsyncInferenceClient(self._coordinator, key=self._key, name="http")
         async with contextlib.AsyncExitStack() as stack:
@@ -156,7 +156,8 @@ class HttpServer:
             limit = raise_descriptor_limit()
             log.info("at most %d connections at once (the hard limit of open files)", limit)
             app = create_app(client, self._settings, modules=self._modules)
-            server = _UvicornServer(_uvicorn_config(app, Connections(limit)))
+            connections = Connections(limit, reply_timeout_s=self._settings.request_timeout_s)
+            server = _UvicornServer(_uvicorn_config(app, connections))
             loop = asyncio.get_running_loop()
             self._running = (loop, server, client)
             if threading.current_thread() is threading.main_thread():
@@ -164,13 +165,13 @@ class HttpServer:
                     loop.add_signal_handler(number, self._shut_down)
                     stack.callback(loop.remove_signal_handler, number)  # uvloop leaves its own, which does nothing then
             ticking = asyncio.create_task(self._tick())
-            waiting = asyncio.create_task(self._wait_ready(server, client, lambda: on_ready(url_of(listening))))
+            watching = asyncio.create_task(self._watch(server, client, lambda: on_ready(url_of(listening))))
             with exporter:
                 await server.serve(sockets=[listening])
             ticking.cancel()
-            waiting.cancel()
+            watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await waiting
+                await watching
 
     @property
     def pass_s(self) -> float:
@@ -187,15 +188,16 @@ class HttpServer:
         if self._running is not None and not self._running[0].is_closed():
             self._running[0].call_soon_threadsafe(self._shut_down)
 
-    async def _wait_ready(self, server: _UvicornServer, client: EngineClient, on_ready: Callable[[], None]) -> None:
-        while client.state in ("loading", "unavailable"):
-            await asyncio.sleep(0.05)
-        if client.state == "ok":
-            on_ready()
-            return
-        if self._supervisor is not None and not self._supervisor.was_ready and client.state == "failed":
-            server.should_exit = True
-            raise EnginesFailed(self._supervisor.failure() or "no engine has come up")
+    async def _watch(self, server: _UvicornServer, client: EngineClient, on_ready: Callable[[], None]) -> None:
+        is_announced = False
+        while self._supervisor is None or (failure := self._supervisor.failure()) is None:
+            if not is_announced and client.state == "ok":
+                is_announced = True
+                on_ready()
+            await asyncio.sleep(TICK_S if is_announced else 0.05)
+        client.fail_all(unavailable(failure, "engine_failed"))
+        server.should_exit = True
+        raise EnginesFailed(failure)
 
     def _shut_down(self) -> None:
         assert self._running is not None

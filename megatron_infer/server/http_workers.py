@@ -20,12 +20,11 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from megatron_infer.coordinator.client import AsyncInferenceClient
-from megatron_infer.errors import ModelError
 from megatron_infer.metrics.monotonic import MonotonicCounts, summed
 from megatron_infer.metrics.prometheus import exposition
 from megatron_infer.metrics.registry import Family, families_of, plain_of
@@ -82,7 +81,7 @@ class HttpFrontend:
     async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
         """Serve until SIGTERM or Ctrl-C. on_ready: called with the URL once an engine serves and all workers do.
 
-        Raises EnginesFailed if no engine ever serves, ModelError if every worker was given up.
+        Raises EnginesFailed once no engine will serve any more, or every worker was given up.
         """
         self._http = Supervisor([self._worker(index, listening) for index in range(self._settings.http_workers)])
         coordinator = AsyncInferenceClient(self._coordinator, key=self._key, name="http-frontend")
@@ -143,7 +142,8 @@ class HttpFrontend:
             if self._ends_at is not None and now > self._ends_at:
                 return
             if self._ends_at is None:
-                self._raise_failure()
+                if (failure := self.failure()) is not None:
+                    await self._end_with(failure)
                 is_ready = all(process.ready or process.is_given_up for process in self._http.processes)
                 if is_ready and not is_announced and self._client.state == "ok":
                     is_announced = True
@@ -153,11 +153,13 @@ class HttpFrontend:
                 gathered = time.monotonic()
             await asyncio.sleep(0.05 if self._ends_at is None else 0.01)
 
-    def _raise_failure(self) -> None:
-        if self._engines is not None and not self._engines.was_ready and (failure := self._engines.failure()):
-            raise EnginesFailed(failure)
-        if failure := self._http.failure():
-            raise ModelError(failure)
+    async def _end_with(self, failure: str) -> NoReturn:
+        """Workers know of the failure, and fail their calls as they drain."""
+        self._http.terminate_workers()
+        ends_at = time.monotonic() + CLOSE_TIMEOUT_S
+        while time.monotonic() < ends_at and any(process.is_running for process in self._http.processes):
+            await asyncio.sleep(0.05)
+        raise EnginesFailed(failure)
 
     def shut_down(self) -> None:
         """Do what SIGTERM does; from any thread."""

@@ -34,6 +34,10 @@ class EngineRequest:
     """Id of the HTTP call it belongs to."""
     route: str = ""
     """Path of that call, as registered."""
+    prompt_bytes: float | None = None
+    """Bytes of the reply for the prompt in each of the n choices; None: the prompt's log probabilities, once."""
+    token_bytes: float = 0.0
+    """Bytes of the reply for each drawn token, besides those that its parameters ask for."""
 
 
 class LatestOutputs:

@@ -27,6 +27,8 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
     async def model(call: Call) -> Reply:
         name = call.request.path_params["model"]
+        if not name:  # /v1/models/
+            return await models(call)
         check_model(client, name)
         return Reply(card_of(name))
 

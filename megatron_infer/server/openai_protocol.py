@@ -86,9 +86,18 @@ class CompletionBody(SamplingBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class TextPart(Body, kw_only=True):
-    type: Literal["text"]
+class TextPart(Body, kw_only=True, tag_field="type", tag="text"):
     text: str
+
+
+class RefusalPart(Body, kw_only=True, tag_field="type", tag="refusal"):
+    """In an assistant message: the text of an answer that was no answer."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class Message(Body, kw_only=True):
@@ -96,7 +105,7 @@ class Message(Body, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     """"function" is the old name of "tool"."""
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None

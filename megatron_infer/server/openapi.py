@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +29,7 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorReply(msgspec.Struct):
+    type: Literal["error"]
     error: ErrorObject
 
 
@@ -86,7 +87,7 @@ def _put_fields(components: dict[str, Any], name: str, table: FieldTable) -> Non
         if field_name not in properties
     }
     for field_name, inner in table.nested.items():
-        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(properties[field_name])):
+        for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(properties.get(field_name))):
             _put_fields(components, reference, inner)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from megatron_infer.coordinator.peers import caller_share
 from megatron_infer.server.http_errors import ApiError, unavailable
 
 BODY_TIMEOUT_S = 60.0
@@ -29,14 +31,16 @@ object."""
 
 
 class BodyRoom:
-    """The bytes of the bodies of all calls that are under way."""
+    """The bytes of the bodies of all calls that are under way, and of each caller's."""
 
-    def __init__(self, limit: int) -> None:
-        """limit: max_bodies_bytes."""
-        self._limit, self._held = limit, 0
+    def __init__(self, limit: int, *, body_limit: int) -> None:
+        """limit: max_bodies_bytes. body_limit: max_body_bytes, which one caller may hold in any case."""
+        self._limit, self._caller_limit = limit, max(caller_share(limit), body_limit)
+        self._held: Counter[str] = Counter()
+        """By caller: those that hold some."""
 
     @contextlib.contextmanager
-    def reserve(self) -> Iterator[Callable[[int], None]]:
+    def reserve(self, caller: str) -> Iterator[Callable[[int], None]]:
         """A call's share: a function that adds bytes to it, which are given back at the end of the context.
 
         The function raises ApiError 503 where they do not fit.
@@ -45,16 +49,22 @@ class BodyRoom:
 
         def add(num_bytes: int) -> None:
             nonlocal share
-            if self._held + num_bytes > self._limit:
-                text = f"calls under way hold bodies of {self._held:,} bytes, the limit is {self._limit:,}"
-                raise unavailable(f"{text} (max_bodies_bytes); ask again in a moment", "too_many_bodies")
-            self._held += num_bytes
+            for whose, held, limit in (
+                ("calls under way", self._held.total(), self._limit),
+                ("your calls under way", self._held[caller], self._caller_limit),
+            ):
+                if held + num_bytes > limit:
+                    text = f"{whose} hold bodies of {held:,} bytes, the limit is {limit:,} (max_bodies_bytes)"
+                    raise unavailable(f"{text}; ask again in a moment", "too_many_bodies")
+            self._held[caller] += num_bytes
             share += num_bytes
 
         try:
             yield add
         finally:
-            self._held -= share
+            self._held[caller] -= share
+            if not self._held[caller]:
+                del self._held[caller]
 
 
 class Disconnected(Exception):

@@ -60,6 +60,8 @@ class FieldTable:
     rules: Mapping[str, Rule] = field(default_factory=dict)
     nested: Mapping[str, FieldTable] = field(default_factory=dict)
     """Tables of fields that hold an object or a list of objects."""
+    kinds: tuple[str, ...] = ()
+    """Of objects in a list: the values of `type` that act; (): all. An object with another is left out, and listed."""
 
     def settle(self, data: bytes, acting: Iterable[str], *, strict: bool) -> tuple[bytes, list[str]]:
         """A body without the fields that ask for nothing -> (the rest, names of the fields without effect).
@@ -97,12 +99,21 @@ class FieldTable:
             return value
         if isinstance(items, dict):
             return self._kept(items, f"{where}.", none, ignored, strict)
-        return [
-            self._kept(msgspec.json.decode(item, type=dict[str, Raw]), f"{where}[].", none, ignored, strict)
-            if bytes(memoryview(item)[:1]) == b"{"
-            else item
-            for item in items
-        ]
+        kept: list[Any] = []
+        for place, item in enumerate(items):
+            if bytes(memoryview(item)[:1]) != b"{":
+                kept.append(item)
+                continue
+            found = msgspec.json.decode(item, type=dict[str, Raw])
+            if self._is_of_other_kind(found):
+                _take(f"{where}[{place}]", no_effect(f"its type is none of {', '.join(self.kinds)}"), ignored, strict)
+            else:
+                kept.append(self._kept(found, f"{where}[].", none, ignored, strict))
+        return kept
+
+    def _is_of_other_kind(self, found: dict[str, Raw]) -> bool:
+        kind = msgspec.json.decode(found["type"]) if self.kinds and "type" in found else None
+        return isinstance(kind, str) and kind not in self.kinds
 
 
 NO_FIELDS = FieldTable()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -20,13 +20,13 @@ from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import RESPONSES
 from megatron_infer.server.generation import generate
-from megatron_infer.server.http_errors import of_validation
+from megatron_infer.server.http_errors import ApiError, of_validation
 from megatron_infer.server.openai_logprobs import TokenTexts, chat_content
 from megatron_infer.server.openai_protocol import ChatBody
 from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReader, Change
 from megatron_infer.server.reply_fields import DeltaReader, usage_of
 from megatron_infer.server.request_fields import ignore
-from megatron_infer.server.responses_input import LOGPROBS, ResponsesBody, chat_of, has_logprobs
+from megatron_infer.server.responses_input import LOGPROBS, NAMES, ResponsesBody, chat_of, has_logprobs
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.served_models import shown_name
 from megatron_infer.server.server_config import ServerConfig
@@ -41,7 +41,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         if set(body.include or ()) - {LOGPROBS}:
             text = f"replies have all that there is; {LOGPROBS} acts"
             ignore(call.ignored, "include", text, strict=settings.strict_fields)
-        prepared = await prepare_as_chat(chat, routes, chat_of(body), call)
+        prepared = await prepare_as_chat(chat, routes, chat_of(body), call, NAMES)
         shown = ResponsesReply(body, shown_name(client, body.model), prepared, texts)
         found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
         return Events(found.items, named=True) if isinstance(found, Events) else found
@@ -58,14 +58,32 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     )
 
 
-async def prepare_as_chat(chat: ChatCompletions, routes: Routes, fields: dict[str, Any], call: Call) -> PreparedChat:
-    """A chat of another API, given as the fields of a chat's body. Raises ApiError 400."""
+async def prepare_as_chat(
+    chat: ChatCompletions, routes: Routes, fields: dict[str, Any], call: Call, names: Mapping[str, str]
+) -> PreparedChat:
+    """A chat of another API, given as the fields of a chat's body.
+
+    names: the caller's names of these fields, where they differ; errors and ignored fields have them.
+    Raises ApiError 400.
+    """
     kind = routes.fields.extend(chat_completions.ROUTE, ChatBody)
     try:
         body: Any = msgspec.convert(fields, kind)
+        prepared = await chat.prepare(body, call)
     except msgspec.ValidationError as error:
-        raise of_validation(error, kind) from None
-    return await chat.prepare(body, call)
+        raise _with_names(of_validation(error, kind), names) from None
+    except ApiError as error:
+        raise _with_names(error, names) from None
+    call.ignored[:] = [names.get(name, name) for name in call.ignored]
+    return prepared
+
+
+def _with_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    name = names.get(error.param or "")
+    if name is not None:
+        assert error.param is not None
+        error.message, error.param = error.message.replace(error.param, name, 1), name
+    return error
 
 
 class ResponsesReply:

@@ -10,6 +10,16 @@ from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.openai_protocol import Body, Text
 
 LOGPROBS = "message.output_text.logprobs"
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.type": "text.format.type",
+    "reasoning_effort": "reasoning.effort",
+    "tools[].function.strict": "tools[].strict",
+}
+"""Fields of the chat's body -> those of this body."""
 
 
 class TextConfig(Body):
@@ -51,9 +61,15 @@ class FunctionTool(Body, kw_only=True):
     strict: bool | None = None
 
 
-class ChosenTool(Body, kw_only=True):
-    type: Literal["function"]
+class ChosenTool(Body, kw_only=True, tag_field="type", tag="function"):
     name: str
+
+
+class AllowedChoice(Body, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Calls of some of the tools only; the model is shown all."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Meta(min_length=1)]
 
 
 class ResponsesBody(Body, kw_only=True):
@@ -69,7 +85,7 @@ class ResponsesBody(Body, kw_only=True):
     include: list[str] | None = None
     """"message.output_text.logprobs" acts; top_logprobs implies it."""
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -85,7 +101,7 @@ def chat_of(body: ResponsesBody) -> dict[str, Any]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "tools": None if not body.tools else [_tool(tool) for tool in body.tools],
-        "tool_choice": _tool(choice) if isinstance(choice := body.tool_choice, ChosenTool) else choice,
+        "tool_choice": _choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": None if body.text is None else _response_format(body.text.format),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
@@ -142,8 +158,17 @@ def _text(value: str | list[Part] | None, where: str) -> str:
     return "\n".join(text for text in texts if text is not None)
 
 
-def _tool(tool: FunctionTool | ChosenTool) -> dict[str, Any]:
+def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": {name: getattr(tool, name) for name in tool.__struct_fields__[1:]}}
+
+
+def _choice(choice: str | ChosenTool | AllowedChoice | None) -> Any:
+    if isinstance(choice, ChosenTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AllowedChoice):
+        allowed = {"mode": choice.mode, "tools": [_choice(tool) for tool in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
 
 
 def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -74,7 +74,7 @@ class Routes:
 
     def starlette_routes(self) -> list[Route]:
         paths: dict[str, dict[str, Endpoint]] = {}
-        room = BodyRoom(self._settings.max_bodies_bytes)
+        room = BodyRoom(self._settings.max_bodies_bytes, body_limit=self._settings.max_body_bytes)
         for operation in self.operations.values():
             endpoint = Endpoint(
                 operation.handler,

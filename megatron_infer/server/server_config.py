@@ -10,15 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.metrics.modes import PrometheusMetricsMode
 from megatron_infer.text.reasoning_parsers import REASONING
 from megatron_infer.text.tool_parsers import FORMATS
 
+if TYPE_CHECKING:
+    from megatron_infer.config.sampling_params import SamplingParams
+
 ENV_PREFIX = "MEGATRON_INFER_"
-METRICS_MODES = ("instrument_only", "launch_server", "launch_multiproc_server")
+METRICS_MODES = tuple(mode.value for mode in PrometheusMetricsMode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +94,11 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     """Most bytes in a call's body."""
     max_bodies_bytes: int = 256 << 20
-    """Most bytes in the bodies of all calls under way in an HTTP process, weights not counted; further ones get 503."""
+    """Most bytes in the bodies of all calls under way in an HTTP process, weights not counted; further ones get 503. An
+    eighth is left to other callers, unless one body needs it."""
     max_reply_bytes: int = 128 << 20
-    """Most bytes of a reply, or of all events of a stream, as estimated from prompts, n, max_tokens and log
-    probabilities; a call that may have more is answered 400."""
+    """Most bytes of a reply, or of all events of a stream, as estimated from n, prompts, max_tokens and what is asked
+    for each token; a call that may have more is answered 400."""
     max_prompts: int = 1024
     """Most prompts in one call."""
     max_n: int = 128
@@ -109,7 +114,8 @@ class ServerConfig:
     max_schema_depth: int = 32
     """Most levels of nested objects and lists in a schema."""
     request_timeout_s: float = 600.0
-    """Most seconds from a call's body to the last byte of its reply; then its requests are aborted."""
+    """Most seconds from a call's body to the last byte of its reply; then its requests are aborted. A connection whose
+    client does not read is dropped after as long."""
     keep_alive_s: float = 15.0
     """Seconds after which an idle stream sends a comment, so that proxies do not close it."""
     drain_timeout_s: float = 30.0
@@ -202,6 +208,33 @@ class ServerConfig:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    def turned_off(self, params: SamplingParams) -> TurnedOff | None:
+        """The first thing that a request asks for and an option refuses; None: it is taken."""
+        penalties = ("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)
+        asked = [
+            ("prompt_logprobs", params.prompt_logprobs is not None, "enable_echo"),
+            ("structured", params.structured is not None, "enable_structured_output"),
+            *((name, getattr(params, name) != off, "enable_penalties") for name, off in penalties),
+            ("min_tokens", params.min_tokens > 0, "enable_min_tokens"),
+        ]
+        found = (TurnedOff(name, option) for name, is_asked, option in asked if is_asked and not getattr(self, option))
+        return next(found, None)
+
+
+class TurnedOff(NamedTuple):
+    """What a request asks for and the server does not do."""
+
+    name: str
+    """The field of SamplingParams."""
+    option: str
+    """The option of `ServerConfig` that is False."""
+
+    @property
+    def what(self) -> str:
+        """The name in words."""
+        told = {"prompt_logprobs": "log probabilities of the prompt", "structured": "structured output"}
+        return told.get(self.name, self.name)
 
 
 def _traces_url(given: str) -> str:

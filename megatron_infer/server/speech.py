@@ -44,6 +44,8 @@ SOCKET = "audio"
 """Name of the decoder process's socket in the server's folder."""
 FORMATS = {"wav": "audio/wav", "pcm": "audio/pcm"}
 STREAM_FORMATS = ("audio", "sse", "json")
+SAMPLE_BYTES = 16 / 3
+"""Most bytes of a reply for one sample: float32 as base64."""
 
 
 class SpeechBody(Body, kw_only=True):
@@ -122,6 +124,8 @@ class SpeechRoutes:
         voice = () if body.voice is None else hello.voices[body.voice]
         request = await self._request(body, voice)
         schedule = self._schedule(body, hello)
+        samples, tokens = hello.samples_per_token
+        request = dataclasses.replace(request, token_bytes=SAMPLE_BYTES * samples / tokens)
         (checked,) = self._client.checked([request], call, field="input")
         spoken = _Spoken(len(checked.prompt_ids), time.monotonic())
         blocks = self._blocks(call, checked, SpeechBlocks(schedule, prompt=voice), spoken, hello)

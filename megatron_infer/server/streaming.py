@@ -55,7 +55,7 @@ class EventSender:
             self._state["error"], self._state["failed_status"] = reply.message, reply.status
             if reply.code == "internal_error":
                 log.error("request %s failed in its stream", call_id, exc_info=error)
-            last = self._event({"type": "error", **reply.body()} if self._named else reply.body())
+            last = self._event(reply.body())
         finally:
             await items.aclose()
         async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):

@@ -6,8 +6,9 @@ A schema, pattern or grammar is compiled here first, in a thread: an invalid one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -86,9 +87,10 @@ class StructuredOutputFields:
 
     async def apply_of_module(self, body: Any, parsed: ParsedBody) -> None:
         """Apply what another module put into `ParsedBody.structured`."""
-        if parsed.structured is not None:
-            name, values = parsed.structured
-            await self._apply(name, dict)(values, parsed)
+        if parsed.structured is None:
+            return
+        name, values = parsed.structured
+        parsed.sampling["structured"] = await self.compiled(name, values, parsed.caller, parsed.parts)
 
     def _apply(self, name: str, read: Callable[[Any], dict[str, Any]]) -> Callable[[Any, ParsedBody], Awaitable[None]]:
         """`ExtraField.apply` of the field `name`. read: its value -> fields of StructuredOutput, {} for any text."""
@@ -106,17 +108,40 @@ class StructuredOutputFields:
 
         return apply
 
-    async def compiled(self, name: str, values: dict[str, Any], caller: str = "") -> StructuredOutput:
-        """A StructuredOutput of these fields, checked and compiled in the caller's turn. Raises ApiError 400, blaming
-        the field `name`, and 503 where others' turns took too long."""
+    async def compiled(
+        self,
+        name: str,
+        values: dict[str, Any],
+        caller: str = "",
+        parts: Mapping[str, dict[str, Any]] | None = None,
+    ) -> StructuredOutput:
+        """A StructuredOutput of these fields, checked and compiled in the caller's turn.
+
+        parts: see `ParsedBody.parts`. Raises ApiError 400, blaming the field `name`; 503 where others' turns took too
+        long.
+        """
         if not self._settings.enable_structured_output:  # before it costs anything
             raise turned_off("structured output", "enable_structured_output", name)
         try:
             structured = await self._client.run_in_thread(self._checked, values)
-            await self._compile(structured, caller)
+            try:
+                await self._compile(structured, caller)
+            except RequestError as error:
+                raise (await self._error_of_part(parts or {}, caller)) or error from None
         except RequestError as error:
             raise _refused(name, error) from None
         return structured
+
+    async def _error_of_part(self, parts: Mapping[str, dict[str, Any]], caller: str) -> RequestError | None:
+        """The error of the first schema that cannot be enforced; None: none was found in the time of one grammar."""
+        with contextlib.suppress(TimeoutError, ApiError):
+            async with asyncio.timeout(COMPILE_TIMEOUT_S):
+                for part, schema in parts.items():
+                    try:
+                        await self._compile(StructuredOutput(json_schema=schema), caller)
+                    except RequestError as error:
+                        return RequestError(f"{part}: {str(error).removeprefix('json_schema: ')}")
+        return None
 
     async def of_structured_outputs(self, given: Any) -> StructuredOutput | None:
         """vLLM's `structured_outputs` as JSON -> a checked, compiled one; None for any text. Raises ApiError 400."""

@@ -2,13 +2,12 @@
 
 A subprocess reads its options as JSON from standard input, as every user of the machine can see arguments. It reports
 with JSON lines on standard output: {"ready": {...}} once it serves, {"beat": true} every second,
-{"error": "..."} when it cannot. It is killed when the thread that started it ends.
+{"error": "..."} when it cannot. It ends with the process that started it, see `utils.child_process`.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import importlib
 import json
 import logging
@@ -26,19 +25,9 @@ from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.process_memory import loading_for_good
 from megatron_infer.utils.stderr_log import log_to_stderr
 
-PR_SET_PDEATHSIG = 1
-"""From <linux/prctl.h>."""
 BEAT_S = 1.0
 MAX_PASS_S = 5.0
 """Seconds in one pass of its loop after which a coordinator counts as hanging."""
-
-
-def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process when the thread that started it ends; elsewhere nothing happens."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            sys.exit(1)
 
 
 def report(**message: Any) -> None:
@@ -64,7 +53,6 @@ class Beat:
 def main() -> int:
     """0: done; 1: failed, and the error was reported."""
     options = json.loads(sys.stdin.readline())
-    die_with_parent(options.pop("parent"))
     try:
         ROLES[sys.argv[1]](**options)
     except (InferenceError, NotImplementedError) as error:

@@ -1,7 +1,7 @@
 """Supervises the server's subprocesses: one that ends is restarted after a growing wait, or given up; one that hangs is
 killed.
 
-One thread starts and watches all of them. Each is killed when that thread ends, so none outlives the server.
+One thread starts and watches all of them. None outlives the server, see `utils.child_process`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -20,14 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_infer.errors import ModelError
+from megatron_infer.utils.child_process import ChildProcess
 
 log = logging.getLogger("megatron_infer.server")
 
 WATCH_S = 0.1
-STEADY_S = 60.0
-"""After a run of this length the count of failures starts again."""
+WINDOW_S = 60.0
+"""Seconds of service within which failures count together. The time in which a process loads is not counted."""
 MAX_FAILURES = 5
-"""Failures in a row, without a steady run between them, after which a process is given up."""
+"""Failures within the window after which a process is given up."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 LOADING_FACTOR = 10
 """A process that reads a large tensor may be silent for long."""
@@ -61,7 +61,7 @@ class Process:
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
-        self.restarts = self.num_failures = 0
+        self.restarts = 0
         self.ready: dict[str, Any] | None = None
         """What it reported when it began to serve; None while it does not serve."""
         self.was_ready = False
@@ -71,28 +71,24 @@ class Process:
         """When it was started or last said that it runs; None while it does not run."""
         self.next_start = 0.0
         self.is_given_up = False
-        self._popen: subprocess.Popen[str] | None = None
+        self._popen: ChildProcess | None = None
         self._reader: threading.Thread | None = None
-        self._started = 0.0
         self._is_hanging = False
+        self._ready_at: float | None = None
+        self._served_s = 0.0
+        """How long it has served, in all of its runs that have ended."""
+        self._failures: list[float] = []
+        """Those within the window, each by `_served_s`."""
 
     def start(self) -> None:
-        """The process is killed when the calling thread ends."""
         self.ready, self.error, self._is_hanging = None, None, False
-        self.last_beat = self._started = time.monotonic()
+        self.last_beat, self._ready_at = time.monotonic(), None
         command = [sys.executable, "-m", "megatron_infer.server.subprocess_main", self.spec.role]
-        self._popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            pass_fds=self.spec.inherited,
-        )
-        options = json.dumps({**self.spec.options, "parent": os.getpid()})
+        pipe = subprocess.PIPE
+        self._popen = ChildProcess(command, stdin=pipe, stdout=pipe, text=True, pass_fds=self.spec.inherited)
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.write(options + "\n")
+            self._popen.stdin.write(json.dumps(self.spec.options) + "\n")
             self._popen.stdin.close()
         self._reader = threading.Thread(target=self._read_reports, args=(self._popen,), daemon=True)
         self._reader.start()
@@ -163,22 +159,21 @@ class Process:
         if self._is_hanging:
             self.last_exit += " (it hung)"
         self.ready = self.last_beat = None
+        self._served_s += 0.0 if self._ready_at is None else now - self._ready_at
         if code == 0:  # it was told to end (SIGTERM), and has drained
-            self.num_failures, self.next_start = 0, now
+            self._failures, self.next_start = [], now
             log.info("%s has ended as it was told: it starts again", self.spec.name)
             return True
-        if now - self._started > STEADY_S:
-            self.num_failures = 0
-        self.num_failures += 1
+        self._failures = [at for at in self._failures if self._served_s - at < WINDOW_S] + [self._served_s]
         is_misconfigured = self.error is not None and not self.was_ready  # a restart would fail in the same way
-        self.is_given_up = is_misconfigured or self.num_failures >= MAX_FAILURES
-        wait = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (self.num_failures - 1))
+        self.is_given_up = is_misconfigured or len(self._failures) >= MAX_FAILURES
+        wait = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (len(self._failures) - 1))
         self.next_start = now + wait
         what = "is given up" if self.is_given_up else f"starts again in {wait:g} s"
         log.warning("%s has ended (%s): it %s", self.spec.name, self.last_exit, what)
         return not self.is_given_up
 
-    def _read_reports(self, popen: subprocess.Popen[str]) -> None:
+    def _read_reports(self, popen: ChildProcess) -> None:
         assert popen.stdout is not None
         for line in popen.stdout:
             try:
@@ -190,7 +185,7 @@ class Process:
                 continue
             self.last_beat = time.monotonic()
             if "ready" in message:
-                self.ready, self.was_ready = message["ready"], True
+                self.ready, self.was_ready, self._ready_at = message["ready"], True, self.last_beat
             self.error = message.get("error", self.error)
         popen.stdout.close()
 
@@ -220,11 +215,6 @@ class Supervisor:
             return None
         first = (lost or self._workers)[0]
         return first.error or f"{first.spec.name} has ended ({first.last_exit}) and was given up; see the log"
-
-    @property
-    def was_ready(self) -> bool:
-        """Whether any worker has served."""
-        return any(process.was_ready for process in self._workers)
 
     def status(self) -> list[dict[str, Any]]:
         return [process.status() for process in self._workers]
@@ -259,7 +249,7 @@ class Supervisor:
         self._all_started.set()
         ended: set[int] = set()
         last_pass = time.monotonic()
-        while not self._all_ended.wait(WATCH_S):  # the thread lives as long as its processes: they die with it
+        while not self._all_ended.wait(WATCH_S):
             now = time.monotonic()
             stalled, last_pass = now - last_pass > 10 * WATCH_S, now
             for index, process in enumerate(self.processes):

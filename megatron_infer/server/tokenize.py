@@ -1,10 +1,11 @@
-"""/tokenize and /detokenize: the model's tokenizer and chat template."""
+"""/tokenize, /detokenize, /tokenizer_info: the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from megatron_infer.server.call_limits import check_num_tokens
+from megatron_infer.server.call_limits import check_ids, check_num_tokens
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
@@ -14,7 +15,7 @@ from megatron_infer.server.openai_protocol import DetokenizeBody, TokenizeBody
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.served_models import check_model
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.tool_calls import call_format_of
+from megatron_infer.server.tool_calls import call_format_of, plain_tools
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_parsers import HERMES, CallFormat
 
@@ -23,7 +24,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
     call_format = call_format_of(client.tokenizer, settings) or HERMES
 
     async def tokenize(call: Call) -> Reply:
-        body: TokenizeBody = call.body
+        body = call.body
         check_model(client, body.model)
         ids = await _token_ids(body, client, call_format)
         reply: dict[str, Any] = {"count": len(ids), "max_model_len": client.max_length, "tokens": ids}
@@ -35,10 +36,19 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         body: DetokenizeBody = call.body
         check_model(client, body.model)
         check_num_tokens(len(body.tokens), client.limits, field="tokens")
+        check_ids(body.tokens, client.limits, field="tokens")
         return Reply({"prompt": await client.decode(body.tokens, skip_special=bool(body.skip_special_tokens))})
 
+    async def info(call: Call) -> Reply:
+        """As of vLLM: the tokenizer's configuration, with the default chat template as a text."""
+        tokenizer = client.require_tokenizer()
+        shown = {"model_max_length": client.max_length, "chat_template": tokenizer.chat_template}
+        return Reply({"eos_token": None, **tokenizer.hf_config(), **shown})
+
     summary = "Token ids of a text or of a conversation"
-    routes.add("POST", "/tokenize", tokenize, summary, body=TokenizeBody, fields=TOKENIZE, statuses=(404,))
+    body_of = partial(routes.fields.extend, "tokenize", TokenizeBody)
+    routes.add("POST", "/tokenize", tokenize, summary, body=body_of, fields=TOKENIZE, statuses=(404,))
+    routes.add("GET", "/tokenizer_info", info, "The tokenizer's configuration, under vLLM's names", statuses=(400,))
     routes.add("POST", "/detokenize", detokenize, "The text of token ids", body=DetokenizeBody, statuses=(404,))
 
 
@@ -46,11 +56,11 @@ def _token_strs(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [tokenizer.token_str(token) for token in ids]
 
 
-async def _token_ids(body: TokenizeBody, client: EngineClient, call_format: CallFormat) -> list[int]:
+async def _token_ids(body: Any, client: EngineClient, call_format: CallFormat) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give prompt (a text) or messages (a conversation), and not both", "prompt")
     if body.messages is None:
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
             if getattr(body, name) is not None:
                 raise bad_request(f"{name} goes with messages, not with prompt", name)
         assert body.prompt is not None
@@ -63,6 +73,7 @@ async def _token_ids(body: TokenizeBody, client: EngineClient, call_format: Call
         client.require_tokenizer(),
         body.messages,
         limits=client.limits,
+        tools=plain_tools(body.tools) if body.tools else None,
         call_format=call_format,
         variables=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,

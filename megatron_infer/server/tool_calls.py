@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from megatron_infer.config.structured_output import check_schema, check_size
+from megatron_infer.config.structured_output import StructuredOutput, check_schema, check_size
 from megatron_infer.errors import ModelError, RequestError
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ExtraField, ParsedBody
@@ -20,8 +20,9 @@ from megatron_infer.server.openai_protocol import Body
 from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.text.json_schema import plain
 from megatron_infer.text.tokenizer import Tokenizer
-from megatron_infer.text.tool_grammar import call_grammar, text_and_call_grammar
+from megatron_infer.text.tool_grammar import arguments_schema, call_grammar, text_and_call_grammar
 from megatron_infer.text.tool_parsers import FORMATS, HERMES, CallFormat, CallParser, ToolDelta, format_of
 
 log = logging.getLogger("megatron_infer.server")
@@ -47,19 +48,30 @@ class ChosenFunction(Body, kw_only=True):
     name: FunctionName
 
 
-class Chosen(Body, kw_only=True):
-    type: Literal["function"]
+class Chosen(Body, kw_only=True, tag_field="type", tag="function"):
     function: ChosenFunction
+
+
+class AllowedTools(Body, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Chosen], Meta(min_length=1)]
+
+
+class Allowed(Body, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Calls of some of the tools only; the model is shown all."""
+
+    allowed_tools: AllowedTools
 
 
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 """Empty: none, as of vLLM."""
-ToolChoice = Literal["none", "auto", "required"] | Chosen
+ToolChoice = Literal["none", "auto", "required"] | Chosen | Allowed
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     for name, kind in (("tools", Tools), ("tool_choice", ToolChoice), ("parallel_tool_calls", bool)):
         routes.fields.add("chat", ExtraField(name=name, type=kind, apply=None))
+    routes.fields.add("tokenize", ExtraField(name="tools", type=Tools, apply=None))
     routes.fields.add_rule("chat", ToolRule(client.tokenizer, settings).apply)
 
 
@@ -91,9 +103,9 @@ class ToolRule:
             if choice not in (None, "none", "auto"):
                 raise bad_request("tool_choice goes with tools; give both or none", "tool_choice")
             return
-        names = _names(body.tools)
+        tools = _callable(body.tools, choice)
         self._check_schemas(body.tools)
-        parsed.tools = [_plain(tool) for tool in body.tools]
+        parsed.tools = plain_tools(body.tools)
         if choice == "none":
             return
         call_format = self._call_format
@@ -102,11 +114,24 @@ class ToolRule:
             raise bad_request(f"{text} --tool-call-parser NAME where one fits ({', '.join(FORMATS)})", "tools")
         keep_special_marks(self._tokenizer, parsed, (call_format.opening, call_format.closing), "tools")
         only_one = body.parallel_tool_calls is False or isinstance(choice, Chosen)
-        if choice in (None, "auto"):
-            self._hold_strict(call_format, body.tools, parsed)
+        mode = choice.allowed_tools.mode if isinstance(choice, Allowed) else choice
+        is_free = mode in (None, "auto")
+        form = parsed.sampling.pop("structured", None)  # of an answer without calls
+        if is_free and form is not None:
+            self._hold_form(call_format, tools, parsed, form, only_one=only_one)
+        elif is_free:
+            self._hold_strict(call_format, tools, parsed, is_part=len(tools) < len(body.tools))
         else:
-            self._force(call_format, choice, body.tools, parsed, only_one=only_one)
-        parsed.make_splitter = partial(ToolSplitter, call_format, frozenset(names), only_one=only_one)
+            self._force(call_format, tools, parsed, only_one=only_one)
+        parsed.make_splitter = partial(
+            ToolSplitter,
+            call_format,
+            frozenset(tool.function.name for tool in tools),
+            only_one=only_one,
+            only_calls=not is_free,
+            ends_with_calls=only_one or form is not None,
+            has_stops=bool(parsed.sampling.get("stop") or parsed.sampling.get("stop_token_ids")),
+        )
 
     def _check_schemas(self, tools: list[Tool]) -> None:
         """Raises ApiError 400 for a tool whose parameters are nested deeper, or are larger, than the server allows."""
@@ -119,38 +144,41 @@ class ToolRule:
             except RequestError as error:
                 raise bad_request(f"tools: {tool.function.name}: {error}", "tools") from None
 
-    def _force(
-        self, call_format: CallFormat, choice: Any, tools: list[Tool], parsed: ParsedBody, *, only_one: bool
-    ) -> None:
-        """Restrict the output to calls: of any tool, or of the chosen one."""
-        if isinstance(choice, Chosen):
-            tools = [tool for tool in tools if tool.function.name == choice.function.name]
-            if not tools:
-                text = f"tool_choice: there is no {choice.function.name!r} among tools"
-                raise bad_request(text, "tool_choice")
-        described = self._described(tools)
+    def _force(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, only_one: bool) -> None:
+        """Restrict the output to calls of the tools."""
+        parsed.parts = _parts(tools)
+        described = [_described(tool) for tool in tools]
         grammar = call_grammar(call_format, described, only_one=only_one, special=self._special(call_format))
         parsed.structured = ("tools", {"grammar": grammar})
 
-    def _hold_strict(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody) -> None:
-        """Hold the calls of strict tools to their schemas, where the model may call or not."""
-        if parsed.sampling.get("structured") is not None:
-            text = "the answer is held to a form in which there are no calls; give tool_choice: none, or no such form"
-            raise bad_request(f"tools: {text}", "tools")
-        if not any(tool.function.strict for tool in tools):
-            return
-        if not call_format.is_marked:
+    def _hold_form(
+        self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, form: StructuredOutput, *, only_one: bool
+    ) -> None:
+        """Restrict the output to calls, or to the form of an answer. Raises ApiError 400."""
+        special = self._special(call_format)
+        try:
+            grammar = call_grammar(call_format, _loose(tools), only_one=only_one, special=special, form=form)
+        except RequestError as error:
+            raise bad_request(f"tools: {error}", "tools") from None
+        parsed.structured, parsed.parts = ("tools", {"grammar": grammar}), _parts(tools, only_strict=True)
+
+    def _hold_strict(self, call_format: CallFormat, tools: list[Tool], parsed: ParsedBody, *, is_part: bool) -> None:
+        """Hold the calls of strict tools to their schemas, where the model may call or not.
+
+        is_part: these are not all tools that the model is shown, and it must not call others.
+        """
+        has_strict = any(tool.function.strict for tool in tools)
+        if not call_format.is_marked:  # names of other tools make no call
+            if not has_strict:
+                return
             text = f"calls in the format {call_format.name} begin without a mark; with tool_choice: required it acts"
             ignore(parsed.ignored, "tools[].function.strict", text, strict=self._settings.strict_fields)
             return
-        strict = self._described([tool for tool in tools if tool.function.strict])
-        loose = [{"name": tool.function.name, "parameters": {}} for tool in tools if not tool.function.strict]
-        grammar = text_and_call_grammar(call_format, strict + loose, special=self._special(call_format))
+        if not has_strict and not is_part:
+            return
+        grammar = text_and_call_grammar(call_format, _loose(tools), special=self._special(call_format))
         parsed.structured, parsed.begins_freely = ("tools", {"grammar": grammar}), True
-
-    def _described(self, tools: list[Tool]) -> list[dict[str, Any]]:
-        """Names and parameters."""
-        return [{"name": tool.function.name, "parameters": tool.function.parameters} for tool in tools]
+        parsed.parts = _parts(tools, only_strict=True)
 
     def _special(self, call_format: CallFormat) -> dict[str, int]:
         """Ids of the marks that are special tokens."""
@@ -158,13 +186,37 @@ class ToolRule:
         return {mark: id for mark in marks if (id := _special_id(self._tokenizer, mark)) is not None}
 
 
-def _names(tools: list[Tool]) -> list[str]:
+def _described(tool: Tool) -> dict[str, Any]:
+    """Its name and parameters."""
+    return {"name": tool.function.name, "parameters": tool.function.parameters}
+
+
+def _parts(tools: list[Tool], *, only_strict: bool = False) -> dict[str, dict[str, Any]]:
+    """The schemas that a grammar of calls is made of, by what to blame."""
+    held = [tool.function for tool in tools if tool.function.strict or not only_strict]
+    return {f"{one.name}: parameters": plain(arguments_schema(one.parameters)) for one in held}
+
+
+def _loose(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Names and parameters; of tools that are not strict, any arguments. Strict ones first."""
+    strict = [_described(tool) for tool in tools if tool.function.strict]
+    return strict + [{"name": tool.function.name, "parameters": {}} for tool in tools if not tool.function.strict]
+
+
+def _callable(tools: list[Tool], choice: Any) -> list[Tool]:
+    """The tools that the choice allows. Raises ApiError 400 for one of an unknown name, and for a name given twice."""
     names = [tool.function.name for tool in tools]
     for place, name in enumerate(names):
         if name in names[:place]:
             where = f"tools[{place}].function.name"
             raise bad_request(f"{where}: {name!r} stands there twice", where)
-    return names
+    chosen = (
+        [choice] if isinstance(choice, Chosen) else choice.allowed_tools.tools if isinstance(choice, Allowed) else ()
+    )
+    wanted = {one.function.name for one in chosen}
+    for name in sorted(wanted.difference(names)):
+        raise bad_request(f"tool_choice: there is no {name!r} among tools", "tool_choice")
+    return [tool for tool in tools if not wanted or tool.function.name in wanted]
 
 
 def _special_id(tokenizer: Tokenizer | None, mark: str) -> int | None:
@@ -183,29 +235,50 @@ def keep_special_marks(tokenizer: Tokenizer | None, parsed: ParsedBody, marks: t
     parsed.sampling["skip_special_tokens"] = False
 
 
-def _plain(tool: Tool) -> dict[str, Any]:
-    """A tool in the form that chat templates expect."""
-    function = msgspec.to_builtins(tool.function)
-    plain = {name: value for name, value in function.items() if value is not None and name != "strict"}
-    return {"type": "function", "function": plain}
+def plain_tools(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools in the form that chat templates expect."""
+    functions = [msgspec.to_builtins(tool.function) for tool in tools]
+    return [
+        {
+            "type": "function",
+            "function": {name: value for name, value in one.items() if value is not None and name != "strict"},
+        }
+        for one in functions
+    ]
 
 
 class ToolSplitter:
-    """Calls in one sequence's text become tool_calls deltas: id and name first, then the arguments."""
+    """Calls in one sequence's text become tool_calls deltas: id and name first, then the arguments.
 
-    def __init__(self, call_format: CallFormat, tools: frozenset[str], *, only_one: bool) -> None:
-        self._parser = CallParser(call_format, tools)
+    only_one: calls after the first are dropped. only_calls: there is no other text, but for a call that was cut.
+    ends_with_calls: after a call there is none either. has_stops: a stop text or token of the caller may cut a call;
+    a call then comes when it is complete.
+    """
+
+    def __init__(
+        self,
+        call_format: CallFormat,
+        tools: frozenset[str],
+        *,
+        only_one: bool,
+        only_calls: bool,
+        ends_with_calls: bool,
+        has_stops: bool,
+    ) -> None:
+        self._parser = CallParser(call_format, tools, holds_calls=has_stops)
         self._id_length = call_format.id_length
-        self._only_one = only_one
+        self._only_one, self._only_calls, self._ends_with_calls = only_one, only_calls, ends_with_calls
 
     def feed(self, text: str, *, finished: bool) -> list[dict[str, Any]]:
         parts = self._parser.feed(text)
         if finished:
-            parts += self._parser.finish()
+            drops_cut = self._only_calls or (self._ends_with_calls and self._parser.num_calls > 0)
+            parts += self._parser.finish(drops_cut=drops_cut)
         return [self._delta(part) for part in parts if not (self._only_one and part.call)]
 
     def finish_reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._parser.num_calls else reason
+        is_whole = self._parser.num_whole > 0 and (self._only_one or not self._parser.is_cut)
+        return "tool_calls" if reason == "stop" and is_whole else reason
 
     def _delta(self, part: ToolDelta) -> dict[str, Any]:
         if part.call is None:

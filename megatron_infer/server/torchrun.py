@@ -55,6 +55,7 @@ from megatron_infer.server.launch import (
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.speech import speech_processes, with_voices
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor, coordinator_process
+from megatron_infer.utils.child_process import end_with_parent
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 ADDRESS_KEY, ENDED_KEY = "megatron_infer/serve", "megatron_infer/serve/ended"
@@ -70,6 +71,7 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
             f"{world} processes, but dp x tp x pp x ep = {dp} x {tp} x {pp} x {ep} = {dp * tp * pp * ep}; "
             f"start as many (torchrun --nproc-per-node {dp * tp * pp * ep})"
         )
+    end_with_parent()
     groups = build_groups(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep)
     options = dataclasses.replace(options, config=_of_first_rank(options.config))
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -106,6 +108,8 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
         with replica:
             replica.run()
         engine.dismiss()
+        if frontend is not None and frontend.failure is not None:
+            raise ModelError(frontend.failure)
     finally:
         if frontend is not None:
             frontend.close()
@@ -250,18 +254,22 @@ class FrontendProcesses:
         if self._http is not None:
             self._http.terminate("http")
 
+    @property
+    def failure(self) -> str | None:
+        """Why the server ends by itself: a process was given up."""
+        both = (self._http, self._coordinator)
+        return next((why for one in both if one is not None and (why := one.failure()) is not None), None)
+
     def wait(self) -> None:
-        """Until HTTP has ended after a signal, or a process was given up, which is said."""
+        """Until HTTP has ended after a signal, or a process was given up."""
         assert self._http is not None
         http = self._http.process("http")
         is_announced = False
-        while (failure := self._http.failure()) is None and not (self._num_signals and not http.is_running):
+        while self.failure is None and not (self._num_signals and not http.is_running):
             if http.ready is not None and not is_announced:
                 print(f"serving {self._options.model} at {http.ready['url']}", file=sys.stderr, flush=True)
                 is_announced = True
             time.sleep(POLL_S)
-        if failure is not None:
-            print(f"the server ends: {failure}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         for supervisor in (self._http, self._coordinator):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_infer.coordinator.weight_paths import fingerprint
 from megatron_infer.errors import ConfigError, InferenceError, WeightUpdateError, WrongState
 
 TAGS = ("weights", "graphs", "kv_cache")
@@ -88,13 +89,27 @@ class EchoControls:
         self.weight_version = version
         self.num_requeued += running == "recompute"
 
-    def load_weights(self, path: str, *, timeout_s: float | None = None) -> None:
+    def load_weights(self, path: str, *, timeout_s: float | None = None) -> dict[str, str]:
         if self._before is None:
             self.begin_weights()
         self._fault("load_weights")
         files = sorted(Path(path).rglob("*.safetensors")) if Path(path).is_dir() else [Path(path)]
         for file in files:
             self._hash.update(file.read_bytes())
+        return {"files": fingerprint(path)}
+
+    def restore_weights(
+        self, sources: Sequence[Sequence[str]], version: int, *, timeout_s: float | None = None
+    ) -> None:
+        self._fault("restore_weights")
+        self.cancel_weights()
+        self.begin_weights()
+        for path, files in sources:
+            if self.load_weights(path)["files"] != files:
+                self.cancel_weights()
+                raise WeightUpdateError(f"{path} was changed since the update")
+        self.finish_weights(version)
+        self.settle_weights()
 
     def begin_weights(self, *, timeout_s: float | None = None) -> None:
         self._fault("begin_weights")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_infer.kernels.triton import launch
+from megatron_infer.utils.child_process import run
 
 CAPABILITY = (9, 0)
 SHARED_BYTES = 227 << 10
@@ -74,7 +74,8 @@ def _library(folder: Path) -> Path:
     source, library = folder / "stub_driver.c", folder / "libcuda.so.1"
     source.write_text(SOURCE)
     compiler = os.environ.get("CC", "cc")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)
+    shared = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1"]
+    run([compiler, *shared, "-o", str(library), str(source)]).check_returncode()
     return library
 
 

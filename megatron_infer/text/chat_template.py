@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NoReturn
 
@@ -21,57 +18,13 @@ import jinja2.sandbox
 import jinja2.visitor
 
 from megatron_infer.errors import InvalidPrompt, ModelError
+from megatron_infer.text.template_limits import Budget, RenderLimits, bounded_filter, rendering
 
-CHECK_EVERY = 64
-"""Operations of a template between two readings of the clock."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenderLimits:
-    """Bounds on one rendering: its output and what it adds or multiplies, and its time."""
-
-    max_chars: int
-    """Most characters of the output, of a text, and items of a list; a number has as many bits."""
-    cpu_s: float
-    """Most seconds of the thread's processor time, whatever else the machine does."""
-
-
-class _Budget:
-    """What one rendering has left."""
-
-    def __init__(self, limits: RenderLimits) -> None:
-        self._limits, self._ends_at, self._count = limits, time.thread_time() + limits.cpu_s, 0
-
-    def spend(self) -> None:
-        """Before an operation. Raises TemplateError when the time is over."""
-        self._count += 1
-        if self._count % CHECK_EVERY == 0 and time.thread_time() > self._ends_at:
-            text = f"it takes more than {self._limits.cpu_s:g} s (limit) for this conversation; shorten it"
-            raise jinja2.TemplateError(text)
-
-    def check_size(self, size: int) -> None:
-        """Raises TemplateError beyond the limit."""
-        if size > self._limits.max_chars:
-            text = f"it makes {size:,} characters, items or bits of this conversation, the limit is "
-            raise jinja2.TemplateError(f"{text}{self._limits.max_chars:,}; shorten it")
-
-
-class _Rendering(threading.local):
-    budget: _Budget | None = None
-
-
-_rendering = _Rendering()
-"""What this thread renders."""
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, int):
-        return value.bit_length()
-    return len(value) if isinstance(value, str | list | tuple) else 0
+__all__ = ["RenderLimits", "check", "reads", "render"]
 
 
 class _Bounding(jinja2.visitor.NodeTransformer):
-    """Rewrites a template so that each round of a loop reads something, and each a ~ b adds something."""
+    """Rewrites a template so that each round of a loop reads something, and what is written or compared is checked."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         read = jinja2.nodes.Getattr(jinja2.nodes.Const(""), "round", "load")
@@ -79,43 +32,74 @@ class _Bounding(jinja2.visitor.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
-        return jinja2.nodes.Add(self.generic_visit(node), jinja2.nodes.Const(""), lineno=node.lineno)
+        self.generic_visit(node)
+        node.nodes = [_checked(one) for one in node.nodes]
+        return jinja2.nodes.Add(node, jinja2.nodes.Const(""), lineno=node.lineno)
+
+    def visit_Compare(self, node: jinja2.nodes.Compare) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        node.expr = _checked(node.expr)
+        for operand in node.ops:
+            operand.expr = _checked(operand.expr)
+        return node
+
+
+_CHECKED = "checked size"
+"""A filter that no template can name."""
+
+
+def _checked(node: jinja2.nodes.Expr) -> jinja2.nodes.Expr:
+    if isinstance(node, jinja2.nodes.Const):
+        return node
+    return jinja2.nodes.Filter(node, _CHECKED, [], [], None, None, lineno=node.lineno)
+
+
+def _check_size(value: Any) -> Any:
+    if rendering.budget is not None:
+        rendering.budget.check_text(value)
+    return value
+
+
+@jinja2.pass_context  # without a context jinja2 would write constants when it compiles
+def _check_output(_: Any, value: Any) -> Any:
+    return _check_size(value)
 
 
 class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with RenderLimits: whatever a template repeats, it reads, calls, adds or multiplies something."""
+    """The sandbox, with RenderLimits: whatever a template repeats, it reads, calls or computes something."""
 
-    intercepted_binops = frozenset(["+", "*", "**"])
+    intercepted_binops = frozenset(["+", "-", "*", "**", "/", "//", "%"])
 
     def _generate(self, source: jinja2.nodes.Template, *args: Any, **options: Any) -> str:
         return super()._generate(_Bounding().visit(source), *args, **options)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if _rendering.budget is not None:
-            _rendering.budget.spend()
+        if rendering.budget is not None:
+            rendering.budget.spend()
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        if _rendering.budget is not None:
-            _rendering.budget.spend()
+        if rendering.budget is not None:
+            rendering.budget.spend()
         return super().getitem(obj, argument)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if _rendering.budget is not None:
-            _rendering.budget.spend()
+        if rendering.budget is not None:
+            owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+            is_text = isinstance(owner, str | bytes)
+            name = "str.join" if is_text and name == "join" else name
+            rendering.budget.check_call(name, (owner, *args) if is_text or isinstance(owner, int) else args, kwargs)
         return super().call(context, obj, *args, **kwargs)
 
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        return bounded_filter(value.__name__, lambda _, *args, **named: wrapped(*args, **named), (value.__self__,))
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        budget = _rendering.budget
-        if budget is not None:
-            budget.spend()
-            sizes = _size(left), _size(right)
-            if operator == "+":
-                budget.check_size(sum(sizes))
-            else:
-                times = [max(0, one) if isinstance(one, int) else 0 for one in (left, right)]
-                are_numbers = isinstance(left, int) and isinstance(right, int) and operator == "*"
-                budget.check_size(sum(sizes) if are_numbers else max(sizes[0] * times[1], sizes[1] * times[0]))
+        if rendering.budget is not None:
+            rendering.budget.check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
 
@@ -153,8 +137,14 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+        finalize=_check_output,
+        optimized=False,  # constants too are computed within the limits, and not when the template is compiled
     )
     environment.filters["tojson"] = _tojson
+    for functions in (environment.filters, environment.tests):
+        functions.update({name: bounded_filter(name, function) for name, function in functions.items()})
+    environment.filters[_CHECKED] = _check_size
+    del environment.globals["lipsum"]  # makes as much text as it is asked for
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -214,6 +204,8 @@ def render(
         if "role" not in message:
             raise InvalidPrompt(f"messages[{index}]: no 'role'")
     compiled = _compile(template)
+    # A key without a value is no key: templates test for a key's presence, and would write "None".
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
         return _rendered(
             compiled,
@@ -243,7 +235,7 @@ def render(
 def _rendered(template: jinja2.Template, variables: dict[str, Any], limits: RenderLimits | None) -> str:
     if limits is None:
         return template.render(variables)
-    _rendering.budget = budget = _Budget(limits)
+    rendering.budget = budget = Budget(limits)
     try:
         pieces, size = [], 0
         for piece in template.generate(variables):
@@ -252,4 +244,4 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any], limits: Rend
             pieces.append(piece)
         return "".join(pieces)
     finally:
-        _rendering.budget = None
+        rendering.budget = None

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from encodings.utf_8 import IncrementalDecoder as UTF8Decoder
+from enum import Enum, auto
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,10 +32,12 @@ class IncrementalDetokenizer:
         skipped = tokenizer.special_ids if skip_special else frozenset()
         tail = list(prompt_ids[-8:])
         self._impl: _Impl
-        if _is_byte_level(tokenizer):
-            self._impl = _ByteLevel(_vocabulary_bytes(tokenizer), skipped, tail)
-        else:
+        spelling = _spelling(tokenizer)
+        if spelling is _Spelling.OTHER:
             self._impl = _Windowed(tokenizer, skip_special, skipped, tail)
+        else:
+            strips = spelling is _Spelling.PIECES_STRIPPED and all(id in skipped for id in prompt_ids)
+            self._impl = _Bytes(_vocabulary_bytes(tokenizer), skipped, tail, strips=strips)
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these ids complete."""
@@ -47,11 +50,7 @@ class IncrementalDetokenizer:
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """The bytes of one token, which may be part of a character."""
-    if _is_byte_level(tokenizer):
-        return _vocabulary_bytes(tokenizer)[token_id]
-    piece = tokenizer.token_str(token_id)
-    byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
-    return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode("utf-8", "replace")
+    return _vocabulary_bytes(tokenizer)[token_id]
 
 
 class _Impl(Protocol):
@@ -60,21 +59,29 @@ class _Impl(Protocol):
     def flush(self) -> str: ...
 
 
-class _ByteLevel:
-    """Byte-level BPE: every token is some bytes, so text is one incremental UTF-8 decode."""
+class _Bytes:
+    """Every token is some bytes (byte-level BPE, byte fallback), so text is one incremental UTF-8 decode."""
 
-    __slots__ = ("_bytes_of", "_decoder", "_skipped")
+    __slots__ = ("_bytes_of", "_decoder", "_skipped", "_strips")
 
-    def __init__(self, bytes_of: _VocabularyBytes, skipped: frozenset[int], prompt_tail: Sequence[int]) -> None:
+    def __init__(
+        self, bytes_of: _VocabularyBytes, skipped: frozenset[int], prompt_tail: Sequence[int], *, strips: bool
+    ) -> None:
+        """strips: the output's first text loses a space at its beginning."""
         self._bytes_of = bytes_of
         self._skipped = skipped
         self._decoder = UTF8Decoder("replace")
+        self._strips = False
         self.push(prompt_tail)  # keeps the bytes of a character that the prompt ends within
+        self._strips = strips
 
     def push(self, ids: Iterable[int]) -> str:
         bytes_of, skipped = self._bytes_of, self._skipped
         data, decoder = b"".join([bytes_of[id] for id in ids if id not in skipped]), self._decoder
-        return data.decode("ascii") if data.isascii() and not decoder.buffer else decoder.decode(data)
+        text = data.decode("ascii") if data.isascii() and not decoder.buffer else decoder.decode(data)
+        if self._strips and text:
+            self._strips, text = False, text.removeprefix(" ")
+        return text
 
     def flush(self) -> str:
         text = self._decoder.decode(b"", final=True)
@@ -131,22 +138,29 @@ class _Windowed:
 
 
 class _VocabularyBytes(dict[int, bytes]):
-    """Bytes of each token of a byte-level vocabulary, computed at first use."""
+    """Bytes of each token of a vocabulary, computed at first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._byte_of = byte_level_alphabet()
+        self._of_token = _alphabet_bytes if _spelling(tokenizer) is _Spelling.BYTE_ALPHABET else _piece_bytes
 
     def __missing__(self, id: int) -> bytes:
-        token = self._tokenizer.token_str(id)
-        byte_of = self._byte_of
-        try:
-            value = bytes([byte_of[character] for character in token])
-        except KeyError:  # an added token spelt outside the byte alphabet is plain text
-            value = token.encode("utf-8")
-        self[id] = value
+        value = self[id] = self._of_token(self._tokenizer.token_str(id))
         return value
+
+
+def _alphabet_bytes(token: str) -> bytes:
+    byte_of = byte_level_alphabet()
+    try:
+        return bytes([byte_of[character] for character in token])
+    except KeyError:  # an added token spelt outside the byte alphabet is plain text
+        return token.encode("utf-8")
+
+
+def _piece_bytes(token: str) -> bytes:
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+    return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode("utf-8", "replace")
 
 
 @lru_cache(maxsize=1)
@@ -164,7 +178,31 @@ def _vocabulary_bytes(tokenizer: Tokenizer) -> _VocabularyBytes:
     return _VocabularyBytes(tokenizer)
 
 
+class _Spelling(Enum):
+    """How the tokens of a vocabulary spell text."""
+
+    BYTE_ALPHABET = auto()
+    PIECES = auto()
+    """As text with \u2581 for a space, or as <0x0A>: a byte."""
+    PIECES_STRIPPED = auto()
+    """As PIECES; a text loses the space that it begins with."""
+    OTHER = auto()
+
+
 @lru_cache(maxsize=8)
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
+def _spelling(tokenizer: Tokenizer) -> _Spelling:
     decoder = tokenizer.backend.decoder
-    return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+    if decoder is None:
+        return _Spelling.OTHER
+    state = json.loads(decoder.__getstate__())
+    steps = state.get("decoders", [state])
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return _Spelling.BYTE_ALPHABET
+    begins = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, *({"type": t} for t in _JOINED)]
+    if steps == begins:
+        return _Spelling.PIECES
+    is_stripped = steps == [*begins, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    return _Spelling.PIECES_STRIPPED if is_stripped else _Spelling.OTHER
+
+
+_JOINED = ("ByteFallback", "Fuse")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from megatron_infer.errors import ModelError
-from megatron_infer.text.gguf_ids import end_ids
-from megatron_infer.text.tokenizer import Tokenizer, add_bos_eos
+from megatron_infer.text.end_ids import gguf_end_ids
+from megatron_infer.text.tokenizer import Tokenizer
+from megatron_infer.text.tokenizer_classes import QWEN2_WORDS
+
+log = logging.getLogger("megatron_infer")
 
 
 class _Kind(IntEnum):
@@ -30,7 +34,6 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 
 _GPT2_LIKE = ("gpt-2", "gpt2", "default", "mpt", "olmo", "phi-2", "jais")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
@@ -43,9 +46,9 @@ _LLAMA3_LIKE = (
     "pixtral",
     "midm-2.0",
     "lfm2",
-    "dbrx",
-    "smaug-bpe",
 )
+"""They begin texts with BOS where the file has no add_bos_token, as in llama.cpp's table."""
+_LLAMA3_WORDS = ("dbrx", "smaug-bpe")
 _QWEN2_LIKE = ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez")
 
 
@@ -68,26 +71,53 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], *, name: str = "") -> T
         backend = _sentencepiece(metadata, tokens, name)
     else:
         raise ModelError(f"{name}: GGUF tokenizer kind {kind!r} is not supported (supported: gpt2, llama)")
+    ends = set(gguf_end_ids(metadata))
     added = [
-        AddedToken(token, normalized=False, special=kinds[id] in (_Kind.CONTROL, _Kind.UNKNOWN))
+        AddedToken(token, normalized=False, special=id in ends or kinds[id] in (_Kind.CONTROL, _Kind.UNKNOWN))
         for id, token in enumerate(tokens)
-        if kinds[id] in (_Kind.CONTROL, _Kind.USER_DEFINED, _Kind.UNKNOWN)
+        if id in ends or kinds[id] in (_Kind.CONTROL, _Kind.USER_DEFINED, _Kind.UNKNOWN)
     ]
     backend.add_tokens(added)
-    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    eos_id = metadata.get("tokenizer.ggml.eos_token_id")
-    add_bos_default = kind == "llama"
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos_default)
+    special = _special_tokens(metadata, tokens, name)
+    add_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_LIKE
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", add_bos)
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    add_bos_eos(backend, bos_id if add_bos else None, eos_id if add_eos else None)
+    _add_bos_eos(backend, special.get("bos_token") if add_bos else None, special.get("eos_token") if add_eos else None)
     return Tokenizer(
-        backend,
-        eos_ids=end_ids(metadata),
-        bos_id=bos_id,
-        pad_id=metadata.get("tokenizer.ggml.padding_token_id"),
-        template=metadata.get("tokenizer.chat_template"),
-        name=name,
+        backend, eos_ids=gguf_end_ids(metadata), special_tokens=special, template=_templates(metadata), name=name
     )
+
+
+_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+"""Special tokens -> their names in GGUF keys ("seperator" is spelled so)."""
+
+
+def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> dict[str, str]:
+    """Special tokens by name. A SentencePiece vocabulary without such keys begins with <unk>, <s> and </s>."""
+    ids = {"unk": 0, "bos": 1, "eos": 2} if metadata["tokenizer.ggml.model"] == "llama" else {}
+    for short, long in _NAMES.items():
+        ids[short] = metadata.get(f"tokenizer.ggml.{long}_token_id", ids.get(short))
+    wrong = {short: id for short, id in ids.items() if id is not None and not 0 <= id < len(tokens)}
+    if wrong:
+        raise ModelError(f"{name}: special tokens of the GGUF tokenizer {wrong} are none of its {len(tokens)} tokens")
+    return {f"{short}_token": tokens[id] for short, id in ids.items() if id is not None}
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: tokenizer.chat_template is the default one, tokenizer.chat_template.NAME another."""
+    key = "tokenizer.chat_template"
+    named = {name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")}
+    return named | ({"default": metadata[key]} if key in metadata else {})
+
+
+def _add_bos_eos(backend: Backend, bos: str | None, eos: str | None) -> None:
+    """Make encode(add_special=True) begin with `bos` and end with `eos`."""
+    tokens = [token for token in (bos, eos) if token is not None]
+    if tokens:
+        single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
+        pair = single + " " + single.replace("$A", "$B").replace(":0", ":1")
+        ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(tokens)]
+        backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
 def _merges(metadata: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
@@ -111,7 +141,11 @@ def _model(tokens: Sequence[str], merges: list[tuple[str, str]], name: str, **op
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> Backend:
     if "tokenizer.ggml.merges" not in metadata:
         raise ModelError(f"{name}: the GGUF tokenizer is BPE but lists no merges")
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre is None:
+        text = "%s: no tokenizer.ggml.pre: texts are split as for GPT-2, perhaps not as in training; convert it again"
+        log.warning(text, name)
+        pre = "default"
     prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
     merges = _merges(metadata, name)
     # Llama 3's vocabulary has words that no merge produces: a word that is a token needs no merges.
@@ -124,13 +158,13 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -
         backend.pre_tokenizer = gpt2
     elif pre in _SINGLE_DIGITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    elif pre in _LLAMA3_LIKE:
+    elif pre in (*_LLAMA3_LIKE, *_LLAMA3_WORDS):
         backend.pre_tokenizer = pre_tokenizers.Sequence([_isolate(_LLAMA3), whole_bytes])
     elif pre in _QWEN2_LIKE:
         backend.normalizer = normalizers.NFC()
-        backend.pre_tokenizer = pre_tokenizers.Sequence([_isolate(_QWEN2), whole_bytes])
+        backend.pre_tokenizer = pre_tokenizers.Sequence([_isolate(QWEN2_WORDS), whole_bytes])
     else:
-        known = sorted({*_GPT2_LIKE, *_SINGLE_DIGITS, *_LLAMA3_LIKE, *_QWEN2_LIKE})
+        known = sorted({*_GPT2_LIKE, *_SINGLE_DIGITS, *_LLAMA3_LIKE, *_LLAMA3_WORDS, *_QWEN2_LIKE})
         raise ModelError(f"{name}: GGUF pre-tokenizer {pre!r} is not supported (supported: {', '.join(known)})")
     backend.decoder = decoders.ByteLevel()
     return backend

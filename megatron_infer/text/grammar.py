@@ -9,13 +9,15 @@ import json
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
+from megatron_infer.text.json_schema import plain
+from megatron_infer.utils.panics import LibraryPanic, panics_as_errors
 from megatron_infer.utils.turn_pool import TurnPool
 
 COMPILE_TIMEOUT_S = 30.0
@@ -33,6 +35,8 @@ next mask or token would take more than about 50 ms of a processor; they count w
 SLOW_MASK_S, QUICK_MASKS = 0.002, 64
 """Masks of a grammar are made next to the steps once one has taken SLOW_MASK_S of a processor, until so many in a row
 take less."""
+WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
+"""What may stand between two parts of JSON, as llama.cpp has it: without a bound a model may write nothing else."""
 MAX_KEPT = 256
 """Most compiled grammars, and compile errors, that are kept; the least recently used are dropped."""
 
@@ -52,8 +56,11 @@ def grammar_vocabulary(tokenizer: Any, vocab_size: int) -> Any:
         raise RequestError("structured: needs llguidance; pip install 'megatron-infer[structured]'") from None
     ends = list(tokenizer.eos_ids) or None
     try:
-        return llguidance.LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=ends)
-    except ValueError as error:
+        with panics_as_errors:
+            return llguidance.LLTokenizer(
+                backend.to_str(), n_vocab=max(vocab_size, tokenizer.vocab_size), eos_token=ends
+            )
+    except (ValueError, LibraryPanic) as error:
         raise RequestError(f"structured: the tokenizer's tokens have no bytes of their own: {error}") from None
 
 
@@ -133,10 +140,13 @@ class GrammarCache:
         from llguidance import LLMatcher, LLParserLimits
 
         try:
-            text = _grammar_text(wanted)
-            limits = LLParserLimits(verbose_errors=False, **LIMITS)
-            template = LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
-        except BaseException as error:  # a panic in the library is no Exception
+            with panics_as_errors:
+                text = _grammar_text(wanted)
+                limits = LLParserLimits(verbose_errors=False, **LIMITS)
+                template = LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
+        except RequestError:
+            raise
+        except Exception as error:
             raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
         if template.is_error():
             raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")
@@ -156,25 +166,49 @@ def timed_out(wanted: StructuredOutput) -> RequestError:
 def _grammar_text(wanted: StructuredOutput) -> str:
     """The grammar in llguidance's format; raises llguidance's own errors."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
     text: str
     if wanted.regex is not None:
         text = LLMatcher.grammar_from_regex(wanted.regex)
-    elif wanted.grammar is not None:
-        text = LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar) + _NO_FORCING)
-    elif wanted.choice is not None:
-        text = LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in wanted.choice))
+    elif wanted.grammar is not None or wanted.choice is not None:
+        text = LLMatcher.grammar_from_lark(lark_of(wanted) + (_NO_FORCING if wanted.grammar else ""))
     else:
-        schema = '{"type": "object"}' if wanted.json_object else str(wanted.json_schema)
-        if json.loads(schema) is False:
-            raise ValueError("the schema false allows no value")
-        if json.loads(schema) is True:
-            schema = "{}"
         # Overrides a schema's own "x-guidance", which could have keywords ignored.
-        overrides = {"whitespace_flexible": not wanted.compact, "lenient": False, "coerce_one_of": False}
-        text = LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+        overrides = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": not wanted.compact}
+        overrides |= {} if wanted.compact else {"whitespace_pattern": WHITE_SPACE}
+        text = LLMatcher.grammar_from_json_schema(json.dumps(_schema_of(wanted)), overrides=overrides)
     return text
+
+
+def lark_of(wanted: StructuredOutput, spacing: Mapping[str, Any] | None = None) -> str:
+    """The grammar in Lark, to be part of another; its rule is `start`. spacing: of JSON, as llguidance's x-guidance.
+
+    Raises RequestError for a schema that no value meets.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if wanted.grammar is not None:
+        return str(any_to_lark(wanted.grammar))
+    if wanted.regex is not None:
+        (one,) = json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"]
+        return str(one["lark_grammar"])
+    if wanted.choice is not None:
+        return "start: " + " | ".join(json.dumps(choice) for choice in wanted.choice)
+    return f"start: {inline_schema({**_schema_of(wanted), 'x-guidance': spacing or {}})}"
+
+
+def inline_schema(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as a term of a Lark grammar."""
+    return "%json " + json.dumps(schema).replace("::=", "::\\u003d")  # llguidance would take it for GBNF
+
+
+def _schema_of(wanted: StructuredOutput) -> dict[str, Any]:
+    """The schema of JSON output. Raises RequestError for one that no value meets."""
+    schema = {"type": "object"} if wanted.json_object else plain(json.loads(str(wanted.json_schema)))
+    if schema is False:
+        raise RequestError("json_schema: the schema false allows no value")
+    return {} if schema is True else schema
 
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -182,7 +216,11 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 ends, such as `/a+/ /a/`, without end."""
 
 
+_COERCION = ". Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+"""Advice about an option that no caller has."""
+
+
 def one_line(text: str) -> str:
     """An error of llguidance as one line of bounded length."""
-    shown = " ".join(text.split())
+    shown = " ".join(text.split()).replace(_COERCION, "; use anyOf")
     return shown if len(shown) <= 400 else shown[:400] + " ..."

@@ -1,4 +1,5 @@
-"""Grammars that hold tool calls to their schemas, in the model's own format: calls only, or calls within free text."""
+"""Grammars that hold tool calls to their schemas, in the model's own format: calls only, calls or a form, or calls
+within free text."""
 
 from __future__ import annotations
 
@@ -6,20 +7,32 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.text.grammar import inline_schema, lark_of
+from megatron_infer.text.json_schema import plain
 from megatron_infer.text.tool_parsers import CallFormat
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as models write it, without unbounded white space."""
+COMPACT = {"whitespace_flexible": False}
 
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 
 
 def call_grammar(
-    call_format: CallFormat, tools: Sequence[Mapping[str, Any]], *, only_one: bool, special: Mapping[str, int]
+    call_format: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    only_one: bool,
+    special: Mapping[str, int],
+    form: StructuredOutput | None = None,
 ) -> str:
     """The grammar in llguidance's Lark.
 
-    tools: {"name", "parameters"} each. special: ids of marks that are special tokens.
+    tools: {"name", "parameters"} each. special: ids of marks that are special tokens. form: what the text may be
+    instead of calls. JSON of the form and of calls has the same white space: where calls have no mark, the text
+    becomes one or the other only after some of it.
+    Raises RequestError for a form that no text meets.
     """
 
     def mark(text: str) -> str:
@@ -37,7 +50,10 @@ def call_grammar(
     else:
         one, closing = f'{mark(call_format.opening)} "\\n" body "\\n" {mark(call_format.closing)}', ""
     more = "" if only_one else f" ({json.dumps(between)} call)*"
-    return f"start: {opening} call{more} {closing}\ncall: {one}\n{_body(call_format, tools)}"
+    spacing = COMPACT if form is not None and form.compact else SPACING
+    start = "" if form is None else f"start: calls | form\nform: %lark {{\n{lark_of(form, spacing)}\n}}\n"
+    calls = f"{'start' if form is None else 'calls'}: {opening} call{more} {closing}\n"
+    return f"{start}{calls}call: {one}\n{_body(call_format, tools, spacing)}"
 
 
 def text_and_call_grammar(
@@ -61,10 +77,9 @@ def text_and_call_grammar(
     return f"{text}{head} {inner} {closing}\n{_body(call_format, tools)}"
 
 
-def _body(call_format: CallFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+def _body(call_format: CallFormat, tools: Sequence[Mapping[str, Any]], spacing: Mapping[str, Any] = SPACING) -> str:
     """The rule of one call's JSON."""
-    schema = json.dumps(_schema(call_format, tools)).replace("::=", "::\\u003d")  # llguidance would take it for GBNF
-    return f"body: %json {schema}\n"
+    return f"body: {inline_schema({'x-guidance': spacing, **_schema(call_format, tools)})}\n"
 
 
 def _schema(call_format: CallFormat, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -72,12 +87,16 @@ def _schema(call_format: CallFormat, tools: Sequence[Mapping[str, Any]]) -> dict
     kinds, definitions = [], {}
     for place, tool in enumerate(tools):
         name = f"tool_{place}"
-        parameters = NO_PARAMETERS if tool.get("parameters") is None else tool["parameters"]
-        definitions[name] = _moved({"type": "object", **parameters}, f"#/$defs/{name}")
+        definitions[name] = _moved(plain(arguments_schema(tool.get("parameters"))), f"#/$defs/{name}")
         properties = {"name": {"const": tool["name"]}, call_format.key: {"$ref": f"#/$defs/{name}"}}
         required = ["name", call_format.key]
         kinds.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
-    return {"x-guidance": SPACING, "$defs": definitions, "anyOf": kinds}
+    return {"$defs": definitions, "anyOf": kinds}
+
+
+def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The JSON schema of a tool's arguments; None: it takes none."""
+    return {"type": "object", **(NO_PARAMETERS if parameters is None else parameters)}
 
 
 def _moved(schema: Any, to: str) -> Any:

@@ -90,6 +90,12 @@ class CallObject:
         """Whether `take` has returned its name: from then on it is a call, even if it breaks off."""
         return self._announced
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether its name and its arguments have come, though the object may not be closed."""
+        in_arguments = self._state == "value" and self._key == "arguments"
+        return self._name is not None and (self.done or (self._has_arguments and not in_arguments))
+
     def read(self, text: str, at: int) -> int:
         """Parse from text[at] -> where it stopped: behind the object (`done`), at the character that makes it no object
         (`failed`), or at the end of the text."""

@@ -102,10 +102,13 @@ _CLOSERS = "]},;"
 
 
 class CallParser:
-    """Parses one sequence's text into content and calls. tools: names of the given tools."""
+    """Parses one sequence's text into content and calls.
 
-    def __init__(self, call_format: CallFormat, tools: frozenset[str]) -> None:
-        self._format = call_format
+    tools: names of the given tools. holds_calls: a call comes when it is complete; one that is cut is content.
+    """
+
+    def __init__(self, call_format: CallFormat, tools: frozenset[str], *, holds_calls: bool = False) -> None:
+        self._format, self._holds_calls = call_format, holds_calls
         self._known = None if call_format.is_marked else tools
         self._state = "text" if call_format.is_marked else "start"
         self._held = ""
@@ -114,6 +117,10 @@ class CallParser:
         """Text parsed since the mark, while it may turn out to be no call."""
         self._call = CallObject(self._known)
         self._scan = ValueScan()
+        self._bare_name = ""
+        """Name of a bare call that was not announced yet."""
+        self._bare_start = 0
+        """Where its arguments begin in _raw."""
         self._in_list = False
         self.num_calls = 0
         self._space = ""
@@ -127,15 +134,31 @@ class CallParser:
             pass
         return self._take()
 
-    def finish(self) -> list[ToolDelta]:
-        """The text has ended: the deltas of what was held back."""
-        in_call = self._state == "object" and self._call.announced
-        if not in_call and self._state not in ("bare_arguments", "after", "broken"):
+    def finish(self, *, drops_cut: bool = False) -> list[ToolDelta]:
+        """The text has ended: the deltas of what was held back. drops_cut: a call that has not come is no content."""
+        if not self._in_call and self._state not in ("after", "broken") and not drops_cut:
             self._add_content(self._raw + self._held)
         if not self._is_behind_call:
             self._out.append(ToolDelta(content=self._space))
         self._held = self._raw = self._space = ""
         return self._take()
+
+    @property
+    def _in_call(self) -> bool:
+        """Whether the text so far ends within an announced call."""
+        if self._state == "bare_arguments":
+            return not self._bare_name
+        return self._state == "object" and self._call.announced
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the text so far ends before a call's arguments are complete."""
+        return self._state in ("bare", "bare_arguments") or (self._state == "object" and not self._call.is_whole)
+
+    @property
+    def num_whole(self) -> int:
+        """Calls that came and whose arguments are complete."""
+        return self.num_calls - (self.is_cut and self._in_call)
 
     def _take(self) -> list[ToolDelta]:
         deltas = [delta for delta in self._out if delta.content or delta.call is not None]
@@ -191,9 +214,9 @@ class CallParser:
         at = self._held.find("{")
         name = _BARE_NAME.fullmatch(self._held[:at]) if at >= 0 else None
         if name is not None:
-            self._announce(name[1])
-            self._held = self._held[at:]
-            self._state, self._scan = "bare_arguments", ValueScan()
+            self._skip(at)
+            self._state, self._scan, self._bare_name = "bare_arguments", ValueScan(), name[1]
+            self._bare_start = len(self._raw)
         elif at >= 0 or _BARE_TEXT.fullmatch(self._held) is None:
             self._reject()
         else:
@@ -202,8 +225,13 @@ class CallParser:
 
     def _bare_arguments(self) -> bool:
         end = self._scan.read(self._held, 0)
-        self._add_arguments(self._held[:end])
-        self._held = self._held[end:]
+        self._skip(end)
+        if self._scan.done or not self._holds_calls:
+            arguments = self._raw[self._bare_start :]
+            if self._bare_name:
+                self._announce(self._bare_name)
+            self._add_arguments(arguments)
+            self._raw, self._bare_start, self._bare_name = "", 0, ""
         if self._scan.done:
             self._state = "after"
         return True
@@ -211,10 +239,11 @@ class CallParser:
     def _object(self) -> bool:
         end = self._call.read(self._held, 0)
         self._skip(end)
-        name, arguments = self._call.take()
-        if name is not None:
-            self._announce(name)
-        self._add_arguments(arguments)
+        if self._call.is_whole or not self._holds_calls:
+            name, arguments = self._call.take()
+            if name is not None:
+                self._announce(name)
+            self._add_arguments(arguments)
         if self._call.announced:
             self._raw = ""
         if self._call.done:

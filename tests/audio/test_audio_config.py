@@ -17,8 +17,13 @@ from megatron_infer.audio.voices import encode_voice
 from megatron_infer.audio.wav import pcm16, read_wav, resample, wav_header
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, ModelError, RequestError
-from megatron_infer.pipelines import AudioGenerationConfig, PipelineConfig, PrependPromptSpeechTokens
-from megatron_infer.pipelines.audio_config import own_decoders, schedule_of
+from megatron_infer.pipelines import (
+    AudioGenerationConfig,
+    PipelineConfig,
+    PrependPromptSpeechTokens,
+    PrometheusMetricsMode,
+)
+from megatron_infer.pipelines.audio_config import POSITIONAL, own_decoders, schedule_of
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,8 @@ def test_defaults_are_those_of_the_page(models):
     fields = (config.chunk_size, config.buffer, config.block_causal, config.prepend_prompt_speech_tokens)
     assert fields == (None, 0, False, PrependPromptSpeechTokens.NEVER)
     assert config.prepend_prompt_speech_tokens_causal is False and config.audio_decoder_config == {}
-    assert config.audio_decoder_weights == "" and config.prometheus_metrics_mode == "instrument_only"
+    assert config.audio_decoder_weights == ""
+    assert config.prometheus_metrics_mode is PrometheusMetricsMode.INSTRUMENT_ONLY
     assert config == configure(models) and config != configure(models, buffer=1, chunk_size=[2])
     plain = set(PipelineConfig.model_fields) | {"audio_decoder"}
     assert plain <= set(AudioGenerationConfig.model_fields)
@@ -74,9 +80,10 @@ def test_another_policy_may_be_asked_for_and_in_flight_batching_beside_phases_is
 
 
 def test_metrics_mode_is_the_servers(models):
-    assert configure(models, prometheus_metrics_mode="launch_server").resolved.server.prometheus_metrics_mode == (
-        "launch_server"
-    )
+    for given in ("launch_server", "LAUNCH_SERVER", PrometheusMetricsMode.LAUNCH_SERVER):
+        config = configure(models, prometheus_metrics_mode=given)
+        assert config.prometheus_metrics_mode is PrometheusMetricsMode.LAUNCH_SERVER
+        assert config.resolved.server.prometheus_metrics_mode == "launch_server"
     with pytest.raises(ConfigError, match="prometheus_metrics_mode"):
         configure(models, prometheus_metrics_mode="launch")
 
@@ -141,8 +148,23 @@ def test_bad_flag_is_refused_by_its_name(flags, message, models):
 def test_a_field_is_given_once_and_by_its_name():
     with pytest.raises(ConfigError, match="buffer is given as an audio flag and as a value"):
         AudioGenerationConfig.from_flags({"audio_decoder": "tones", "buffer": "4"}, buffer=8, model_path="x")
-    with pytest.raises(ConfigError, match="takes values by name; write model_path='voice/'"):
+    with pytest.raises(ConfigError, match=r"audio_decoder is given by its place \('voice/'\) and by its name"):
         AudioGenerationConfig("voice/", audio_decoder="tones")
+    with pytest.raises(ConfigError, match="takes values by name; write model_path='voice/'"):
+        AudioGenerationConfig("tones", "", None, 0, False, "never", False, False, "instrument_only", "voice/")
+
+
+def test_the_documented_places_are_those_of_the_documented_names(models):
+    given = ("tones", "", [4], 2, True, PrependPromptSpeechTokens.ROLLING, True, True, "LAUNCH_SERVER")
+    where = {"model_path": str(models / "llama"), "device_specs": ["cpu"], "buffer_size_gb": 0.05, "max_length": 128}
+    for count in (1, 4, 9):
+        config = AudioGenerationConfig(*given[:count], **where)
+        named = AudioGenerationConfig(**dict(zip(POSITIONAL, given[:count], strict=False)), **where)
+        assert config == named and config.run_model_test_mode is (count == 9) is named.run_model_test_mode
+        assert config.effective["audio_decoder"].source == "argument"
+    assert config.chunk_size == [4] and config.block_causal
+    assert config.prepend_prompt_speech_tokens_causal and config.buffer == 2
+    assert AudioGenerationConfig(**config.model_dump()) == config
 
 
 @pytest.mark.parametrize(

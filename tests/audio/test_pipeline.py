@@ -24,7 +24,13 @@ from megatron_infer.audio.blocks import BlockSchedule, PrependPromptSpeechTokens
 from megatron_infer.audio.registry import open_decoder
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, DuplicateRequest, InvalidPrompt, ModelError, RequestError
-from megatron_infer.pipelines import AudioGenerationRequest, AudioGeneratorPipeline, GenerationStatus, TextTokenizer
+from megatron_infer.pipelines import (
+    AudioGenerationRequest,
+    AudioGeneratorPipeline,
+    GenerationStatus,
+    TextTokenizer,
+    get_paged_manager,
+)
 
 VOICE = tuple([3, 1, 4, 1, 5, 9, 2, 6] * 5)
 
@@ -93,6 +99,7 @@ def test_sound_is_the_same_in_company(kind, settings, alone, voice_file):
 
 def test_blocks_come_early_and_add_up(alone, voice_file):
     pipeline = make_pipeline(voices={"anna": voice_file})
+    assert get_paged_manager(pipeline) is pipeline.text_pipeline.kv_manager
     for request, whole in zip(requests(voice="anna"), alone, strict=True):
         steps_before = pipeline.engine.num_steps
         chunks = list(pipeline.stream(request))

@@ -22,9 +22,11 @@ from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.model_loader.gguf_file import GGUFFile
 
 PEER = """
-import json, sys
+import json, sys, time
 settings = json.loads(sys.argv[1])
 print("loading", file=sys.stderr, flush=True)
+if "{mood}" == "slow":
+    time.sleep(1.0)
 if "{mood}" == "no start":
     raise ModuleNotFoundError("No module named 'engine'")
 print(json.dumps({{"version": "9", "start_s": 1.5}}), flush=True)
@@ -90,6 +92,17 @@ def test_table_and_report_hold_every_engine(compare, tmp_path, capsys):
     assert report["engines"]["vllm"]["version"] == "9" and report["engines"]["vllm"]["start_s"] == 1.5
     table = capsys.readouterr().out
     assert "| vllm 9 |" in table and "| 3 prompts, 2 at once, 4 to 8 -> 3 | " in table and "x vllm |" in table
+
+
+def test_a_peer_that_takes_long_to_load_is_told_of_meanwhile(compare, capsys, monkeypatch):
+    monkeypatch.setattr(bench_peers, "NEWS_S", 0.3)
+    assert compare("slow", *SIZES) == 0
+    err = capsys.readouterr().err
+    assert re.search(r"loading vllm \.\.\.\n(still loading vllm: \d+ s\n)+vllm 9, loaded in 1\.5 s\n", err)
+    assert "warming up vllm ..." in err
+    monkeypatch.setattr(bench_peers, "TIMEOUT_S", 0.1)
+    with pytest.raises(InferenceError, match="vllm could not start: its process gave no answer within 0 s"):
+        compare("slow", *SIZES)
 
 
 def test_a_workload_that_a_peer_cannot_run_has_a_dash(compare, capsys, monkeypatch):

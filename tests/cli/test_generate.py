@@ -120,6 +120,15 @@ def test_bad_lines_are_named_and_the_others_answered_in_order(command, tmp_path,
     assert all(f"p.jsonl:{i + 1 + (i > 1)}" in w["error"] for i, w in enumerate(written) if "error" in w)
 
 
+def test_ids_are_taken_by_the_name_that_outputs_have(command, tmp_path):
+    file, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"prompt_token_ids": [97, 98]}\n{"token_ids": [97, 98]}\n{"prompt_token_ids": "ab"}\n')
+    assert command("generate", "m", "--prompts-file", str(file), "--output", str(out), "--raw") == 1
+    first, second, third = lines(out)
+    assert first["text"] == second["text"] == "ba"
+    assert "prompt_token_ids: expected a list of token ids, got str" in third["error"]
+
+
 def test_a_lines_own_sampling_fields_win_over_the_flags(command, llm, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a", "temperature": 0.5, "logit_bias": {"7": -1}}\n{"prompt": "b"}\n')

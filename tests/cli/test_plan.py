@@ -103,7 +103,7 @@ def test_every_graph_has_its_estimate_and_the_table_is_a_few_of_them(capsys, mon
     )
     assert graphs["pool_bytes"] == largest["live_bytes"]
     assert sizes.graph_bytes == graphs["pool_bytes"] + graphs["output_bytes"]
-    assert graphs["output_bytes"] == 64 * 512 * 2 + 16 * (1000 * 2 + 49), "hidden of prefill, logits and draws of rows"
+    assert graphs["output_bytes"] == 64 * 512 * 2 + 16 * (1000 * 4 + 49), "hidden of prefill, fp32 logits and draws"
     plan._print_graphs(shape, sizes, 1)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
@@ -127,7 +127,7 @@ def test_sizes_of_slices_states_and_experts_are_in_their_own_shapes_only():
     mixture = GraphMemory(model=dataclasses.replace(ATTENTION, experts=experts), max_keys=512)
     assert mixture.of(prefill).scratch == 512 * 4 * (2 * (4096 + 2048) + 24)
     ranks = GraphMemory(model=ATTENTION, max_keys=512, tensor_parallel_size=2)
-    assert ranks.of(decode).draw - plain.of(decode).draw == 16 * (2 * 2000 - 1000), "all ranks' twice, half its own"
+    assert ranks.of(decode).draw - plain.of(decode).draw == 16 * (2 * 4000 - 2000), "all ranks' twice, half its own"
 
 
 def test_the_dtype_is_that_of_the_linears(tmp_path, capsys, monkeypatch):

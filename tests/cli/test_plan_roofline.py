@@ -56,7 +56,7 @@ def test_a_decode_step_of_llama_3_8b_reads_its_weights_keys_and_values_once():
     work = counter.decode(64, 4096)
     found = parts(work)
     weights = 2 * (num_parameters(LLAMA_8B) - 128256 * 4096)  # all but the embedding, of which 64 rows are read
-    cached, logits = 64 * 4096 * 2 * 32 * 8 * 128 * 2, 64 * 128256 * 2
+    cached, logits = 64 * 4096 * 2 * 32 * 8 * 128 * 2, 64 * 128256 * 4
     assert num_parameters(LLAMA_8B) == 8_030_261_248
     assert found["attention"].num_bytes == cached == 32 << 30
     assert work.num_bytes == weights + cached + 2 * logits + 64 * 4096 * 2
@@ -74,7 +74,7 @@ def test_a_step_does_the_work_that_a_benchmark_is_held_against():
         embedding = 2 * 100 * 128256 * 4096  # the benchmark counts two operations for each parameter
         assert counter.prefill(100).flops == pytest.approx(whole.prefill_flops - embedding, rel=2e-4)
         decode = least_work(counter.shape, Workload(prompts=[[1] * 100], output_lens=[2], concurrency=1))
-        beside = 2 * 128256 * 2 + 4096 * 2  # logits out and in, a row of the embedding
+        beside = 2 * 128256 * 4 + 4096 * 2  # logits out and in, a row of the embedding
         assert counter.decode(1, 101).num_bytes - beside == decode.decode_bytes - 2 * 128256 * 4096
 
 

@@ -29,6 +29,17 @@ def test_generate_answers_well_records_and_replays(tmp_path, capsys):
     assert "2 requests replayed: every token is the same" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8", "int4"])
+def test_the_demo_answers_alike_in_any_precision(weight_dtype, capsys):
+    assert main(["demo", "--weight-dtype", weight_dtype, *SMALL]) == 0
+    answers = capsys.readouterr().out.split("\n> ")[1:]
+    for answer, begin in zip(
+        answers, ("The capital of France is Paris.", "Photosynthesis is ", "The waves of the sea"), strict=True
+    ):
+        _, _, text = answer.partition("\n")
+        assert text.startswith(begin)
+
+
 @pytest.mark.long
 def test_chat_answers_from_a_pipe_and_takes_the_history_from_the_cache(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("My name is Ada. Say hello.\nWhat is my name?\n/stats\n"))

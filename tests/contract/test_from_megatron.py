@@ -57,7 +57,8 @@ class MegatronConfig:
     use_synchronous_zmq_collectives: bool = False
     disable_ep_consensus: bool = False
     ep_consensus_interval: int = 20
-    image_preprocessing_config: object | None = None  # of no release yet
+    image_preprocessing_config: object | None = None  # 0.20
+    newer: list[int] = dataclasses.field(default_factory=lambda: [1])  # of no release
     verbose: dataclasses.InitVar[bool] = False
 
     def __post_init__(self, verbose: bool) -> None:
@@ -84,7 +85,9 @@ def test_the_table_has_the_fields_of_the_installed_class():
     }
     converted = InferenceConfig.from_megatron(Theirs())
     assert converted == dataclasses.replace(
-        InferenceConfig(), prefix_caching_coordinator_policy=Theirs().prefix_caching_coordinator_policy.value
+        InferenceConfig(),
+        prefix_caching_coordinator_policy=Theirs().prefix_caching_coordinator_policy.value,
+        prefix_caching_routing_alpha=Theirs().prefix_caching_routing_alpha,
     )
 
 
@@ -111,9 +114,10 @@ def test_every_keyword_of_the_installed_context_and_engine_moves_over():
 
 def test_the_table_has_the_sampling_fields_of_the_installed_class():
     declared = {item.name for item in dataclasses.fields(MegatronSamplingParams)}
-    assert declared <= set(table._SAMPLING_FIELDS)
-    later = {"detokenize_stop_sequence", "return_prompt_tokens"}
-    assert set(table._SAMPLING_FIELDS) - declared <= later
+    known = {*table._SAMPLING_FIELDS, *table.UNSUPPORTED_SAMPLING}
+    assert declared <= known
+    later = {"detokenize_stop_sequence", "return_prompt_tokens", "detokenize_generations", "seed"}
+    assert known - declared <= later | {"streaming", "streaming_interval", "do_kv_handoff"}
     default = MegatronSamplingParams()
     assert SamplingParams.from_megatron(default) == SamplingParams(max_tokens=default.num_tokens_to_generate)
 
@@ -155,10 +159,12 @@ def test_values_move_over_under_our_names():
         ("ep_consensus_interval", 5),
         ("verbose", True),
         ("image_preprocessing_config", "one"),
+        ("newer", [2]),
     ],
 )
 def test_a_field_without_a_counterpart_passes_at_its_default_and_is_refused_by_name_otherwise(field, value):
-    with pytest.raises(ConfigError, match=f"{field}={value!r} of megatron-core.*: .*; leave it"):
+    shown = re.escape(f"{field}={value!r}")
+    with pytest.raises(ConfigError, match=f"{shown} of megatron-core.*: .*; leave it"):
         InferenceConfig.from_megatron(MegatronConfig(**{field: value}))
     if field in table.UNSUPPORTED:
         InferenceConfig.from_megatron({field: table.UNSUPPORTED[field][0]})
@@ -243,6 +249,37 @@ def test_a_total_that_counts_the_prompt_needs_its_length():
         SamplingParams.from_megatron({"num_tokens_total": 64, "num_tokens_to_generate": 2}, num_prompt_tokens=24)
 
 
+@dataclasses.dataclass
+class LaterSamplingParams(MegatronSamplingParams):
+    """What 0.20 has more, and fields of no release."""
+
+    detokenize_generations: bool = True
+    streaming: bool = False
+    streaming_interval: int = 1
+    do_kv_handoff: bool = False
+    seed: int | None = None
+    newer: float = 0.5
+    newest: list[str] = dataclasses.field(default_factory=list)
+
+    def serialize(self) -> dict:
+        return vars(self).copy()
+
+
+def test_fields_that_are_not_known_pass_at_their_default():
+    plain = SamplingParams.from_megatron(MegatronSamplingParams())
+    assert SamplingParams.from_megatron(LaterSamplingParams()) == plain
+    sent = LaterSamplingParams().serialize()
+    del sent["newer"], sent["newest"]
+    assert SamplingParams.from_megatron(sent) == plain
+    seeded = SamplingParams.from_megatron(LaterSamplingParams(seed=7, detokenize_generations=False))
+    assert seeded == dataclasses.replace(plain, seed=7, detokenize=False)
+    for field, value in {"streaming": True, "streaming_interval": 4, "do_kv_handoff": True, "newer": 1.0}.items():
+        with pytest.raises(RequestError, match=f"{field}={value!r} of megatron-core.*: .*; leave it"):
+            SamplingParams.from_megatron(LaterSamplingParams(**{field: value}))
+    with pytest.raises(RequestError, match=r"newest=\['a'\] of megatron-core.*leave it \[\]"):
+        SamplingParams.from_megatron(LaterSamplingParams(newest=["a"]))
+
+
 @pytest.mark.parametrize("name", ["return_segments", "add_BOS"])
 def test_a_switch_without_a_counterpart_is_refused_by_name(name):
     with pytest.raises(RequestError, match=f"{name}=True of megatron-core"):
@@ -275,5 +312,12 @@ def test_the_page_runs_as_printed_and_names_each_field_that_is_not_the_same_here
         exec(compile(block, str(PAGE), "exec"), {})
     ours = {item.name for item in dataclasses.fields(InferenceConfig)}
     theirs = {name for added in table.FIELDS_SINCE.values() for name in added}
-    for name in (theirs - ours) | set(table.KEYWORDS_OF_0_16) | set(table._SAMPLING_FIELDS):
+    for name in (
+        (theirs - ours)
+        | set(table.KEYWORDS_OF_0_16)
+        | {
+            *table._SAMPLING_FIELDS,
+            *table.UNSUPPORTED_SAMPLING,
+        }
+    ):
         assert f"`{name}`" in text, name

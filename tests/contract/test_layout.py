@@ -32,7 +32,7 @@ def _rules(tmp_path: Path, name: str, text: str) -> set[str]:
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    return {violation.rule for violation in layout.check_tree(*layout.read_modules(tmp_path))}
+    return {violation.rule for violation in layout.check_tree(layout.read_modules(tmp_path))}
 
 
 @pytest.mark.long  # `make lint` checks the tree, too
@@ -56,33 +56,7 @@ def test_the_command_prints_what_it_found_and_its_status_says_whether_there_was_
     assert ("docs/architecture.md:1: page: " in run.stdout) == (planted == "page")
 
 
-NEWLINE = "\n"
-MANY = "\n".join(f"        self.a{i} = {i}" for i in range(21))
-METHODS = "\n".join(f"    def m{i}(self) -> None: ..." for i in range(8))
 PLANTED = {
-    "long file": ("megatron_infer/scheduler/step_plan.py", "x = 1\n" * 601, "file-size"),
-    "long test file": ("tests/pure/test_a.py", "x = 1\n" * 601, "file-size"),
-    "long function": ("tools/a.py", "def f():\n" + "    x = 1\n" * 80, "function-size"),
-    "long coroutine": ("tools/a.py", "async def f():\n" + "    x = 1\n" * 80, "function-size"),
-    "long class": ("tools/a.py", "class A:\n" + "    x = 1\n" * 300, "class-size"),
-    "many attributes": ("tools/a.py", f"class A:\n    def __init__(self):\n{MANY}\n", "class-attributes"),
-    "many fields": (
-        "tools/a.py",
-        "@dataclass(slots=True)\nclass A:\n" + "\n".join(f"    a{i}: int = 0" for i in range(21)),
-        "class-attributes",
-    ),
-    "wide interface": ("tools/a.py", f"class A(Protocol):\n{METHODS}\n", "interface-size"),
-    "inherited lines": (
-        "megatron_infer/runner/a.py",
-        "class A:\n" + "    x = 1\n" * 200 + "class B(A):\n" + "    x = 1\n" * 101,
-        "class-size",
-    ),
-    "inherited attributes": (
-        "megatron_infer/runner/a.py",
-        f"class A:\n    def __init__(self):\n{MANY.rpartition(NEWLINE)[0]}\n"
-        "class B(A):\n    def f(self):\n        self.b = 1\n",
-        "class-attributes",
-    ),
     "import up": ("megatron_infer/kernels/base.py", "from megatron_infer.engine.engine import X\n", "order"),
     "import up by name": ("megatron_infer/scheduler/step_plan.py", "from megatron_infer import engine\n", "order"),
     "import up inside a function": (
@@ -130,17 +104,8 @@ ALLOWED = {
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n",
     ),
     "the version": ("megatron_infer/cli/a.py", "from megatron_infer import __version__\n"),
-    "a protocol is no base": (
-        "megatron_infer/runner/a.py",
-        "class A(Protocol):\n" + "    x = 1\n" * 200 + "class B(A):\n" + "    x = 1\n" * 200,
-    ),
     "megatron at home": ("megatron_infer/models/a.py", "from megatron.core import x\n"),
     "torch.cuda at home": ("megatron_infer/memory/device.py", "import torch\nx = torch.cuda.is_available()\n"),
-    "a value with many fields": (
-        "tools/a.py",
-        "@dataclass(frozen=True)\nclass A:\n" + "\n".join(f"    a{i}: int = 0" for i in range(30)),
-    ),
-    "limits themselves": ("tools/a.py", "def f():\n" + "    x = 1\n" * 79),
 }
 
 
@@ -154,10 +119,6 @@ def test_else_of_a_typing_guard_is_not_exempt(tmp_path):
     assert "pure" in _rules(tmp_path, "megatron_infer/scheduler/step_plan.py", text)
 
 
-def test_a_long_afternoon_is_found(tmp_path):
-    assert "path-size" in _rules(tmp_path, "megatron_infer/sampling/a.py", "x = 1\n" * (layout.MAX_PATH_LINES + 1))
-
-
 def test_folders_that_import_each_other_are_found(tmp_path):
     for name, text in {
         "runner/a.py": "import megatron_infer.sampling.a\n",
@@ -166,7 +127,7 @@ def test_folders_that_import_each_other_are_found(tmp_path):
         path = tmp_path / "megatron_infer" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    own, _ = layout.read_modules(tmp_path)
+    own = layout.read_modules(tmp_path)
     assert layout.cycles(layout.arrows(own)) == [["runner", "sampling"]]
 
 

@@ -67,7 +67,7 @@ OURS = {
     "preemption_mode": ("PreemptionMode", inference.PreemptionMode.AUTO),
     "swap_buffer_size_gb": ("int | float", 0),
     "prefix_caching_mamba_gb": ("float | None", None),
-    "prefix_caching_routing_alpha": ("float", 0.5),
+    "prefix_caching_routing_alpha": ("float", 1.0),
     "check_invariants": ("bool", False),
     "collective_timeout_s": ("int | float", 120),
     "offset_sampling_seed_by_dp_rank": ("bool", True),

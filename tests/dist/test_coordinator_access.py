@@ -311,6 +311,8 @@ def test_engine_process_reads_no_weights_outside_its_root_whoever_asks(tmp_path,
             wait_for(lambda client=client: client.stats()["replicas"])
             answer = client.control("load_weights", path=path, check=False)["r0"]
             assert (answer.kind, expected in answer.message) == ("WeightsPathRefused", True), answer
+            again = client.control("restore_weights", sources=[[path, ""]], version=1, check=False)["r0"]
+            assert (again.kind, again.message) == (answer.kind, answer.message)
 
 
 @pytest.mark.security

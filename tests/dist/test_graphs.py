@@ -17,8 +17,10 @@ import torch
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RankFailure
+from megatron_infer.memory.regions.choose import MappedRegion
 from megatron_infer.parallel.tensor_parallel_sampler import RowSpread
 from megatron_infer.runner.warm_up import launch_kernels
+from megatron_infer.testing.eager_recorder import EAGER
 from megatron_infer.testing.inspect import inspect, run_one_by_one
 from megatron_infer.testing.replay_recorder import REPLAY, ReplayRecorder, _NoReading
 from megatron_infer.testing.static_kernels import STATIC
@@ -130,6 +132,46 @@ def lacks_memory(rank: int, model: Any, expected: list[Any]) -> None:
         stage_case.assert_same(draws_of(engine), expected, where, tolerance=1e-4)
         reasons = " ".join(pool.refused.values())
         assert not pool.captured and ("no room" if rank == 1 else "another rank") in reasons, (where, reasons)
+
+
+def on_other_addresses(rank: int, size: int, folder: Path) -> None:
+    """The cache is freed and allocated again: on rank 0 at its old address, on rank 1 at another one."""
+    take_static_kernels(EAGER)
+    ranks.new_groups(tensor_model_parallel_size=size)
+    release, kept = MappedRegion.release, []
+
+    def released(region: MappedRegion) -> None:
+        kept.append(region.tensor)  # its addresses are not given out again
+        region.tensor.zero_()
+        if rank == 1:
+            release(region)
+
+    MappedRegion.release = released  # type: ignore[method-assign]
+    expected = stage_case.json.loads((folder / "expected.json").read_text())
+    model = stage_case.load_model(folder, "tied", tensor_parallel=size)
+    engine = stage_case.make_engine(model, collective_timeout_s=20, **GRAPHS)
+    stage_case.assert_same(draws_of(engine), expected, tolerance=1e-4)
+    for tags in (None, {"kv_cache"}, {"kv_cache", "weights"}, {"kv_cache"}):
+        for mode in ("recompute", "offload"):
+            before = pool_of(engine)._step.addresses(), pool_of(engine).counts.captures
+            engine.suspend(mode, tags)
+            engine.resume()
+            assert (pool_of(engine)._step.addresses() == before[0]) == (rank == 0)
+            stage_case.assert_same(draws_of(engine), expected, f"{mode} {tags}", tolerance=1e-4)
+            assert pool_of(engine).counts.captures > before[1], "not captured again"
+    check_used(engine)
+    engine.rank_group.lockstep.close()
+
+
+@pytest.mark.timeout(120)
+def test_a_cache_that_comes_back_elsewhere_on_one_rank_is_captured_again_on_all(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_INFER_BACKEND", STATIC)
+        model = stage_case.MODELS["tied"]()
+        stage_case.save_checkpoint(model, tmp_path / "tied")
+        expected = draws_of(stage_case.make_engine(model))
+    stage_case.write_json(tmp_path / "expected.json", expected)
+    ranks.run_on_ranks(on_other_addresses, 2, tmp_path)
 
 
 def out_of_memory_behind(function: Any) -> Any:

@@ -121,3 +121,28 @@ def test_all_ranks_have_the_figures_and_the_place_of_one_process(tmp_path: Path,
     assert 0 < want < 144
     torch.save((weights, want), tmp_path / "one.pt")
     run_on_ranks(on_layouts, 2, tmp_path, [*LAYOUTS][part::2])
+
+
+def on_drifted_copies(rank: int, size: int, folder: Path) -> None:
+    torch.compiler.set_stance("force_eager")  # megatron-core compiles a function of its routers
+    new_groups(**LAYOUTS["EP2"])
+    model = tiny_gpt(**MODEL, **LAYOUTS["EP2"], **EXPERTS)
+    share_what_is_not_expert(model)
+    with torch.no_grad():
+        if rank == 1:
+            model.output_layer.weight[5:9] += 1.0
+    settings = {"collective_timeout_s": 20, "check_invariants": False}
+    session = make_session(model, settings=settings, meter={"share": 1.0})
+    how = SamplingParams(n=2, max_tokens=8, seed=1, ignore_eos=True)
+    with cpu_shim(1):
+        for _ in range(2):
+            with session.generating() as roll:
+                roll.generate(case.prompts(), how)
+            assert session.meter.last.is_alarm and session.meter.last.place is not None
+    session.engine.rank_group.lockstep.close()
+
+
+@pytest.mark.timeout(100)
+def test_copies_that_have_drifted_apart_are_an_alarm_on_all_ranks(tmp_path: Path) -> None:
+    """Each rank has figures of its own then; all search the leader's worst sequence, or none does."""
+    run_on_ranks(on_drifted_copies, 2, tmp_path)

@@ -63,6 +63,20 @@ def steer(client, folder, expected):
     output = client.generate(PROMPT, PARAMS)[0].outputs[0]
     assert output.token_ids == expected["new"]
     assert [span.policy_version for span in output.spans] == [2], output.spans
+    path = str(folder / "new.safetensors")
+    (loaded,) = client.control("load_weights", path=path).values()
+    files = loaded.value["files"]
+    client.control("cancel_weights", version=2)
+    for wrong in ([[path, "of another file"]], [[path, files], [str(folder / "nowhere"), files]]):
+        with pytest.raises(protocol.ControlFailed, match=r"was changed since|nowhere"):
+            client.control("restore_weights", sources=wrong, version=9)
+        assert client.generate(PROMPT, PARAMS)[0].outputs[0].spans[0].policy_version == 2
+    client.control("check_weights", action="reset")  # as if it had been started again with other weights
+    client.control("restore_weights", sources=[[path, files]], version=7)
+    output = client.generate(PROMPT, PARAMS)[0].outputs[0]
+    assert output.token_ids == expected["new"] and output.spans[0].policy_version == 7
+    sums = client.control("check_weights", action="checksum")
+    assert {answer.value["checksum"] for answer in sums.values()} == {expected["checksum"]}
 
 
 def serve(rank, size, folder):

@@ -14,6 +14,7 @@ from trainers import MegatronTrainer
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import SwitchFailed
 from megatron_infer.rl.scoring import VocabParallelLogprob
+from megatron_infer.rl.session import RolloutSession
 from megatron_infer.rl.weights import apply
 from megatron_infer.testing.tiny import tiny_gpt
 
@@ -76,6 +77,21 @@ def score(session: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
 
     with cpu_shim(1):
         return session.score(sequences)
+
+
+def on_memory_of_their_own(rank: int, size: int, folder: Path) -> None:
+    from megatron_infer.memory.device import Device
+
+    Device.available_bytes = lambda self: (6 + 2 * rank) << 30  # type: ignore[method-assign]
+    new_groups(tensor_model_parallel_size=size)
+    session = RolloutSession(tiny_gpt(**MODEL, tensor_model_parallel_size=size), None, meter=None)
+    assert session.engine.config.buffer_size_gb == 0.75  # a quarter of this rank's half of the smaller figure
+    session.engine.rank_group.lockstep.close()
+
+
+@pytest.mark.timeout(60)
+def test_ranks_with_other_free_memory_derive_the_same_options(tmp_path: Path) -> None:
+    run_on_ranks(on_memory_of_their_own, 2, tmp_path)
 
 
 def flags_of(model: torch.nn.Module) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from gloo_ranks import new_groups, run_on_ranks
 from session_case import make_session
 from trainers import MegatronTrainer, TorchTrainer
-from training_case import assert_equal, gradients, loss_over, megatron_backward, sequences_of
+from training_case import assert_equal, error_of, gradients, loss_over, megatron_backward, sequences_of
 
 from megatron_infer.errors import ConfigError, LockstepError, OtherRankFailed, WrongState
 from megatron_infer.testing.cpu_shim import cpu_shim
@@ -172,6 +172,28 @@ def on_faults(rank: int, size: int, folder: Path) -> None:
             assert not session.model.config.variable_seq_lengths
         session.engine.rank_group.lockstep.close()
     only_one_sees(rank)
+    in_half_precision(rank)
+
+
+def in_half_precision(rank: int) -> None:
+    """Logits are not rounded here, as they are in Megatron's own step."""
+    settings, sequences = TP | {"params_dtype": torch.bfloat16, "init_method_std": 0.2}, sequences_of(ONE)
+    new_groups(tensor_model_parallel_size=2)
+    model, twin = (model_of(settings, rank) for _ in range(2))
+    session, wrapped = (
+        make_session(model, settings={"collective_timeout_s": 60}),
+        MegatronTrainer(twin, distributed=False),
+    )
+    from megatron.core.distributed import finalize_model_grads
+
+    wrapped.model.train()
+    megatron_backward(wrapped.model, sequences, ONE_GROUPS, finalize=finalize_model_grads)
+    with cpu_shim(1), session.training():
+        session.score_and_backward(sequences, loss_over(sequences), micro_batch_tokens=10)
+    own = dict(zip(gradients(twin), gradients(model).values(), strict=True))
+    whole = {name: grad for name, grad in gradients(twin).items() if "norm" not in name}  # those are reduced by `step`
+    assert 0 < error_of({name: own[name] for name in whole}, whole) < 0.05
+    session.engine.rank_group.lockstep.close()
 
 
 def only_one_sees(rank: int) -> None:

@@ -29,6 +29,9 @@ class PlainOps:
         assert x.is_contiguous() and x.ndim == 2
         return F.linear(x, weight, bias)
 
+    def fp32_linear(self, x, weight, bias, rows):
+        return F.linear(x.float(), weight[:rows].float(), None if bias is None else bias[:rows].float())
+
     def rms_norm(self, x, weight, eps):
         assert x.is_contiguous() and x.ndim == 2
         return F.rms_norm(x, weight.shape, weight, eps)

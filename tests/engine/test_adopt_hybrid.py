@@ -180,6 +180,10 @@ def test_packable_weights_are_all_and_only_the_linears():
             seen.append(id(weight))
             return super().linear(x, weight, bias)
 
+        def fp32_linear(self, x, weight, bias, rows):
+            seen.append(id(weight))
+            return super().fp32_linear(x, weight, bias, rows)
+
     with torch.inference_mode():
         step = paged_step.Cache(adopted).step([(0, list(range(40)))])
         step.ops = Recording()

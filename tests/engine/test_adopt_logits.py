@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_infer.errors import AdoptionError
 from megatron_infer.models import mcore_compat as mcore
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.mcore_compat import SelfAttention, TransformerLayer
@@ -32,6 +33,14 @@ except ImportError:
 
 LAYER_NORM = {"normalization": "LayerNorm", "add_bias_linear": True}
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_router_load_balancing_type": "none"}
+QUICK_GEGLU = {
+    "activation_func": mcore.quick_gelu,
+    "gated_linear_unit": True,
+    "bias_activation_fusion": True,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 0.5,
+}
+"""As Megatron's --quick-geglu and gpt-oss in Megatron Bridge."""
 ARCHITECTURES = {
     "gqa": {},
     "mha": {"num_query_groups": 4},
@@ -64,6 +73,7 @@ ARCHITECTURES = {
     "geglu": {"activation_func": F.gelu},
     "relu2": {"gated_linear_unit": False, "activation_func": mcore.squared_relu},
     "quick_geglu": {"activation_func": mcore.quick_gelu, "glu_linear_offset": 1.0},
+    "quick_geglu_unfused": {"activation_func": mcore.unfused_quick_gelu, "glu_linear_offset": 1.0},
     "fast_gelu": {"gated_linear_unit": False, "activation_func": mcore.fast_gelu},
     "swiglu_bias": {"add_bias_linear": True, "activation_func": F.silu},
     "swiglu_clamp": {"activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0},
@@ -93,6 +103,16 @@ ARCHITECTURES = {
     "moe_fp32_router": {**MOE, "moe_router_dtype": "fp32"},
     "moe_sinkhorn": {**MOE, "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"},
     "moe_biases_gelu": {**MOE, "add_bias_linear": True, "gated_linear_unit": False, "activation_func": F.gelu},
+    "gpt_oss_like": {
+        **MOE,
+        **QUICK_GEGLU,
+        "bias_activation_fusion": False,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "window_size": (4, 0),
+        "window_attn_skip_freq": 2,
+    },
+    "moe_quick_geglu_fused": {**MOE, **QUICK_GEGLU},
     "moe_some_layers": {**MOE, "num_layers": 3, "moe_layer_freq": [0, 1, 1]},
     "moe_shared_expert": {**MOE, "moe_shared_expert_intermediate_size": 40},
     "moe_gated_shared_expert": {**MOE, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
@@ -111,6 +131,13 @@ def test_paged_logits_equal_the_full_forward(name):
     model = tiny_gpt(**ARCHITECTURES[name])
     adopted = adopt(model)
     assert paged_step.worst_difference(model, adopted) < 1e-5
+
+
+def test_a_fused_activation_that_clamps_before_the_bias_is_refused():
+    """megatron-core's own two paths give different numbers there; the engine computes only the other one."""
+    model = tiny_gpt(**{**MOE, **QUICK_GEGLU, "add_bias_linear": True})
+    with pytest.raises(AdoptionError, match=r"clamps before it adds the bias.*bias_activation_fusion=False"):
+        adopt(model)
 
 
 @pytest.mark.parametrize("name", ["gqa", "gpt2", "moe", "window_some_layers", "zero_centered_rms"])
@@ -296,6 +323,10 @@ def test_packable_weights_are_all_and_only_the_linears():
         def linear(self, x, weight, bias=None):
             seen.append(id(weight))
             return super().linear(x, weight, bias)
+
+        def fp32_linear(self, x, weight, bias, rows):
+            seen.append(id(weight))
+            return super().fp32_linear(x, weight, bias, rows)
 
     with torch.inference_mode():
         step = paged_step.Cache(adopted).step([(0, [1, 2, 3])])

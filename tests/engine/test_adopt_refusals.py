@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_infer.comm.groups import ParallelGroups
 from megatron_infer.errors import AdoptionError, ConfigError, ModelError
 from megatron_infer.models.adopt import adopt
 from megatron_infer.models.mcore_compat import (
@@ -14,6 +17,7 @@ from megatron_infer.models.mcore_compat import (
     ColumnParallelLinear,
     DotProductAttention,
     GPTModel,
+    LanguageModelEmbedding,
     SelfAttention,
     TopKRouter,
     TransformerLayer,
@@ -97,6 +101,48 @@ def other_norm(model):
     model.decoder.layers[0].input_layernorm = torch.nn.GroupNorm(1, 64)
 
 
+def fully_sharded():
+    """FSDP2 in place: parameters are DTensors, modules have hooks and classes of FSDP's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = stock()
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def with_vision():
+    """megatron-core's LLaVA, the stage that has the language model: a GPTModel."""
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.transformer.mlp import MLPSubmodules
+
+    config = tiny_config(num_layers=2)
+    vision = tiny_config(num_layers=2)
+    config.language_model_type, vision.vision_model_type = "llama", "clip"
+    spec = stock_spec(config)
+    return LLaVAModel(
+        language_transformer_config=config,
+        language_transformer_layer_spec=spec,
+        language_vocab_size=128,
+        language_max_sequence_length=512,
+        vision_transformer_config=vision,
+        vision_transformer_layer_spec=spec,
+        drop_vision_class_token=False,
+        vision_projection_config=tiny_config(num_layers=2),
+        vision_projection_layer_spec=MLPSubmodules(),
+        add_encoder=False,
+    )
+
+
+class ScaledEmbedding(LanguageModelEmbedding):
+    """As Gemma's."""
+
+    def forward(self, *args, **options):
+        return super().forward(*args, **options) * self.config.hidden_size**0.5
+
+
 LAYER = "decoder.layers.1"
 REFUSED = {
     "mla": (lambda: set_config(multi_latent_attention=True), "config: multi_latent_attention=True"),
@@ -123,6 +169,20 @@ REFUSED = {
     "chunks": (lambda: [stock(), stock()], "2 model chunks: virtual pipeline"),
     "not_gpt": (lambda: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear is not a megatron-core GPTModel or"),
     "unknown_wrapper": (lambda: torch.nn.DataParallel(stock()), "wrapper torch.nn.parallel.*DataParallel is not known"),
+    "compiled": (
+        lambda: torch.compile(stock()),
+        r"eval_frame.OptimizedModule is not a megatron-core GPTModel .*; give its language model: model\._orig_mod$",
+    ),
+    "compiled_within": (
+        lambda: torch.nn.DataParallel(torch.compile(stock())),
+        r"wrapper .* give its language model: model\.module\._orig_mod$",
+    ),
+    "vision": (with_vision, r"LLaVAModel is not a .*; give its language model: model\.language_model$"),
+    "fsdp2": (fully_sharded, r"weight: is a DTensor \(FSDP2's fully_shard.*parameter\.full_tensor\(\)"),
+    "scaled_embedding": (
+        lambda: changed(become("embedding", ScaledEmbedding)),
+        r"embedding: class .*ScaledEmbedding is not .*Gemma's multiplies by sqrt\(hidden_size\)",
+    ),
     "their_forward": (lambda: changed(become("", TheirGPT)), "TheirGPT overrides forward"),
     "their_attention": (
         lambda: changed(become(f"{LAYER}.self_attention", TheirAttention)),
@@ -246,3 +306,13 @@ def test_cpu_shim_refuses_where_cuda_is_available(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="would hide the CUDA device"), cpu_shim(1):
         pass
+
+
+def test_groups_that_split_sequences_are_a_config_error():
+    class TwoRanks:
+        def size(self):
+            return 2
+
+    collection = types.SimpleNamespace(cp=TwoRanks())
+    with pytest.raises(ConfigError, match=r"cp=2: inference over context-parallel ranks.*build the model with cp=1"):
+        ParallelGroups.of(collection, stock())

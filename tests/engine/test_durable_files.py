@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import resource
 
 import pytest
 import safetensors.torch
@@ -183,3 +185,20 @@ def test_a_save_that_fails_leaves_the_old_file(source, model, tmp_path, monkeypa
     monkeypatch.undo()
     assert path.read_bytes() == good and os.listdir(tmp_path) == ["requests"]
     assert len(make_engine(model).load_requests(path).loaded) == 5
+
+
+def test_a_full_disk_is_an_oserror_that_names_the_file_and_leaves_the_old_one(source, model, tmp_path):
+    """safetensors has an error of its own for it."""
+    path = tmp_path / "requests"
+    source.save_requests(path)
+    good = path.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        for kv in (False, True):
+            with pytest.raises(OSError, match=r"File too large.*requests") as caught:
+                source.save_requests(path, kv=kv)
+            assert caught.value.errno == errno.EFBIG
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == good and os.listdir(tmp_path) == ["requests"]

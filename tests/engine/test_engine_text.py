@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,39 @@ def test_stop_string_across_tokens_ends_the_text_before_it(engine, tokenizer):
         assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
         assert sample.token_ids == free.token_ids[: len(sample.token_ids)] and len(sample.token_ids) < 40
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_stop_texts_count_after_min_tokens(engine, tokenizer):
+    """As in vLLM: a text that is complete within the first min_tokens does not count."""
+    free = engine.generate(PROMPT, greedy())[0].outputs[0]
+    stop = tokenizer.decode(free.token_ids[:2])[-2:]
+    for least in (0, 1, 2, 5, 39):
+        texts = [tokenizer.decode(free.token_ids[:count]) for count in range(41)]
+        ends = [
+            count for count in range(least + 1, 41) if stop in texts[count][max(0, len(texts[least]) - len(stop) + 1) :]
+        ]
+        sample = engine.generate(PROMPT, greedy(stop=stop, min_tokens=least))[0].outputs[0]
+        assert len(sample.token_ids) == min(ends, default=40)
+        assert sample.finish_reason == ("stop" if ends else "length")
+        assert len(sample.token_ids) >= least
+        pieces = stream(engine, greedy(stop=stop, min_tokens=least))
+        assert "".join(piece.text for piece in pieces) == sample.text
+    border = tokenizer.decode(free.token_ids[:6])[len(texts[5]) - 1 : len(texts[5]) + 1]
+    assert len(engine.generate(PROMPT, greedy(stop=border, min_tokens=5))[0].outputs[0].token_ids) == 6
+
+
+def test_stop_texts_end_outputs_without_text(engine):
+    for params in (greedy(), greedy(n=3, temperature=0.8, seed=3)):
+        free = engine.generate(PROMPT, params)[0].outputs
+        stop = free[0].text[7:10]
+        ended = engine.generate(PROMPT, replace(params, stop=stop))[0].outputs
+        silent = engine.generate(PROMPT, replace(params, stop=stop, detokenize=False))[0].outputs
+        assert len(ended[0].token_ids) < len(free[0].token_ids)
+        assert [(one.token_ids, one.stop_reason) for one in silent] == [
+            (one.token_ids, one.stop_reason) for one in ended
+        ]
+        assert not any(one.text for one in silent)
+        assert not any(piece.text for piece in stream(engine, replace(greedy(), stop=stop, detokenize=False)))
 
 
 def test_stream_never_shows_a_stop_string_or_takes_text_back(engine):

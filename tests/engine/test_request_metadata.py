@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 from model_kinds import buffers, make_model
 
 from megatron_infer.config.inference import InferenceConfig
@@ -73,6 +75,33 @@ def test_values_survive_evictions_suspends_files_and_moves(model, tmp_path):
             assert output.outputs[0].token_ids == [target] * 24
             assert output.metadata == metadata_of(target)
             assert output.outputs[0].logprobs[0][target].logprob > -1e-3, "of what the hook left"
+
+
+@pytest.mark.parametrize("is_pair", [False, True], ids=["triples of 0.16", "pairs of 0.19"])
+def test_labels_that_megatron_fills_have_its_values_for_every_request(model, is_pair):
+    theirs = DynamicInferenceRequest.get_metadata_types()
+    given = [(one[0], one[1]) if is_pair else tuple(one) for one in theirs]
+    types = InferenceConfig.from_megatron({"request_metadata_types": given}).request_metadata_types
+    assert [one[:2] for one in types] == [(one[0], one[1]) for one in theirs]
+    engine, seen = make_engine(model, request_metadata_types=types), []
+    engine.on_logits(lambda _, values: seen.append({label: value.tolist() for label, value in values.items()}))
+    asked = [
+        MegatronSamplingParams(num_tokens_to_generate=1, termination_id=-1),
+        MegatronSamplingParams(
+            num_tokens_to_generate=1, termination_id=7, temperature=0.5, top_k=3, return_log_probs=True,
+            top_n_logprobs=2, skip_prompt_log_probs=True,
+        ),
+        MegatronSamplingParams(num_tokens_to_generate=1, termination_id=9, top_p=0.75, return_log_probs=True),
+    ]  # fmt: skip
+    engine.generate([[5], [6], [7]], [SamplingParams.from_megatron(one) for one in asked])
+    columns = {label: [value for step in seen for value in step[label]] for label in seen[0]}
+    assert columns == {one[0]: [getattr(params, one[0]) for params in asked] for one in theirs}
+    with pytest.raises(RequestError, match="'top_k', which is filled from the sampling parameters; leave it out"):
+        engine.add_request([5], GREEDY, metadata={"top_k": 3})
+    mixed = make_engine(model, request_metadata_types=[*types, ("scale", torch.float32, True)])
+    with pytest.raises(RequestError, match="metadata lacks 'scale'"):
+        mixed.add_request([5], GREEDY)
+    mixed.add_request([5], GREEDY, metadata={"scale": 1.0})
 
 
 def test_hooks_can_be_removed_and_return_logits_of_their_own(model):

@@ -12,7 +12,7 @@ from cut_case import PROMPT, Sequences
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import native_build
 from megatron_infer.kernels.base import AttendSpec
-from megatron_infer.kernels.cpu_native import NativePagedAttention
+from megatron_infer.kernels.cpu_native import NativePagedAttention, panel_layout
 from megatron_infer.kernels.exact import ExactAttention, ExactOps
 from megatron_infer.kernels.packing import PackedLinears
 from megatron_infer.kernels.select import BACKEND_VARIABLE, choose_exact, exact_library
@@ -61,16 +61,19 @@ def test_a_row_of_a_linear_has_the_same_bits_among_any_rows(ops, inner, outer):
     strided = torch.empty(ROWS, 2 * inner, dtype=x.dtype)[:, :inner]
     strided.copy_(x)
     assert torch.equal(ops.linear(strided, weight, bias), whole)
+    sums = check_rows(lambda part: ops.fp32_linear(part, weight, bias, outer), x)
+    assert torch.equal(sums.to(ops._dtype), whole)
 
 
 def test_packing_beforehand_or_for_the_call_changes_no_bit(ops, native_library):
     chosen = choose_exact("cpu", ops._dtype, specs=[SPEC], block_size=16)
     weight = rows(ops, 64, count=40)
-    before = ops.linear(rows(ops, 64, 1), weight)
+    empty = PackedLinears(layout=panel_layout(native_library, ops._dtype), reason="nothing is packed")
     chosen.packed.pack([weight])
-    assert torch.equal(chosen.ops.linear(rows(ops, 64, 1), weight), before)
-    bare = ExactOps(native_library, ops._dtype, PackedLinears(reason="nothing is packed"))
-    assert torch.equal(bare.linear(rows(ops, 64, 1), weight), before)
+    x = rows(ops, 64, 1)
+    for other in (chosen.ops, ExactOps(native_library, ops._dtype, empty)):
+        assert torch.equal(other.linear(x, weight), ops.linear(x, weight))
+        assert torch.equal(other.fp32_linear(x, weight, None, 40), ops.fp32_linear(x, weight, None, 40))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

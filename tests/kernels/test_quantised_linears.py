@@ -184,7 +184,7 @@ def test_the_output_layer_has_a_layout_of_its_own(native_library, packed):
     for _ in range(2):
         both.pack([layer, output], output=output)
         assert torch.equal(mixed.linear(x, output), ops.linear(x, output))
-        assert torch.equal(mixed.linear_rows(x, output, None, 33), ops.linear(x, output)[:, :33])
+        assert torch.equal(mixed.fp32_linear(x, output, None, 33).to(dtype), ops.linear(x, output)[:, :33])
         assert torch.equal(mixed.linear(x, layer), ops.linear(x, layer)) == (packed.weight_dtype == "int4")
         assert both.differs([layer, output]) is None
     both.pack([layer, output])  # none is the output layer's
@@ -196,9 +196,10 @@ def test_the_first_rows_are_the_first_outputs(packed):
     weight, x, wide = (torch.randn(shape).to(dtype) for shape in ((100, 96), (7, 96), (7, 192)))
     copies.pack([weight])
     for rows in (16, 37):
-        assert torch.equal(ops.linear_rows(x, weight, None, rows), ops.linear(x, weight)[:, :rows])
-        strided = wide[:, ::2]
-        assert torch.equal(ops.linear_rows(strided, weight, None, rows), ops.linear(strided, weight)[:, :rows])
+        for given in (x, wide[:, ::2]):
+            got = ops.fp32_linear(given, weight, None, rows)
+            assert torch.equal(got, ops.fp32_linear(given, weight, None, 100)[:, :rows])
+            assert torch.equal(got.to(dtype), ops.linear(given, weight)[:, :rows])
 
 
 def test_strided_and_bent_inputs_are_rounded_like_plain_ones(packed):

@@ -64,7 +64,7 @@ def test_the_directory_stands_alone_with_its_tokenizer(tmp_path):
     opened = open_source(moved)
     assert opened.config() == source.config()
     assert opened.tokenizer().encode("hello é") == byte_level().encode("hello é")
-    assert opened.tokenizer().eos_ids == source.config().eos_ids
+    assert set(source.config().eos_ids) <= set(opened.tokenizer().eos_ids)
     assert equal(model, build_model(opened))
     assert any("linear_qkv" in name for name, _ in opened.tensors())
 

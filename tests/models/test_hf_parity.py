@@ -142,10 +142,10 @@ def test_padded_vocabulary_entries_are_zero_and_the_rest_is_unchanged(tmp_path):
     assert (full_logits(built, ids)[:, :131] - expected).abs().max() < 1e-4
 
 
-def test_eos_ids_come_from_the_generation_config_first(tmp_path):
+def test_end_tokens_of_both_configs_count(tmp_path):
     model = random_hf_model(*CASES["llama"])
     model.generation_config.eos_token_id = [5, 9]
     model.save_pretrained(tmp_path)
-    assert open_source(tmp_path).config().eos_ids == (5, 9)
+    assert open_source(tmp_path).config().eos_ids == (5, 9, model.config.eos_token_id)
     (tmp_path / "generation_config.json").unlink()
     assert open_source(tmp_path).config().eos_ids == (2,)

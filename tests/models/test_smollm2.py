@@ -92,6 +92,6 @@ def test_facts_of_the_file(source, tokenizer):
     assert plan.architecture == "LlamaForCausalLM"
     assert (plan.vocab_size, plan.max_sequence_length, plan.tied_embeddings) == (49152, 8192, True)
     assert plan.transformer["layernorm_epsilon"] == 1e-5
-    assert tokenizer.eos_ids == plan.eos_ids == (2,)
-    assert tokenizer.token_str(2) == "<|im_end|>"
+    assert tokenizer.eos_ids == plan.eos_ids
+    assert [tokenizer.token_str(id) for id in plan.eos_ids] == ["<|im_end|>", "<|endoftext|>", "<reponame>"]
     assert tokenizer.special_ids == frozenset(range(17))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_infer.pipelines import PipelineConfig
+
+MIB = 1 << 20
 COMMON = {
     "vocab_size": 1000, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 2, "torch_dtype": "float32",
@@ -30,3 +33,14 @@ def write_models(folder: Path) -> None:
     for name, config in MODELS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
+
+
+def resolved(free_mib: float = 1024.0, **values: object) -> PipelineConfig:
+    """The config of `llama` unless another model is given, resolved for so much free memory."""
+    config = PipelineConfig(**{"model_path": "llama", "defer_resolve": True, "device": "cpu"} | values)
+    config.resolve(free_bytes=int(free_mib * MIB))
+    return config
+
+
+def in_effect(config: PipelineConfig, name: str) -> tuple[object, str]:
+    return config.effective[name].value, config.effective[name].source

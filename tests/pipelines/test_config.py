@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from model_files import in_effect, resolved
 
 from megatron_infer.cli.main import main
 from megatron_infer.config.capacity import GIB
@@ -32,20 +33,7 @@ from megatron_infer.pipelines.layers import flat_name
 from megatron_infer.pipelines.mapping import ROWS
 from megatron_infer.server.endpoint_base import EndpointBase
 
-MIB = 1 << 20
-
-
 pytestmark = pytest.mark.usefixtures("models_folder")
-
-
-def resolved(free_mib: float = 1024.0, **values: object) -> PipelineConfig:
-    config = PipelineConfig(**{"model_path": "llama", "defer_resolve": True, "device": "cpu"} | values)
-    config.resolve(free_bytes=int(free_mib * MIB))
-    return config
-
-
-def in_effect(config: PipelineConfig, name: str) -> tuple[object, str]:
-    return config.effective[name].value, config.effective[name].source
 
 
 # ---------------------------------------------------------------------- what it comes to
@@ -132,11 +120,6 @@ def test_ranks_are_those_that_torchrun_started(monkeypatch):
         ConfigError, match=r"= 1 x 1 x 1 x 2 = 2 \(.*ep_size\), but torchrun started 4 processes; start as"
     ):
         resolved(ep_size=2)
-
-
-def test_empty_batches_are_said_to_need_nothing():
-    assert "take part in every step" in resolved(execute_empty_batches=True).effective["execute_empty_batches"].note
-    assert resolved(execute_empty_batches=True).resolved.engine == resolved().resolved.engine
 
 
 def test_stock_classes_are_built_unless_they_are_not_asked_for_or_cannot_be():

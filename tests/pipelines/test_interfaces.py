@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -13,13 +14,21 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, InferenceError, RequestError
 from megatron_infer.pipelines.interfaces import (
     AlwaysSignalBuffersMixin,
+    GenerateMixin,
     ModelInputs,
     ModelOutputs,
     PipelineModel,
     get_paged_manager,
     upper_bounded_default,
 )
-from megatron_infer.pipelines.text_generation import TextGenerationInputs, TextGenerationRequest, TextTokenizer
+from megatron_infer.pipelines.text_generation import (
+    GenerationStatus,
+    TextContext,
+    TextGenerationInputs,
+    TextGenerationOutput,
+    TextGenerationRequest,
+    TextTokenizer,
+)
 
 
 class ReplitInputs(ModelInputs):
@@ -92,8 +101,62 @@ def test_log_probabilities_are_log_softmax_of_the_logits_with_the_token_among_th
     ]
     last_only = ModelOutputs(outputs.next_token_logits, outputs.next_token_logits)
     assert make().compute_log_probabilities(None, inputs, last_only, next_tokens, [2, 2, 2], [False] * 3)[0] is not None
-    with pytest.raises(ConfigError, match="enable_echo=True"):
+    with pytest.raises(ConfigError, match=r"there are 3 for 5 tokens.*enable_echo=True"):
         make().compute_log_probabilities(None, inputs, last_only, next_tokens, [2, 2, 2], [True] * 3)
+    own_names = ModelInputs()  # a model may name its inputs as it likes: only an echo reads them
+    scored = make().compute_log_probabilities(None, own_names, last_only, next_tokens, [2, 2, 2], [False] * 3)
+    assert scored[0].token_log_probabilities == pytest.approx([reference[2, 9].item()], abs=1e-6)
+    with pytest.raises(ConfigError, match="tokens and input_row_offsets of the inputs, which ModelInputs lacks"):
+        make().compute_log_probabilities(None, own_names, outputs, next_tokens, [2, 2, 2], [True] * 3)
+
+
+class Counter(GenerateMixin[TextContext, TextGenerationRequest]):
+    """The members that a pipeline must have, and no others: each request counts on from its prompt's last token."""
+
+    def __init__(self, late: bool) -> None:
+        self.late, self.flying, self.ended = late, {}, []
+
+    kv_managers = ()
+    pipeline_config = None
+    tokenizer = property(lambda self: TextTokenizer(tokenizer()))
+
+    def execute(self, inputs):
+        news, before = {}, self.flying
+        for context in inputs.flat_batch:
+            drawn = sum(one.request_id == context.request_id for one in before.values()) if self.late else 0
+            token, left = context.tokens[-1] + 1 + drawn, context.max_length - len(context.tokens) - drawn
+            status = GenerationStatus.MAXIMUM_LENGTH if left <= 1 else GenerationStatus.ACTIVE
+            news[context.request_id] = TextGenerationOutput(
+                request_id=context.request_id, tokens=[token], text="", final_status=status
+            )
+        self.flying = news
+        read = before if self.late else news
+        for context in inputs.flat_batch:
+            context.tokens += read[context.request_id].tokens if context.request_id in read else []
+        return read
+
+    def release(self, request_id):
+        self.flying.pop(request_id, None)
+        self.ended.append(request_id)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["own batch", "batch before"])
+def test_a_pipeline_of_the_documented_members_alone_generates(late):
+    pipeline = Counter(late)
+    asked = [
+        TextGenerationRequest(prompt=[10 * n], sampling_params=SamplingParams(max_tokens=n), request_id=str(n))
+        for n in (1, 3)
+    ]
+    assert [one.tokens for one in pipeline.generate(asked)] == [[11], [31, 32, 33]]
+    assert pipeline.ended == ["1", "3"]
+
+    async def pieces():
+        return [one.tokens async for news in pipeline.generate_async(asked[1]) for one in news]
+
+    assert asyncio.run(pieces()) == [[31], [32], [33]]
+    assert get_paged_manager(pipeline) is None
+    pipeline.kv_managers = [marker := object()]
+    assert get_paged_manager(pipeline) is marker
 
 
 def test_signal_buffers_are_there_on_one_device_only_where_a_model_always_wants_them():

@@ -255,6 +255,27 @@ class Cacheless(PipelineModel):
     def execute(self, model_inputs): ...
 
 
+def test_what_it_says_of_memory_is_of_its_own_parameters(folder, pipeline):
+    config, model = pipeline.pipeline_config, pipeline.pipeline_model
+    kind, kv = type(model), config.model.kv_cache
+    params = kind.get_kv_params(model.huggingface_config, 1, kv, torch.float32)
+    page = params.page_bytes(pipeline.kv_manager.page_size)
+    (cache,) = pipeline.kv_manager.device_tensors
+    assert cache.nbytes == (pipeline.kv_manager.total_num_pages + 1) * page
+    given = (model.huggingface_config, model.devices, kv)
+    batches = [kind.infer_optimal_batch_size(config, count * page, *given, torch.float32) for count in (0, 2, 4, 9)]
+    assert batches == [1, 1, 3, 4], "max_batch_size is 4"
+    assert kind.infer_optimal_batch_size(config, 2 * page, *given, torch.bfloat16) == 3
+    sizes = [
+        kind.estimate_kv_cache_size(config, 10**12, model.devices, model.huggingface_config, kv, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert sizes[0] // 2 == sizes[1] and 0 <= sizes[0] - cache.nbytes < page, (
+        "the buffer, of which whole pages are used"
+    )
+    assert Cacheless.infer_optimal_batch_size(config, 10**12, *given, torch.float32) == 1
+
+
 def test_weights_go_through_the_adapter_of_their_format(folder, tmp_path):
     with pytest.raises(ModelError, match=r"config\.json"):
         configure_and_load(tmp_path)

@@ -10,8 +10,9 @@ from world import Swap, World
 from megatron_infer.config.inference import PreemptionMode
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.scheduler import policy
-from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, DraftDepth, Proposal, StepCosts
+from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, DraftDepth, Proposal
 from megatron_infer.scheduler.request import CacheUse, Request
+from megatron_infer.scheduler.step_costs import StepCosts
 
 
 def random_world(rng: random.Random, *, drafting: float = 0.0, **fixed) -> World:

@@ -11,7 +11,7 @@ from world import World
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.scheduler.caller_shares import PRESENT_STEPS
-from megatron_infer.scheduler.draft_depth import StepCosts
+from megatron_infer.scheduler.step_costs import StepCosts
 
 COSTS = StepCosts(plain=[(1, 1.0), (64, 10.0)])
 """A step takes a second, and a seventh for each token after the first."""

@@ -10,7 +10,8 @@ from fake_device import make_request
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.step_cost_meter import REPORT_STEPS, StepCostMeter
-from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, PLAIN_EVERY, DraftDepth, Proposal, StepCosts
+from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, PLAIN_EVERY, DraftDepth, Proposal
+from megatron_infer.scheduler.step_costs import StepCosts
 from megatron_infer.scheduler.step_plan import ON_DEVICE, PrefillChunk, StepPlan
 
 CHEAP = StepCosts(plain=[(1, 0.012), (8, 0.016)], verifying=[(2, 0.0125), (9, 0.017)])

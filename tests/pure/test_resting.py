@@ -9,7 +9,8 @@ from random_world import priced
 from world import World
 
 from megatron_infer.scheduler import draft_depth
-from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, Proposal, StepCosts
+from megatron_infer.scheduler.draft_depth import NO_PROPOSAL, Proposal
+from megatron_infer.scheduler.step_costs import StepCosts
 
 COSTS = StepCosts(plain=[(1, 1e-4)], verifying=[(2, 1.05e-4), (64, 1.2e-4)])
 WORLDS = {

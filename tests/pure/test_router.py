@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_infer.config.capacity import GIB
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy as Policy
+from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.context.block_pool import BlockPool
 from megatron_infer.context.build import build_context
 from megatron_infer.context.prefix_events import PrefixEvents
@@ -167,6 +170,25 @@ def test_choice_has_the_best_score_of_the_formula(policy, alpha, replicas):
         scores[view.key] = alpha * share + (1 - alpha) * (1 - load / 8)
     route = router.choose(packed(tokens))
     assert scores[route.key] == pytest.approx(max(scores.values()))
+
+
+def test_a_prefix_policy_without_an_alpha_follows_the_prefix_whatever_the_load():
+    tokens, other = packed(range(21)), packed(range(100, 121))
+    for policy, matched in ((Policy.LONGEST_PREFIX, 5), (Policy.FIRST_PREFIX_BLOCK, 1)):
+        router = Router(policy)
+        for key in "abc":
+            router.join(key, capacity=8, block_size=BLOCK, root=ROOT)
+        chain = chain_of(ROOT, "", tokens, BLOCK)
+        router.report("b", published=chain[:matched])
+        router.report("c", published=chain[: matched - 1])
+        router.replicas["b"].load = 20  # twelve requests wait there
+        assert router.choose(tokens).key == "b" and router.choose(other).key == "a"
+        router.report("c", published=chain)
+        assert router.choose(tokens).key == "c", "of equals the one with more room"
+    assert InferenceConfig().prefix_caching_routing_alpha == 1.0
+    told = {"prefix_caching_coordinator_policy": "longest_prefix"}
+    for asked, alpha in (({}, 0.5), (told, 1.0), (told | {"prefix_caching_routing_alpha": 0.25}, 0.25)):
+        assert machine_config(asked, is_cuda=False, available_bytes=GIB).prefix_caching_routing_alpha == alpha
 
 
 def test_equal_scores_go_to_the_latest_use_then_to_the_first_that_joined():

@@ -78,6 +78,16 @@ def test_rollouts_are_drawn_from_the_trainers_present_weights(model, folder):
         trainer.state.global_step += 1
 
 
+def test_a_completion_ends_with_the_end_token_of_the_trainers_tokenizer(model, folder):
+    """The model's configs name another one."""
+    rollout = EngineRollout(engine_for(model, CONFIG), sampling={"temperature": 0.0, "stop_token_ids": [259]})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    (free,) = rollout(["What is it?"], stand_in(model, folder))["completion_ids"]
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(free[2])
+    (ended,) = rollout(["What is it?"], stand_in(model, folder, processing_class=tokenizer))["completion_ids"]
+    assert ended == free[: free.index(free[2]) + 1] != free
+
+
 def test_options_without_a_counterpart_are_refused(model, folder):
     engine = engine_for(model, CONFIG)
     with pytest.raises(RequestError, match="did you mean 'temperature'"):

@@ -63,6 +63,7 @@ def runs(tmp_path_factory) -> dict[str, Any]:
         "partial": (alone, ["--steps", "4", "--rollout-lag", "1", "--partial-rollouts", "--out-dir", "partial"]),
         "lora first": (alone, ["--steps", "2", *LORA, "--out-dir", "lora"]),
         "lora": (alone, ["--steps", "3", *LORA, "--out-dir", "lora", "--resume"]),
+        "never": (alone, ["--steps", "2", "--evaluate-every", "0", "--out-dir", "never"]),
         "torch": (alone, ["--steps", "4", "--optimizer", "torch", "--no-exact", "--out-dir", "torch"]),
     }
     plan = folder / "runs.json"
@@ -147,6 +148,18 @@ def test_held_out_questions_are_evaluated_and_never_trained_on(runs, grpo):
 
 
 @pytest.mark.long
+def test_nothing_is_evaluated_every_0_steps(runs, grpo, tmp_path):
+    report, folder = importlib.import_module("grpo_report"), runs["folder"] / "never"
+    assert not any(key.startswith("held_out") for row in history(runs, "never") for key in row)
+    assert report.read_summary(folder)["figures"] == {} and not report.answers(folder)
+    assert [row["loss"] for row in history(runs, "never")] == [row["loss"] for row in history(runs, "whole")[:2]]
+    whole = runs["folder"] / "whole"
+    figures, costs, changes = report.table([folder, whole]).split("\n\n")
+    assert (figures, changes) == tuple(report.table([whole]).split("\n\n")[::2])
+    assert [line.split("|")[1].strip() for line in costs.splitlines()[2:]] == ["never", "whole"]
+    report.draw([folder], tmp_path / "curve.png")
+
+
 def test_two_ranks_learn_what_one_learns(runs):
     for one, two in zip(history(runs, "whole"), history(runs, "pair"), strict=True):
         assert (

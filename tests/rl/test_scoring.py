@@ -48,6 +48,26 @@ def test_scores_are_those_of_each_sequence_alone(kind, limit):
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_scores_in_bf16_are_those_of_logits_that_are_not_rounded(grad):
+    model, ids = MAKERS["attention"](params_dtype=torch.bfloat16), sequences()[1]
+    session, kept = make_session(model), []
+    hook = model.output_layer.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach()))
+    (got,) = session.score([ids], grad=grad)
+    hook.remove()
+    logits = kept[0][:, 0].double() @ model.output_layer.weight.detach().double().T
+
+    def scores_of(logits: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(logits[:-1], -1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
+
+    assert got.requires_grad == grad
+    torch.testing.assert_close(got.detach().double(), scores_of(logits), atol=1e-5, rtol=0)
+    assert (scores_of(logits.bfloat16().double()) - scores_of(logits)).abs().max() > 1e-4, "a test that sees rounding"
+    assert model(torch.tensor([ids]), torch.arange(len(ids))[None], None).dtype is torch.bfloat16, (
+        "the model's own forward"
+    )
+
+
 def test_temperature_divides_the_logits():
     model = MAKERS["attention"]()
     scores = make_session(model).score(sequences(), temperature=0.7)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from session_case import PARAMS, make_session, prompts
 from trainers import MegatronTrainer, TorchTrainer
-from training_case import assert_equal, gradients, loss_over, megatron_backward, sequences_of
+from training_case import assert_equal, error_of, gradients, loss_over, megatron_backward, sequences_of
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -82,6 +82,26 @@ def test_gradients_are_those_of_megatrons_own_step(name):
     assert_equal(gradients(model), gradients(twin))
     assert not model.training and model.decoder.layers[0].training is False
     assert model.config.hidden_dropout == model.embedding.embedding_dropout.p == 0.3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_in_bf16_are_as_near_to_those_in_fp32_as_megatrons_own(tied):
+    exact, *rounded = (
+        tiny_gpt(params_dtype=dtype, init_method_std=0.2, share_embeddings_and_output_weights=tied).train()
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
+    for model in rounded:
+        model.load_state_dict(exact.state_dict())
+    exact.load_state_dict(rounded[0].state_dict())
+    session, twin = make_session(rounded[0]), rounded[1]
+    for model in (exact, twin):
+        megatron_backward(model, SEQUENCES, GROUPS)
+    with session.training():
+        report = session.score_and_backward(SEQUENCES, loss_over(SEQUENCES), micro_batch_tokens=LIMIT)
+    want = gradients(exact)
+    assert 1e-3 < error_of(gradients(rounded[0]), want) < 1.2 * error_of(gradients(twin), want)
+    for got, score in zip(report.scores, session.score(SEQUENCES), strict=True):
+        torch.testing.assert_close(got, score, atol=2e-6, rtol=0)
 
 
 def test_scores_and_gradients_follow_temperature_start_and_padding():

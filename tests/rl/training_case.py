@@ -110,6 +110,14 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def error_of(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference, relative to that of `want`."""
+    assert list(got) == list(want)
+    squares = [((got[name].double() - want[name]).square().sum(), want[name].double().square().sum()) for name in want]
+    difference, whole = (float(sum(parts)) for parts in zip(*squares, strict=True))
+    return (difference / whole) ** 0.5
+
+
 def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], *, tolerance: float = 1e-6) -> None:
     """tolerance: of each tensor's largest entry, which counts as 1 at least."""
     assert list(got) == list(want)

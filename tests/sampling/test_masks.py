@@ -14,7 +14,7 @@ import torch
 from sampling_oracle import make_request
 from vocabularies import byte_level, sentencepiece
 
-from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.config.structured_output import FORMATS, StructuredOutput
 from megatron_infer.errors import RequestError
 from megatron_infer.sampling import grammar_matchers as grammar
 from megatron_infer.sampling.grammar_matchers import Grammars
@@ -202,7 +202,13 @@ def test_a_request_that_comes_back_is_matched_from_its_first_token():
 REFUSED = [
     ({"json_schema": {"type": "thing"}}, "json_schema: Invalid type: thing"),
     ({"json_schema": {"type": "array", "uniqueItems": True}}, 'json_schema: Unimplemented keys: ."uniqueItems"'),
-    ({"json_schema": {"x-guidance": {"lenient": True}, "not": {}}}, "Unimplemented keys"),
+    ({"json_schema": {"x-guidance": {"lenient": True}, "not": {"type": "string"}}}, "Unimplemented keys"),
+    ({"json_schema": {"propertyNames": {"pattern": "a"}}}, "propertyNames"),
+    (
+        {"json_schema": {"oneOf": [{"type": "string"}, {"minLength": 3}]}},
+        "oneOf constraints are not supported; use anyOf",
+    ),
+    ({"json_schema": {"not": {"description": "nothing", "format": "password"}}}, "allows no value"),
     ({"json_schema": {"$ref": "#/nowhere"}}, "/nowhere"),
     ({"json_schema": False}, "allows no value"),
     ({"regex": "[a-z"}, "regex: .*unclosed character class"),
@@ -218,6 +224,68 @@ def test_what_cannot_be_enforced_is_refused_by_name(language, message):
     for _ in range(2):  # a refusal is kept, too
         with pytest.raises(RequestError, match=message):
             grammars.check(StructuredOutput(**language))
+
+
+def matches(grammars, language, text):
+    matcher = grammars.template(StructuredOutput(**language)).deep_copy()
+    return all(matcher.consume_token(token) for token in byte_level().encode(text)) and matcher.is_accepting()
+
+
+KNOWN_FORMATS = """date-time time date duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri
+iri-reference uuid uri-template json-pointer relative-json-pointer regex int32 int64 float double decimal password byte
+binary char color html phone currency url""".split()
+"""Of JSON Schema 2020-12 and of OpenAPI's registry."""
+
+
+def test_formats_that_the_library_does_not_know_are_annotations_and_the_others_are_held():
+    import llguidance
+
+    grammars = GrammarCache(byte_level(), 0)
+    for name in {*KNOWN_FORMATS, *FORMATS, "of_a_caller"}:
+        raw = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+        assert ("Unknown format" in llguidance.LLMatcher.validate_grammar(raw)) is (name not in FORMATS), name
+        language = {"json_schema": {"properties": {"a": {"type": "string", "format": name}}, "required": ["a"]}}
+        is_free = name == "unknown" or name not in FORMATS
+        assert matches(grammars, language, '{"a": "any ~ text"}') is is_free, name
+    language = {"json_schema": {"type": "string", "format": "date"}}
+    assert matches(grammars, language, '"2026-11-28"') and not matches(grammars, language, '"2026-13-28"')
+    many = {"allOf": [{"type": "string", "format": "password"}] * 30}
+    assert matches(grammars, {"json_schema": many}, '"x"'), "they are no patterns to match at once"
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "object", "propertyNames": {"type": "string", "title": "Key"}}, '{"a": 1}', "[1]"),
+        ({"type": "array", "uniqueItems": False, "items": {"type": "integer"}}, "[1, 1]", '["a"]'),
+        ({"anyOf": [{"not": {}}, {"type": "integer"}]}, "5", '"a"'),
+        ({"properties": {"a": {}}, "additionalProperties": {"not": True}}, '{"a": 5}', '{"b": 5}'),
+        ({"not": False, "type": "boolean"}, "true", "1"),
+        (
+            {"properties": {"not": {"const": 1}, "format": {"type": "integer"}, "title": {"enum": [2]}}},
+            '{"not": 1, "format": 5, "title": 2}',
+            '{"not": 2}',
+        ),
+        ({"const": {"not": {}, "format": "password"}}, '{"not": {}, "format": "password"}', "{}"),
+        ({"$defs": {"a": {"format": "iri", "type": "string"}}, "items": {"$ref": "#/$defs/a"}}, '["a"]', "[1]"),
+    ],
+)
+def test_keywords_that_ask_for_nothing_change_no_language(schema, right, wrong):
+    grammars = GrammarCache(byte_level(), 0)
+    assert matches(grammars, {"json_schema": schema}, right) and not matches(grammars, {"json_schema": schema}, wrong)
+
+
+def test_white_space_between_the_parts_of_json_is_bounded():
+    grammars, value = GrammarCache(byte_level(), 0), {"a": [1, {"b": None}], "c": {}}
+    schema = {"properties": {"a": {}, "c": {}}}
+    for language in ({"json_schema": schema}, {"json_schema": True}, {"json_object": True}):
+        for indent in (None, 0, 2, 4, "\t"):
+            assert matches(grammars, language, json.dumps(value, indent=indent))
+        assert matches(grammars, language, '{"a":1}') and matches(grammars, language, '{\n\n  "a" : 1 }')
+        for space in ("  ", "\n" * 3, "\n" + " " * 21, "\n  \n", " \n"):
+            assert not matches(grammars, language, f'{{"a":{space}1}}'), repr(space)
+    escaped = {"json_schema": {**schema, "x-guidance": {"whitespace_pattern": "[ ]+"}}}
+    assert not matches(grammars, escaped, '{"a":     1}')
 
 
 def test_a_grammar_that_takes_too_long_and_a_missing_library_are_refusals(monkeypatch):

@@ -187,7 +187,7 @@ CONFIG = {
 def test_damaged_model_directories_are_refused_or_read(rounds: Rounds, tmp_path: Path) -> None:
     byte_level().save(tmp_path)
     tensors = {"model.embed_tokens.weight": torch.zeros(262, 32), "model.norm.weight": torch.zeros(32)}
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors, tmp_path / "model-1.safetensors")
     files = {
         "config.json": CONFIG,
         "generation_config.json": {"eos_token_id": 2},
@@ -199,14 +199,14 @@ def test_damaged_model_directories_are_refused_or_read(rounds: Rounds, tmp_path:
             "eos_token": {"content": "<|user|>"},
             "chat_template": [{"name": "default", "template": "a"}],
         },
-        "model.safetensors.index.json": {"weight_map": dict.fromkeys(tensors, "model.safetensors")},
+        "model.safetensors.index.json": {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")},
     }
     for name, value in files.items():
         (tmp_path / name).write_text(json.dumps(value))
     contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     look_at(tmp_path)
     for rng in rounds(quick=150):
-        name = rng.choice([*files, "config.json", "model.safetensors"])
+        name = rng.choice([*files, "config.json", "model-1.safetensors"])
         if name in files and rng.random() < 0.8:
             data = json.dumps(altered(files[name], rng)).encode()
         else:
@@ -321,3 +321,37 @@ def test_record_of_a_journal_that_is_no_object_is_refused(tmp_path: Path) -> Non
     path.write_bytes(first + journal._line(f"{begin[0]}/{begin[1]}", 2, [1]))  # type: ignore[arg-type]
     with pytest.raises(InferenceError, match="line 2 is no record"):
         make_engine(make_model()).load_requests(tmp_path / "kept")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 3.4e38])
+def test_weights_that_are_no_numbers_are_refused_at_every_door(value: float, tmp_path: Path) -> None:
+    """3.4e38 is a number in fp32, and none in the model's bfloat16."""
+    model = make_model(params_dtype=torch.bfloat16, bf16=True).bfloat16()
+    engine = make_engine(model)
+    state = {name: one.detach().float() for name, one in model.named_parameters()}
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    state[name] = state[name].clone()
+    state[name][3, 5] = value
+    save_file(state, tmp_path / "model.safetensors")
+    broken = make_model()
+    with torch.no_grad():
+        broken.get_parameter(name)[3, 5] = value
+    save_checkpoint(broken, tmp_path / "dist")
+    weights = RemoteWeights(engine, weights_root=tmp_path)
+    commands = weights.commands()
+    before = weights.check_weights("checksum")
+    doors: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("load_weights", {"path": str(tmp_path / "model.safetensors")}),
+        ("load_weights", {"path": str(tmp_path)}),
+        ("load_weights", {"path": str(tmp_path / "dist")}),
+        ("write_weights", {"name": name, "dtype": "F32", "shape": list(state[name].shape), "offset": 0,
+                           "data": state[name].numpy().tobytes()}),
+    )  # fmt: skip
+    for door, given in doors:
+        if door == "write_weights":
+            commands["begin_weights"](timeout_s=5.0)
+        with pytest.raises(InferenceError, match=rf"{name} got 1 values of \d+ that are NaN or infinite"):
+            commands[door](timeout_s=5.0, **given)
+        commands["cancel_weights"](timeout_s=5.0)
+        assert weights.check_weights("checksum") == before, "what had been written was put back"
+    assert engine.generate([PROMPT], SamplingParams(max_tokens=1))[0].finished

@@ -96,6 +96,40 @@ def test_stop_texts_and_tool_choices_are_those_of_chats(case, engine):
     assert engine.params[0].stop == ("x",) and engine.params[0].top_k == 5
     assert "get_weather" in engine.params[0].structured.grammar
     both(case, tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    engine.set_script(CALL[: CALL.index("Bonn")], 50)
+    assert both(case, tools=[TOOL], stop_sequences=["Bonn"])["content"] == [{"type": "text", "text": engine.script}]
+
+
+@pytest.mark.parametrize(
+    "begun", ["It", " It rains and", [{"type": "text", "text": "It"}, {"type": "text", "text": "is"}]]
+)
+def test_a_last_turn_of_the_assistant_is_continued(case, engine, begun):
+    engine.set_script(" rains.", 3)
+    turns = [*HI, {"role": "assistant", "content": begun}]
+    whole = both(case, messages=turns)
+    assert whole["content"] == [{"type": "text", "text": " rains."}], "the reply has what is new"
+    chat = [*HI, {"role": "assistant", "content": begun}]
+    post(case, "/v1/chat/completions", messages=chat, continue_final_message=True, max_tokens=1)
+    assert engine.prompts[-1] == engine.prompts[0]
+    assert tokenizer().decode(engine.prompts[0]).endswith(begun if isinstance(begun, str) else "It\nis")
+    count = post(case, "/v1/messages/count_tokens", messages=turns).json()["input_tokens"]
+    assert count == len(engine.prompts[0]) == whole["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("", "messages[1]: the answer goes on with the last turn"),
+        ([], "that turn has no text"),
+        ([{"type": "thinking", "thinking": "Hm"}], "that turn has no text"),
+        ([{"type": "text", "text": "a"}, {"type": "tool_use", "id": "1", "name": "f"}], "without its tool_result"),
+    ],
+)
+def test_a_last_turn_that_cannot_be_continued_is_refused(case, content, named):
+    turns = [*HI, {"role": "assistant", "content": content}]
+    for path, rest in (("/v1/messages", {"max_tokens": 1}), ("/v1/messages/count_tokens", {})):
+        reply = post(case, path, messages=turns, **rest)
+        assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
 
 
 @pytest.mark.parametrize(
@@ -106,7 +140,9 @@ def test_stop_texts_and_tool_choices_are_those_of_chats(case, engine):
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "there are no images"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0]: a block has no text"),
         ({"messages": [{"role": "wizard", "content": "a"}]}, "wizard"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"type": 5, "name": "bash"}]}, "tools[0].type"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config.format: json"),
+        ({"stop_sequences": ["a"] * 100}, "stop_sequences has 100 entries"),
         ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
         ({"max_token": 5}, "did you mean 'max_tokens'"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: nothing is called here"),
@@ -115,6 +151,7 @@ def test_stop_texts_and_tool_choices_are_those_of_chats(case, engine):
 def test_what_cannot_be_served_is_refused_by_name(case, body, named):
     reply = post(case, "/v1/messages", **{"messages": HI, "max_tokens": 1, **body})
     assert reply.status_code == 400 and named in reply.json()["error"]["message"], reply.text
+    assert reply.json()["type"] == "error" and reply.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_key_comes_as_anthropics_clients_send_it():

@@ -22,7 +22,7 @@ USER = ("user", {"content": "Hi"})
 
 
 def test_text_parts_and_developer_are_what_templates_know():
-    parts = [TextPart(type="text", text="one"), TextPart(type="text", text="two")]
+    parts = [TextPart(text="one"), TextPart(text="two")]
     ids = ids_of(("developer", {"content": parts}), USER)
     head = "<|im_start|>system\none\ntwo<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
     assert text_of(ids) == head + "<|im_start|>assistant\n"
@@ -58,6 +58,9 @@ def test_last_message_is_continued_exactly():
     assert ids[-2:] == [300, 301]
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("turns", "options", "message"),
     [
@@ -68,6 +71,7 @@ def test_last_message_is_continued_exactly():
         ([("assistant", {"content": "", "tool_calls": [{"id": "1"}]})], {}, "a call has a function"),
         ([USER], {"variables": {"messages": []}}, "messages has a field of its own"),
         ([("assistant", {"content": ""})], {"continue_final": True, "add_generation_prompt": False}, "is empty"),
+        ([USER, ("assistant", {"content": "a", "tool_calls": [CALL]})], {"continue_final": True}, "has tool_calls"),
     ],
 )
 def test_invalid_messages_are_refused_by_name(turns, options, message):

@@ -134,7 +134,7 @@ def test_text_continues_where_it_was_when_another_replica_takes_over():
     assert streamed(chunks)[0] == tokenizer().decode(tokens)
 
 
-def windowed():
+def pieces():
     """A tokenizer that is not byte-level, with bytes for unknown characters."""
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "▁a": 257, "b": 258, "▁": 259}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -145,7 +145,14 @@ def windowed():
     return Tokenizer(backend, eos_ids=[260])
 
 
-@pytest.mark.parametrize("made", [tokenizer, windowed])
+def windowed():
+    """A tokenizer whose text is what its decoder makes of several tokens."""
+    backend = pieces().backend
+    backend.decoder = decoders.Metaspace()
+    return Tokenizer(backend, eos_ids=[260])
+
+
+@pytest.mark.parametrize("made", [tokenizer, pieces, windowed])
 def test_any_split_of_any_tokens_gives_the_text_of_the_engine(made):
     codec, rng = made(), random.Random(7)
     num_ids = codec.vocab_size + 3
@@ -184,5 +191,6 @@ def test_any_split_of_any_tokens_gives_the_text_of_the_engine(made):
             assert one.text == wanted.text, (round, prompt, tokens, reason)
 
 
-def test_tokenizers_of_the_splits_are_of_both_kinds():
-    assert detokenizer._is_byte_level(tokenizer()) and not detokenizer._is_byte_level(windowed())
+def test_tokenizers_of_the_splits_are_of_all_kinds():
+    kinds = [detokenizer._spelling(made()).name for made in (tokenizer, pieces, windowed)]
+    assert kinds == ["BYTE_ALPHABET", "PIECES_STRIPPED", "OTHER"]

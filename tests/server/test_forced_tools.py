@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 
+import msgspec
 import openai
 import pytest
 from server_case import END, START, serving, tokenizer
@@ -11,10 +14,12 @@ from server_case import END, START, serving, tokenizer
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.server import tool_calls
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text import tool_parsers
 from megatron_infer.text.grammar import GrammarCache
-from megatron_infer.text.tool_grammar import text_and_call_grammar
+from megatron_infer.text.tool_grammar import call_grammar, text_and_call_grammar
 
 pytest.importorskip("llguidance")
 
@@ -86,6 +91,26 @@ def test_forced_calls_meet_their_schemas_in_every_format(engine, name, monkeypat
         assert len(several) > 2 and all(json.loads(call.arguments) is not None for call in several[:-1])
 
 
+def test_of_a_forced_call_that_is_cut_nothing_is_content(engine):
+    with serving(engine) as case:
+
+        def choices(**body):
+            body |= {"messages": [USER], "tools": [TURN], "seed": 4, "tool_choice": "required"}
+            reply = case.http.post("/v1/chat/completions", json={"max_tokens": 200, **body}).json()["choices"][0]
+            return reply["message"]["content"], reply["message"].get("tool_calls", []), reply["finish_reason"]
+
+        head = len('<tool_call>\n{"name": "turn", "arguments": ')
+        for length in range(1, head + 3, 3):
+            content, calls, reason = choices(max_tokens=length)
+            assert not content and reason == "length" and bool(calls) == (length > head)
+        assert choices(stop="fast") == ("", [], "stop")
+        content, (call,), reason = choices(stop="</tool_call>")
+        assert content is None and json.loads(call["function"]["arguments"]) and reason == "tool_calls"
+        asked = {"logit_bias": dict.fromkeys(ENDS, -100), "stop": ["\n<tool_call>\n{"]}
+        content, (call,), reason = choices(**asked)
+        assert content is None and json.loads(call["function"]["arguments"]) and reason == "tool_calls"
+
+
 def test_strict_tools_are_held_to_their_schemas_where_the_model_chooses_to_call(engine, monkeypatch):
     monkeypatch.setitem(tool_parsers.FORMATS, "special_mark", SPECIAL)
     with serving(engine, tool_call_parser="special_mark", reasoning_parser="deepseek_r1") as case:
@@ -126,6 +151,160 @@ def test_text_and_calls_match_the_grammar_of_strict_tools_and_other_calls_do_not
         assert not matches(f"I look. {call_format.write([wrong])}")
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_only_allowed_tools_are_called_and_all_are_shown(engine, name):
+    """The same by chats and responses."""
+    named = {"type": "function", "function": {"name": "right"}}
+    tools = [{"type": "function", "function": {"name": "left"}}, named]
+    flat = [{"type": "function", **tool["function"]} for tool in tools]
+    with serving(engine, tool_call_parser=name) as case:
+
+        def called(mode, **body):
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+            body |= {"messages": [USER], "tools": tools, "tool_choice": choice, "max_tokens": 90}
+            reply = case.http.post("/v1/chat/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            shown = case.http.post("/v1/chat/completions", json={**body, "tool_choice": "auto", "max_tokens": 1})
+            assert shown.json()["usage"]["prompt_tokens"] == reply.json()["usage"]["prompt_tokens"]
+            return [call["function"]["name"] for call in reply.json()["choices"][0]["message"].get("tool_calls", ())]
+
+        assert set(called("required")) == {"right"}
+        head = {"<": 100, "\n": 0} if name == "hermes" else {"{": 100}
+        bias = {str(tokenizer().encode(text)[0]): value for text, value in head.items()}
+        assert set(called("auto", logit_bias=bias)) <= {"right"}
+        choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "left"}]}
+        body = {"input": "Go", "tools": flat, "max_output_tokens": 90}
+        reply = case.http.post("/v1/responses", json={**body, "tool_choice": choice})
+        assert {item["name"] for item in reply.json()["output"]} == {"left"}
+        assert reply.json()["tool_choice"] == choice
+        choice["tools"] = [{"type": "function", "name": "fly"}]
+        error = case.http.post("/v1/responses", json={**body, "tool_choice": choice}).json()["error"]
+        assert "there is no 'fly' among tools" in error["message"] and error["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("name", ["hermes", "granite"])
+def test_text_and_allowed_calls_match_the_grammar_and_others_do_not(name):
+    call_format = tool_parsers.FORMATS[name]
+    tools, parsed = [{"name": "one"}, {"name": "two"}], SimpleNamespace(sampling={}, ignored=[])
+    body = SimpleNamespace(
+        tools=msgspec.convert([{"type": "function", "function": tool} for tool in tools], list[tool_calls.Tool]),
+        parallel_tool_calls=None,
+        tool_choice=msgspec.convert(
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "two"}}]},
+            },
+            tool_calls.Allowed,
+        ),
+    )
+    rule = tool_calls.ToolRule(tokenizer(), ServerConfig(tool_call_parser=name))
+    asyncio.run(rule.apply(body, parsed))
+    template = GrammarCache(tokenizer(), 0).template(StructuredOutput(**parsed.structured[1]))
+    for function, is_right in (("two", True), ("one", False)):
+        matcher = template.deep_copy()
+        text = "I call. " + call_format.write([json.dumps({"name": function, "arguments": {}})])
+        assert all(matcher.consume_token(token) for token in tokenizer().encode(text)) is is_right
+
+
+FORMS = [
+    (
+        {"json_schema": {"properties": {"name": {"type": "string"}}, "required": ["name"]}},
+        '{"name": "Ann"}',
+        '{"n": 1}',
+    ),
+    ({"json_schema": {"const": {"a": [1]}}, "compact": True}, '{"a":[1]}', '{"a": [1]}'),
+    ({"json_schema": {"type": "string"}}, '"x <tool"', "x"),
+    ({"json_schema": True}, "[null]", "[nul]"),
+    ({"json_object": True}, '{"a": "::="}', "[]"),
+    ({"regex": r"[a-z<{]{3,9}|\"/\n"}, '"/\n', "<TO"),
+    ({"choice": ["yes", "<tool"]}, "<tool", "<tool_"),
+    ({"grammar": 'start: "q" r\nr: /a+/ /a/ | "!"'}, "q!", "q"),
+    ({"grammar": 'root ::= "p" "q"+ "."'}, "pqq.", "p."),
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "granite", "json"])
+def test_one_grammar_has_the_form_and_the_calls(name):
+    call_format, grammars = tool_parsers.FORMATS[name], GrammarCache(tokenizer(), 0)
+    tools = [TURN["function"], {"name": "free", "parameters": {}}]
+    for given, good, bad in FORMS:
+        form = StructuredOutput(**given)
+        grammar = StructuredOutput(grammar=call_grammar(call_format, tools, only_one=True, special={}, form=form))
+
+        def matches(text, grammar=grammar):
+            matcher = grammars.template(grammar).deep_copy()
+            return all(matcher.consume_token(token) for token in tokenizer().encode(text)) and matcher.is_accepting()
+
+        assert matches(good) and not matches(bad) and not matches(""), given
+        separators = (",", ":") if form.compact else None
+        for function, arguments, is_right in (
+            ("turn", {"to": "left", "fast": True}, True),
+            ("free", {"any": [1]}, True),
+            ("turn", {"to": "up", "fast": True}, False),
+        ):
+            written = json.dumps({"name": function, call_format.key: arguments}, separators=separators)
+            is_form = not call_format.is_marked and given in [FORMS[place][0] for place in (0, 3, 4)]
+            assert matches(call_format.write([written])) == (is_right or is_form), given
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"yes": {"type": "boolean"}},
+    "required": ["yes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_tools_next_to_a_form_give_a_call_or_the_form_by_the_models_choice(engine, name):
+    """The same by chats, responses and messages."""
+    asked = {"messages": [USER], "max_tokens": 200}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}}
+    flat = {"type": "function", **TURN["function"]}
+    own = {name: value for name, value in TURN["function"].items() if name != "parameters"}
+    messages = {
+        "tools": [{**own, "input_schema": TURN["function"]["parameters"]}],
+        "output_config": {"format": {"type": "json_schema", "schema": ANSWER}},
+    }
+    responses = {
+        "input": "Go",
+        "max_output_tokens": 200,
+        "tools": [flat],
+        "text": {"format": {"type": "json_schema", "name": "answer", "schema": ANSWER}},
+    }
+    with serving(engine, tool_call_parser=name) as case:
+
+        def reply(path, **body):
+            found = case.http.post(path, json=body)
+            assert found.status_code == 200 and "x-ignored-fields" not in found.headers, found.text
+            return found.json()
+
+        def chat(**body):
+            choice = reply("/v1/chat/completions", **asked, **form, tools=[TURN], **body)["choices"][0]
+            return choice["message"]["content"], choice["message"].get("tool_calls"), choice["finish_reason"]
+
+        kinds = set()
+        for seed in range(8):
+            content, calls, reason = chat(seed=seed)
+            kinds.add(reason)
+            if calls:
+                assert content is None and set(json.loads(calls[0]["function"]["arguments"])) == {"to", "fast"}
+            else:
+                assert list(json.loads(content)) == ["yes"] and reason == "stop"
+        assert "stop" in kinds and kinds & {"tool_calls", "length"}
+        for choice in ("required", {"type": "function", "function": {"name": "turn"}}):
+            content, calls, _ = chat(tool_choice=choice, parallel_tool_calls=False)
+            assert content is None and json.loads(calls[0]["function"]["arguments"])["to"] in ("left", "right")
+        content, calls, _ = chat(tool_choice="none")
+        assert calls is None and list(json.loads(content)) == ["yes"]
+
+        blocks = [reply("/v1/messages", **asked, **messages)["content"] for _ in range(8)]
+        assert {tuple(block["type"] for block in one)[:1] for one in blocks} == {("text",), ("tool_use",)}
+        assert all(list(json.loads(one[0]["text"])) == ["yes"] for one in blocks if one[0]["type"] == "text")
+        items = [reply("/v1/responses", **responses)["output"] for _ in range(8)]
+        assert {one[0]["type"] for one in items} == {"message", "function_call"}
+
+
 def test_strict_tools_of_a_format_without_a_mark_are_taken_and_listed(engine):
     body = {"messages": [USER], "tools": [TURN], "max_tokens": 2}
     for strict_fields, status in ((False, 200), (True, 400)):
@@ -148,11 +327,26 @@ def test_options_allowed_and_refused_with_forced_calls(engine):
         named = {"type": "function", "function": {"name": "fly"}}
         assert refused(tools=[TURN], tool_choice=named)["param"] == "tool_choice"
         answer = {"type": "json_object"}
-        assert "there are no calls" in refused(tools=[STOP], response_format=answer)["message"]
-        both = refused(tools=[STOP], response_format=answer, tool_choice="required")
-        assert "another field says" in both["message"]
+        twice = refused(tools=[STOP], response_format=answer, guided_regex="a")
+        assert "another field says" in twice["message"]
         wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}
         assert refused(tools=[wrong], tool_choice="required")["param"] == "tools"
+        for part, keyword in (
+            ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+            ({"not": {"type": "string"}}, "not"),
+            ({"propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ):
+            own = {"name": "unruly", "strict": True, "parameters": {"properties": {"a": part}}}
+            for choice in ("required", "auto"):
+                for form in ({}, {"response_format": answer}):
+                    unruly = {"type": "function", "function": own}
+                    error = refused(tools=[STOP, TURN, unruly], tool_choice=choice, **form)
+                    wanted = f'tools: unruly: parameters: Unimplemented keys: ["{keyword}"]'
+                    assert error["message"] == wanted and error["param"] == "tools"
+        large = [
+            {"type": "function", "function": {"name": f"f{i}", "parameters": {"enum": ["x" * 900]}}} for i in range(100)
+        ]
+        assert "tools: grammar has" in refused(tools=large, tool_choice="required")["message"]
         deep: dict = {}
         for _ in range(100):
             deep = {"properties": {"a": deep}}

@@ -17,6 +17,7 @@ from megatron_infer.server import call_limits, engine_client, http_protocol
 from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.testing.echo import EchoEngine
 
+USER = [{"role": "user", "content": "\0" * 1500}]
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 LENGTH = 2048
 """Tokens of prompt and output that the engine of `case` holds."""
@@ -111,6 +112,12 @@ def test_text_far_beyond_the_context_costs_a_piece_of_it(case, counted):
         (COMPLETION, {"prompt": "a", "max_tokens": 1000, "n": 100}, "3,200,000 bytes"),
         (COMPLETION, {"prompt": "a", "max_tokens": 600, "logprobs": 20}, "the limit is 1,048,576 (max_reply_bytes)"),
         (COMPLETION, {"prompt": [1] * 1500, "echo": True, "logprobs": 20, "max_tokens": 1}, "3,152,132 bytes"),
+        (COMPLETION, {"prompt": "\0" * 1500, "echo": True, "n": 128, "max_tokens": 1}, "1,156,096 bytes"),
+        (COMPLETION, {"prompt": [1] * 1500, "return_token_ids": True, "n": 100, "stream": True, "max_tokens": 1},
+         "1,203,200 bytes"),
+        (COMPLETION, {"prompt": [1] * 1500, "prompt_logprobs": 1, "n": 10, "max_tokens": 1}, "3,000,320 bytes"),
+        (CHAT, {"messages": USER, "return_token_ids": True, "n": 60, "max_tokens": 1}, "1,460,"),
+        (CHAT, {"messages": USER, "return_raw_text": True, "n": 120, "max_tokens": 1}, "1,090,"),
         (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 4, "max_tokens": 500, "logprobs": True,
                 "top_logprobs": 10}, "the reply may have 2,264,000 bytes"),
         (COMPLETION, {"prompt": "a", "guided_json": {"const": "a" * 70_000}}, "the limit is 65,536"),

@@ -120,7 +120,7 @@ WRONG = [
     (CHAT, {"messages": HI, "tools": [], "tool_choice": "required"}, "tool_choice goes with tools"),
     (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "missing required field `function`"),
-    (CHAT, {"messages": HI, "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (CHAT, {"messages": HI, "tools": [{"type": 5}]}, "tools[0].type"),
     (CHAT, {"messages": HI, "tools": [F, F]}, "stands there twice"),
     (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice goes with tools"),
     (CHAT, {"messages": HI, "tools": [F], "tool_choice": "any"}, "Invalid enum value 'any'"),

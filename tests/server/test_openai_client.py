@@ -7,7 +7,7 @@ import math
 import httpx
 import openai
 import pytest
-from server_case import END, serving, tokenizer, wait_for
+from server_case import END, TEMPLATE, serving, tokenizer, wait_for
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
@@ -198,6 +198,26 @@ def test_models_health_version_and_tokens(client, case):
     assert reply["count"] == len(reply["tokens"]) and reply["token_strs"][0] == "<|im_start|>"
     text = httpx.post(f"{case.url}/detokenize", json={"tokens": reply["tokens"]}, headers=key).json()["prompt"]
     assert text == tokenizer().apply_chat_template(CHAT)
+    assert (
+        httpx.get(f"{case.url}/v1/models/", headers=key).json()
+        == httpx.get(f"{case.url}/v1/models", headers=key).json()
+    )
+    for ids in ([65, 320], [2**31 - 1]):
+        refused = httpx.post(f"{case.url}/detokenize", json={"tokens": ids}, headers=key)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tokens"
+        assert f"token id {ids[-1]} is outside the vocabulary (0 to 319)" in refused.json()["error"]["message"]
+    assert httpx.post(f"{case.url}/detokenize", json={"tokens": []}, headers=key).json() == {"prompt": ""}
+
+
+def test_tokenizer_info_is_what_a_remote_tokenizer_reads(case):
+    """lm-eval's asks for eos_token before it uses the routes, and renders chat_template itself."""
+    key = {"Authorization": "Bearer a key"}
+    assert httpx.get(f"{case.url}/tokenizer_info").status_code == 401
+    info = httpx.get(f"{case.url}/tokenizer_info", headers=key).json()
+    assert (info["eos_token"], info["model_max_length"], info["chat_template"]) == ("<|im_end|>", 256, TEMPLATE)
+    assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
+    body = {"prompt": info["eos_token"], "add_special_tokens": False}
+    assert httpx.post(f"{case.url}/tokenize", json=body, headers=key).json()["tokens"] == [END]
 
 
 @pytest.mark.security

@@ -1,4 +1,5 @@
-"""Calls of training loops, as their sources make them, are answered with the fields that these read."""
+"""Calls of training loops, as their sources make them, are answered with the fields that these read; turns of coding
+agents, recorded from their programs, are answered in their own forms."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ import httpx
 import numpy as np
 import pytest
 from client_server import served_tiny
+from scripted import ScriptedEngine
+from server_case import serving, tokenizer
+from test_responses import TEMPLATE
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "clients")]
@@ -20,6 +24,8 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "clients")]
 import client_check  # noqa: E402
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_calls.json").read_text())
+TURNS = json.loads((Path(__file__).parent / "recorded_turns.json").read_text())
+"""Bodies without the texts and the ids of their sessions, and with some of their tools."""
 
 
 def found(reply, path):
@@ -41,6 +47,41 @@ def test_calls_of_a_training_loop_are_answered_with_what_it_reads(http, recorded
         assert reply.status_code == call.get("status", 200), (call, reply.text)
         for path in call["reads"]:
             assert found(reply.json(), path) is not None, (call, path)
+
+
+@pytest.mark.parametrize("recorded", TURNS, ids=[one["client"] for one in TURNS])
+def test_turns_of_a_coding_agent_are_answered_as_it_asked(recorded):
+    """With a text and with a call of one of its tools, in its events; what has no effect is listed."""
+    engine = ScriptedEngine()
+    with serving(engine, encoder=tokenizer(TEMPLATE), reasoning_parser="qwen3") as case:
+        for call in recorded["calls"]:
+            tools = call["body"]["tools"]
+            names = [tool["name"] for tool in tools if tool.get("type") in (None, "function")]
+
+            def last(script, call=call, **other):
+                """The call's header, and the content blocks or output items of its stream."""
+                engine.set_script(script, 7)
+                with case.http.stream("POST", call["path"], json={**call["body"], **other}) as reply:
+                    lines = list(reply.iter_lines())
+                assert reply.status_code == 200, (call["call"], lines)
+                events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+                items = [event.get("item") or event.get("content_block") for event in events]
+                return reply.headers["x-ignored-fields"].split(", "), [item for item in items if item], events
+
+            ignored, _, events = last("Hello there.")
+            deltas = [event.get("delta") for event in events if event["type"].endswith("delta")]
+            texts = [delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas]
+            assert "".join(texts) == "Hello there."
+            others = {f"tools[{place}]" for place, tool in enumerate(tools) if tool.get("name") not in names}
+            listed = (
+                {"context_management", "output_config.effort"} if "messages" in call["body"] else {"client_metadata"}
+            )
+            assert others | listed <= set(ignored), ignored
+            written = json.dumps({"name": names[0], "arguments": {}})
+            _, items, _ = last(f"<tool_call>\n{written}\n</tool_call>")
+            assert {item["name"] for item in items} == {names[0]}
+            last("", tool_choice={"type": "any"} if "messages" in call["body"] else "required")
+            assert names[-1] in engine.params[0].structured.grammar, "every schema can be held"
 
 
 def test_old_trls_routes_say_what_openais_say(http):

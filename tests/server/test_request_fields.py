@@ -197,6 +197,91 @@ def test_messages_of_replies_and_of_older_clients_can_be_sent(case):
     assert text.startswith("<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\na")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (
+            CHAT,
+            {
+                "messages": [{**HI[0], "id": "1", "type": "message", "timestamp": 5}],
+                "tools": [{"type": "custom", "custom": {"name": "c"}}, {"type": "function", "function": {"name": "f"}}],
+                "tool_choice": "auto",
+                "reasoning_effort": "high",
+            },
+            "messages[].id, messages[].timestamp, tools[0], reasoning_effort",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "Hi",
+                "tools": [
+                    {"type": "function", "name": "f", "strict": True, "defer_loading": True},
+                    {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]},
+                    {"type": "web_search", "external_web_access": True},
+                ],
+                "reasoning": {"effort": "low"},
+                "context_management": [{"type": "compaction", "compact_threshold": 1000}],
+                "client_metadata": {"run": "7"},
+                "include": ["reasoning.encrypted_content"],
+            },
+            "tools[].defer_loading, tools[1], tools[2], context_management, client_metadata, include, reasoning.effort",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [{**HI[0], "id": "1"}],
+                "tools": [{"name": "f", "strict": True}, {"type": "web_search_20250305", "name": "web_search"}],
+                "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 9}},
+                "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            },
+            "messages[].id, tools[1], output_config.task_budget, context_management, output_config.effort",
+        ),
+    ],
+)
+def test_fields_of_other_servers_are_listed_as_the_caller_wrote_them(case, strict_case, path, body, named):
+    limit = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
+    reply = post(case, path, **body, **limit)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-ignored-fields"] == named
+    assert post(strict_case, path, **body, **limit).status_code == 400
+
+
+def test_a_choice_of_a_tool_that_is_left_out_is_refused(case):
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    for path, body in (
+        (
+            "/v1/messages",
+            {"messages": HI, "tools": [search, {"name": "f"}], "tool_choice": {"type": "tool", "name": "web_search"}},
+        ),
+        ("/v1/messages", {"messages": HI, "tools": [search], "tool_choice": {"type": "any"}}),
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}),
+    ):
+        reply = post(case, path, **body, **({"max_tokens": 1} if "messages" in body else {}))
+        assert reply.status_code == 400 and "tool_choice" in reply.json()["error"]["param"], reply.text
+
+
+def test_tokens_of_a_conversation_with_tools_are_those_of_the_chat(case):
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": {}}}}}]
+    tools.append({"type": "web_search"})
+    chat = post(case, CHAT, messages=HI, tools=tools, return_token_ids=True, tool_choice="none", **SHORT)
+    reply = post(case, "/tokenize", messages=HI, tools=tools)
+    assert reply.json()["tokens"] == chat.json()["prompt_token_ids"]
+    assert reply.json()["count"] > post(case, "/tokenize", messages=HI).json()["count"]
+    assert reply.headers["x-ignored-fields"] == chat.headers["x-ignored-fields"] == "tools[1]"
+    reply = post(case, "/tokenize", prompt="Hi", tools=tools)
+    assert reply.status_code == 400 and "tools goes with messages" in reply.json()["error"]["message"]
+    assert post(case, "/tokenize", messages=HI, tools=[]).status_code == 200
+
+
+def test_a_refusal_in_the_history_is_the_text_of_its_turn(case):
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
+    said = {"role": "assistant", "content": "I will not."}
+    ids = [post(case, "/tokenize", messages=[*HI, turn, *HI]).json()["tokens"] for turn in (refusal, said)]
+    assert ids[0] == ids[1]
+    reply = post(case, CHAT, messages=[*HI, {"role": "assistant", "content": [{"type": "refusal", "text": "a"}]}])
+    assert reply.status_code == 400 and "messages[1].content[0]" in reply.text
+
+
 def test_request_id_names_the_reply_and_aborts_it(case):
     reply = post(case, COMPLETION, prompt=[1], request_id="mine", **SHORT).json()
     assert reply["id"] == "cmpl-mine"

@@ -111,6 +111,19 @@ def test_json_object_is_an_object(case):
         assert isinstance(json.loads(text["choices"][0]["message"]["content"]), dict)
 
 
+def test_a_model_that_prefers_white_space_ends_its_json(case):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    ask = {"max_tokens": 200, "logit_bias": {str(ord(" ")): 100, str(ord("\n")): 100}}
+    for fields in ({"response_format": schema_format(schema)}, {"guided_json": schema}):
+        choice = post(case, CHAT, messages=HI, **fields, **ask).json()["choices"][0]
+        assert json.loads(choice["message"]["content"]) == {"a": [1, 2]} and choice["finish_reason"] == "stop"
+
+
 def test_max_tokens_cuts_with_length(case):
     choice = post(case, COMPLETIONS, prompt="Say", max_tokens=3, guided_regex="a{9}").json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("aaa", "length")

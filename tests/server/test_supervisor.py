@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
+import httpx
 import pytest
-from coordinator_case import coordinator
+from coordinator_case import coordinator, replica
 from server_case import wait_for
 
 from megatron_infer.coordinator.client import AsyncInferenceClient, InferenceClient
 from megatron_infer.server import subprocess_main
+from megatron_infer.server import supervisor as supervisor_module
+from megatron_infer.server.http_server import EnginesFailed, HttpServer, listen, url_of
+from megatron_infer.server.http_workers import HttpFrontend
+from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor
+from megatron_infer.testing.echo import EchoEngine
 
 
 def coordinator_process(tmp_path, **changes):
@@ -58,13 +66,70 @@ def test_wrong_option_is_reported_and_not_retried(tmp_path):
     supervisor.start()
     try:
         wait_for(supervisor.failure)
-        assert (
-            "max_queue is 0" in supervisor.failure()
-            and supervisor.processes[0].restarts == 0
-            and not supervisor.was_ready
-        )
+        assert "max_queue is 0" in supervisor.failure() and supervisor.processes[0].restarts == 0
     finally:
         supervisor.stop(number=signal.SIGTERM, timeout_s=5)
+
+
+@pytest.mark.parametrize(("window_s", "serves_s", "is_given_up"), [(0.2, 0.3, False), (60.0, 0.0, True)])
+def test_process_is_given_up_after_failures_within_the_window_and_never_by_those_far_apart(
+    tmp_path, monkeypatch, window_s, serves_s, is_given_up
+):
+    for name, value in {"WINDOW_S": window_s, "MAX_FAILURES": 3, "FIRST_WAIT_S": 0.01}.items():
+        monkeypatch.setattr(supervisor_module, name, value)
+    supervisor = Supervisor([coordinator_process(tmp_path)])
+    supervisor.start()
+    try:
+        process = supervisor.processes[0]
+        for count in range(1, 5):
+            wait_for(lambda: process.ready or process.is_given_up)
+            time.sleep(serves_s)
+            if process.is_given_up:
+                break
+            process.signal(signal.SIGKILL)
+            wait_for(lambda count=count: process.restarts == count or process.is_given_up)
+        assert process.is_given_up is is_given_up and (supervisor.failure() is not None) is is_given_up
+    finally:
+        supervisor.stop(number=signal.SIGKILL, timeout_s=5)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_server_whose_engines_are_given_up_ends_its_calls_with_the_reason_and_itself_with_an_error(
+    tmp_path, num_workers
+):
+    engines = SimpleNamespace(reason=None, status=list, terminate_workers=lambda: None)
+    engines.failure = lambda: engines.reason
+    settings = ServerConfig(port=0, log_requests=False, http_workers=num_workers)
+    with coordinator(timeout_s=20.0) as one, replica(one.address, EchoEngine(step_s=0.01)):
+        about = {"coordinator": one.address, "model": "echo", "supervisor": engines}
+        if num_workers == 1:
+            server = HttpServer(settings, tokenizer=None, **about)
+        else:
+            server = HttpFrontend(
+                settings, key=None, tokenizer={"name": "echo", "eos_ids": None}, folder=str(tmp_path), **about
+            )
+        ready, box = threading.Event(), SimpleNamespace(error=None)
+
+        def serve():
+            try:
+                with contextlib.closing(listen("127.0.0.1", 0)) as listening:
+                    box.url = url_of(listening)
+                    server.run(listening, on_ready=lambda url: ready.set())
+            except EnginesFailed as error:
+                box.error = error
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert ready.wait(60)
+        body = {"prompt": [1], "max_tokens": 5000, "stream": True, "return_token_ids": True}
+        with httpx.stream("POST", f"{box.url}/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            assert "choices" in (first := next(lines)), first
+            engines.reason = "replica0 has ended (signal 9) and was given up"
+            rest = list(lines)
+        assert engines.reason in "".join(rest[-4:]), rest[-4:]
+        thread.join(60)
+        assert not thread.is_alive() and engines.reason in str(box.error)
 
 
 def test_process_that_stood_still_and_goes_on_beats_again(monkeypatch):

@@ -143,6 +143,24 @@ def test_one_call_only_where_parallel_ones_are_off_and_a_cut_one_is_no_finished_
         assert begun and cut == ("", "I look.", [("get_weather", begun)], "length")
 
 
+def test_a_call_that_a_stop_text_cuts_is_text_and_no_call(client, engine):
+    first = CALLS[: CALLS.index("\n<tool_call>\n" + '{"name": "add"')]
+    asked = {**ASK, "tools": [WEATHER, ADD]}
+    for cut, calls in ((CALLS[: CALLS.index(" </tool_call>")], []), (CALLS[: CALLS.index(', "b"')], WANTED[:1])):
+        engine.set_script(cut, 5)
+        text = "I look." + (cut[len(first) :].lstrip() if calls else cut.removeprefix("I look."))
+        for read in (whole, streamed):
+            assert read(client, **asked, stop=["x"]) == ("", text, calls, "stop")
+            assert read(client, **asked, extra_body={"stop_token_ids": [5]}) == ("", text, calls, "stop")
+            one = read(client, **asked, stop=["x"], parallel_tool_calls=False)
+            assert one == (("", "I look.", calls, "tool_calls") if calls else ("", text, [], "stop"))
+            assert read(client, **asked)[3] == "stop", "the model itself ended within the call"
+    for ending in (CALLS, CALLS.removesuffix("\n</tool_call>"), CALLS.removesuffix("}\n</tool_call>")):
+        engine.set_script(ending, 5)
+        for read in (whole, streamed):
+            assert read(client, **asked, stop=["x"]) == ("", "I look.", WANTED, "tool_calls")
+
+
 def test_reasoning_is_separated_before_calls(client, engine):
     thoughts = "Look at <tool_call>.\n\nSure."
     asked = {**ASK, "tools": [WEATHER, ADD]}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
+import jinja2
 import pytest
 from vocabularies import byte_level
 
 from megatron_infer.errors import InvalidPrompt, ModelError
-from megatron_infer.text import chat_template
+from megatron_infer.text import chat_template, template_limits
 from megatron_infer.text.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "hi <b> & é"}]
@@ -69,12 +71,13 @@ def test_model_without_template_says_so():
 def test_named_templates_choose_tool_use_when_tools_are_given():
     templates = {"default": "plain {{ eos_token }}", "tool_use": "tools"}
     backend = byte_level()
-    tokenizer = Tokenizer(backend.backend, eos_ids=backend.eos_ids, template=templates)
+    tokenizer = Tokenizer(backend.backend, special_tokens={"eos_token": "<|end|>"}, template=templates)
     assert tokenizer.apply_chat_template(USER) == "plain <|end|>"
     assert tokenizer.apply_chat_template(USER, tools=[{"name": "f"}]) == "tools"
 
 
 LIMITS = chat_template.RenderLimits(max_chars=1000, cpu_s=0.1)
+LIMITS_OF_TIME = chat_template.RenderLimits(max_chars=1000, cpu_s=30.0)
 
 
 @pytest.mark.security
@@ -103,6 +106,108 @@ def test_a_template_is_bounded_in_time_and_size(template, said):
     assert time.thread_time() - began < 1.0
 
 
+LISTS = (
+    "{% set a = [1] * 900 %}{% set b = [a] * 900 %}{% set c = [b] * 900 %}{% set d = [[[1] * 900] * 900] * 900 %}{{ "
+)
+GROW = [
+    "'%1000000000d' | format(1)",
+    "'%1000000000d' % 1",
+    "'%*d' % (n, 1)",
+    "'%.*f' | format(n, 1.5)",
+    "'{:1000000000}'.format(1)",
+    "'{:{}}'.format(1, n)",
+    "'{a:>1000000000}'.format_map({'a': 1})",
+    "messages | tojson(indent=n)",
+    "messages | tojson(indent='x' * 900)",
+    "'a' | center(n)",
+    "'a'.center(n)",
+    "'a'.ljust(n)",
+    "'a'.rjust(n)",
+    "'a'.zfill(n)",
+    "'\t'.expandtabs(n)",
+    "'a\nb' | indent(n)",
+    "'a\nb' | indent('x' * 900)",
+    "('a ' * 400) | wordwrap(1, wrapstring='x' * 900)",
+    "('a' * 900) | replace('a', 'b' * 900)",
+    "('a' * 900).replace('', 'b' * 900)",
+    "range(900) | join('x' * 900)",
+    "('x' * 900).join(['a'] * 900)",
+    "messages | batch(n, 0) | list",
+    "messages | slice(n) | list",
+    "1.5 | round(n, 'ceil')",
+    "(1).to_bytes(n, 'big')",
+    "'a'.encode() * n",
+    "('a' * 900).translate({97: 'x' * 900})",
+    "7 ** 99999999 // 3",
+    "range(99999) | map('center', 900) | list",
+    "range(99999) | map('string') | map('center', 900) | join",
+]
+NESTED = [
+    "c",
+    "c | string",
+    "c | tojson",
+    "c | pprint",
+    "c ~ ''",
+    "c == d",
+    "c < d",
+    "c is eq d",
+    "d is in c",
+    "5 in c",
+    "[c, d] | sort",
+    "[c, d] | max",
+    "c | unique | list",
+    "c | join",
+    "c | upper",
+    "c | replace('1', '')",
+    "'%s' | format(c)",
+    "'{}'.format(c)",
+    "'%(a)s' | format(a=c)",
+    "'%s' % [c]",
+    "[c] | map('string') | list",
+    "b | sum(start=[])",
+    "{'a': c} | xmlattr",
+    "c | groupby(0)",
+]
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("expression", [*GROW, *(f"{LISTS}{one}" for one in NESTED)])
+def test_no_filter_method_or_operator_makes_more_than_the_limit(expression):
+    """Nor does it take long: what would be made is known before."""
+    template = (expression if expression.startswith("{%") else "{{ " + expression) + " }}"
+    began = time.thread_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidPrompt, match=r"makes [0-9,]+ characters, items or bits"):
+            render(template, USER * 99, variables={"n": 10**9}, limits=LIMITS_OF_TIME)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert time.thread_time() - began < 2.0
+
+
+def test_every_filter_and_method_of_a_text_that_jinja_has_is_bounded():
+    """A new one is a line of this test, after a thought about what it makes."""
+    filters = set(jinja2.filters.FILTERS)
+    methods = {name for name in dir(str) if not name.startswith("_")}
+    grows = set(template_limits.GROWS)
+    as_long = "abs capitalize e escape filesizeformat float forceescape groupby int lower max min pprint sort string "
+    as_long += "striptags title trim truncate unique upper urlencode urlize wordcount xmlattr"
+    assert filters - grows - template_limits.KEEPS_VALUES == set(as_long.split())
+    assert methods - grows - {"join"} == {
+        "capitalize", "casefold", "count", "encode", "endswith", "find", "index", "isalnum", "isalpha", "isascii",
+        "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper",
+        "lower", "lstrip", "maketrans", "partition", "removeprefix", "removesuffix", "rfind", "rindex", "rpartition",
+        "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper",
+    }  # fmt: skip
+
+
 def test_limits_that_hold_change_nothing():
-    template = "{% for m in messages %}{{ loop.index * 2 }}{{ m['role'] }}{{ 'ab' * 3 + m.content ~ 1 }}{% endfor %}"
+    shown = [
+        "loop.index * 2", "m['role']", "'ab' * 3 + m.content ~ 1 ~ none", "[1, none]", "m | tojson(indent=2)",
+        "'%-5s|%05d' | format(m.role, 7)", "'{:>9}'.format(m.role)", "['a', 'b'] | join(', ')", "7 // 2 - 1 % 3",
+        "'a-b'.split('-') | map('upper') | join", "m.content is in ['hi']", "1.25 | round(1)", "range(3) | join('-')",
+        "m.items() | list | length", "2000000000 | string | replace('0', 'o')", "m == messages[0]", "none | default(3)",
+    ]  # fmt: skip
+    template = "{% for m in messages %}" + "".join(f"{{{{ {one} }}}}" for one in shown) + "{% endfor %}"
     assert render(template, USER * 3, limits=LIMITS) == render(template, USER * 3)

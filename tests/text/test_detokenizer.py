@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import byte_level, sentencepiece
 
-from megatron_infer.text.detokenizer import IncrementalDetokenizer
+from megatron_infer.text.detokenizer import IncrementalDetokenizer, token_bytes
+from megatron_infer.text.stop_strings import StopStrings
 
 BYTES = byte_level()
 PIECES = sentencepiece()
@@ -60,10 +61,30 @@ def test_output_continues_the_prompt(tokenizer, prompt, text):
     assert tokenizer.decode(prompt_ids) + "".join(run(tokenizer, ids, prompt=prompt_ids)) == whole
 
 
-def test_a_character_cut_between_prompt_and_output_is_completed():
-    ids = BYTES.encode("a😀b", add_special=False)
-    assert len(ids) > 4
-    assert "".join(run(BYTES, ids[2:], prompt=ids[:2])) == "😀b"
+@pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["bytes", "pieces"])
+@pytest.mark.parametrize("text", ["hé日 🧬 ok", "🧬🧬🧬ok", "é" * 9 + "hello", "日本🧬é", "h�🧬 ok"])
+def test_a_prompt_of_ids_that_ends_within_a_character_loses_no_text(tokenizer, text):
+    """The output holds every character that the prompt does not hold whole, wherever the ids are cut."""
+    ids = tokenizer.encode(text, add_special=False)
+    ends, size = [], 0  # bytes of the text after each id
+    for id in ids:
+        ends.append(size := size + len(token_bytes(tokenizer, id)))
+    data = (" " * (ends[-1] - len(text.encode())) + text).encode()
+    for cut in range(1, len(ids)):
+        whole = data[: ends[cut - 1]].decode("utf-8", "ignore")
+        assert "".join(run(tokenizer, ids[cut:], prompt=ids[:cut])) == data.decode().removeprefix(whole)
+
+
+def test_a_stop_text_is_found_in_a_character_that_the_prompt_begins():
+    ids = PIECES.encode("h🧬 ok", add_special=False)
+    cut = ids.index(PIECES.token_id("<0x9F>"))
+    detokenizer, stops = IncrementalDetokenizer(PIECES, ids[:cut]), StopStrings(["🧬"], include=True)
+    assert [stops.feed(detokenizer.push([id]))[1] for id in ids[cut:]] == [
+        None,
+        None,
+        "🧬",
+        *["🧬"] * (len(ids) - cut - 3),
+    ]
 
 
 def test_a_character_appears_with_its_last_token():

@@ -12,9 +12,9 @@ ALPHABET = "ab\n"
 WORD = st.text(alphabet=ALPHABET, min_size=1, max_size=4)
 
 
-def oracle(text, stops, include):
-    """Look at every prefix of the whole text."""
-    for end in range(1, len(text) + 1):
+def oracle(text, stops, include, passed=0):
+    """Look at every prefix of the whole text that is longer than `passed`."""
+    for end in range(passed + 1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
                 return text[: end if include else end - len(stop)], stop
@@ -22,23 +22,27 @@ def oracle(text, stops, include):
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.text(alphabet=ALPHABET, max_size=24), st.lists(WORD, max_size=4), st.booleans(), st.data())
-def test_any_cutting_gives_what_the_whole_text_gives(text, stops, include, data):
+@given(st.text(alphabet=ALPHABET, max_size=24), st.lists(WORD, max_size=4), st.booleans(), st.integers(0, 9), st.data())
+def test_any_cutting_gives_what_the_whole_text_gives(text, stops, include, passed, data):
+    """passed: characters of the text within which no stop string counts."""
     watcher = StopStrings(stops, include=include)
     shown, matched, rest = "", None, text
+    passed = min(passed, len(text))
     while rest:
-        size = data.draw(st.integers(1, len(rest)))
-        piece, matched = watcher.feed(rest[:size])
+        early = len(text) - len(rest) < passed
+        most = passed - (len(text) - len(rest)) if early else len(rest)
+        size = data.draw(st.integers(1, most))
+        piece, matched = watcher.feed(rest[:size], counts=not early)
         rest = rest[size:]
         shown += piece
-        expected_so_far, _ = oracle(text, stops, include)
+        expected_so_far, _ = oracle(text, stops, include, passed)
         assert expected_so_far.startswith(shown), "shown text cannot be taken back"
         if matched is not None:
             break
     if matched is None:
         piece, matched = watcher.feed("", finished=True)
         shown += piece
-    assert (shown, matched) == oracle(text, stops, include)
+    assert (shown, matched) == oracle(text, stops, include, passed)
 
 
 def test_only_a_possible_beginning_is_held_back():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from vocabularies import byte_level, sentencepiece
+from vocabularies import byte_level
 
 from megatron_infer.errors import InvalidPrompt, ModelError
 from megatron_infer.text.tokenizer import Tokenizer
@@ -15,7 +15,8 @@ TEXTS = ["", "hello héllo 日本 😀", "<|user|>hello<|end|>", "two words 日�
 
 def test_save_and_load_keep_ids_special_tokens_and_template(tmp_path):
     original = byte_level()
-    original = Tokenizer(original.backend, eos_ids=original.eos_ids, template="{{ messages[0].content }}", name="x")
+    special = original.special_tokens
+    original = Tokenizer(original.backend, special_tokens=special, template="{{ messages[0].content }}", name="x")
     original.save(tmp_path)
     loaded = Tokenizer.from_directory(tmp_path)
     assert loaded.eos_ids == original.eos_ids
@@ -46,30 +47,20 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path):
     assert len(Tokenizer.from_directory(tmp_path).encode("hello " * 10)) > 8
 
 
-def test_llama_classes_add_bos_as_their_config_says(tmp_path):
-    sentencepiece().backend.save(str(tmp_path / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "add_bos_token": True,
-        "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.from_directory(tmp_path)
-    assert tokenizer.encode("hello")[0] == 1
-    assert tokenizer.encode("hello", add_special=False)[0] != 1
-    assert tokenizer.eos_ids == (2,)
-
-
 def test_chat_template_file_wins_over_the_config(tmp_path):
     byte_level().save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("from file")
     assert Tokenizer.from_directory(tmp_path).apply_chat_template([{"role": "user", "content": ""}]) == "from file"
 
 
-def test_eos_ids_given_by_the_model_win(tmp_path):
-    byte_level().save(tmp_path)
-    assert Tokenizer.from_directory(tmp_path, eos_ids=[3, 4, 3]).eos_ids == (3, 4)
+def test_an_output_ends_with_the_end_tokens_of_every_file(tmp_path):
+    original = byte_level()
+    original.save(tmp_path)
+    own = original.eos_ids[0]
+    assert Tokenizer.from_directory(tmp_path, eos_ids=[3, 4, 3]).eos_ids == (own, 3, 4)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, own]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 6}))
+    assert Tokenizer.from_directory(tmp_path).eos_ids == (own, 6, 5)
 
 
 def test_missing_or_damaged_files_are_named(tmp_path):

@@ -12,9 +12,9 @@ from megatron_infer.text.tool_parsers import FORMATS, CallParser, format_of
 TOOLS = frozenset({"get_weather", "add", "f"})
 
 
-def message(name, pieces, tools=TOOLS):
+def message(name, pieces, tools=TOOLS, holds_calls=False):
     """(content, [(name, arguments), ...]) of a text that arrives in these pieces and ends."""
-    parser = CallParser(FORMATS[name], tools)
+    parser = CallParser(FORMATS[name], tools, holds_calls=holds_calls)
     content, calls = "", []
     deltas = [piece for text in pieces for piece in parser.feed(text)] + parser.finish()
     for delta in deltas:
@@ -28,6 +28,7 @@ def message(name, pieces, tools=TOOLS):
             assert delta.call == len(calls) - 1 and delta.arguments, "arguments follow their name"
             calls[-1][1] += delta.arguments
     assert parser.num_calls == len(calls)
+    assert not holds_calls or parser.num_whole == len(calls), "what was held back comes complete"
     return content, [tuple(call) for call in calls]
 
 
@@ -111,6 +112,9 @@ def test_any_text_at_all_is_the_same_message_for_every_cut():
             assert message(name, list(text)) == wanted, (name, text)
             at = draw.randrange(len(text) + 1)
             assert message(name, [text[:at], text[at:]]) == wanted, (name, text, at)
+            held = message(name, [text], holds_calls=True)
+            assert message(name, list(text), holds_calls=True) == held, (name, text)
+            assert len(held[1]) <= len(wanted[1]) and (len(held[1]) < len(wanted[1]) or held == wanted)
     assert num_calls > 100
 
 
@@ -122,6 +126,21 @@ def test_arguments_stream_as_they_are_written_and_content_does_not_wait():
     (name,) = parser.feed('ments": {"a": 1')[:1]
     assert (name.call, name.name) == (0, "add")
     assert [piece.arguments for piece in parser.feed('234, "b"')] == ['234, "b"']
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": [1'),
+        ("llama3_json", '{"name": "add", "parameters": {"a": "b}'),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": {"b": 1}'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1'),
+    ],
+)
+def test_a_cut_call_that_is_held_back_is_text(name, text):
+    for pieces in ([text], list(text)):
+        assert message(name, pieces, holds_calls=True) == (text, [])
+        assert len(message(name, pieces)[1]) == 1
 
 
 def test_written_calls_are_read_back_by_every_format():

@@ -25,7 +25,7 @@ def byte_level() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     backend.add_tokens([AddedToken("two words 日本", special=False, normalized=False)])
-    return Tokenizer(backend, eos_ids=[backend.token_to_id("<|end|>")], name="byte level")
+    return Tokenizer(backend, special_tokens={"eos_token": "<|end|>"}, name="byte level")
 
 
 def sentencepiece() -> Tokenizer:
@@ -54,4 +54,5 @@ def sentencepiece() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return Tokenizer(backend, eos_ids=[2], bos_id=1, name="sentencepiece")
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(backend, special_tokens=special, name="sentencepiece")

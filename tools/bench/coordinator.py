@@ -25,11 +25,13 @@ from typing import Any
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator.client import InferenceClient
 from megatron_infer.testing.echo import echo_tokens
+from megatron_infer.utils.child_process import end_with_parent
 
 BLOCK, KEY = 16, b"a key for a benchmark"
 
 
 def serve_coordinator(policy: str, alpha: float, pipe: Any) -> None:
+    end_with_parent()
     from megatron_infer.coordinator.coordinator import Coordinator, CoordinatorOptions
 
     options = CoordinatorOptions(policy=policy, alpha=alpha, max_queue=100_000, timeout_s=30.0, key=KEY)  # type: ignore[arg-type]
@@ -39,6 +41,7 @@ def serve_coordinator(policy: str, alpha: float, pipe: Any) -> None:
 
 
 def serve_replica(address: str, name: str, settings: dict[str, Any]) -> None:
+    end_with_parent()
     from megatron_infer.coordinator.replica import Replica
     from megatron_infer.testing.echo import EchoEngine
 

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megatron_infer.utils.child_process import end_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 os.environ["PYTHONPATH"] = str(ROOT)
 MAX_TOKENS = 100
@@ -31,6 +33,7 @@ MAX_TOKENS = 100
 
 def engine(address: str, step_s: float, name: str) -> None:
     """A replica without a model, until it is killed."""
+    end_with_parent()
     from megatron_infer.coordinator.replica import Replica
     from megatron_infer.testing.echo import EchoEngine
 
@@ -40,6 +43,7 @@ def engine(address: str, step_s: float, name: str) -> None:
 
 def clients(url: str, count: int, seconds: float, pipe: Any) -> None:
     """Streams one after the other on `count` connections -> tokens, events, seconds of each stream, gaps."""
+    end_with_parent()
     pipe.send(asyncio.run(_clients(url, count, seconds)))
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from megatron_infer.utils.child_process import run
 
 COMMON = {
     "vocab_size": 32000, "hidden_size": 768, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1,
@@ -125,7 +126,7 @@ def main() -> None:
     for case in args.cases or CASES:
         tokens = str(args.max_batch_input_tokens)
         command = [sys.executable, __file__, "--child", case, "--dtype", args.dtype, "--max-batch-input-tokens", tokens]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run(command)
         if done.returncode:
             sys.exit(done.stderr)
         found = json.loads(done.stdout.splitlines()[-1])

@@ -13,10 +13,8 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from serve_case import ROOT, START_S, served
+
+from megatron_infer.utils.child_process import ChildProcess, run
 
 FIGURES = {"first token": "ttft_ms", "between tokens": "itl_ms"}
 
@@ -42,7 +42,7 @@ def vllm_served(python: str, directory: str, dtype: str, threads: int, log: Path
     options = ("--model", directory, "--port", str(port), "--dtype", dtype, "--max-model-len", "1024")
     command = [python, "-m", "vllm.entrypoints.openai.api_server", *options]
     with log.open("wb") as lines:
-        process = subprocess.Popen(command, env=env, stdout=lines, stderr=lines, start_new_session=True)
+        process = ChildProcess(command, env=env, stdout=lines, stderr=lines)
     try:
         url, ends = f"http://127.0.0.1:{port}", time.monotonic() + START_S
         while True:
@@ -53,9 +53,7 @@ def vllm_served(python: str, directory: str, dtype: str, threads: int, log: Path
             time.sleep(0.5)
         yield url
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.end()
 
 
 def ask(url: str, concurrency: int, requests: int, seed: int, report: Path) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def ask(url: str, concurrency: int, requests: int, seed: int, report: Path) -> d
     options = {"--concurrency": concurrency, "--num-requests": requests, "--workload-seed": seed, "--json": report}
     typed = [str(word) for pair in options.items() for word in pair]
     command = [sys.executable, "-m", "megatron_infer", "bench-serve", url, *typed]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = run(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
     if done.returncode:
         raise SystemExit(f"bench-serve {url} failed:\n{done.stdout}{done.stderr}")
     return dict(json.loads(report.read_text()))
@@ -80,7 +78,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers end with this program
     found: dict[str, dict[int, list[dict[str, Any]]]] = {"megatron_infer": {}, "vLLM": {}}
     ours = ("--dtype", args.dtype, "--threads", str(args.threads), "--max-sequence-length", "1024")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

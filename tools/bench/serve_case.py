@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megatron_infer.utils.child_process import ChildProcess
+
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 240.0
 
@@ -54,7 +56,7 @@ def served(*arguments: str) -> Iterator[Server]:
     """A server of `arguments` at a port of its own; ended by SIGTERM."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "megatron_infer", "serve", *arguments, "--port", "0", "--no-log-requests"]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    process = ChildProcess(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines: list[str] = []
     told = threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")), daemon=True)  # type: ignore
@@ -70,7 +72,7 @@ def served(*arguments: str) -> Iterator[Server]:
         try:
             process.wait(40)
         except subprocess.TimeoutExpired:
-            process.kill()
+            process.end()
         told.join(5)
 
 

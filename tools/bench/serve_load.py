@@ -32,6 +32,8 @@ from typing import Any
 
 from serve_case import Heard, Server, quantile, served, stream
 
+from megatron_infer.utils.child_process import end_with_parent
+
 Work = list[tuple[dict[str, Any], str]]
 """Bodies of calls, and the text that each must be answered with."""
 
@@ -98,6 +100,8 @@ async def dawdle(url: str, body: dict[str, Any], *, readers: int, during: Callab
 
 
 def _crowd(url: str, body: dict[str, Any], clients: int) -> None:
+    end_with_parent()
+
     async def every() -> None:
         await asyncio.gather(*(stream(url, body) for _ in range(clients)))
 
@@ -187,6 +191,7 @@ def make_prompts(number: int) -> list[dict[str, Any]]:
 
 
 def _offline(model: str, bodies: list[dict[str, Any]], config: dict[str, Any], pipe: Any) -> None:
+    end_with_parent()
     from megatron_infer.config.inference import InferenceConfig
     from megatron_infer.config.sampling_params import SamplingParams
     from megatron_infer.entrypoints.llm import LLM

@@ -25,6 +25,8 @@ from typing import Any
 
 from serve_case import served, stream
 
+from megatron_infer.utils.child_process import end_with_parent
+
 WORDS = "the of and to in is that it was for on are as with his they at be this have from or one had by word".split()
 
 
@@ -39,6 +41,7 @@ def make_work(number: int, seed: int, lengths: tuple[int, int], outputs: tuple[i
 
 def offline(model: str, config: dict[str, Any], dtype: str, threads: int, concurrency: int, pipe: Any) -> None:
     """A process of its own, as the server's engine is one: does the work it is told and says how long it took."""
+    end_with_parent()
     from megatron_infer.config.inference import InferenceConfig
     from megatron_infer.config.sampling_params import SamplingParams
     from megatron_infer.entrypoints.llm import LLM

@@ -4,6 +4,12 @@ import json
 import sys
 
 import anthropic
+import pydantic
+
+
+class Answer(pydantic.BaseModel):
+    dry: bool
+
 
 TOOL = {
     "name": "get_weather",
@@ -34,10 +40,20 @@ def main(url: str) -> dict:
     turns = [*asked["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     client.messages.create(**{**asked, "messages": turns, "max_tokens": 5}, tools=[TOOL])
     assert client.messages.count_tokens(model="tiny", messages=turns).input_tokens > 0
+    asked.pop("extra_body")
+    assert isinstance(client.messages.parse(**asked, output_format=Answer).parsed_output, Answer)
+    either = client.messages.parse(**asked, output_format=Answer, tools=[TOOL | {"strict": True}])
+    assert either.content[0].type == "tool_use" or isinstance(either.parsed_output, Answer)
+    begun = [*asked["messages"], {"role": "assistant", "content": "It"}]
+    assert client.messages.create(**asked | {"messages": begun, "max_tokens": 5}).content
+    try:
+        client.messages.create(**asked | {"model": "other"})
+    except anthropic.NotFoundError as error:
+        assert error.body["type"] == "error" and error.body["error"]["type"] == "not_found_error"
     return {
         "client": "anthropic",
         "version": anthropic.__version__,
-        "ran": "messages whole and streamed, a forced tool and its result, `count_tokens`",
+        "ran": "messages whole and streamed, tools, `parse` also with tools, a begun answer, `count_tokens`",
     }
 
 

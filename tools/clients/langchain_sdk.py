@@ -30,13 +30,16 @@ def main(url: str) -> dict:
     call = chat.bind_tools([get_weather], strict=True, tool_choice="get_weather").invoke("Hi").tool_calls[0]
     assert isinstance(call["args"]["dry"], bool)
     assert isinstance(chat.with_structured_output(Answer).invoke("Hi"), Answer)
+    both = ChatOpenAI(**options, max_tokens=100, model_kwargs={"parallel_tool_calls": False})
+    raw = both.with_structured_output(Answer, tools=[get_weather], strict=True, include_raw=True).invoke("Hi")
+    assert raw["raw"].tool_calls or isinstance(raw["parsed"], Answer)
     newer = ChatOpenAI(**{**options, "seed": None}, use_responses_api=True, max_tokens=20)
     assert newer.invoke("Hi").text
     assert "".join(chunk.text for chunk in newer.stream("Hi"))
     return {
         "client": "langchain-openai",
         "version": importlib.metadata.version("langchain-openai"),
-        "ran": "`invoke`, `stream`, `bind_tools(strict=True)`, `with_structured_output`, `use_responses_api`",
+        "ran": "`invoke`, `stream`, `bind_tools(strict=True)`, `with_structured_output` also with tools, responses",
     }
 
 

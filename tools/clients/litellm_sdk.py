@@ -8,6 +8,17 @@ import sys
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
+import pydantic
+
+
+class Answer(pydantic.BaseModel, extra="forbid"):
+    yes: bool
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "strict": True, "parameters": {"properties": {}, "additionalProperties": False}},
+}
 
 
 def main(url: str) -> dict:
@@ -20,6 +31,9 @@ def main(url: str) -> dict:
         assert text == whole.choices[0].message.content
         turn = whole.choices[0].message.model_dump()
         litellm.completion(**{**asked, "messages": [*turns, turn, *turns]}, max_tokens=2)
+        form = {"tools": [TOOL], "response_format": Answer, "max_tokens": 100, "parallel_tool_calls": False}
+        message = litellm.completion(**asked, **form).choices[0].message
+        assert message.tool_calls or Answer.model_validate_json(message.content)
     asked = {"model": "anthropic/tiny", "api_base": url, "api_key": "none", "messages": turns, "max_tokens": 12}
     assert litellm.completion(**asked, temperature=0).choices[0].message.content
     responses = litellm.responses(model="openai/tiny", input="Hi", api_base=f"{url}/v1", api_key="none")
@@ -27,7 +41,7 @@ def main(url: str) -> dict:
     return {
         "client": "litellm",
         "version": importlib.metadata.version("litellm"),
-        "ran": "`openai`, `hosted_vllm` and `anthropic`: chats whole and streamed, a reply sent back; `responses`",
+        "ran": "chats whole and streamed, replies sent back, forms with tools; `responses`; three providers",
     }
 
 

@@ -30,6 +30,10 @@ def main(url: str) -> dict:
     assert isinstance(
         client.chat.completions.parse(**asked, response_format=Weather).choices[0].message.parsed, Weather
     )
+    either = client.chat.completions.parse(**asked, tools=[tool], response_format=Weather, parallel_tool_calls=False)
+    message = either.choices[0].message
+    found = message.tool_calls[0].function.parsed_arguments if message.tool_calls else message.parsed
+    assert isinstance(found, Weather), "a call or the form"
     text = client.responses.create(model=model, input="Hi", max_output_tokens=20)
     with client.responses.stream(model=model, input="Hi", max_output_tokens=20) as stream:
         kinds = [event.type for event in stream]
@@ -44,11 +48,15 @@ def main(url: str) -> dict:
     client.responses.create(model=model, input=turns, max_output_tokens=5)
     parsed = client.responses.parse(model=model, input="Hi", text_format=Weather)
     assert isinstance(parsed.output_parsed, Weather)
+    either = client.responses.parse(
+        model=model, input="Hi", text_format=Weather, tools=[function], parallel_tool_calls=False
+    )
+    assert isinstance(either.output_parsed or Weather(**json.loads(either.output[0].arguments)), Weather)
     assert len(client.embeddings.create(model=model, input="Hi").data[0].embedding) > 0
     return {
         "client": "openai",
         "version": openai.__version__,
-        "ran": "chats whole and streamed, strict and forced tools, `parse`, responses, embeddings",
+        "ran": "chats whole and streamed, strict and forced tools, `parse` also with tools, responses, embeddings",
     }
 
 

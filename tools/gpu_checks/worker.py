@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from gpu_checks.registry import FAILED, SKIPPED, Check, Result, Unavailable
+from megatron_infer.utils.child_process import ChildProcess
 
 ABSENT = (
     "pydantic",
@@ -130,7 +131,7 @@ def work(checks: Sequence[Check], make_context: Callable[[], Any], absent: Absen
     os._exit(0)  # nothing that a check left behind may turn a good run into a bad one
 
 
-RUNNING: set[subprocess.Popen[bytes]] = set()
+RUNNING: set[ChildProcess] = set()
 """Every worker's process that may still run."""
 
 
@@ -145,7 +146,7 @@ class Worker:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in join
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
+        self._process = ChildProcess(command, stdout=subprocess.PIPE, stderr=self._log, env=environment)
         self._unread = b""
         RUNNING.add(self._process)
 

@@ -123,20 +123,35 @@ inline void store_any(T* p, vf v, int64_t i, int64_t n) {
 }
 
 // Outputs of `count` tokens, from `token` on, for the rows of a panel: value(m) of each token, and the bias.
-template <class T, class Value>
-inline void put_panel(T* out, const T* bias, int64_t rows, int64_t panel, int64_t token, int count, Value&& value) {
+template <class Out, class T, class Value>
+inline void put_panel(Out* out, const T* bias, int64_t rows, int64_t panel, int64_t token, int count, Value&& value) {
     const int64_t row = panel * W;
     const int width = rows - row < W ? (int)(rows - row) : W;
     const vf add = bias ? load_part(bias + row, width) : vf{};
 #pragma GCC unroll 16  // else values that are sums in registers would be kept in memory
     for (int m = 0; m < count; ++m) {
-        T* to = out + (token + m) * rows + row;
+        Out* to = out + (token + m) * rows + row;
         if (width == W)
             store(to, value(m) + add);
         else
             store_part(to, value(m) + add, width);
     }
 }
+
+// Where a linear of T puts its outputs: rounded to T, or in fp32 as they are summed, which logits are.
+template <class T>
+struct Outputs {
+    void* to;
+    bool is_fp32 = false;
+
+    template <class Value>
+    void put(const T* bias, int64_t rows, int64_t panel, int64_t token, int count, Value&& value) const {
+        if (sizeof(T) < sizeof(float) && is_fp32)
+            put_panel((float*)to, bias, rows, panel, token, count, value);
+        else
+            put_panel((T*)to, bias, rows, panel, token, count, value);
+    }
+};
 
 // a * b + c, rounded once where the CPU can. Explicit where every copy of a loop must give the same bits: a compiler may
 // fuse one and not the other.

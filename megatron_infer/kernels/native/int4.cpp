@@ -172,11 +172,17 @@ int64_t mi_int4_bytes(int64_t inner, int64_t rows) { return (rows + W - 1) / W *
     uint64_t mi_int4_pack_##SUFFIX(const void* weight, void* out, int64_t inner, int64_t rows, int threads) {              \
         auto one = [=](int64_t panel) { pack_panel((const T*)weight, (uint8_t*)out, inner, rows, panel); };                \
         return pack((const T*)weight, inner, rows, threads, one);                                                          \
-    }                                                                                                                      \
-    void mi_int4_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,         \
-                                 int64_t tokens, int64_t inner, int64_t rows, int threads) {                               \
-        linear<Int4>((const T*)x, x_stride, (const uint8_t*)panels, (const T*)bias, (T*)out, tokens, inner, rows, threads); \
     }
 MI_INT4(f32, float)
 MI_INT4(bf16, bf16)
+
+#define MI_INT4_LINEAR(SUFFIX, T, IS_FP32)                                                                                 \
+    void mi_int4_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,         \
+                                 int64_t tokens, int64_t inner, int64_t rows, int threads) {                               \
+        linear<Int4>((const T*)x, x_stride, (const uint8_t*)panels, (const T*)bias, Outputs<T>{out, IS_FP32}, tokens,      \
+                     inner, rows, threads);                                                                                \
+    }
+MI_INT4_LINEAR(f32, float, true)
+MI_INT4_LINEAR(bf16, bf16, false)
+MI_INT4_LINEAR(bf16_f32, bf16, true)
 }

@@ -137,8 +137,8 @@ static int64_t candidates(const T* x, int64_t x_stride, const uint8_t* panels, c
     for (int64_t t = 0; t < tokens; ++t) {
         vf best = least[t];
         for (int i = 1; i < threads; ++i) best = vmax(least[i * tokens + t], best);
-        const float most_of = max_of(best);  // outputs are rounded to T, so that a lower one may become equal
-        lowest[t] = most_of - __builtin_fabsf(most_of) * (sizeof(T) == 2 ? 0x1p-7f : 0x1p-22f) - tiny;
+        const float most_of = max_of(best);
+        lowest[t] = most_of - __builtin_fabsf(most_of) * 0x1p-22f - tiny;
     }
     int64_t count = 0;
     for (int64_t panel = 0; panel < num_panels; ++panel) {
@@ -230,13 +230,19 @@ int64_t mi_int8_bytes(int64_t inner, int64_t rows) { return (rows + W - 1) / W *
     uint64_t mi_int8_pack_##SUFFIX(const void* weight, void* out, int64_t inner, int64_t rows, int threads) {              \
         auto one = [=](int64_t panel) { pack_panel((const T*)weight, (uint8_t*)out, inner, rows, panel); };                \
         return pack((const T*)weight, inner, rows, threads, one);                                                          \
-    }                                                                                                                      \
-    void mi_int8_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,         \
-                                 int64_t tokens, int64_t inner, int64_t rows, int threads) {                               \
-        linear<Int8>((const T*)x, x_stride, (const uint8_t*)panels, (const T*)bias, (T*)out, tokens, inner, rows, threads); \
     }
 MI_INT8(f32, float)
 MI_INT8(bf16, bf16)
+
+#define MI_INT8_LINEAR(SUFFIX, T, IS_FP32)                                                                                 \
+    void mi_int8_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,         \
+                                 int64_t tokens, int64_t inner, int64_t rows, int threads) {                               \
+        linear<Int8>((const T*)x, x_stride, (const uint8_t*)panels, (const T*)bias, Outputs<T>{out, IS_FP32}, tokens,      \
+                     inner, rows, threads);                                                                                \
+    }
+MI_INT8_LINEAR(f32, float, true)
+MI_INT8_LINEAR(bf16, bf16, false)
+MI_INT8_LINEAR(bf16_f32, bf16, true)
 
 int64_t mi_bounds_bytes(int64_t inner, int64_t rows) {
     return (rows + W - 1) / W * (panel_bytes<Int8>(inner) + 2 * W * (int64_t)sizeof(float));

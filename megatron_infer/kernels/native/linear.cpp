@@ -33,7 +33,7 @@ constexpr int step_of(const float*) { return W; }
 template <class T>
 struct Linear {
     const T *x, *weight, *bias;
-    T* out;
+    Outputs<T> out;
     int64_t x_stride, tokens, inner, rows;
 
     static constexpr int step = step_of((const T*)nullptr);
@@ -85,9 +85,15 @@ struct Linear {
         if (bias)
             for (int c = 0; c < C; ++c)
                 for (int r = 0; r < count; ++r) sums[c * R + r] += to_float(bias[row + r]);
+        if (out.is_fp32) return put<R, C>((float*)out.to, sums, token, row, count);
         T rounded[kTile];
         for (int j = 0; j < kTile; j += W) store(rounded + j, load(sums + j));
-        for (int c = 0; c < C; ++c) std::memcpy(out + (token + c) * rows + row, rounded + c * R, count * sizeof(T));
+        put<R, C>((T*)out.to, rounded, token, row, count);
+    }
+
+    template <int R, int C, class Out>
+    void put(Out* to, const Out* from, int64_t token, int64_t row, int count) const {
+        for (int c = 0; c < C; ++c) std::memcpy(to + (token + c) * rows + row, from + c * R, count * sizeof(Out));
     }
 
     template <int R, int C>
@@ -168,13 +174,15 @@ using namespace mi;
 
 extern "C" {
 
-#define MI_LINEAR(SUFFIX, T)                                                                                            \
+#define MI_LINEAR(SUFFIX, T, IS_FP32)                                                                                   \
     void mi_linear_##SUFFIX(const void* x, int64_t x_stride, const void* weight, const void* bias, void* out,            \
                             int64_t tokens, int64_t inner, int64_t rows, int threads) {                                 \
-        linear(Linear<T>{(const T*)x, (const T*)weight, (const T*)bias, (T*)out, x_stride, tokens, inner, rows}, threads); \
+        linear(Linear<T>{(const T*)x, (const T*)weight, (const T*)bias, {out, IS_FP32}, x_stride, tokens, inner, rows},    \
+               threads);                                                                                                \
     }
-MI_LINEAR(f32, float)
-MI_LINEAR(bf16, bf16)
+MI_LINEAR(f32, float, true)
+MI_LINEAR(bf16, bf16, false)
+MI_LINEAR(bf16_f32, bf16, true)
 void mi_linear_f64(const void* x, const void* weight, const void* bias, void* out, int64_t tokens, int64_t inner, int64_t rows,
                    int threads) {
     linear_f64((const double*)x, (const double*)weight, (const double*)bias, (double*)out, tokens, inner, rows, threads);

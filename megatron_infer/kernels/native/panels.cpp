@@ -97,14 +97,14 @@ struct PanelLinear {
     using In = typename P::In;
     const In* x;
     const T* bias;
-    T* out;
+    Outputs<T> out;
     int64_t x_stride, inner, rows;
     bool compact;
     const char* panels;
     int64_t bytes;  // of a panel
 
-    PanelLinear(PanelInputs<T> in, const void* packed, const void* bias, void* out, int64_t inner, int64_t rows)
-        : x(in.x), bias((const T*)bias), out((T*)out), x_stride(in.stride), inner(inner), rows(rows),
+    PanelLinear(PanelInputs<T> in, const void* packed, const void* bias, Outputs<T> out, int64_t inner, int64_t rows)
+        : x(in.x), bias((const T*)bias), out(out), x_stride(in.stride), inner(inner), rows(rows),
           compact(((const PackedHeader*)packed)->is_compact), panels((const char*)packed + sizeof(PackedHeader)),
           bytes(panel_bytes_of<T>(compact, inner)) {}
 
@@ -137,7 +137,7 @@ struct PanelLinear {
         else
             for (int64_t i = 0; i < inner; i += P::pair, w += W * P::pair) advance(i);
         for (int n = 0; n < N; ++n)
-            put_panel(out, bias, rows, panel + n, token, M, [&](int m) { return acc[n][m]; });
+            out.put(bias, rows, panel + n, token, M, [&](int m) { return acc[n][m]; });
     }
 
     template <int M, int N, class V>
@@ -180,7 +180,7 @@ struct PanelLinear {
             multiply(std::integral_constant<int, 0>{});
         else
             multiply(std::integral_constant<int, 2>{});
-        put_panel(out, bias, rows, panel, token, M, [&](int m) { return acc[m]; });
+        out.put(bias, rows, panel, token, M, [&](int m) { return acc[m]; });
     }
 
     template <int M>
@@ -270,7 +270,7 @@ struct PanelLinear {
     }
 
     void put_tile(const float* sums, int64_t token, int64_t panel, int count) const {
-        put_panel(out, bias, rows, panel, token, count, [&](int m) { return load(sums + m * W); });
+        out.put(bias, rows, panel, token, count, [&](int m) { return load(sums + m * W); });
     }
 
     // As `run`. The groups of 16 tokens are multiplied in pairs; what is left is one group or two, the last of them shorter.
@@ -394,7 +394,7 @@ static void largest(const PanelLinear<T>& task, const int32_t* which, const uint
         using In = typename Product<T>::In;
         static thread_local Buffer inputs, outputs, list;
         In* x = inputs.get<In>(kTokens * task.inner);
-        T* out = outputs.get<T>(kTokens * W);
+        float* out = outputs.get<float>(kTokens * W);
         int32_t* own = list.get<int32_t>(kTokens);
         for (int64_t i; (i = shares.take(thread)) >= 0;) {
             const int64_t row = which[i] * (int64_t)W, left = rows - row;
@@ -414,7 +414,7 @@ static void largest(const PanelLinear<T>& task, const int32_t* which, const uint
                 PanelLinear<T> one = task;
                 one.x = all ? task.x + first * task.x_stride : x;
                 one.x_stride = all ? task.x_stride : task.inner;
-                one.panels += which[i] * task.bytes, one.out = out, one.rows = W;
+                one.panels += which[i] * task.bytes, one.out = {out, true}, one.rows = W;
                 one.run(0, 1, 0, num);
                 for (int64_t j = 0; j < num; ++j) {
                     Largest& best = found[thread * tokens + own[j]];
@@ -458,7 +458,7 @@ static int argmax_linear(Candidates&& candidates, const void* x, int64_t x_strid
     // The time of few tokens is that of reading the panels, of many that of the products.
     if ((tokens < kManyTokens ? count * tokens : pairs) > most * tokens) return 0;
     const PanelInputs<T> in(x, x_stride, tokens, inner, threads);
-    largest(PanelLinear<T>(in, panels, nullptr, nullptr, inner, W), which, needs, count, tokens, rows, id, bad, threads);
+    largest(PanelLinear<T>(in, panels, nullptr, {}, inner, W), which, needs, count, tokens, rows, id, bad, threads);
     return 1;
 }
 
@@ -470,12 +470,17 @@ extern "C" {
 
 int mi_panel_rows() { return W; }
 
-#define MI_PANELS(SUFFIX, T)                                                                                               \
+#define MI_PANEL_LINEAR(SUFFIX, T, IS_FP32)                                                                                \
     void mi_panel_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bias, void* out,       \
                                    int64_t tokens, int64_t inner, int64_t rows, int threads) {                             \
         const PanelInputs<T> in(x, x_stride, tokens, inner, threads);                                                      \
-        linear(PanelLinear<T>(in, panels, bias, out, inner, rows), tokens, threads);                                       \
-    }                                                                                                                      \
+        linear(PanelLinear<T>(in, panels, bias, {out, IS_FP32}, inner, rows), tokens, threads);                            \
+    }
+MI_PANEL_LINEAR(f32, float, true)
+MI_PANEL_LINEAR(bf16, bf16, false)
+MI_PANEL_LINEAR(bf16_f32, bf16, true)
+
+#define MI_PANELS(SUFFIX, T)                                                                                               \
     int mi_argmax_linear_##SUFFIX(const void* x, int64_t x_stride, const void* panels, const void* bounds, int64_t* id,     \
                                       uint8_t* bad, int64_t tokens, int64_t inner, int64_t packed_rows, int64_t rows,        \
                                       int64_t most, int threads) {                                                         \

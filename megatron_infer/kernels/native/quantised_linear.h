@@ -250,10 +250,10 @@ static void multiply(const T* x, int64_t x_stride, QuantisedLinear<Format, Put> 
 }
 
 template <class Format, class T>
-static void linear(const T* x, int64_t x_stride, const uint8_t* panels, const T* bias, T* out, int64_t tokens, int64_t inner,
+static void linear(const T* x, int64_t x_stride, const uint8_t* panels, const T* bias, Outputs<T> out, int64_t tokens, int64_t inner,
                    int64_t rows, int threads) {
     auto put = [=](int, int64_t panel, int64_t token, int count, auto&& value) {
-        put_panel(out, bias, rows, panel, token, count, value);
+        out.put(bias, rows, panel, token, count, value);
     };
     auto coded = [](int64_t, const Inputs*, int64_t) {};
     multiply(x, x_stride, QuantisedLinear<Format, decltype(put)>{nullptr, panels, tokens, inner, put}, rows, threads, coded);

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_infer.kernels.activations import SWIGLU, form_of
+from megatron_infer.kernels.fp32_linear import fp32_linear
 from megatron_infer.kernels.triton.activations import Activations
 from megatron_infer.kernels.triton.experts import TritonExperts
 from megatron_infer.kernels.triton.launch import (
@@ -119,8 +120,8 @@ class TritonOps:
     """Norms and activations as one launch each; linears by cuBLAS, with bits that may depend on the batch."""
 
     name = "triton"
-    linear_rows = None
     argmax_linear = None
+    fp32_linear = staticmethod(fp32_linear)
     embedding = staticmethod(F.embedding)
 
     def __init__(self, overlap: Mapping[str, bool] = APART) -> None:

@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.entrypoints.async_llm import EngineThread
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.outputs.request_output import RequestOutput
@@ -89,10 +89,10 @@ class LocalInterface:
 
     @classmethod
     async def launch(
-        cls, model: Any, *, config: InferenceConfig | None = None, tokenizer: Any, **session: Any
+        cls, model: Any, *, config: ConfigOrOptions = None, tokenizer: Any, **session: Any
     ) -> LocalInterface:
         """Adopt the live model (in its wrappers) and begin to generate. session: options of RolloutSession."""
-        config = InferenceConfig(logprobs_mode="processed") if config is None else config
+        config = {"logprobs_mode": "processed"} if config is None else config
         interface = cls(RolloutSession(model, config, tokenizer, **session))
         await interface.resume()
         return interface

@@ -19,8 +19,9 @@ from urllib.request import Request, urlopen
 import torch
 from safetensors.torch import save
 
-from megatron_infer.config.inference import InferenceConfig, KVCacheManagementMode
+from megatron_infer.config.inference import KVCacheManagementMode
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.engine.chosen_config import ConfigOrOptions
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.engine.states import EngineState
 from megatron_infer.errors import ConfigError, WeightUpdateError
@@ -32,7 +33,7 @@ from megatron_infer.rl.weights import apply
 
 
 def engine_for(
-    model: Any, config: InferenceConfig | None = None, *, dtype: str | torch.dtype | None = None
+    model: Any, config: ConfigOrOptions = None, *, dtype: str | torch.dtype | None = None
 ) -> DynamicInferenceEngine:
     """An engine with a megatron-core model of a transformers model's shape; it takes ids and has no weights yet.
 
@@ -42,7 +43,7 @@ def engine_for(
     plan = description_from_config(model.config.to_dict(), _dict_of(getattr(model, "generation_config", None)))
     device = next(model.parameters()).device
     live = build_model(plan, dtype=model.dtype if dtype is None else dtype, device=device)
-    config = InferenceConfig(logprobs_mode="processed") if config is None else config
+    config = {"logprobs_mode": "processed"} if config is None else config
     return DynamicInferenceEngine(live, config, eos_ids=plan.eos_ids, device=str(device))
 
 
@@ -75,6 +76,8 @@ class EngineRollout:
         self._resume(trainer)
         runs = [(ids, len(list(same))) for ids, same in itertools.groupby(prompt_ids(prompts, trainer))]
         common = sampling_of(trainer) | self._sampling
+        if not common.get("ignore_eos"):
+            common["stop_token_ids"] = [*common.get("stop_token_ids", ()), *end_ids(trainer)]
         params = [SamplingParams.from_dict(common | {"n": count}) for _, count in runs]
         outputs = self.engine.generate([list(ids) for ids, _ in runs], params)
         if self._suspend is not None:
@@ -127,6 +130,12 @@ def prompt_ids(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
         )
         found.append(tuple(rendered["input_ids"]))
     return found
+
+
+def end_ids(trainer: Any) -> list[int]:
+    """The end token of the trainer's tokenizer, at which TRL cuts completions; the model's config may name others."""
+    found = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).eos_token_id
+    return [] if found is None else [found]
 
 
 def sampling_of(trainer: Any) -> dict[str, Any]:

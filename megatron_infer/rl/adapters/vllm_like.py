@@ -89,10 +89,10 @@ class ColocateLLM(LLM):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Like `LLM.generate`, with a progress bar unless use_tqdm is False. Raises WrongState while asleep."""
+        """Like `LLM.generate`. Raises WrongState while asleep."""
         if self._needs_weights:
             raise WrongState(
                 "generate() after sleep(level=2), which drops the weights; call update_weights() first",

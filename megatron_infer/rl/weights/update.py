@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_infer.engine.controls import check_version
 from megatron_infer.errors import LockstepError, RankFailure, WeightUpdateError, WrongState
+from megatron_infer.kernels.lora import is_finite
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.rl.update_report import UpdateReport
 from megatron_infer.rl.weights.digest import model_checksum
@@ -50,9 +51,9 @@ class WeightUpdate:
 
         strict: every tensor must be written, and no other name is accepted; else missing tensors keep their values.
         undo: keep overwritten values on the host, so that a failure or `rollback` restores them. check_finite: refuse
-        NaN and infinity. plan: the model's description (`open_source(...).config()`), for Hugging Face names of a
-        family that the names do not imply. names: megatron-core's names number layers and experts over the "whole"
-        model or on this rank ("local").
+        NaN and infinity, also what rounding makes so. plan: the model's description (`open_source(...).config()`), for
+        Hugging Face names of a family that the names do not imply. names: megatron-core's names number layers and
+        experts over the "whole" model or on this rank ("local").
         """
         self.target = UpdateTarget.of(target)
         self.report: UpdateReport | None = None
@@ -108,9 +109,9 @@ class WeightUpdate:
             self._refuse(local, f"has shape {list(live.shape)}, got {list(value.shape)}")
         if value.dtype != live.dtype and not (value.is_floating_point() and live.is_floating_point()):
             self._refuse(local, f"is {live.dtype}, got {value.dtype}, which is not rounded to it")
-        if self._check_finite and not bool(torch.isfinite(value).all()):
-            wrong = int((~torch.isfinite(value)).sum())
-            self._refuse(local, f"got {wrong} values of {value.numel()} that are NaN or infinite")
+        if self._check_finite and not is_finite(rounded := value.to(live.dtype)):
+            wrong = int((~torch.isfinite(rounded)).sum())
+            self._refuse(local, f"got {wrong} values of {value.numel()} that are NaN or infinite in {live.dtype}")
         if local.name in self._written:
             self._unpack()
             if not torch.equal(live, value.to(device=live.device, dtype=live.dtype)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +19,9 @@ CLIENT_ERRORS = ("ConfigError", "RequestError", "WeightUpdateError", "ModelError
 """Errors of replicas that the client's arguments caused."""
 REFUSALS = (*CLIENT_ERRORS, "WrongState", "AdapterInUse", "UnknownAdapter", "AccessRefused", "WeightsPathRefused")
 """Errors of replicas that have changed nothing."""
+
+RECONNECT_S, AGAIN_S = 30.0, 0.2
+"""Seconds for which a command that ends another one is sent again while the coordinator is away, and between tries."""
 
 
 class FanoutFailed(ApiError):
@@ -48,13 +53,15 @@ class Fanout:
         """Every replica's value by its name. phase, state: for the error. lost_counts: False where a replica that is
         lost before it answers, and gets the command when it is back, does not make it fail.
 
+        A command of `LEADS_BACK` does not fail by replicas that are not there: they get it when they join.
         Raises FanoutFailed; the caller has to undo the command on the replicas that carried it out.
         """
         answers = await self._send(command, **args)
-        if not lost_counts and any(answer.ok for answer in answers.values()):
+        is_end = command in protocol.LEADS_BACK
+        if is_end or (not lost_counts and any(answer.ok for answer in answers.values())):
             answers = {name: answer for name, answer in answers.items() if answer.kind != "ReplicaLost"}
         failed = {name: answer for name, answer in answers.items() if not answer.ok}
-        if not answers:
+        if not answers and not is_end:
             message = f"{phase}: no engine is there to do it; ask again in a moment"
             raise FanoutFailed(503, message, code="no_engine", state=state, phase=phase, replicas=[])
         if failed:
@@ -71,10 +78,21 @@ class Fanout:
         return answers
 
     async def _send(self, command: str, **args: Any) -> dict[str, protocol.Answer]:
-        try:
-            return await self._client.coordinator.control(command, timeout_s=self._timeout_s, check=False, **args)
-        except InferenceError as error:
-            return {"coordinator": protocol.Answer(ok=False, kind=type(error).__name__, message=str(error))}
+        deadline, is_again = time.monotonic() + RECONNECT_S, False
+        while True:
+            try:
+                answers = await self._client.coordinator.control(
+                    command, timeout_s=self._timeout_s, check=False, **args
+                )
+                if is_again and command == "unpause":  # an engine that runs has done so for the coordinator before
+                    return {name: one for name, one in answers.items() if one.kind != "WrongState"}
+                return answers
+            except InferenceError as error:
+                if command in protocol.LEADS_BACK and time.monotonic() < deadline:
+                    is_again = True
+                    await asyncio.sleep(AGAIN_S)  # for the next coordinator: it has to know that the engines go on
+                    continue
+                return {"coordinator": protocol.Answer(ok=False, kind=type(error).__name__, message=str(error))}
 
 
 def _failure(failed: Mapping[str, protocol.Answer], total: int, phase: str, state: str) -> FanoutFailed:

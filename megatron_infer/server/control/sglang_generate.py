@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 from megatron_infer.outputs.token_support import TokenSupport
+from megatron_infer.server.call_limits import logprob_bytes
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Events, Reply
@@ -138,7 +139,9 @@ class SglangGenerate:
                 text = f"logprob_start_len is {logprobs.start}, the prompt has {len(prompt)} tokens; start within it"
                 raise bad_request(text, "logprob_start_len")
             params = params_from(await self._values(body, one, logprobs) | {"adapter": adapter_of(client, adapter)})
-            requests.append(EngineRequest(prompt_ids=prompt, params=params))
+            num_shown = 0 if params.prompt_logprobs is None else len(prompt) - logprobs.start
+            num_bytes = num_shown * logprob_bytes(logprobs.num_top)
+            requests.append(EngineRequest(prompt_ids=prompt, params=params, prompt_bytes=num_bytes))
         requests = client.checked(requests, call, field=field)
         if body.stream and (len(requests) > 1 or requests[0].params.n > 1):
             raise bad_request("stream: one sample of one prompt at a time; ask for several calls", "stream")

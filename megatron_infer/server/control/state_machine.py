@@ -14,7 +14,7 @@ from megatron_infer.coordinator.protocol import Overloaded
 from megatron_infer.server.control.control_states import GRAPHS, SERVING, TAGS, ControlState, ControlStatus, refusal
 from megatron_infer.server.control.fanout import Fanout
 from megatron_infer.server.control.version_labels import Version, VersionLabels
-from megatron_infer.server.engine_client import EngineClient
+from megatron_infer.server.engine_client import EngineClient, is_outdated
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 
 T = TypeVar("T")
@@ -266,8 +266,9 @@ class ControlMachine:
 
     @property
     def version(self) -> int:
-        """Version of the weights; the newest where replicas differ."""
-        return max((replica["weight_version"] for replica in self.client.replicas), default=0)
+        """Version of the weights in force; the newest where replicas differ."""
+        there = [int(replica["weight_version"]) for replica in self.client.replicas if not is_outdated(replica)]
+        return max(there, default=int(self.client.stats.get("weight_version", 0)))
 
     def shown_version(self, number: int | None = None) -> Version:
         """A version under the name that its caller gave it. None: the version of the weights now."""

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.request_output import Logprob
+from megatron_infer.server.call_limits import ID_BYTES
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
@@ -154,7 +155,9 @@ class TrlRoutes:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=num_top, detokenize=False, ignore_eos=True
         )
-        requests = [EngineRequest(prompt_ids=ids, params=params) for ids in body.sequences]
+        longest = max(len(ids) - length for ids, length in zip(body.sequences, body.prompt_lengths, strict=True))
+        padded = longest * (num_top + 1) * 2 * ID_BYTES if body.response_format == "binary" else None
+        requests = [EngineRequest(prompt_ids=ids, params=params, prompt_bytes=padded) for ids in body.sequences]
         outputs = await prompt_outputs(self._client, requests, call, field="sequences")
         entries = [
             (output.prompt_logprobs or [])[length:] for output, length in zip(outputs, body.prompt_lengths, strict=True)

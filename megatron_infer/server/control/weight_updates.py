@@ -95,7 +95,7 @@ class WeightUpdates:
     async def _cancel(self, phase: str, error: ApiError | None = None) -> None:
         before = self._before
         answers = await self._fanout.end("cancel_weights", version=self._version_before)
-        failed = {name: answer.message for name, answer in answers.items() if not answer.ok}
+        failed = {n: one.message for n, one in answers.items() if not one.ok and one.kind != "ReplicaLost"}
         if failed and before.state is not ControlState.SPOILED:
             self._machine.status = ControlStatus(state=ControlState.SPOILED, before=before)
             texts = "; ".join(f"replica {name}: {text}" for name, text in failed.items())
