@@ -67,8 +67,6 @@ class Grammars:
 
         requests: (id, sequences). waits: for a moment, where none is left.
         """
-        if not self.cache.slow:
-            return among
         left: set[str] = set()
         all_making: list[Future[Any]] = []
         for request_id, sequences in requests:
