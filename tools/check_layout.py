@@ -27,7 +27,7 @@ FOLDERS: tuple[tuple[str, str], ...] = (
     ("errors", "one exception family"),
     (
         "utils",
-        "process settings: OpenMP, garbage collector, logging; child processes; objects named by environment variables",
+        "OpenMP, garbage collector, logging, child processes; objects named by environment variables",
     ),
     ("kernels", "tensors in, tensors out: attention, scan, experts, sampling, on each backend"),
     ("config", "options, sampling parameters, and the sizes that follow from them"),

@@ -22,6 +22,7 @@ from megatron_infer.server import subprocess_main
 from megatron_infer.server import supervisor as supervisor_module
 from megatron_infer.server.http_server import EnginesFailed, HttpServer, listen, url_of
 from megatron_infer.server.http_workers import HttpFrontend
+from megatron_infer.server.launch import EngineOptions
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor
 from megatron_infer.testing.echo import EchoEngine
@@ -130,6 +131,40 @@ def test_server_whose_engines_are_given_up_ends_its_calls_with_the_reason_and_it
         assert engines.reason in "".join(rest[-4:]), rest[-4:]
         thread.join(60)
         assert not thread.is_alive() and engines.reason in str(box.error)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_first_rank_ends_when_its_coordinator_or_http_is_given_up(monkeypatch, lost):
+    from megatron_infer.server import torchrun
+
+    made = []
+
+    class Supervised:
+        def __init__(self, specs):
+            self.reason = None
+            made.append(self)
+
+        def process(self, name):
+            return SimpleNamespace(wait_ready=lambda timeout_s: {"address": "a"}, ready=None, is_running=True)
+
+        def failure(self):
+            return self.reason
+
+        def start(self, **_):
+            pass
+
+        stop = start
+
+    monkeypatch.setattr(torchrun, "Supervisor", Supervised)
+    monkeypatch.setattr(torchrun, "save_tokenizer_in_subprocess", lambda *_: {})
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    frontend = torchrun.FrontendProcesses(EngineOptions(model="m"), ServerConfig())
+    frontend.start()
+    assert frontend.failure is None
+    made[lost].reason = "it has ended and was given up"
+    frontend.wait()
+    assert frontend.failure == "it has ended and was given up"
+    frontend.close()
 
 
 def test_process_that_stood_still_and_goes_on_beats_again(monkeypatch):
