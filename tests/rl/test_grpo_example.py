@@ -160,6 +160,7 @@ def test_nothing_is_evaluated_every_0_steps(runs, grpo, tmp_path):
     report.draw([folder], tmp_path / "curve.png")
 
 
+@pytest.mark.long
 def test_two_ranks_learn_what_one_learns(runs):
     for one, two in zip(history(runs, "whole"), history(runs, "pair"), strict=True):
         assert (
