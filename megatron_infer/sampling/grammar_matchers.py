@@ -184,6 +184,7 @@ class Grammars:
     def refusal(self, request: Request) -> RequestError | None:
         """Why a request's own parameters leave no token to draw next; None: they leave one."""
         match = self._match(request)
+        _wait_for(match)
         if match.matcher.is_error():
             return _failed(match)
         params = request.params
@@ -209,9 +210,8 @@ class Grammars:
             match = self._match(request)
         except InferenceError:  # its grammar was dropped from the cache and no longer compiles
             return None
-        if match.made is not None:  # a matcher is for one thread at a time, and all ranks draft alike
-            match.made[1].result()
         self._consume(match)
+        _wait_for(match)
         return None if match.matcher.is_error() or match.matcher.is_stopped() else match.matcher
 
     def _match(self, request: Request) -> _Match:
@@ -225,11 +225,13 @@ class Grammars:
     def _consume(self, match: _Match) -> None:
         new = match.request.tokens[match.request.prompt_len + match.num_seen :]
         if new:
+            _wait_for(match)
             match.num_seen += len(new)
             match.matcher.consume_tokens(new)
 
     def _walk(self, match: _Match, drafts: Sequence[int], rows: Sequence[int], bits_GW: np.ndarray) -> None:
         """Fill the masks `rows`: the first of the position behind the last token, the others behind a draft each."""
+        _wait_for(match)
         matcher, num_walked = match.matcher, 0
         for place, row in enumerate(rows):
             if place:
@@ -281,6 +283,12 @@ class Grammars:
         ended = [key for key, match in self._matches.items() if match.request.finish_reason is not None]
         for key in ended:
             del self._matches[key]
+
+
+def _wait_for(match: _Match) -> None:
+    """Until no thread uses the matcher. All ranks draft alike, so that one that drafts cannot do without."""
+    if match.made is not None:
+        match.made[1].result()
 
 
 def _failed(match: _Match) -> RequestError:
