@@ -111,14 +111,14 @@ def _run(args: argparse.Namespace) -> int:
         return int(args.run(args))
     except ConfigError as error:
         return _fail(args, error, USAGE_ERROR)
-    except (InferenceError, NotImplementedError) as error:
-        return _fail(args, error, FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (head, less) has ended: redirect stdout, as Python flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except (InferenceError, NotImplementedError, OSError) as error:  # OSError: a full disk, a folder without rights
+        return _fail(args, error, FAILED)
 
 
 def _fail(args: argparse.Namespace, error: Exception, code: int) -> int:

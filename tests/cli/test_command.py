@@ -210,7 +210,13 @@ def test_python_dash_m_is_the_command():
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError("wrong"), 2), (ModelError("none"), 1), (NotImplementedError("later"), 1), (KeyboardInterrupt(), 130)],
+    [
+        (ConfigError("wrong"), 2),
+        (ModelError("none"), 1),
+        (NotImplementedError("later"), 1),
+        (OSError(28, "No space left on device", "model.safetensors"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
 )
 def test_errors_become_exit_codes_not_tracebacks(monkeypatch, capsys, error, code):
     from megatron_infer.cli import env
