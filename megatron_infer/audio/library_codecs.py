@@ -119,7 +119,7 @@ def _load(kind: str, weights: Path, codebooks: int, limit_name: str) -> tuple[An
     except ImportError:
         raise ConfigError(f"{kind} is a model of transformers: pip install transformers") from None
     try:
-        for path in weights.iterdir():  # transformers opens what it finds there
+        for path in weights.iterdir() if weights.is_dir() else (weights,):  # transformers opens what it finds there
             if not path.is_dir():
                 regular(path)
     except OSError as error:

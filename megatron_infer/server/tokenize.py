@@ -43,7 +43,8 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         """As of vLLM: the tokenizer's configuration, with the default chat template as a text."""
         tokenizer = client.require_tokenizer()
         shown = {"model_max_length": client.max_length, "chat_template": tokenizer.chat_template}
-        return Reply({"eos_token": None, **tokenizer.hf_config(), **shown})
+        end = tokenizer.token_str(tokenizer.eos_ids[0]) if tokenizer.eos_ids else None
+        return Reply({"eos_token": end, **tokenizer.hf_config(), **shown})
 
     summary = "Token ids of a text or of a conversation"
     body_of = partial(routes.fields.extend, "tokenize", TokenizeBody)

@@ -281,7 +281,8 @@ def test_replica_takes_commands_only_where_it_was_started_with_control():
     with cluster(0) as (one, _, client), replica(one.address, engine, name="r0", control=False):
         wait_for(lambda: client.stats()["replicas"])
         for command in protocol.COMMANDS:
-            answer = client.control(command, check=False)["r0"]
+            args = {"sources": []} if command == "restore_weights" else {}
+            answer = client.control(command, check=False, **args)["r0"]
             option = "--lora-root" if command in protocol.ADAPTER_COMMANDS else "--control"
             assert (answer.ok, answer.kind) == (False, "AccessRefused") and f"start it with {option}" in answer.message
         assert engine.state == "running" and tokens_of(client.generate([[1]], GREEDY)[0]) == echo_tokens([1], 8)

@@ -51,7 +51,7 @@ def test_two_engines_behind_a_coordinator_give_the_tokens_and_logprobs_of_one_an
     longer = [dataclasses.replace(one, max_tokens=180) for one in params]
     expected, expected_longer = engine.generate(prompts, params), engine.generate(prompts, longer)
     engine.reset_prefix_cache()
-    with coordinator(timeout_s=10.0) as one, InferenceClient(one.address) as client:
+    with coordinator(timeout_s=10.0, alpha=0.5) as one, InferenceClient(one.address) as client:
         child = Child(one.address, "tiny", "child")
         try:
             wait_for(lambda: client.stats()["replicas"], 120)

@@ -127,10 +127,12 @@ def test_a_request_that_moves_goes_on_within_its_language(cut):
 
 
 def drive(engine: Any, request: ServedRequest, told: list[list[protocol.Piece]], *, steps: int) -> bool:
-    """Some steps, noting what the client is told -> whether it has finished; if not it is aborted."""
+    """Some steps that draw, noting what the client is told -> whether it has finished; if not it is aborted."""
     request.begin(engine)
-    for _ in range(steps):
-        for output in engine.step():
+    while steps:
+        outputs = engine.step()
+        steps -= bool(outputs)  # a mask that takes long is waited for in steps without the request
+        for output in outputs:
             news = request.message(output)
             for piece in () if news is None else news.pieces:
                 told[piece.index].append(piece)

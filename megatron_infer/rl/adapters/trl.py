@@ -134,7 +134,8 @@ def prompt_ids(prompts: Sequence[Any], trainer: Any) -> list[tuple[int, ...]]:
 
 def end_ids(trainer: Any) -> list[int]:
     """The end token of the trainer's tokenizer, at which TRL cuts completions; the model's config may name others."""
-    found = getattr(trainer.processing_class, "tokenizer", trainer.processing_class).eos_token_id
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    found = getattr(tokenizer, "eos_token_id", None)
     return [] if found is None else [found]
 
 
