@@ -87,6 +87,15 @@ def test_caller_who_comes_and_goes_finds_its_row_free():
     assert rows_of(world) == {1: 8}
 
 
+def test_caller_whose_requests_ended_before_the_engine_was_idle_takes_nothing():
+    world = make_world(max_tokens=256)
+    world.add(asked("b", 2, max_new=2))
+    while world.scheduler.running_set.num_live or world.scheduler.queue.requests:
+        world.step()
+    world.add(asked("a", 1, num_prompt=600, max_new=2))
+    assert [world.step().num_tokens for _ in range(3)] == [256, 256, 88]
+
+
 @pytest.mark.security
 @pytest.mark.parametrize("overlap", [False, True])
 def test_step_of_several_callers_is_little_longer_than_of_the_smallest_alone(overlap):
