@@ -110,9 +110,11 @@ class CallerShares:
         """Evict a request for the first that waits, if its caller has two rows fewer than another."""
         leaving, self._leaving = self._leaving, None
         waiting = self._queue.candidates(1, among)
-        if not waiting or not rows or self._has_room(waiting[0]):
+        if not waiting or not rows:
             return
         first = waiting[0]
+        if self._has_room(first) or not self._running_set.has_adapter_slot(first):
+            return
         caller, most = min(rows.items(), key=lambda item: (-item[1], item[0]))
         if rows[first.caller] + 2 > most:
             return
@@ -124,6 +126,7 @@ class CallerShares:
             self._leaving = victim
         else:
             self._preemption.evict(victim)
+            self._queue.overtaken[first] = policy.MAX_OVERTAKEN  # else the victim takes its room again
 
     def _has_room(self, request: Request) -> bool:
         """Whether a row and blocks are free for it, as far as is known without its prefix."""
