@@ -179,8 +179,14 @@ class Grammars:
             self._make(request)
         return ends
 
-    def num_allowed(self, request: Request, tokens: Sequence[int]) -> int:
-        """How many of `tokens` may follow the request's and do not end its text; all of its tokens are on the host."""
+    def num_allowed(self, request: Request, tokens: Sequence[int], *, skips_slow: bool) -> int:
+        """How many of `tokens` may follow the request's and do not end its text; all of its tokens are on the host.
+
+        skips_slow: none where masks are slow: those behind drafts are made in the step. Not where several ranks draft:
+        they draft alike, and measure their masks each for themselves.
+        """
+        if skips_slow and request.params.structured in self.cache.slow:
+            return 0
         matcher = self._matcher_of(request)
         ends = next((place for place, token in enumerate(tokens) if token in request.stop_ids), len(tokens))
         return 0 if matcher is None else int(matcher.validate_tokens(list(tokens[:ends])))

@@ -115,6 +115,18 @@ def test_masks_that_take_long_hold_their_own_request_alone(overlap, monkeypatch)
 
 
 @pytest.mark.security
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_nothing_is_drafted_where_masks_take_long(is_slow, monkeypatch):
+    """Masks behind drafts are made in the step, which others wait for."""
+    if is_slow:
+        monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 0.0)
+    engine = make_engine(speculative={"method": "ngram", "ngram_min": 1, "adaptive": False})
+    (output,) = engine.generate([[7]], [structured(regex="a{40}")])
+    assert output.outputs[0].text == "a" * 40
+    assert bool(inspect(engine).drafts.stats.num_drafted) is not is_slow
+
+
+@pytest.mark.security
 def test_grammar_of_a_request_is_compiled_once_however_many_others_wait(monkeypatch):
     """A second compilation would hold the steps of all."""
     begun, whole = [], GrammarCache._compile
@@ -210,7 +222,7 @@ def test_masks_behind_drafts_are_those_of_one_token_a_step(drafts):
         if grammars.advance(other):
             break
     assert grammars.masks([request]).bits_GW[0].tolist() == walked[0].tolist()
-    assert grammars.num_allowed(request, list(drafts)) == min(len(drafts), len(other.tokens) - 1)
+    assert grammars.num_allowed(request, list(drafts), skips_slow=False) == min(len(drafts), len(other.tokens) - 1)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload", "persist", "keep", "retract"])
