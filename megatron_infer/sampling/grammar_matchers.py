@@ -52,7 +52,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.cache = GrammarCache(tokenizer, vocab_size)
         self._executor: Any = None
-        self._pool = TurnPool(min(2, os.cpu_count() or 1), "megatron-infer-masks")
+        num_threads = min(2, os.cpu_count() or 1)
+        self._pool = TurnPool(num_threads, "megatron-infer-masks", most_each=num_threads)
         self._matches: dict[str, _Match] = {}
 
     def prepare(self, wanted: StructuredOutput | None, caller: int) -> Future[Any] | None:

@@ -103,7 +103,7 @@ class GrammarCache:
             self._num_waiting[future] += 1
             if not future.running():
                 if self._pool is None:
-                    self._pool = TurnPool(2, "megatron-infer-grammar")
+                    self._pool = TurnPool(2, "megatron-infer-grammar", most_each=1)
                 self._pool.submit(caller, partial(self._compile, wanted), future)
         return future
 
