@@ -223,7 +223,8 @@ class Replica:
             self.connection.send(protocol.Goodbye(draining=True))
 
     def _begin(self, run: protocol.Run) -> None:
-        if self._preparing.pop(run.number, ()) is None:
+        prepared = self._preparing.pop(run.number, ())  # what was prepared is kept as long as this is
+        if prepared is None:
             return
         try:
             request = ServedRequest(run, params_of(run))

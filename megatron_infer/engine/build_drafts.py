@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.config.inference import InferenceConfig
@@ -69,6 +70,6 @@ def make_drafts(
         max_drafts=asked.num_speculative_tokens,
         vocab_size=shape.vocab_size,
         depth=DraftDepth(learns_unverified=not is_synthetic) if asked.adaptive else None,
-        num_allowed=grammars.num_allowed,
+        num_allowed=partial(grammars.num_allowed, skips_slow=rank_group.size == 1),
         has_draft_model=asked.drafts_on_device,
     )

@@ -173,7 +173,7 @@ class AsyncLLM:
 
         preparing = None if params is None else self.llm.engine.prepare(params)
         if preparing is not None:  # not on the engine's thread, where other requests' steps would wait for it
-            await asyncio.shield(asyncio.wrap_future(preparing))
+            await asyncio.wrap_future(preparing)
         submitted = self._thread.submit(prompt, params, request_id, stream, sink)
         try:
             added = await asyncio.wrap_future(submitted)

@@ -200,6 +200,7 @@ class InputProcessor:
                 stop_ids=stop_ids,
                 cache=CacheUse(allowed=_may_share(params), salt=salt),
                 caller=caller,
+                grammar=None if params.structured is None else self.grammars.cache.compile(params.structured),
             )
             for index in range(params.n)
         ]

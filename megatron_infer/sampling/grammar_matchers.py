@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -51,12 +52,21 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.cache = GrammarCache(tokenizer, vocab_size)
         self._executor: Any = None
-        self._pool = TurnPool(min(2, os.cpu_count() or 1), "megatron-infer-masks")
+        num_threads = min(2, os.cpu_count() or 1)
+        self._pool = TurnPool(num_threads, "megatron-infer-masks", most_each=num_threads)
         self._matches: dict[str, _Match] = {}
 
     def prepare(self, wanted: StructuredOutput | None, caller: int) -> Future[Any] | None:
-        """Begin to compile what a request needs; None: nothing. From any thread."""
-        return None if wanted is None else self.cache.compile(wanted, caller)
+        """Begin to compile what a request needs; None: nothing. From any thread.
+
+        The future is one request's alone, and keeps the grammar. Who waits no longer cancels it.
+        """
+        if wanted is None:
+            return None
+        shared, own = self.cache.compile(wanted, caller), Future[Any]()
+        own.add_done_callback(lambda own: self.cache.leave(shared) if own.cancelled() else None)
+        shared.add_done_callback(partial(_pass_on, weakref.ref(own)))
+        return own
 
     # ------------------------------------------------------------------ masks made next to the steps
 
@@ -170,8 +180,14 @@ class Grammars:
             self._make(request)
         return ends
 
-    def num_allowed(self, request: Request, tokens: Sequence[int]) -> int:
-        """How many of `tokens` may follow the request's and do not end its text; all of its tokens are on the host."""
+    def num_allowed(self, request: Request, tokens: Sequence[int], *, skips_slow: bool) -> int:
+        """How many of `tokens` may follow the request's and do not end its text; all of its tokens are on the host.
+
+        skips_slow: none where masks are slow: those behind drafts are made in the step. Not where several ranks draft:
+        they draft alike, and measure their masks each for themselves.
+        """
+        if skips_slow and request.params.structured in self.cache.slow:
+            return 0
         matcher = self._matcher_of(request)
         ends = next((place for place, token in enumerate(tokens) if token in request.stop_ids), len(tokens))
         return 0 if matcher is None else int(matcher.validate_tokens(list(tokens[:ends])))
@@ -238,19 +254,14 @@ class Grammars:
                 num_walked += matcher.try_consume_tokens([drafts[place - 1]])
                 if num_walked < place or matcher.is_stopped():
                     break
-            mask = bits_GW[row]
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            self._allow_ends(match, mask)
+            if place or not _take_made(match, bits_GW[row]):
+                self._compute(match, bits_GW[row])
+            self._allow_ends(match, bits_GW[row])
         if num_walked:
             matcher.rollback(num_walked)
 
     def _fill(self, matched: list[tuple[_Match, int]], bits_GW: np.ndarray) -> None:
-        jobs = []
-        for match, row in matched:
-            if match.made is not None and match.made[0] == len(match.request.tokens):
-                bits_GW[row] = match.made[1].result()
-            else:
-                jobs.append((match, row))
+        jobs = [(match, row) for match, row in matched if not _take_made(match, bits_GW[row])]
         begun = time.perf_counter()
         for done, (match, row) in enumerate(jobs):
             if done == NUM_TIMED and (time.perf_counter() - begun) * (len(jobs) - done) > PARALLEL_S * done:
@@ -285,10 +296,25 @@ class Grammars:
             del self._matches[key]
 
 
+def _pass_on(to: weakref.ref[Future[Any]], done: Future[Any]) -> None:
+    """A weak reference, for the other future holds this one."""
+    future = to()
+    if future is not None and future.set_running_or_notify_cancel():
+        future.set_result(done)
+
+
 def _wait_for(match: _Match) -> None:
     """Until no thread uses the matcher. All ranks draft alike, so that one that drafts cannot do without."""
     if match.made is not None:
         match.made[1].result()
+
+
+def _take_made(match: _Match, mask_W: np.ndarray) -> bool:
+    """Fill the mask behind the request's tokens if a thread makes it; False: none does."""
+    if match.made is None or match.made[0] != len(match.request.tokens):
+        return False
+    mask_W[:] = match.made[1].result()
+    return True
 
 
 def _failed(match: _Match) -> RequestError:

@@ -5,7 +5,7 @@ share says when a request is computed, never what it draws.
 
 Rows. Where a caller waits for a row and another has two rows more, the youngest request of the caller with most rows is
 evicted, one in a step. Each eviction evens the rows out, so evictions end. A caller without requests keeps a free row
-for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most an eighth of the rows is kept so.
+for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most an eighth of the rows, or one, is kept.
 
 Time. A step with tokens of several callers takes at most STRETCH times as long as the tokens of the smallest of them
 alone, or as one token of each. Half of its tokens go to prompts of callers that decode nothing, who wait for a first
@@ -66,7 +66,10 @@ class CallerShares:
         """Is evicted when nothing of it is in flight; does not decode until then."""
 
     def see(self, caller: int) -> None:
-        """A request of `caller` comes."""
+        """A request of `caller` comes. Callers from before the engine was idle do not count: time passes there without
+        steps."""
+        if not self._queue.requests and not self._running_set.num_live:
+            self._seen.clear()
         self._seen[caller] = self._running_set.stats.steps
 
     def begin_step(self, among: Collection[Request] | None) -> None:
@@ -107,9 +110,11 @@ class CallerShares:
         """Evict a request for the first that waits, if its caller has two rows fewer than another."""
         leaving, self._leaving = self._leaving, None
         waiting = self._queue.candidates(1, among)
-        if not waiting or not rows or self._has_room(waiting[0]):
+        if not waiting or not rows:
             return
         first = waiting[0]
+        if self._has_room(first) or not self._running_set.has_adapter_slot(first):
+            return
         caller, most = min(rows.items(), key=lambda item: (-item[1], item[0]))
         if rows[first.caller] + 2 > most:
             return
@@ -121,6 +126,7 @@ class CallerShares:
             self._leaving = victim
         else:
             self._preemption.evict(victim)
+            self._queue.overtaken[first] = policy.MAX_OVERTAKEN  # else the victim takes its room again
 
     def _has_room(self, request: Request) -> bool:
         """Whether a row and blocks are free for it, as far as is known without its prefix."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from megatron_infer.config.sampling_params import SamplingParams
@@ -124,6 +124,8 @@ class Request:
     cache: CacheUse = CacheUse()
     caller: int = 0
     """Whose share of rows and steps it takes, see `CallerShares`; decides when it draws, not what."""
+    grammar: Any = None
+    """Its compiled grammar, which is kept as long as the request is."""
     siblings: tuple[Request, ...] = ()
     """Leader of an n > 1 group only: the others, which share its prompt and wait until they are forked from it."""
     status: Status = Status.WAITING

@@ -147,6 +147,9 @@ def chat_of(body: CountBody) -> dict[str, Any]:
     config = body.output_config or OutputConfig()
     form = config.format or body.output_format
     if form is not None:
+        if fields.get("continue_final_message"):
+            text = "the form is that of a whole answer, and the last turn has begun one; give one of both"
+            raise bad_request(f"output_config.format: {text}", "output_config.format", "invalid_value")
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
     fields["reasoning_effort"] = config.effort
     if isinstance(body, MessagesBody):

@@ -101,7 +101,8 @@ class ToolRule:
         choice = body.tool_choice
         if not body.tools:
             if choice not in (None, "none", "auto"):
-                raise bad_request("tool_choice goes with tools; give both or none", "tool_choice")
+                text = "tool_choice goes with tools, those of the type function; give both or none"
+                raise bad_request(text, "tool_choice")
             return
         tools = _callable(body.tools, choice)
         self._check_schemas(body.tools)

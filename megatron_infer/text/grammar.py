@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.errors import RequestError
@@ -38,7 +39,8 @@ take less."""
 WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
 """What may stand between two parts of JSON, as llama.cpp has it: without a bound a model may write nothing else."""
 MAX_KEPT = 256
-"""Most compiled grammars, and compile errors, that are kept; the least recently used are dropped."""
+"""Most compiled grammars, and compile errors, that are kept while nothing needs them; the least recently used are
+dropped."""
 
 
 def grammar_vocabulary(tokenizer: Any, vocab_size: int) -> Any:
@@ -69,8 +71,12 @@ class GrammarCache:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutput, Future[Any]] = OrderedDict()
+        self._lock = threading.RLock()
+        """Also of the callbacks of futures, which may be cancelled within it."""
+        self._compiled: WeakValueDictionary[StructuredOutput, Future[Any]] = WeakValueDictionary()
+        """A grammar is there as long as anything holds its future: a request, who waits for it, or `_used`."""
+        self._used: OrderedDict[StructuredOutput, Future[Any]] = OrderedDict()
+        """The last one used latest."""
         self._num_waiting: Counter[Future[Any]] = Counter()
         """Calls that wait for a grammar."""
         self._pool: TurnPool | None = None
@@ -87,18 +93,23 @@ class GrammarCache:
             future = self._compiled.get(wanted)
             if future is None or future.cancelled():
                 future = self._compiled[wanted] = Future()
-                future.add_done_callback(lambda done: self._num_waiting.pop(done, None))
-            self._compiled.move_to_end(wanted)
+                future.add_done_callback(self._forget_waiting)
+            self._used[wanted] = future
+            self._used.move_to_end(wanted)
+            while len(self._used) > MAX_KEPT:
+                self._used.popitem(last=False)
             if future.done():
                 return future
             self._num_waiting[future] += 1
             if not future.running():
                 if self._pool is None:
-                    self._pool = TurnPool(2, "megatron-infer-grammar")
+                    self._pool = TurnPool(2, "megatron-infer-grammar", most_each=1)
                 self._pool.submit(caller, partial(self._compile, wanted), future)
-            while len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
         return future
+
+    def _forget_waiting(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._num_waiting.pop(future, None)
 
     def leave(self, future: Future[Any]) -> None:
         """One call less waits for `future`, which `compile` returned; a grammar that no call waits for is not begun."""
@@ -124,14 +135,15 @@ class GrammarCache:
 
     def took(self, wanted: StructuredOutput, seconds: float) -> None:
         """A mask of `wanted` has taken so many seconds of a processor."""
-        if seconds > SLOW_MASK_S:
-            self.slow[wanted] = QUICK_MASKS
-            if len(self.slow) > MAX_KEPT:
-                self.slow.pop(next(iter(self.slow)), None)
-        elif (left := self.slow.get(wanted)) is not None:
-            self.slow[wanted] = left - 1
-            if left <= 1:
-                self.slow.pop(wanted, None)
+        with self._lock:
+            if seconds > SLOW_MASK_S:
+                self.slow[wanted] = QUICK_MASKS
+                if len(self.slow) > MAX_KEPT:
+                    del self.slow[next(iter(self.slow))]
+            elif (left := self.slow.get(wanted)) is not None:
+                self.slow[wanted] = left - 1
+                if left <= 1:
+                    del self.slow[wanted]
 
     def _compile(self, wanted: StructuredOutput) -> Any:
         with self._vocabulary_lock:

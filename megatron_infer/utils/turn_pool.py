@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -15,17 +15,19 @@ NICE = 5
 
 
 class TurnPool:
-    """Runs jobs in threads: callers take turns and have one thread at most each, a caller's jobs run in their order.
+    """Runs jobs in threads: callers take turns, a caller's jobs begin in their order.
 
     A job that waits ends when its future is cancelled. From any thread.
     """
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(self, num_threads: int, name: str, *, most_each: int) -> None:
+        """most_each: most threads of one caller; fewer than all where jobs take longer than others may wait."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_give_way)
         self._lock = threading.Lock()
         self._waiting: OrderedDict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
-        self._running: set[Hashable] = set()
-        """Callers whose job runs."""
+        self._most_each = most_each
+        self._running: Counter[Hashable] = Counter()
+        """Jobs that run, by caller."""
 
     def submit(self, caller: Hashable, job: Callable[[], Any], future: Future[Any] | None = None) -> Future[Any]:
         """Queue a job -> its future. future: of a job that waits in another caller's turn: it runs in the first of
@@ -37,9 +39,9 @@ class TurnPool:
         return future
 
     def _run_next(self) -> None:
-        """Run the next caller's job, if there is one whose caller has no thread."""
+        """Run the next caller's job, if there is one whose caller may have a thread."""
         with self._lock:
-            caller = next((one for one in self._waiting if one not in self._running), None)
+            caller = next((one for one in self._waiting if self._running[one] < self._most_each), None)
             if caller is None:
                 return
             future, job = self._waiting[caller].popleft()
@@ -47,14 +49,16 @@ class TurnPool:
                 self._waiting.move_to_end(caller)
             else:
                 del self._waiting[caller]
-            self._running.add(caller)
+            self._running[caller] += 1
             is_due = not (future.done() or future.running()) and future.set_running_or_notify_cancel()
         try:
             if is_due:
                 _run(future, job)
         finally:
             with self._lock:
-                self._running.discard(caller)
+                self._running[caller] -= 1
+                if not self._running[caller]:
+                    del self._running[caller]
                 waits = bool(self._waiting)
             if waits:  # for this thread, or for this caller's turn
                 self._threads.submit(self._run_next)

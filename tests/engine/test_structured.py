@@ -20,6 +20,7 @@ from megatron_infer.scheduler.draft_depth import Proposal
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import PrefillChunk
 from megatron_infer.testing.inspect import inspect
+from megatron_infer.text.grammar import GrammarCache
 
 DRAFTS = {"speculative": {"method": ["grammar", "ngram"], "ngram_min": 1, "adaptive": False}}
 UGLY = {
@@ -113,6 +114,58 @@ def test_masks_that_take_long_hold_their_own_request_alone(overlap, monkeypatch)
     assert ended[slow].outputs[0].token_ids == alone.outputs[0].token_ids and len(alone.outputs[0].text) == 20
 
 
+@pytest.mark.security
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_nothing_is_drafted_where_masks_take_long(is_slow, monkeypatch):
+    """Masks behind drafts are made in the step, which others wait for."""
+    if is_slow:
+        monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 0.0)
+    engine = make_engine(speculative={"method": "ngram", "ngram_min": 1, "adaptive": False})
+    (output,) = engine.generate([[7]], [structured(regex="a{40}")])
+    assert output.outputs[0].text == "a" * 40
+    assert bool(inspect(engine).drafts.stats.num_drafted) is not is_slow
+
+
+@pytest.mark.security
+def test_grammar_of_a_request_is_compiled_once_however_many_others_wait(monkeypatch):
+    """A second compilation would hold the steps of all."""
+    begun, whole = [], GrammarCache._compile
+    monkeypatch.setattr("megatron_infer.text.grammar.MAX_KEPT", 1)
+    monkeypatch.setattr(GrammarCache, "_compile", lambda self, wanted: begun.append(wanted) or whole(self, wanted))
+    engine = make_engine(max_requests=2)
+    asked = [structured(regex=f"[ab]{{{count}}}") for count in range(1, 9)]
+    prepared = [engine.prepare(params, caller=3) for params in asked]
+    for one in prepared:
+        one.result(20)
+    for params in asked:
+        engine.add_request([7], params)
+    del prepared, one
+    while engine.has_unfinished():
+        engine.step()
+    assert begun == [params.structured for params in asked]
+
+
+@pytest.mark.security
+def test_grammar_is_compiled_for_those_who_still_wait(monkeypatch):
+    go, begun, whole = threading.Event(), [], GrammarCache._compile
+
+    def compile_held(self, wanted):
+        begun.append(wanted.regex)
+        assert go.wait(20)
+        return whole(self, wanted)
+
+    monkeypatch.setattr(GrammarCache, "_compile", compile_held)
+    engine = make_engine()
+    first = engine.prepare(structured(regex="a"), caller=1)
+    left, waits, alone = (engine.prepare(structured(regex=text), caller=1) for text in "bbc")
+    assert left.cancel() and alone.cancel() and not waits.done()
+    go.set()
+    first.result(20)
+    waits.result(20)
+    engine.prepare(structured(regex="d"), caller=1).result(20)
+    assert begun == ["a", "b", "d"]
+
+
 @pytest.mark.parametrize("method", ["grammar", ("draft", "grammar")], ids=str)
 def test_forced_tokens_are_drafted_and_kept(method):
     schema = {"type": "object", "properties": {"a_long_name": {"enum": ["x", "y"]}}, "required": ["a_long_name"]}
@@ -169,7 +222,7 @@ def test_masks_behind_drafts_are_those_of_one_token_a_step(drafts):
         if grammars.advance(other):
             break
     assert grammars.masks([request]).bits_GW[0].tolist() == walked[0].tolist()
-    assert grammars.num_allowed(request, list(drafts)) == min(len(drafts), len(other.tokens) - 1)
+    assert grammars.num_allowed(request, list(drafts), skips_slow=False) == min(len(drafts), len(other.tokens) - 1)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload", "persist", "keep", "retract"])

@@ -57,6 +57,21 @@ def test_rows_are_evened_out_by_as_few_evictions_as_that_takes(overlap):
     assert oldest.id == "a0" and not oldest.history.num_evictions
 
 
+def test_room_made_for_a_long_prompt_is_not_taken_by_others():
+    """It needs the blocks of ten of the sixteen rows."""
+    world = make_world(num_blocks=100)
+    for i in range(60):
+        world.add(asked(f"a{i}", 1, max_new=380))
+    for _ in range(40):
+        world.step()
+    late = asked("b", 2, num_prompt=480, max_new=5)
+    world.add(late)
+    for _ in range(30):
+        world.step()
+    assert late.finish_reason is not None
+    assert sum(kind == "evict" for _, kind, _ in world.events) <= 12
+
+
 def test_no_caller_evicts_more_urgent_requests_or_a_callers_only_row():
     world = make_world(num_rows=2)
     world.add(asked("a0", 1, priority=-1))
@@ -85,6 +100,15 @@ def test_caller_who_comes_and_goes_finds_its_row_free():
     for _ in range(PRESENT_STEPS):
         world.step()
     assert rows_of(world) == {1: 8}
+
+
+def test_caller_whose_requests_ended_before_the_engine_was_idle_takes_nothing():
+    world = make_world(max_tokens=256)
+    world.add(asked("b", 2, max_new=2))
+    while world.scheduler.running_set.num_live or world.scheduler.queue.requests:
+        world.step()
+    world.add(asked("a", 1, num_prompt=600, max_new=2))
+    assert [world.step().num_tokens for _ in range(3)] == [256, 256, 88]
 
 
 @pytest.mark.security

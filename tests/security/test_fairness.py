@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from megatron_infer.server import structured_outputs
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.text.grammar import GrammarCache
+from megatron_infer.utils.turn_pool import TurnPool
 
 pytestmark = pytest.mark.security
 COMPLETIONS = "/v1/completions"
@@ -59,6 +61,26 @@ def test_callers_take_turns_to_have_grammars_compiled(monkeypatch):
     for one in many:
         one.result(20)
     assert sorted(compiling.begun) == sorted({*compiling.begun})
+
+
+@pytest.mark.parametrize("most_each", [1, 2])
+def test_one_caller_has_as_many_threads_as_it_may_and_others_their_turn(most_each):
+    go, begun = threading.Event(), []
+    pool = TurnPool(2, "test", most_each=most_each)
+
+    def job(name):
+        begun.append(name)
+        assert go.wait(20)
+
+    jobs = [pool.submit(1, partial(job, f"a{i}")) for i in range(4)]
+    wait_for(lambda: len(begun) == most_each)
+    jobs.append(pool.submit(2, partial(job, "b")))
+    time.sleep(0.2)
+    assert sorted(begun) == (["a0", "a1"] if most_each == 2 else ["a0", "b"])
+    go.set()
+    for one in jobs:
+        one.result(20)
+    assert begun.index("b") <= 3
 
 
 def test_schemas_of_one_caller_neither_delay_anothers_nor_blame_it(monkeypatch):

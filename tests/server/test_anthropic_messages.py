@@ -116,6 +116,13 @@ def test_a_last_turn_of_the_assistant_is_continued(case, engine, begun):
     assert count == len(engine.prompts[0]) == whole["usage"]["input_tokens"]
 
 
+def test_a_form_of_a_whole_answer_and_its_beginning_are_refused_together(case):
+    turns = [*HI, {"role": "assistant", "content": "{"}]
+    config = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    reply = post(case, "/v1/messages", messages=turns, max_tokens=9, output_config=config)
+    assert reply.status_code == 400 and "the last turn has begun one" in reply.json()["error"]["message"], reply.text
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [
