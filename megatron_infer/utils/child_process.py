@@ -56,6 +56,9 @@ class ChildProcess(subprocess.Popen[Any]):
         try:
             guarded = ["/bin/sh", "-c", GUARD, str(reading), *command]
             super().__init__(guarded, pass_fds=(*pass_fds, reading), start_new_session=True, **options)
+        except BaseException:
+            self._held.close()
+            raise
         finally:
             os.close(reading)
         self.args = command  # for messages
@@ -74,6 +77,7 @@ class ChildProcess(subprocess.Popen[Any]):
     def end(self) -> int:
         """Kill it, and what it has started -> its exit code."""
         self._held.close()
+        self.kill()  # where the guard was killed, or could not begin
         return self.wait()
 
 
