@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 
 from megatron_infer.errors import ConfigError
 
-_OF_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_OF_WEIGHTS = re.compile(r"config\.json|.*\.safetensors(\.index\.json)?|pytorch_model.*")
 
 
 class WeightsPathRefused(ConfigError):
@@ -55,7 +56,7 @@ def fingerprint(path: str) -> str:
     else:
         files = {name: os.path.join(path, name) for name in os.listdir(path)}
         if "metadata.json" not in files:
-            files = {name: at for name, at in files.items() if name == "config.json" or name.endswith(_OF_WEIGHTS)}
+            files = {name: at for name, at in files.items() if _OF_WEIGHTS.fullmatch(name)}
     about = [(name, status.st_size, status.st_mtime_ns) for name, at in files.items() if (status := os.stat(at))]
     return hashlib.blake2b(repr(sorted(about)).encode(), digest_size=16).hexdigest()
 
