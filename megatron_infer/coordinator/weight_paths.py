@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 
 from megatron_infer.errors import ConfigError
+
+_OF_WEIGHTS = re.compile(r"config\.json|.*\.safetensors(\.index\.json)?|pytorch_model.*")
 
 
 class WeightsPathRefused(ConfigError):
@@ -44,14 +47,17 @@ def weights_path(path: str, root: str | None) -> str:
 
 
 def fingerprint(path: str) -> str:
-    """What tells whether files were changed since: a hash of the name, size and time of change of each, not of the
-    content. path: of `weights_path`."""
-    found = (
-        [path] if os.path.isfile(path) else [os.path.join(at, name) for at, _, names in os.walk(path) for name in names]
-    )
-    about = [
-        (os.path.relpath(one, path), status.st_size, status.st_mtime_ns) for one in found if (status := os.stat(one))
-    ]
+    """What tells whether weights were changed since: a hash of the name, size and time of change of their files.
+
+    path: of `weights_path`. Of a directory all files count if it is a checkpoint, else those that weights are in.
+    """
+    if os.path.isfile(path):
+        files = {"": path}
+    else:
+        files = {name: os.path.join(path, name) for name in os.listdir(path)}
+        if "metadata.json" not in files:
+            files = {name: at for name, at in files.items() if _OF_WEIGHTS.fullmatch(name)}
+    about = [(name, status.st_size, status.st_mtime_ns) for name, at in files.items() if (status := os.stat(at))]
     return hashlib.blake2b(repr(sorted(about)).encode(), digest_size=16).hexdigest()
 
 

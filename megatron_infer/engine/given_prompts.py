@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -47,15 +47,24 @@ class GivenPrompts:
 def digests_of(prompts: Any, params: Params) -> Iterator[str]:
     """16 hex digits for each prompt with its parameters, equal in all processes for equal ones."""
     each = [params] if params is None or isinstance(params, SamplingParams) else params
+    last, text_of_last = None, _text(SamplingParams())
     for index, prompt in enumerate([prompts] if is_single_prompt(prompts) else prompts):
         own = each[min(index, len(each) - 1)] if each else None
-        given = [prompt, SamplingParams() if own is None else own]
-        text = json.dumps(given, default=_as_json, skipkeys=True)
-        yield hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        if own is not last:
+            last, text_of_last = own, _text(SamplingParams() if own is None else own)
+        yield hashlib.blake2b((_text(prompt) + text_of_last).encode(), digest_size=8).hexdigest()
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=_as_json, skipkeys=True, sort_keys=True)
 
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, SamplingParams):
         return value.to_dict()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return list(value)
     # the text of any other object may hold its address, which differs between processes
     return value.tolist() if hasattr(value, "tolist") else type(value).__name__

@@ -28,7 +28,7 @@ from megatron_infer.model_loader.build import ACTIVATIONS, group_size
 from megatron_infer.model_loader.checkpoint_bridge import RUN_CONFIG, arguments_of_run
 from megatron_infer.model_loader.checkpoint_files import tensors_only
 from megatron_infer.model_loader.checkpoint_hybrid import hybrid_of_arguments, hybrid_of_model
-from megatron_infer.model_loader.find import description_of_directory
+from megatron_infer.model_loader.find import damage_named, description_of_directory
 from megatron_infer.model_loader.head_padding import allow_padding, unpadded
 from megatron_infer.model_loader.hf_names import WHOLE, Shard
 from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
@@ -114,7 +114,8 @@ class CheckpointSource:
                 if is_of_bridge
                 else _training_arguments(self.path)
             )
-            self._description = description_from_arguments(arguments, name=self.name)
+            with damage_named(self.name):
+                self._description = description_from_arguments(arguments, name=self.name)
 
     def config(self) -> ModelDescription:
         return self._description

@@ -6,6 +6,7 @@ Any `TensorReader` (safetensors here, GGUF in gguf.py) gives tensors by their Hu
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -223,9 +224,10 @@ def base_prefix(description: ModelDescription) -> str:
 
 class SafetensorsReader:
     """Tensors of a Hugging Face directory, memory-mapped, out of the files that transformers loads: model.safetensors,
-    else those of model.safetensors.index.json, which decides where each tensor is; else every *.safetensors file.
+    else those of model.safetensors.index.json, which decides where each tensor is; else pytorch_model.bin or those of
+    its index; else every *.safetensors or every pytorch_model*.bin file.
 
-    A directory with pytorch_model*.bin only is read with torch.load(weights_only=True): no code from the file runs.
+    The latter are read with torch.load(weights_only=True): no code from the file runs.
     """
 
     def __init__(self, directory: str | Path, *, base: str = "") -> None:
@@ -247,9 +249,13 @@ class SafetensorsReader:
         if self.directory.is_file():
             self._open(self.directory, None)
             return
-        files, open_one = self._files("model.safetensors", "*.safetensors"), self._open
+        files, open_one = self._files("model.safetensors"), self._open
+        if not files and (files := self._files("pytorch_model.bin")):
+            open_one = self._load_bin
         if not files:
-            files, open_one = self._files("pytorch_model.bin", "pytorch_model*.bin"), self._load_bin
+            files = dict.fromkeys(sorted(self.directory.glob("*.safetensors")))
+        if not files:
+            files, open_one = dict.fromkeys(sorted(self.directory.glob("pytorch_model*.bin"))), self._load_bin
         if not files:
             raise ModelError(f"{self.directory}: no *.safetensors files (nor pytorch_model*.bin)")
         for path, names in files.items():
@@ -270,15 +276,14 @@ class SafetensorsReader:
             return tensor[:, columns[0] : columns[1]]
         return tensor[rows[0] : rows[1]] if rows is not None else tensor
 
-    def _files(self, whole: str, pattern: str) -> dict[Path, set[str] | None]:
-        """The files to read -> the tensors to take out of each; None: all.
+    def _files(self, whole: str) -> dict[Path, set[str] | None]:
+        """The files to read -> the tensors to take out of each; None: all. {}: there is neither `whole` nor its index.
 
-        whole: name of the file that has all tensors where they are not in shards. pattern: of any files, without it and
-        without its index.
+        whole: name of the file that has all tensors where they are not in shards.
         """
         path, index_path = self.directory / whole, self.directory / f"{whole}.index.json"
         if not index_path.exists():
-            return dict.fromkeys([path] if path.exists() else sorted(self.directory.glob(pattern)))
+            return {path: None} if path.exists() else {}
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, Mapping):
             raise ModelError(f"{index_path}: no weight_map")
@@ -294,8 +299,8 @@ class SafetensorsReader:
                 )
             return {path: None}
         paths: dict[Path, set[str] | None] = {}
-        for file in sorted(set(weight_map.values())):
-            paths[self.directory / file] = {name for name, home in weight_map.items() if home == file}
+        for file, named in itertools.groupby(sorted(weight_map, key=weight_map.__getitem__), weight_map.__getitem__):
+            paths[self.directory / file] = set(named)
         absent = [path.name for path in paths if not path.exists()]
         if absent:
             raise ModelError(f"{self.directory}: {index_path.name} names files that are not there: {', '.join(absent)}")
@@ -320,6 +325,8 @@ class SafetensorsReader:
             tensors = torch.load(regular(path), map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch raises many kinds here; each means this file cannot be used
             raise ModelError(f"{path}: cannot be read safely (torch.load, weights_only): {error}") from error
+        if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise ModelError(f"{path}: it holds no mapping of tensors by their names")
         tensors = {name: tensor for name, tensor in tensors.items() if names is None or name in names}
         self._bin.update(tensors)
         self._shapes.update({name: tuple(tensor.shape) for name, tensor in tensors.items()})

@@ -71,7 +71,8 @@ def serve_rank(options: EngineOptions, settings: ServerConfig, *, dp: int, tp: i
             f"{world} processes, but dp x tp x pp x ep = {dp} x {tp} x {pp} x {ep} = {dp * tp * pp * ep}; "
             f"start as many (torchrun --nproc-per-node {dp * tp * pp * ep})"
         )
-    end_with_parent()
+    if torch.distributed.is_torchelastic_launched():  # another launcher may end before its ranks, as a shell does
+        end_with_parent()
     groups = build_groups(tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep)
     options = dataclasses.replace(options, config=_of_first_rank(options.config))
     store = torch.distributed.distributed_c10d._get_default_store()

@@ -19,13 +19,25 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import IO, Any
 
 GUARD = '((trap "" HUP INT QUIT TERM; read -r _; kill -9 0) </dev/fd/$0 >/dev/null 2>&1 &); exec "$@"'
 """For a shell, whose $0 is the descriptor of the pipe. The guard is started by another shell, so that it is no child of
 the command."""
 POLL_S = 0.5
+_held: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+"""The writing ends of this process. One that it has forked, which may outlive it, must not hold them."""
+
+
+def _let_go() -> None:
+    for pipe in list(_held):
+        pipe.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class ChildProcess(subprocess.Popen[Any]):
@@ -40,9 +52,13 @@ class ChildProcess(subprocess.Popen[Any]):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         reading, writing = os.pipe()
         self._held = os.fdopen(writing, "wb", buffering=0)
+        _held.add(self._held)
         try:
             guarded = ["/bin/sh", "-c", GUARD, str(reading), *command]
             super().__init__(guarded, pass_fds=(*pass_fds, reading), start_new_session=True, **options)
+        except BaseException:
+            self._held.close()
+            raise
         finally:
             os.close(reading)
         self.args = command  # for messages
@@ -61,6 +77,7 @@ class ChildProcess(subprocess.Popen[Any]):
     def end(self) -> int:
         """Kill it, and what it has started -> its exit code."""
         self._held.close()
+        self.kill()  # where the guard was killed, or could not begin
         return self.wait()
 
 
@@ -83,12 +100,12 @@ def end_with_parent() -> None:
 
     For a process that others have started: torchrun, `multiprocessing`.
     """
-    started = multiprocessing.parent_process()
-    parent = os.getppid() if started is None else started.pid
-    threading.Thread(target=_end_after, args=(parent,), name="megatron-infer-parent", daemon=True).start()
+    parents = os.getppid(), multiprocessing.parent_process()
+    threading.Thread(target=_end_after, args=parents, name="megatron-infer-parent", daemon=True).start()
 
 
-def _end_after(parent: int) -> None:
-    while os.getppid() == parent:
+def _end_after(forked_by: int, started_by: BaseProcess | None) -> None:
+    """started_by: another process than forked_by where `multiprocessing` has a fork server."""
+    while os.getppid() == forked_by and (started_by is None or started_by.is_alive()):
         time.sleep(POLL_S)
     os.kill(os.getpid(), signal.SIGKILL)

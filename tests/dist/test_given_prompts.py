@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,6 +139,15 @@ def check_union(roll: Rollout, rank: int) -> None:
     assert [output.prompt_token_ids for output in outputs] == mine
 
 
+class Letters:
+    """A trainer's tokenizer."""
+
+    eos_token_id = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(one) % 60 + 4 for one in text]}
+
+
 def check_others(session: Any, roll: Rollout, rank: int) -> None:
     """Calls that take prompts or sequences and do not serve them by the leader's list."""
     if rank:
@@ -150,7 +160,7 @@ def check_others(session: Any, roll: Rollout, rank: int) -> None:
         model=SimpleNamespace(state_dict=dict),
         state=SimpleNamespace(global_step=None),  # as before the first rollout: no weights to write
         args=SimpleNamespace(generation_kwargs=None),
-        processing_class=lambda text: {"input_ids": [ord(one) % 60 + 4 for one in text]},
+        processing_class=Letters(),
         max_completion_length=4,
         temperature=1.0,
         top_p=1.0,
@@ -198,6 +208,9 @@ def test_a_digest_is_that_of_equal_prompts_and_parameters_alone() -> None:
     asked = {"prompt_token_ids": [1, 2], "answer": 3}
     same = [([1, 2], HOW), ((1, 2), HOW), (torch.tensor([1, 2]), SamplingParams(**vars_of(HOW)))]
     assert len({next(digests_of([prompt], how)) for prompt, how in same}) == 1
+    mappings = [asked, dict(reversed(asked.items())), UserDict(asked)]  # orders differ between processes, as of a set
+    assert len(asked) > 1 and len({next(digests_of(one, HOW)) for one in mappings}) == 1
+    assert [*digests_of(UserDict(asked), HOW)] != [*digests_of(UserDict(asked | {"answer": 4}), HOW)]
     objects = [{"prompt_token_ids": [1, 2], "environment": object()} for _ in range(2)]  # texts with addresses
     assert [*digests_of(objects[:1], HOW)] == [*digests_of(objects[1:], HOW)]
     long = [torch.arange(5000), torch.arange(5000).index_fill(0, torch.tensor([2500]), 7)]  # printed with an ellipsis

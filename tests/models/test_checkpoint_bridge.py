@@ -107,6 +107,9 @@ REFUSED = {
     "experts": ({"num_moe_experts": 8}, "num_moe_experts=8"),
     "latents": ({"multi_latent_attention": True}, "trained with multi_latent_attention"),
     "no_width": ({"hidden_size": None}, "lack hidden_size"),
+    "widths": ({"hidden_size": [64], "kv_channels": None}, "damaged: TypeError"),
+    "no_heads": ({"num_attention_heads": 0, "kv_channels": None}, "damaged: ZeroDivisionError"),
+    "base": ({"rotary_base": "large"}, "damaged: ValueError.*'large'"),
 }  # fmt: skip
 
 

@@ -97,7 +97,13 @@ def pickled(model: Any, folder: Path) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
-DIRECTORIES = (stale_before, stale_after, unnamed, beside_shards, beside_one, pickled)
+def beside_pickled(model: Any, folder: Path) -> None:
+    pickled(model, folder)
+    save_file({"state.0.exp_avg": torch.ones(3)}, folder / "optimizer.safetensors")
+    save_file({"base_model.lora_A.weight": torch.ones(3)}, folder / "adapter_model.safetensors")
+
+
+DIRECTORIES = (stale_before, stale_after, unnamed, beside_shards, beside_one, pickled, beside_pickled)
 
 
 @pytest.mark.parametrize("make", DIRECTORIES, ids=lambda one: one.__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -88,6 +89,26 @@ time.sleep(600)
     killed(*parent_of(START + code))
 
 
+def test_child_ends_with_its_parent_though_a_process_that_the_parent_forked_goes_on():
+    code = """
+import os, time
+child = ChildProcess(["sleep", "600"])
+if forked := os.fork():
+    print(child.pid, forked, flush=True)
+else:
+    os.close(1)
+    time.sleep(600)
+os._exit(0)
+"""
+    ended = subprocess.run([sys.executable, "-c", START + code], stdout=subprocess.PIPE, text=True)
+    child, forked = map(int, ended.stdout.split())
+    try:
+        wait_for(lambda: is_gone(child))
+        assert not is_gone(forked)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
 def test_what_a_child_leaves_ends_with_it_and_another_one_goes_on():
     with child_process.ChildProcess([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as other:
         leaving = ["sh", "-c", "sleep 600 >/dev/null & echo $!"]
@@ -112,16 +133,18 @@ def test_command_is_run_to_its_end_or_its_time():
         child_process.run(["no-such-program"])
 
 
-def test_process_of_multiprocessing_ends_with_its_parent(tmp_path):
-    code = """
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_process_of_multiprocessing_ends_with_its_parent_and_not_before(tmp_path, method):
+    code = f"""
 import multiprocessing, os, time
-from megatron_infer.utils.child_process import end_with_parent
+from megatron_infer.utils import child_process
 def child():
-    end_with_parent()
+    child_process.end_with_parent()
+    time.sleep(4 * child_process.POLL_S)
     print(os.getpid(), flush=True)
     time.sleep(600)
 if __name__ == "__main__":
-    multiprocessing.get_context("spawn").Process(target=child).start()
+    multiprocessing.get_context({method!r}).Process(target=child).start()
     time.sleep(600)
 """
     (tmp_path / "case.py").write_text(code)

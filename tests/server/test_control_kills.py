@@ -179,6 +179,18 @@ def test_engine_started_again_reads_the_weights_in_force_before_it_serves(tmp_pa
         assert case.now["r0"].engine.controls.digest == digest != "made"
 
 
+def test_what_is_written_next_to_weights_does_not_hinder_reading_them(tmp_path):
+    with served(Mortal(), root=tmp_path) as case:
+        (tmp_path / "step1" / ".#notes").symlink_to("someone@somewhere")  # a lock, as editors make them
+        load(case, "step1", weight_version=3)
+        (tmp_path / "step1" / "optimizer.pt").write_bytes(b"of a trainer")
+        (tmp_path / "step1" / "trainer_state.json").write_text("{}")
+        kill(case, "r0")
+        case.start_again()
+        wait_for(lambda: has_settled(case))
+        check_serving(case, 3)
+
+
 @pytest.mark.parametrize("how", ["bytes", "changed", "gone", "version"])
 def test_engine_that_cannot_get_the_weights_in_force_is_a_503_with_the_reason_until_the_next_update(
     tmp_path, caplog, how
