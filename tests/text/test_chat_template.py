@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import tracemalloc
 
@@ -213,7 +214,8 @@ def test_a_long_conversation_with_many_tools_takes_little_time():
     tool = {"type": "function", "function": {"name": "call", "parameters": {"type": "object", "properties": fields}}}
     conversation = [*USER * 500, {"role": "user", "content": "last"}]
     limits = chat_template.RenderLimits(max_chars=10**6, cpu_s=1.0)
-    assert render(template, conversation, tools=[tool] * 100, limits=limits) == "last"
+    tools = [copy.deepcopy(tool) for _ in range(100)]
+    assert render(template, conversation, tools=tools, limits=limits) == "last"
 
 
 def test_limits_that_hold_change_nothing():
