@@ -141,8 +141,10 @@ def _environment() -> jinja2.Environment:
         optimized=False,  # constants too are computed within the limits, and not when the template is compiled
     )
     environment.filters["tojson"] = _tojson
-    for functions in (environment.filters, environment.tests):
-        functions.update({name: bounded_filter(name, function) for name, function in functions.items()})
+    for name, function in environment.filters.items():
+        environment.filters[name] = bounded_filter(name, function)
+    for name, function in environment.tests.items():
+        environment.tests[name] = bounded_filter(f"is {name}", function)
     environment.filters[_CHECKED] = _check_size
     del environment.globals["lipsum"]  # makes as much text as it is asked for
     environment.globals["raise_exception"] = _raise_exception

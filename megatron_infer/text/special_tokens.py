@@ -63,7 +63,7 @@ def read_special_tokens(
         added = _older_added(directory, merged)
         added |= backend.get_added_tokens_decoder()
     extra = merged.get("extra_special_tokens") or merged.get("additional_special_tokens") or []
-    named = {key: value for key, value in merged.items() if key in _NAMES}
+    named = {key: value for key, value in merged.items() if key in _NAMES or key in defaults}
     named |= {key: value for key, value in merged.items() if key.endswith("_token") and isinstance(value, str)}
     if isinstance(extra, Mapping):
         named, extra = named | dict(extra), []

@@ -203,10 +203,16 @@ GROWS: dict[str, Callable[..., int]] = {
     "zfill": _padded,
 }
 # Filters that neither write nor compare the values inside what they are given.
-KEEPS_VALUES = frozenset(
+_FILTERS = (
     "attr batch count d default dictsort first items last length list map random reject rejectattr reverse safe select "
-    "selectattr slice".split()
+    "selectattr slice"
 )
+# Tests of what kind a value is.
+_TESTS = (
+    "boolean callable defined escaped false filter float integer iterable mapping none number sameas sequence string "
+    "test true undefined"
+)
+KEEPS_VALUES = frozenset([*_FILTERS.split(), *(f"is {name}" for name in _TESTS.split())])
 
 
 def bounded_filter(name: str, function: Callable[..., Any], first: tuple[Any, ...] = ()) -> Callable[..., Any]:

@@ -63,14 +63,20 @@ def _qwen2(backend: Backend, config: Mapping[str, Any]) -> None:
     _byte_level(backend, normalizers.NFC(), pre_tokenizers.Sequence([words, whole]))
 
 
-def _llama(backend: Backend, config: Mapping[str, Any]) -> None:
+def _llama(backend: Backend, config: Mapping[str, Any], *, always_strips: bool = False) -> None:
     prefix = config.get("add_prefix_space")
     scheme = "never" if prefix is False else "always" if config.get("legacy", False) else "first"
     _options(backend, unk_token=None, fuse_unk=True, byte_fallback=True)
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(steps if prefix is False else [*steps, decoders.Strip(content=" ", left=1)])
+    strips = always_strips or prefix is not False
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if strips else steps)
+
+
+def _code_llama(backend: Backend, config: Mapping[str, Any]) -> None:
+    _llama(backend, {"add_prefix_space": config.get("add_prefix_space")}, always_strips=True)
+    backend.model.unk_token = config.get("unk_token") or "<unk>"
 
 
 def _gemma(backend: Backend, config: Mapping[str, Any]) -> None:
@@ -107,6 +113,19 @@ CLASSES: dict[str, TokenizerClass] = {
     "LlamaTokenizer": TokenizerClass(
         apply=_llama, special_tokens={"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     ),
+    "CodeLlamaTokenizer": TokenizerClass(
+        apply=_code_llama,
+        special_tokens={
+            "unk_token": "<unk>",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "prefix_token": "\u2581<PRE>",
+            "middle_token": "\u2581<MID>",
+            "suffix_token": "\u2581<SUF>",
+            "eot_token": "\u2581<EOT>",
+            "fill_token": "<FILL_ME>",
+        },
+    ),
     "GemmaTokenizer": TokenizerClass(
         apply=_gemma,
         special_tokens={
@@ -123,7 +142,7 @@ CLASSES: dict[str, TokenizerClass] = {
 REFUSED = frozenset(
     f"{name}Tokenizer"
     for name in (
-        "Albert Bart Barthez Bert BigBird Blenderbot CLIP Camembert CodeLlama Cohere DPRQuestionEncoder Deberta "
+        "Albert Bart Barthez Bert BigBird Blenderbot CLIP Camembert Cohere DPRQuestionEncoder Deberta "
         "DebertaV2 Esmc Funnel Herbert LED Lasr LayoutLMv2 LayoutLMv3 LayoutXLM Luke Lxmert MBart MBart50 MPNet "
         "MarkupLM MobileBert Mvp Nllb Nougat OpenAIGPT Pegasus Qwen3_5 Reformer RemBert RoFormer Roberta SeamlessM4T "
         "Siglip2 Splinter T5 Udop VideoPrism Whisper XGLM XLMRoberta XLNet"

@@ -101,12 +101,14 @@ def test_a_key_without_a_value_is_no_key_for_templates(tmp_path):
 @pytest.mark.parametrize("shape", ["byte level", "byte fallback"])
 def test_a_class_acts_as_in_transformers(shape, model_type, name, tmp_path):
     """Declared by files and by the model's type, right or wrong for the tokenizer."""
-    if (shape, name) == ("byte level", "GemmaTokenizer"):
-        pytest.skip("Gemma's class needs a vocabulary with <unk>")
+    if shape == "byte level" and name in ("CodeLlamaTokenizer", "GemmaTokenizer"):
+        pytest.skip("these classes need a vocabulary with <unk>")
     for legacy in (True, False) if name == "LlamaTokenizer" else (False,):
         config = {**ENDS, "legacy": legacy} | ({} if name is None else {"tokenizer_class": f"{name}Fast"})
         if name == "PreTrainedTokenizerFast":
             config["tokenizer_class"] = name
+        if name == "CodeLlamaTokenizer":
+            config["fill_token"] = None  # transformers rearranges a text around it
         assert not differences(write(tmp_path / str(legacy), shape, config), model_type)
 
 
@@ -119,7 +121,9 @@ def test_every_other_class_with_a_pipeline_of_its_own_is_refused_by_name(tmp_pat
     own = {name for name, one in classes.items() if one and issubclass(one, backend) and "__init__" in vars(one)}
     assert own - set(CLASSES) <= REFUSED
     write(tmp_path, "byte level", PLAIN | {"tokenizer_class": "CohereTokenizerFast"})
-    with pytest.raises(ModelError, match=r"CohereTokenizer has a pipeline of its own.*supported: GPT2Tokenizer"):
+    with pytest.raises(
+        ModelError, match=r"CohereTokenizer has a pipeline of its own.*supported: CodeLlamaTokenizer"
+    ):
         Tokenizer.from_directory(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import tracemalloc
 
@@ -194,12 +195,27 @@ def test_every_filter_and_method_of_a_text_that_jinja_has_is_bounded():
     as_long = "abs capitalize e escape filesizeformat float forceescape groupby int lower max min pprint sort string "
     as_long += "striptags title trim truncate unique upper urlencode urlize wordcount xmlattr"
     assert filters - grows - template_limits.KEEPS_VALUES == set(as_long.split())
+    tests = {f"is {name}" for name in jinja2.tests.TESTS}
+    compared = "!= < <= == > >= divisibleby eq equalto even ge greaterthan gt in le lessthan lower lt ne odd upper"
+    assert tests - template_limits.KEEPS_VALUES == {f"is {name}" for name in compared.split()}
     assert methods - grows - {"join"} == {
         "capitalize", "casefold", "count", "encode", "endswith", "find", "index", "isalnum", "isalpha", "isascii",
         "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper",
         "lower", "lstrip", "maketrans", "partition", "removeprefix", "removesuffix", "rfind", "rindex", "rpartition",
         "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper",
     }  # fmt: skip
+
+
+def test_a_long_conversation_with_many_tools_takes_little_time():
+    """Mistral's templates ask at every turn whether there are tools, which walks through none of them."""
+    turn = "{% if tools is not none and m == messages[-1] %}{{ m.content }}{% endif %}"
+    template = "{% for m in messages %}" + turn + "{% endfor %}"
+    fields = {f"field{index}": {"type": "string", "description": "text"} for index in range(30)}
+    tool = {"type": "function", "function": {"name": "call", "parameters": {"type": "object", "properties": fields}}}
+    conversation = [*USER * 500, {"role": "user", "content": "last"}]
+    limits = chat_template.RenderLimits(max_chars=10**6, cpu_s=1.0)
+    tools = [copy.deepcopy(tool) for _ in range(100)]
+    assert render(template, conversation, tools=tools, limits=limits) == "last"
 
 
 def test_limits_that_hold_change_nothing():
