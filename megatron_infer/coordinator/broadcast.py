@@ -230,7 +230,8 @@ class Broadcasts:
         self._running[number] = broadcast
         replicas = self._replicas()
         if control.command in UPDATE_COMMANDS:
-            if self._updating is None or control.command == "begin_weights":
+            is_again = control.command == "begin_weights" and self._clients.get("begin") == client
+            if self._updating is None or is_again:  # another client's begin is refused by the replicas
                 self._updating, self._lost_in_update = {one.peer: one.name for one in replicas}, {}
                 self.in_force.weights.is_open = False
                 self._clients["begin"], self._version_before = client, self.in_force.weight_version

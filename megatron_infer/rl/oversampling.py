@@ -28,7 +28,8 @@ class RolloutShortage(InferenceError):
 class PromptFeed:
     """Submits prompts one at a time, reading them no further than needed."""
 
-    def __init__(self, tracker: GroupTracker, prompts: Iterable[Any], params: SamplingParams) -> None:
+    def __init__(self, tracker: GroupTracker, prompts: Iterable[Any] | None, params: SamplingParams) -> None:
+        prompts = () if prompts is None else prompts
         self._tracker, self._prompts, self._params = tracker, enumerate(prompts), params
         self.given = GivenPrompts(prompts, params)
         """The same prompts, for a rank that does not submit them."""

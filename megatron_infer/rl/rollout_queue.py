@@ -35,7 +35,7 @@ class RolloutQueue:
     def __init__(
         self,
         roll: Rollout,
-        prompts: Iterable[Any],
+        prompts: Iterable[Any] | None,
         params: SamplingParams,
         *,
         groups_per_step: int,

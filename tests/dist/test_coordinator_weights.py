@@ -89,14 +89,36 @@ def test_replica_that_describes_its_weights_as_none_can_be_is_refused():
         assert [m.code for m in world.take(b"one")] == ["message"] and world.core.stats()["replicas"] == []
 
 
-def test_client_that_is_lost_within_an_update_leaves_no_engine_waiting_and_one_lost_after_it_changes_nothing():
-    def carry_out(world, peer, incarnation):
-        found = []
-        for message in [m for m in world.take(peer) if isinstance(m, protocol.Command)]:
-            found.append((message.command, message.args))
-            world.core.receive(peer, protocol.Done(message.number, incarnation, protocol.Answer(ok=True)))
-        return found
+def carry_out(world, peer, incarnation, **answer):
+    """The commands that a replica has got, each answered."""
+    found = []
+    for message in [m for m in world.take(peer) if isinstance(m, protocol.Command)]:
+        found.append((message.command, message.args))
+        answered = protocol.Answer(**{"ok": True, "value": {"files": "f"}, **answer})
+        world.core.receive(peer, protocol.Done(message.number, incarnation, answered))
+    return found
 
+
+def test_client_whose_update_is_refused_does_not_end_the_update_of_another():
+    world = World()
+    world.client()
+    incarnation = world.replica(b"one", version=3, set_version=3)
+    control(world, "begin_weights")
+    control(world, "load_weights", path="/root/first")
+    carry_out(world, b"one", incarnation)
+    other = world.client(b"other")
+    world.core.receive(other, protocol.Control(1, "begin_weights", {}, 1.0))
+    assert carry_out(world, b"one", incarnation, ok=False, kind="WrongState") == [("begin_weights", {})]
+    world.core.unreachable(other, "gone")
+    assert carry_out(world, b"one", incarnation) == []
+    control(world, "load_weights", path="/root/second")
+    control(world, "finish_weights", version=4)
+    control(world, "settle_weights")
+    carry_out(world, b"one", incarnation)
+    assert world.core.broadcasts.in_force.weights.now.sources == (("/root/first", "f"), ("/root/second", "f"))
+
+
+def test_client_that_is_lost_within_an_update_leaves_no_engine_waiting_and_one_lost_after_it_changes_nothing():
     for told, expected in (
         (["pause", "begin_weights"], [("cancel_weights", {"version": 3}), ("unpause", {})]),
         (["begin_weights", "finish_weights"], [("cancel_weights", {"version": 3})]),
