@@ -121,9 +121,7 @@ def test_every_other_class_with_a_pipeline_of_its_own_is_refused_by_name(tmp_pat
     own = {name for name, one in classes.items() if one and issubclass(one, backend) and "__init__" in vars(one)}
     assert own - set(CLASSES) <= REFUSED
     write(tmp_path, "byte level", PLAIN | {"tokenizer_class": "CohereTokenizerFast"})
-    with pytest.raises(
-        ModelError, match=r"CohereTokenizer has a pipeline of its own.*supported: CodeLlamaTokenizer"
-    ):
+    with pytest.raises(ModelError, match=r"CohereTokenizer has a pipeline of its own.*supported: CodeLlamaTokenizer"):
         Tokenizer.from_directory(tmp_path)
 
 
