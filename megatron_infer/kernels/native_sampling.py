@@ -8,21 +8,16 @@ import torch
 from torch import Tensor
 
 _P, _I = ctypes.c_void_p, ctypes.c_int64
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class NativeSampling:
-    """`sampling.filters` and `sampling.logprobs` for fp32 and bf16 logits on a CPU; the tokens are the same."""
+    """`sampling.filters` and `sampling.logprobs` for fp32 logits on a CPU; the tokens are the same."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._argmax, self._draw, self._score = {}, {}, {}
-        for dtype, suffix in _SUFFIXES.items():
-            draw, score = getattr(library, f"mi_draw_{suffix}"), getattr(library, f"mi_score_{suffix}")
-            argmax = getattr(library, f"mi_argmax_{suffix}")
-            argmax.argtypes, argmax.restype = [_P, _I, _I, _I, _P, _P, ctypes.c_int], None
-            draw.argtypes, draw.restype = [_P, _I, _I, _I, *[_P] * 6, ctypes.c_int], None
-            score.argtypes, score.restype = [_P, _I, _I, _I, _P, _I, *[_P] * 6, ctypes.c_int], None
-            self._argmax[dtype], self._draw[dtype], self._score[dtype] = argmax, draw, score
+        self._argmax, self._draw, self._score = library.mi_argmax, library.mi_draw, library.mi_score
+        self._argmax.argtypes, self._argmax.restype = [_P, _I, _I, _I, _P, _P, ctypes.c_int], None
+        self._draw.argtypes, self._draw.restype = [_P, _I, _I, _I, *[_P] * 6, ctypes.c_int], None
+        self._score.argtypes, self._score.restype = [_P, _I, _I, _I, _P, _I, *[_P] * 6, ctypes.c_int], None
 
     def argmax(self, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
         """(lowest id of the largest logit, that logit in fp32) of each row; rows may be strided.
@@ -30,9 +25,9 @@ class NativeSampling:
         A NaN never wins, but makes the row's largest logit NaN; a row of NaN gives id 0.
         """
         rows, vocab = logits_SV.shape
-        assert logits_SV.stride(1) == 1
+        assert logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1
         token, top = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        self._argmax[logits_SV.dtype](
+        self._argmax(
             logits_SV.data_ptr(),
             logits_SV.stride(0),
             rows,
@@ -50,10 +45,11 @@ class NativeSampling:
         logit gives token 0. Where nothing was cut the last kept is (-inf, V). mass: see `filters.DrawResult`.
         """
         rows, vocab = logits_MV.shape
-        assert logits_MV.stride(1) == 1 and columns_5M.shape == (5, rows) and columns_5M.is_contiguous()
+        assert logits_MV.dtype is torch.float32 and logits_MV.stride(1) == 1
+        assert columns_5M.shape == (5, rows) and columns_5M.is_contiguous()
         token, cut_id, mass = torch.empty(3, rows, dtype=torch.int64)
         top, cut_logit = torch.empty(2, rows)
-        self._draw[logits_MV.dtype](
+        self._draw(
             logits_MV.data_ptr(),
             logits_MV.stride(0),
             rows,
@@ -77,14 +73,15 @@ class NativeSampling:
         is below 0 only the largest logit is known, where it is 0 neither.
         """
         rows, vocab = logits_AV.shape
-        assert logits_AV.stride(1) == 1 and token_A.dtype is torch.int64 and token_A.is_contiguous() and top <= vocab
+        assert logits_AV.dtype is torch.float32 and logits_AV.stride(1) == 1
+        assert token_A.dtype is torch.int64 and token_A.is_contiguous() and top <= vocab
         logprob, rank = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         top_ids, top_logprobs = torch.empty(rows, top, dtype=torch.int64), torch.empty(rows, top)
         if known is not None:
             mass, largest = known
             assert mass.dtype is torch.int64 and largest.dtype is torch.float32 and len(mass) == len(largest) == rows
             assert mass.is_contiguous() and largest.is_contiguous()
-        self._score[logits_AV.dtype](
+        self._score(
             logits_AV.data_ptr(),
             logits_AV.stride(0),
             rows,

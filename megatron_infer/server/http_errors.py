@@ -120,7 +120,8 @@ def of_validation(error: Exception, body: Any) -> ApiError:
     if unknown and path is None:
         name = unknown[1]
         known = [field.encode_name for field in msgspec.structs.fields(body)]
-        return bad_request(f"{unknown_name('field', name, known)}; remove it", name, "unknown_field")
+        told = unknown_name("field", name, known)
+        return bad_request(told if told.endswith("?") else f"{told}; remove it", name, "unknown_field")
     missing = re.match(r"Object missing required field `(.*)`", text)
     if missing and path is None:
         return bad_request(f"{missing[1]}: it must be given", missing[1], "missing_field")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_infer.errors import ModelError
 from megatron_infer.utils.json_file import read_json
 
 # Spellings by which llama.cpp ends an output whatever the metadata say.
@@ -31,9 +32,15 @@ def directory_end_ids(directory: Path) -> tuple[int, ...]:
 
 
 def end_ids_of(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Token ids under `eos_token_id` of all configs: each has a number, a list of numbers or none."""
-    found = (config.get("eos_token_id") for config in configs)
-    return tuple(dict.fromkeys(id for ids in found if ids is not None for id in _listed(ids)))
+    """Token ids under `eos_token_id` of all configs: each has a number, a list of numbers or none.
+
+    Raises ModelError for anything else.
+    """
+    found = [id for config in configs if (ids := config.get("eos_token_id")) is not None for id in _listed(ids)]
+    for id in found:
+        if type(id) is not int:
+            raise ModelError(f"eos_token_id is a token id or a list of token ids, got {str(id)[:80]!r}")
+    return tuple(dict.fromkeys(found))
 
 
 def gguf_end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:

@@ -194,10 +194,22 @@ class Tokenizer:
                 backend.decode(list(range(256)))  # a decoder that fails would fail in the engine's step
         except Exception as error:  # the library raises bare Exception for every kind of damage
             raise ModelError(f"{path}: not a readable tokenizer: {error}") from error
+        try:
+            return cls._of_files(directory, backend, is_byte_level='"ByteLevel"' in text, eos_ids=eos_ids, name=name)
+        except ModelError:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            raise ModelError(f"{directory}: a file next to tokenizer.json is damaged: {error!r}") from error
+
+    @classmethod
+    def _of_files(
+        cls, directory: Path, backend: tokenizers.Tokenizer, *, is_byte_level: bool, eos_ids: Iterable[int], name: str
+    ) -> Tokenizer:
+        """`backend` of the directory's tokenizer.json with what the files next to it say."""
         config_path, model_path = directory / "tokenizer_config.json", directory / "config.json"
         config = read_json(config_path) if config_path.is_file() else {}
         model = read_json(model_path) if model_path.is_file() else {}
-        chosen = class_of(config, model, is_byte_level='"ByteLevel"' in text, name=name)
+        chosen = class_of(config, model, is_byte_level=is_byte_level, name=name)
         if chosen is not None:
             apply_class(backend, chosen, config, name=name)
         special = read_special_tokens(directory, config, backend, CLASSES[chosen].special_tokens if chosen else {})

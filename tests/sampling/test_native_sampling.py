@@ -43,10 +43,9 @@ def same(native, logits, columns):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("step", [None, 0.5], ids=["distinct", "many_equal"])
 @pytest.mark.parametrize("vocab_size", [1, 17, 1000, 5003, 49152])
-def test_tokens_and_cuts_are_those_of_torch(native, vocab_size, dtype, step):
+def test_tokens_and_cuts_are_those_of_torch(native, vocab_size, step):
     rng = np.random.default_rng(vocab_size)
     grid = list(
         itertools.product(
@@ -60,7 +59,7 @@ def test_tokens_and_cuts_are_those_of_torch(native, vocab_size, dtype, step):
     columns[1].clamp_(max=vocab_size)
     columns = torch.cat([columns, torch.from_numpy(rng.random((1, len(grid))))])
     columns[4, 0], columns[4, -1] = 0.0, 1 - 2.0**-53
-    logits = random_logits(rng, len(grid), vocab_size, dtype=dtype, step=step)
+    logits = random_logits(rng, len(grid), vocab_size, step=step)
     if vocab_size > 100:
         logits[::4, rng.random(vocab_size) < 0.7] = -torch.inf
         logits[1::7] = 0.0
@@ -80,7 +79,7 @@ def test_thousands_of_draws_from_flat_rows_are_those_of_torch(native):
 def test_a_sampler_with_it_gives_the_same_output(native):
     rng = np.random.default_rng(2)
     requests = [random_request(rng, 3000) for _ in range(64)]
-    logits = random_logits(rng, 64, 3000, dtype=torch.bfloat16, step=0.25)
+    logits = random_logits(rng, 64, 3000, step=0.25)
     for mode in ("raw", "processed"):
         plain = Rows(requests, 3000, mode=mode).sample(logits)
         fast = Rows(requests, 3000, mode=mode, kernels=native).sample(logits)
@@ -103,11 +102,10 @@ def test_rows_without_a_distribution_are_bad(native, poison, params):
     assert got.tokens_S[1] == 0 and (got.tokens_S < 1003).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("vocab_size", [1, 17, 1003, 49152])
-def test_scores_are_those_of_torch(native, vocab_size, dtype):
+def test_scores_are_those_of_torch(native, vocab_size):
     rng = np.random.default_rng(vocab_size)
-    logits = random_logits(rng, 40, vocab_size + 3, dtype=dtype, step=0.25)[:, :vocab_size]
+    logits = random_logits(rng, 40, vocab_size + 3, step=0.25)[:, :vocab_size]
     logits[::5, rng.random(vocab_size) < 0.5] = -torch.inf
     logits[:, 0] = 0.0
     token = torch.from_numpy(rng.integers(0, vocab_size, 40))
@@ -123,10 +121,9 @@ def test_scores_are_those_of_torch(native, vocab_size, dtype):
         torch.testing.assert_close(got[3], exact.gather(1, wanted[2]).float(), atol=5e-7, rtol=5e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("width", [1, 15, 16, 129, 5000, 49152])
-def test_argmax_gives_the_lowest_index_of_a_tie_and_its_logit(native, dtype, width):
-    logits = torch.randn(6, width + 3).to(dtype)[:, :width]  # rows of a padded vocabulary
+def test_argmax_gives_the_lowest_index_of_a_tie_and_its_logit(native, width):
+    logits = torch.randn(6, width + 3)[:, :width]  # rows of a padded vocabulary
     logits[0] = -1e30
     logits[1] = -torch.inf
     logits[2, width // 2 :] = 9.0
@@ -148,7 +145,7 @@ def test_argmax_passes_over_nan_but_shows_it(native):
 
 @pytest.mark.parametrize("top", [0, 5])
 def test_a_score_that_takes_over_the_argmax_has_the_same_bits(native, top):
-    logits = random_logits(np.random.default_rng(5), 40, 5003, dtype=torch.bfloat16)
+    logits = random_logits(np.random.default_rng(5), 40, 5003)
     logits[7, 11], logits[8] = torch.nan, -torch.inf
     token, largest = native.argmax(logits)
     known = torch.full_like(token, -1), largest
@@ -165,11 +162,10 @@ def test_scores_of_a_row_of_nan_are_nan(native):
     assert bool(((ids >= 0) & (ids < 500)).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("top", [0, 5])
-def test_a_score_that_takes_over_what_the_draw_summed_up_has_the_same_bits(native, top, dtype):
+def test_a_score_that_takes_over_what_the_draw_summed_up_has_the_same_bits(native, top):
     rng = np.random.default_rng(3)
-    logits = random_logits(rng, 60, 5003, dtype=dtype)
+    logits = random_logits(rng, 60, 5003)
     logits[7, 11], logits[8] = torch.nan, -torch.inf
     columns = torch.ones(5, 60, dtype=torch.float64)
     columns[1], columns[3] = 5003, 0.0
@@ -188,7 +184,7 @@ def test_log_probabilities_do_not_depend_on_the_company_a_row_is_drawn_in(native
     rng = np.random.default_rng(4)
     params = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_p": 0.9}, {"logit_bias": {3: 2.0}}, {"top_k": 5}]
     requests = [make_request([1], seed=i, logprobs=0, return_sampled_logprobs=True, **p) for i, p in enumerate(params)]
-    logits = random_logits(rng, len(requests), 3000, dtype=torch.bfloat16)
+    logits = random_logits(rng, len(requests), 3000)
     for mode in ("raw", "processed"):
         whole = Rows(requests, 3000, mode=mode, kernels=native).sample(logits)
         for place, request in enumerate(requests):

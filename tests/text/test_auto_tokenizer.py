@@ -142,9 +142,21 @@ def test_a_class_that_splits_otherwise_than_its_file_says_so(tmp_path, caplog):
         {"bos_token": 3},
         {"added_tokens_decoder": []},
         {"added_tokens_decoder": {"1": 5}},
+        {"added_tokens_decoder": {"one": token("a")}},
+        {"additional_special_tokens": 5},
+        {"eos_token": "\ud800"},
+        {"chat_template": [{"name": "default"}]},
+        {"chat_template": 5},
         {"extra_special_tokens": [{"text": "<x>"}]},
     ],
 )
 def test_entries_that_are_no_tokens_are_named(config, tmp_path):
     with pytest.raises(ModelError):
         Tokenizer.from_directory(write(tmp_path, "byte level", PLAIN | config))
+
+
+@pytest.mark.parametrize("ids", ["2", True, 2.0, [1, [2]]])
+def test_an_end_token_that_is_no_id_is_refused(ids, tmp_path):
+    write(tmp_path, "byte level", PLAIN, generation_config={"eos_token_id": ids})
+    with pytest.raises(ModelError, match="eos_token_id is a token id or a list"):
+        Tokenizer.from_directory(tmp_path)

@@ -104,7 +104,7 @@ def attention_work(rows: list[tuple[int, int]], dtype: torch.dtype) -> tuple[int
 def elementwise_cases(ops: Ops, dtype: torch.dtype, tokens: int, repeat: int) -> dict[str, Callable[[], object]]:
     x, residual, weight = torch.randn(tokens, HIDDEN), torch.randn(tokens, HIDDEN), torch.randn(HIDDEN)
     x, residual, weight = x.to(dtype), residual.to(dtype), weight.to(dtype)
-    gate_up, logits = torch.randn(tokens, 2 * FFN).to(dtype), torch.randn(tokens, VOCAB).to(dtype)
+    gate_up, logits = torch.randn(tokens, 2 * FFN).to(dtype), torch.randn(tokens, VOCAB)
     argmax = NativeSampling(native_build.load()).argmax if isinstance(ops, NativeOps) else lowest_argmax
     calls: dict[str, Callable[[], object]] = {
         "add_rms_norm": lambda: ops.add_rms_norm(x, residual, weight, 1e-5),

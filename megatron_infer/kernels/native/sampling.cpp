@@ -95,8 +95,7 @@ inline void weights(const float* p, Scaling scaling, vl (&out)[N]) {
 }
 
 // Weights of x[0 .. n) into out, which has room for n rounded up to W -> their sum.
-template <class T>
-int64_t weigh(const T* x, int64_t n, Scaling scaling, int64_t* out) {
+int64_t weigh(const float* x, int64_t n, Scaling scaling, int64_t* out) {
     vl sum = {};
     int64_t i = 0;
     for (; i + 2 * W <= n; i += 2 * W) {
@@ -150,8 +149,7 @@ struct Chosen {
 };
 
 // The lowest index of an entry that equals `wanted`, 0 without any: a whole stretch is tested at once, then searched.
-template <class T>
-int64_t first_equal(const T* x, int64_t vocab, float wanted) {
+int64_t first_equal(const float* x, int64_t vocab, float wanted) {
     constexpr int64_t kStep = 8 * W;
     for (int64_t i = 0; i < vocab; i += kStep) {
         const int64_t stop = std::min(vocab, i + kStep);
@@ -162,15 +160,14 @@ int64_t first_equal(const T* x, int64_t vocab, float wanted) {
         for (int j = 0; j < W; ++j) any |= hit[j] != 0;
         if (!any) continue;
         for (int64_t k = i; k < stop; ++k)
-            if (to_float(x[k]) == wanted) return k;
+            if (x[k] == wanted) return k;
     }
     return 0;
 }
 
 class Drawer {
    public:
-    template <class T>
-    Chosen draw(const T* x, int64_t vocab, const Wish& wish) {
+    Chosen draw(const float* x, int64_t vocab, const Wish& wish) {
         Chosen chosen = {0, scan(x, vocab), -std::numeric_limits<float>::infinity(), vocab, 0};
         if (!std::isfinite(chosen.top)) return chosen;
         Scaling scaling = {chosen.top, wish.inverse_temperature};
@@ -194,11 +191,10 @@ class Drawer {
     // The token's log probability and rank, and the `count` most likely ids with theirs; NaN if the row has no mass.
     // mass: if above 0, that of the row, with maximum `top`: integers, so that summing it again gives the same. Below 0: only
     // `top` is known; 0: neither.
-    template <class T>
-    void score(const T* x, int64_t vocab, int64_t token, int64_t count, int64_t mass, float top, float* logprob,
+    void score(const float* x, int64_t vocab, int64_t token, int64_t count, int64_t mass, float top, float* logprob,
                int64_t* rank, int64_t* ids, float* logprobs) {
         if (mass == 0 || count) top = scan(x, vocab);
-        const float own = to_float(x[token]);
+        const float own = x[token];
         double norm = std::numeric_limits<double>::quiet_NaN();
         if (mass <= 0 && std::isfinite(top)) mass = weigh(x, vocab, {top, 1.0}, nullptr);
         if (std::isfinite(top)) norm = top + std::log((double)mass / kScale);
@@ -212,14 +208,13 @@ class Drawer {
         collect(x, vocab, count);
         for (int64_t i = 0; i < count; ++i) {
             ids[i] = (int64_t)(uint32_t)keys_[i];
-            logprobs[i] = (float)(to_float(x[ids[i]]) - norm);
+            logprobs[i] = (float)(x[ids[i]] - norm);
         }
     }
 
    private:
     // The number of entries before (own, token) in candidate order.
-    template <class T>
-    static int64_t count_before(const T* x, int64_t vocab, float own, int64_t token) {
+    static int64_t count_before(const float* x, int64_t vocab, float own, int64_t token) {
         vi above = {}, equal = {};
         int64_t i = 0, before = 0;
         for (; i + W <= vocab; i += W) {
@@ -228,14 +223,13 @@ class Drawer {
             if (i + W <= token) equal -= (vi)(v == own);
         }
         for (int j = 0; j < W; ++j) before += above[j] + equal[j];
-        for (int64_t j = i; j < vocab; ++j) before += to_float(x[j]) > own;
-        for (int64_t j = token / W * W; j < token; ++j) before += to_float(x[j]) == own;
+        for (int64_t j = i; j < vocab; ++j) before += x[j] > own;
+        for (int64_t j = token / W * W; j < token; ++j) before += x[j] == own;
         return before;
     }
 
     // Maxima of all groups -> the row's maximum, NaN if any entry is.
-    template <class T>
-    float scan(const T* x, int64_t vocab) {
+    float scan(const float* x, int64_t vocab) {
         maxima_.resize((vocab + kGroup - 1) / kGroup);
         vi strange = {};
         float top = -std::numeric_limits<float>::infinity();
@@ -250,7 +244,7 @@ class Drawer {
             }
             float most = max_of(best);
             for (; i < stop; ++i) {
-                float v = to_float(x[i]);
+                float v = x[i];
                 broken |= v != v;
                 most = v > most ? v : most;
             }
@@ -262,8 +256,7 @@ class Drawer {
     }
 
     // In id order: the stretch that holds the target, then the entry in it. total is 0 before and the sum after.
-    template <class T>
-    int64_t draw_any(const T* x, int64_t vocab, Scaling scaling, double uniform, int64_t& total) {
+    int64_t draw_any(const float* x, int64_t vocab, Scaling scaling, double uniform, int64_t& total) {
         sums_.clear();
         for (int64_t i = 0; i < vocab; i += kStretch) {
             sums_.push_back(total);
@@ -280,8 +273,7 @@ class Drawer {
     }
 
     // Sorted keys of the first candidates: at least `wanted`, and all that equal the last.
-    template <class T>
-    void collect(const T* x, int64_t vocab, int64_t wanted) {
+    void collect(const float* x, int64_t vocab, int64_t wanted) {
         keys_.clear();
         float bound = -std::numeric_limits<float>::infinity();
         if (wanted < (int64_t)maxima_.size()) {
@@ -294,7 +286,7 @@ class Drawer {
             if (maxima_[g] < bound) continue;
             int64_t stop = std::min(vocab, (int64_t)(g + 1) * kGroup);
             for (int64_t i = (int64_t)g * kGroup; i < stop; ++i) {
-                float v = to_float(x[i]);
+                float v = x[i];
                 if (v >= bound) keys_.push_back(key_of(v, i));
             }
         }
@@ -361,11 +353,10 @@ class Drawer {
 };
 
 // The lowest index of the largest entry, 0 for a row of NaN only; and that entry, NaN if any is.
-template <class T>
-void argmax_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, int64_t* id, float* top, int threads) {
+void argmax_rows(const float* x, int64_t stride, int64_t rows, int64_t vocab, int64_t* id, float* top, int threads) {
     parallel_ranges(rows * vocab < kSerialElements ? 1 : threads, rows, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
-            const T* in = x + row * stride;
+            const float* in = x + row * stride;
             const int64_t whole = vocab - vocab % W;
             int64_t i = 0;
             const vf lowest = splat(-std::numeric_limits<float>::infinity());
@@ -382,7 +373,7 @@ void argmax_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, int64_
             float most = max_of(vmax(vmax(best[0], best[1]), vmax(best[2], best[3])));
             bool broken = false;
             for (; i < vocab; ++i) {
-                const float v = to_float(in[i]);
+                const float v = in[i];
                 broken |= v != v;
                 most = v > most ? v : most;
             }
@@ -394,8 +385,7 @@ void argmax_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, int64_
 }
 
 // columns: double [5][rows], in the order of Wish.
-template <class T>
-void draw_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns, int64_t* token,
+void draw_rows(const float* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns, int64_t* token,
                       float* top, float* cut_logit, int64_t* cut_id, int64_t* mass, int threads) {
     parallel_ranges(threads, rows, [&](int64_t begin, int64_t end) {
         static thread_local Drawer drawer;
@@ -413,8 +403,7 @@ void draw_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const do
 }
 
 // Per row: token in; log probability, rank, `count` ids and log probabilities out. mass and top: null, or the results of the draw.
-template <class T>
-void score_rows(const T* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token, int64_t count,
+void score_rows(const float* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token, int64_t count,
                 const int64_t* mass, const float* top, float* logprob, int64_t* rank, int64_t* ids, float* logprobs, int threads) {
     parallel_ranges(threads, rows, [&](int64_t begin, int64_t end) {
         static thread_local Drawer drawer;
@@ -431,20 +420,16 @@ using namespace mi;
 
 extern "C" {
 
-#define MI_SAMPLING(SUFFIX, T)                                                                                          \
-    void mi_argmax_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, int64_t* id, float* top,        \
-                            int threads) {                                                                              \
-        argmax_rows((const T*)x, stride, rows, vocab, id, top, threads);                                                \
-    }                                                                                                                   \
-    void mi_draw_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns,            \
-                          int64_t* token, float* top, float* cut_logit, int64_t* cut_id, int64_t* mass, int threads) {  \
-        draw_rows((const T*)x, stride, rows, vocab, columns, token, top, cut_logit, cut_id, mass, threads);             \
-    }                                                                                                                   \
-    void mi_score_##SUFFIX(const void* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token,            \
-                           int64_t count, const int64_t* mass, const float* top, float* logprob, int64_t* rank,         \
-                           int64_t* ids, float* logprobs, int threads) {                                                \
-        score_rows((const T*)x, stride, rows, vocab, token, count, mass, top, logprob, rank, ids, logprobs, threads);   \
-    }
-MI_SAMPLING(f32, float)
-MI_SAMPLING(bf16, bf16)
+void mi_argmax(const float* x, int64_t stride, int64_t rows, int64_t vocab, int64_t* id, float* top, int threads) {
+    argmax_rows(x, stride, rows, vocab, id, top, threads);
+}
+void mi_draw(const float* x, int64_t stride, int64_t rows, int64_t vocab, const double* columns, int64_t* token,
+             float* top, float* cut_logit, int64_t* cut_id, int64_t* mass, int threads) {
+    draw_rows(x, stride, rows, vocab, columns, token, top, cut_logit, cut_id, mass, threads);
+}
+void mi_score(const float* x, int64_t stride, int64_t rows, int64_t vocab, const int64_t* token, int64_t count,
+              const int64_t* mass, const float* top, float* logprob, int64_t* rank, int64_t* ids, float* logprobs,
+              int threads) {
+    score_rows(x, stride, rows, vocab, token, count, mass, top, logprob, rank, ids, logprobs, threads);
+}
 }
