@@ -9,8 +9,8 @@ for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most 
 
 Time. A step with tokens of several callers takes at most STRETCH times as long as the tokens of the smallest of them
 alone, or as one token of each. Half of its tokens go to prompts of callers that decode nothing, who wait for a first
-token; the others are shared evenly (max-min). A caller's rows decode in turn, and each caller has one token at least:
-every row goes on.
+token; the others are shared evenly (max-min). A caller without requests counts for as many steps as it had some. A
+caller's rows decode in turn, and each caller has one token at least: every row goes on.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class CallerShares:
         self._context, self._queue, self._running_set, self._preemption = context, queue, running_set, preemption
         self._seen: dict[int, int] = {}
         """Caller -> the latest step at which it had a request."""
+        self._came: dict[int, int] = {}
+        """Caller -> the step at which the first of its latest requests in a row came."""
         self._turns: dict[int, tuple[int, int]] = {}
         """Caller -> sort key of the request that decoded last in its turn."""
         self._leaving: Request | None = None
@@ -70,7 +72,10 @@ class CallerShares:
         steps."""
         if not self._queue.requests and not self._running_set.num_live:
             self._seen.clear()
-        self._seen[caller] = self._running_set.stats.steps
+        now = self._running_set.stats.steps
+        if caller not in self._seen or self._seen[caller] < now - 1:
+            self._came[caller] = now
+        self._seen[caller] = now
 
     def begin_step(self, among: Collection[Request] | None) -> None:
         """Make way for a waiting caller below its share of rows. among: the requests that may take part; None: all."""
@@ -90,6 +95,7 @@ class CallerShares:
         self._seen.update(dict.fromkeys(here, now))
         self._seen = {caller: step for caller, step in self._seen.items() if now - step <= PRESENT_STEPS}
         self._turns = {caller: turn for caller, turn in self._turns.items() if caller in self._seen}
+        self._came = {caller: step for caller, step in self._came.items() if caller in self._seen}
         num_rows = self._context.num_rows
         most = max(0, min(num_rows - len(here), max(1, num_rows // 8)))
         self.num_reserved = min(len(self._seen) - len(here), most)
@@ -149,9 +155,13 @@ class CallerShares:
         for request in [*self._running_set.prefilling, *self._queue.candidates(policy.LOOKAHEAD, among)]:
             if request.status is Status.WAITING or among is None or request in among:
                 prompts[request.caller] += len(request.tokens) - request.scheduled
-        wanted = dict.fromkeys(self._seen, 1)  # who is away may be back in this step
+        now = self._running_set.stats.steps
+        # Who is away may be back in this step, for as long as it was here.
+        wanted = {caller: 1 for caller, seen in self._seen.items() if now - seen <= seen - self._came[caller]}
         for caller in {*decoding, *prompts}:
             wanted[caller] = max(1, min(budget, len(decoding.get(caller, ())) + prompts[caller]))
+        if len(wanted) < 2 and self._leaving is None:
+            return None
         most = self._most_tokens(wanted, budget)
         if sum(wanted.values()) <= most and self._leaving is None:
             return None

@@ -167,7 +167,10 @@ class GrammarCache:
         self.took(wanted, time.thread_time() - began)
         if first.is_error():
             reason = one_line(first.get_error())
-            raise RequestError(f"{wanted.kind}: nothing can begin with it, as with references in a circle ({reason})")
+            what = "nothing can begin with it, as with references in a circle"
+            if "(limit " in reason:
+                what = "its first mask takes too much work, as where a text can be read in many ways; make it smaller"
+            raise RequestError(f"{wanted.kind}: {what} ({reason})")
         return template
 
 

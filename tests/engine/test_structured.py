@@ -20,7 +20,7 @@ from megatron_infer.scheduler.draft_depth import Proposal
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.step_plan import PrefillChunk
 from megatron_infer.testing.inspect import inspect
-from megatron_infer.text.grammar import GrammarCache
+from megatron_infer.text.grammar import LIMITS, GrammarCache
 
 DRAFTS = {"speculative": {"method": ["grammar", "ngram"], "ngram_min": 1, "adaptive": False}}
 UGLY = {
@@ -330,6 +330,13 @@ def test_schema_whose_references_go_in_a_circle_is_refused_before_it_is_queued()
     with pytest.raises(RequestError, match="json_schema: nothing can begin with it, as with references in a circle"):
         engine.add_request([7], structured(json_schema=LOOP))
     assert not engine.has_unfinished()
+
+
+def test_grammar_that_goes_beyond_its_limits_at_once_is_refused_for_that(monkeypatch):
+    monkeypatch.setitem(LIMITS, "step_max_items", 20)
+    letters = " | ".join(f'"{letter}"' for letter in "abcdefghijkl")
+    with pytest.raises(RequestError, match="grammar: its first mask takes too much work, as where"):
+        make_engine().add_request([7], structured(grammar=f"start: e\ne: e e | {letters}"))
 
 
 def test_grammar_that_goes_beyond_its_limits_later_is_the_error_of_its_request():

@@ -111,6 +111,20 @@ def test_caller_whose_requests_ended_before_the_engine_was_idle_takes_nothing():
     assert [world.step().num_tokens for _ in range(3)] == [256, 256, 88]
 
 
+def test_caller_of_a_token_now_and_then_slows_others_no_longer_than_it_is_there():
+    world = make_world(num_rows=40, num_blocks=3000)
+    for i in range(200):
+        world.add(asked(f"a{i}", 1, max_new=150))
+    for _ in range(15):
+        world.step()
+    sizes = []
+    for i in range(400):
+        if i % 100 == 0:
+            world.add(asked(f"b{i}", 2, max_new=1))
+        sizes.append(world.step().num_tokens)
+    assert sum(size < 30 for size in sizes) <= 4 * 4
+
+
 @pytest.mark.security
 @pytest.mark.parametrize("overlap", [False, True])
 def test_step_of_several_callers_is_little_longer_than_of_the_smallest_alone(overlap):
