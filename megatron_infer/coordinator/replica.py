@@ -227,12 +227,15 @@ class Replica:
         if prepared is None:
             return
         try:
-            request = ServedRequest(run, params_of(run))
-            preparing = request.prepare(self.engine)
-            if preparing is not None:  # posted again when it is prepared; steps go on meanwhile
-                self._preparing[run.number] = request, preparing
-                preparing.add_done_callback(lambda _: self._post(run))
-                return
+            if prepared:
+                request = prepared[0]
+            else:
+                request = ServedRequest(run, params_of(run))
+                preparing = request.prepare(self.engine)
+                if preparing is not None:  # posted again when it is prepared; steps go on meanwhile
+                    self._preparing[run.number] = request, preparing
+                    preparing.add_done_callback(lambda _: self._post(run))
+                    return
             request.begin(self.engine)
         except (InferenceError, NotImplementedError) as error:
             self.connection.send(

@@ -35,7 +35,7 @@ LIMITS = {
 next mask or token would take more than about 50 ms of a processor; they count work, so that all ranks end it alike."""
 SLOW_MASK_S, QUICK_MASKS = 0.002, 64
 """Masks of a grammar are made next to the steps once one has taken SLOW_MASK_S of a processor, until so many in a row
-take less."""
+take less; until twice as many each further time."""
 WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
 """What may stand between two parts of JSON, as llama.cpp has it: without a bound a model may write nothing else."""
 MAX_KEPT = 256
@@ -83,6 +83,8 @@ class GrammarCache:
         self._vocabulary_lock = threading.Lock()
         self.slow: dict[StructuredOutput, int] = {}
         """Grammars whose masks are made next to the steps -> quick masks until that ends."""
+        self._quick_masks: dict[StructuredOutput, int] = {}
+        """Grammars that have been slow -> quick masks that ended that, or will."""
         self.vocabulary: Any = None
         """See `grammar_vocabulary`; None until the first grammar is compiled."""
 
@@ -137,9 +139,12 @@ class GrammarCache:
         """A mask of `wanted` has taken so many seconds of a processor."""
         with self._lock:
             if seconds > SLOW_MASK_S:
-                self.slow[wanted] = QUICK_MASKS
-                if len(self.slow) > MAX_KEPT:
-                    del self.slow[next(iter(self.slow))]
+                if wanted not in self.slow:
+                    self._quick_masks[wanted] = 2 * self._quick_masks.get(wanted, QUICK_MASKS // 2)
+                self.slow[wanted] = self._quick_masks[wanted]
+                for known in (self.slow, self._quick_masks):
+                    if len(known) > MAX_KEPT:
+                        del known[next(iter(known))]
             elif (left := self.slow.get(wanted)) is not None:
                 self.slow[wanted] = left - 1
                 if left <= 1:
