@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-NICE = 5
+NICE = 12
 """Of the threads, where each thread has such a value (Linux): jobs take what other work leaves of the processor."""
 
 
