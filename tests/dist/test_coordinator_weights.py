@@ -6,8 +6,8 @@ from test_coordinator_core import World
 
 from megatron_infer.coordinator import protocol
 
-FILES = ["/root/step", "f1"]
-OLD, NEW = [1.0, [["/root/old", "f0"]]], [2.0, [FILES]]
+FILES = ["/weights/step", "f1"]
+OLD, NEW = [1.0, [["/weights/old", "f0"]]], [2.0, [FILES]]
 
 
 def weights(now, before=None, *, is_open=False):
@@ -104,18 +104,18 @@ def test_client_whose_update_is_refused_does_not_end_the_update_of_another():
     world.client()
     incarnation = world.replica(b"one", version=3, set_version=3)
     control(world, "begin_weights")
-    control(world, "load_weights", path="/root/first")
+    control(world, "load_weights", path="/weights/first")
     carry_out(world, b"one", incarnation)
     other = world.client(b"other")
     world.core.receive(other, protocol.Control(1, "begin_weights", {}, 1.0))
     assert carry_out(world, b"one", incarnation, ok=False, kind="WrongState") == [("begin_weights", {})]
     world.core.unreachable(other, "gone")
     assert carry_out(world, b"one", incarnation) == []
-    control(world, "load_weights", path="/root/second")
+    control(world, "load_weights", path="/weights/second")
     control(world, "finish_weights", version=4)
     control(world, "settle_weights")
     carry_out(world, b"one", incarnation)
-    assert world.core.broadcasts.in_force.weights.now.sources == (("/root/first", "f"), ("/root/second", "f"))
+    assert world.core.broadcasts.in_force.weights.now.sources == (("/weights/first", "f"), ("/weights/second", "f"))
 
 
 def test_client_that_is_lost_within_an_update_leaves_no_engine_waiting_and_one_lost_after_it_changes_nothing():
