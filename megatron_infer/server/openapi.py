@@ -87,8 +87,22 @@ def _put_fields(components: dict[str, Any], name: str, table: FieldTable) -> Non
         if field_name not in properties
     }
     for field_name, inner in table.nested.items():
+        if inner.kinds:
+            _put_other_kinds(properties.get(field_name, {}), inner.kinds)
         for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(properties.get(field_name))):
             _put_fields(components, reference, inner)
+
+
+def _put_other_kinds(values: dict[str, Any], kinds: Sequence[str]) -> None:
+    """Allow objects of another `type` in a list, which are left out, see `FieldTable.kinds`."""
+    other = {
+        "type": "object",
+        "properties": {"type": {"type": "string", "not": {"enum": [*kinds]}}},
+        "required": ["type"],
+    }
+    for choice in (values, *values.get("anyOf", ())):
+        if "items" in choice and other not in choice["items"].get("anyOf", ()):
+            choice["items"] = {"anyOf": [choice["items"], other]}
 
 
 def _put_limits(component: dict[str, Any], settings: ServerConfig) -> None:
