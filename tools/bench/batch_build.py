@@ -25,6 +25,7 @@ class NoAttention:
     """Plans nothing: a backend's own plan is device work."""
 
     name = "none"
+    plan_on_host = None
 
     def supports(self, spec: object, *, dtype: object, block_size: int, kv_dtype: object = None) -> str | None:
         return None
@@ -50,7 +51,9 @@ def make(context: DynamicInferenceContext, rows: int) -> Callable[[StepPlan, Seq
     )
     layout = SimpleNamespace(dummy_block=context.num_blocks)
     store: Any = SimpleNamespace(layout=layout, kv_cache=cache, states=None, pending_restore=lambda: None)
-    kernels: Any = SimpleNamespace(ops=None, attention=NoAttention(), scan=None, gather=torch_gather)
+    kernels: Any = SimpleNamespace(
+        ops=None, attention=NoAttention(), scan=None, layers=None, lora=None, gather=torch_gather
+    )
     rotary = RotaryTable(cos_PR=table, sin_PR=table)
     builder = BatchBuilder(Device("cpu"), sizes, store, kernels, rotary=rotary, dtype=torch.bfloat16)
 
