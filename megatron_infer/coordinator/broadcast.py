@@ -232,9 +232,11 @@ class Broadcasts:
         if control.command in UPDATE_COMMANDS:
             is_again = control.command == "begin_weights" and self._clients.get("begin") == client
             if self._updating is None or is_again:  # another client's begin is refused by the replicas
-                self._updating, self._lost_in_update = {one.peer: one.name for one in replicas}, {}
+                self._updating = {one.peer: one.name for one in replicas}
+                self._lost_in_update = {}
                 self.in_force.weights.is_open = False
-                self._clients["begin"], self._version_before = client, self.in_force.weight_version
+                self._clients["begin"] = client
+                self._version_before = self.in_force.weight_version
             replicas = [replica for replica in replicas if replica.peer in self._updating]
             for name, why in self._lost_in_update.items():
                 broadcast.answers[name] = Answer(ok=False, kind=LOST, message=f"lost in this update: {why}")

@@ -56,7 +56,8 @@ class WeightsInForce:
     def record(self, command: str, args: Mapping[str, Any], value: Any, stamp: float) -> None:
         """A weight command was carried out. value: of a replica that did."""
         if command in ("begin_weights", "load_weights", "write_weights") and not self.is_open:
-            self.is_open, self._sources = True, ()
+            self.is_open = True
+            self._sources = ()
         if command == "load_weights" and self._sources is not None:
             files = value.get("files") if isinstance(value, dict) else None
             self._sources = None if not isinstance(files, str) else (*self._sources, (str(args["path"]), files))
@@ -64,11 +65,18 @@ class WeightsInForce:
             self._sources = None
         elif command == "finish_weights":
             self.before = self.if_cancelled
-            self.now, self.is_open, self.is_known = Weights(stamp, self._sources or ()), False, True
+            self.now = Weights(stamp, self._sources or ())
+            self.is_open = False
+            self.is_known = True
         elif command == "cancel_weights":
-            self.now, self.before, self.is_open, self.last_end = self.if_cancelled, None, False, command
+            self.now = self.if_cancelled
+            self.before = None
+            self.is_open = False
+            self.last_end = command
         elif command == "settle_weights":
-            self.before, self.is_open, self.last_end = None, False, command
+            self.before = None
+            self.is_open = False
+            self.last_end = command
         elif command == "restore_weights":
             self.now, self.before, self.is_open = Weights(stamp, _sources_of(args["sources"])), None, False
 

@@ -25,7 +25,7 @@ LINEAR_TOKENS = 32
 """Up to this many tokens the C++ linear, which streams the live weight, is faster than `F.linear` (measured)."""
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 FP32_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16_f32"}
-"""Of linears whose outputs are their sums in fp32."""
+"""Suffixes of the linear kernels that store their fp32 sums."""
 MAX_HEAD_DIM = 512
 MAX_NORM_GROUP = 16384
 """Channels of one gated norm, whose products native/elementwise.cpp keeps on the stack."""
@@ -138,7 +138,7 @@ class LinearKernels:
 
     def __init__(self, library: ctypes.CDLL, suffix: str, copies: PackedLinears, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        """Of the outputs."""
+        """The dtype of the outputs."""
         self.live = bind(library, f"mi_linear_{suffix}", LINEAR_ARGUMENTS)
         """Reads the weight itself."""
         self.panels = panel_linear(library, suffix, copies.layout)

@@ -174,7 +174,7 @@ class Scorer:
         return ids_BS.to(device), padding_BS.to(device) if bool(padding_BS.any()) else None
 
     def hidden_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Of what a pipeline stage hands to the next one: (positions of this rank, sequences, hidden size)."""
+        """The shape that a pipeline stage sends to the next one: (positions of this rank, sequences, hidden size)."""
         (size, length), config = batch.ids_BS.shape, self._model.config
         return length // (self._groups.tp_size if config.sequence_parallel else 1), size, config.hidden_size
 

@@ -61,7 +61,7 @@ class FieldTable:
     nested: Mapping[str, FieldTable] = field(default_factory=dict)
     """Tables of fields that hold an object or a list of objects."""
     kinds: tuple[str, ...] = ()
-    """Of objects in a list: the values of `type` that act; (): all. An object with another is left out, and listed."""
+    """For objects in a list: the values of `type` that act; (): all. Objects of other types are left out and listed."""
 
     def settle(self, data: bytes, acting: Iterable[str], *, strict: bool) -> tuple[bytes, list[str]]:
         """A body without the fields that ask for nothing -> (the rest, names of the fields without effect).

@@ -40,7 +40,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         return Reply({"prompt": await client.decode(body.tokens, skip_special=bool(body.skip_special_tokens))})
 
     async def info(call: Call) -> Reply:
-        """As of vLLM: the tokenizer's configuration, with the default chat template as a text."""
+        """The tokenizer's configuration, under vLLM's names, with the default chat template as a text."""
         tokenizer = client.require_tokenizer()
         shown = {"model_max_length": client.max_length, "chat_template": tokenizer.chat_template}
         end = tokenizer.token_str(tokenizer.eos_ids[0]) if tokenizer.eos_ids else None
