@@ -9,8 +9,10 @@ for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most 
 
 Time. A step with tokens of several callers takes at most STRETCH times as long as the tokens of the smallest of them
 alone, or as one token of each. Half of its tokens go to prompts of callers that decode nothing, who wait for a first
-token; the others are shared evenly (max-min). A caller without requests counts for as many steps as it had some. A
-caller's rows decode in turn, and each caller has one token at least: every row goes on.
+token: more, as long as the step takes at most LONGEST times as long as one token. The others are shared evenly
+(max-min). A caller without requests counts for as many steps as it had some. For PRESENT_STEPS steps more, a step that
+decodes takes at most LONGEST times as long as one token: a caller that comes back waits for a short step. A caller's
+rows decode in turn, and each caller has one token at least: every row goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler import policy
@@ -30,7 +33,7 @@ from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 PRESENT_STEPS = 256
 """Steps for which a caller counts after its last request."""
-STRETCH = 1.5
+STRETCH, LONGEST = 1.3, 3.0
 
 
 @dataclass(slots=True)
@@ -68,10 +71,7 @@ class CallerShares:
         """Is evicted when nothing of it is in flight; does not decode until then."""
 
     def see(self, caller: int) -> None:
-        """A request of `caller` comes. Callers from before the engine was idle do not count: time passes there without
-        steps."""
-        if not self._queue.requests and not self._running_set.num_live:
-            self._seen.clear()
+        """A request of `caller` comes."""
         now = self._running_set.stats.steps
         if caller not in self._seen or self._seen[caller] < now - 1:
             self._came[caller] = now
@@ -152,7 +152,8 @@ class CallerShares:
             if request is not self._leaving and (among is None or request in among):
                 decoding.setdefault(request.caller, []).append(request)
         prompts: Counter[int] = Counter()
-        for request in [*self._running_set.prefilling, *self._queue.candidates(policy.LOOKAHEAD, among)]:
+        num_free = max(0, self._context.num_free_rows - self.num_reserved)
+        for request in [*self._running_set.prefilling, *self._queue.candidates(0, among)[:num_free]]:
             if request.status is Status.WAITING or among is None or request in among:
                 prompts[request.caller] += len(request.tokens) - request.scheduled
         now = self._running_set.stats.steps
@@ -160,12 +161,18 @@ class CallerShares:
         wanted = {caller: 1 for caller, seen in self._seen.items() if now - seen <= seen - self._came[caller]}
         for caller in {*decoding, *prompts}:
             wanted[caller] = max(1, min(budget, len(decoding.get(caller, ())) + prompts[caller]))
-        if len(wanted) < 2 and self._leaving is None:
+        is_away = len(wanted) < len(self._seen)
+        if len(wanted) < 2 and self._leaving is None and not (is_away and decoding):
             return None
-        most = self._most_tokens(wanted, budget)
+        seconds = self.costs.seconds
+        least, longest = max(len(wanted), min(wanted.values())), LONGEST * seconds(1, verifying=False)
+        limit = STRETCH * seconds(least, verifying=False) if len(wanted) > 1 else inf
+        most = self._tokens_within(min(limit, longest) if is_away else limit, len(wanted), budget)
         if sum(wanted.values()) <= most and self._leaving is None:
             return None
-        first = _shared({caller: count for caller, count in prompts.items() if caller not in decoding}, most // 2)
+        new = {caller: count for caller, count in prompts.items() if caller not in decoding}
+        others = len(wanted) - len(new)
+        first = _shared(new, max(most // 2, self._tokens_within(longest, len(wanted), budget) - others))
         rest = {caller: count - first.get(caller, 0) for caller, count in wanted.items()}
         tokens = Counter(first)
         tokens.update(_shared({caller: count for caller, count in rest.items() if count}, most - sum(first.values())))
@@ -177,16 +184,14 @@ class CallerShares:
             num_rows = min(len(of_caller), max(1, share - for_prompts))
             chosen.update(self._next_rows(caller, of_caller, num_rows))
             prompt_tokens[caller] = share - num_rows
-        return StepShare(most, chosen, prompt_tokens)
+        return StepShare(min(budget, max(most, sum(tokens.values()))), chosen, prompt_tokens)
 
-    def _most_tokens(self, wanted: Mapping[int, int], budget: int) -> int:
-        """Tokens of a step that takes no longer than it may."""
-        seconds, fewest = self.costs.seconds, len(wanted)
-        limit = STRETCH * max(seconds(min(wanted.values()), verifying=False), seconds(fewest, verifying=False))
+    def _tokens_within(self, limit: float, fewest: int, budget: int) -> int:
+        """Tokens of a step that takes at most `limit` seconds; `fewest` in any case."""
         low, high = fewest, max(fewest, budget)
         while low < high:
             middle = (low + high + 1) // 2
-            if seconds(middle, verifying=False) <= limit:
+            if self.costs.seconds(middle, verifying=False) <= limit:
                 low = middle
             else:
                 high = middle - 1

@@ -23,6 +23,7 @@ from typing import Any
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.process_memory import loading_for_good
+from megatron_infer.utils.short_turns import short_turns
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 BEAT_S = 1.0
@@ -145,7 +146,7 @@ def engine(
     shape = own.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
     beat.is_alive = lambda: replica.step_s < MAX_STEP_S
-    with replica:
+    with replica, short_turns:
         replica.run()
 
 

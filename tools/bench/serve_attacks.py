@@ -145,7 +145,7 @@ async def stopped(server: Server, seconds: float) -> str:
 
 # ---------------------------------------------------------------------- callers
 
-TURN_S, NUM_TURNS, PATIENCE_S = 12.0, 2, 15.0
+TURN_S, NUM_TURNS, PATIENCE_S = 9.0, 4, 15.0
 SPAWN = multiprocessing.get_context("spawn")
 ATTACKS = (
     "n=128, 8 at once",
@@ -196,7 +196,8 @@ async def unread(url: str, source: str) -> None:
 
 
 def run_attack(url: str, name: str) -> None:
-    """In a process of its own, until it is ended."""
+    """In a process of its own, until it is ended. It takes what others leave of the cores: a stranger has his own."""
+    os.nice(19)
     rows = {"prompt": "Once upon a time", "n": 128, **LONG}
     ambiguous = {"prompt": "Letters:", "n": 4, "guided_grammar": f"start: e\ne: e e | {LETTERS}", **LONG}
 
