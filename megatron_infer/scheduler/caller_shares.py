@@ -7,12 +7,12 @@ Rows. Where a caller waits for a row and another has two rows more, the youngest
 evicted, one in a step. Each eviction evens the rows out, so evictions end. A caller without requests keeps a free row
 for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most an eighth of the rows, or one, is kept.
 
-Time. A step with tokens of several callers takes at most STRETCH times as long as the tokens of the smallest of them
-alone, or as one token of each. Half of its tokens go to prompts of callers that decode nothing, who wait for a first
-token: more, as long as the step takes at most LONGEST times as long as one token. The others are shared evenly
-(max-min). A caller without requests counts for as many steps as it had some. For PRESENT_STEPS steps more, a step that
-decodes takes at most LONGEST times as long as one token: a caller that comes back waits for a short step. A caller's
-rows decode in turn, and each caller has one token at least: every row goes on.
+Time. A step with tokens of several callers takes at most twice as long as one token, or STRETCH times as long as the
+tokens of the smallest of them alone, or as one token of each. Half of its tokens go to prompts of callers that decode
+nothing, who wait for a first token: more, as long as the step takes at most LONGEST times as long as one token. The
+others are shared evenly (max-min). For PRESENT_STEPS steps after a caller's last request, a step that decodes takes at
+most LONGEST times as long as one token: a caller that comes back waits for a short step. A caller's rows decode in
+turn, and each caller has one token at least: every row goes on.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class CallerShares:
         self._context, self._queue, self._running_set, self._preemption = context, queue, running_set, preemption
         self._seen: dict[int, int] = {}
         """Caller -> the latest step at which it had a request."""
-        self._came: dict[int, int] = {}
-        """Caller -> the step at which the first of its latest requests in a row came."""
         self._turns: dict[int, tuple[int, int]] = {}
         """Caller -> sort key of the request that decoded last in its turn."""
         self._leaving: Request | None = None
@@ -72,10 +70,7 @@ class CallerShares:
 
     def see(self, caller: int) -> None:
         """A request of `caller` comes."""
-        now = self._running_set.stats.steps
-        if caller not in self._seen or self._seen[caller] < now - 1:
-            self._came[caller] = now
-        self._seen[caller] = now
+        self._seen[caller] = self._running_set.stats.steps
 
     def begin_step(self, among: Collection[Request] | None) -> None:
         """Make way for a waiting caller below its share of rows. among: the requests that may take part; None: all."""
@@ -95,7 +90,6 @@ class CallerShares:
         self._seen.update(dict.fromkeys(here, now))
         self._seen = {caller: step for caller, step in self._seen.items() if now - step <= PRESENT_STEPS}
         self._turns = {caller: turn for caller, turn in self._turns.items() if caller in self._seen}
-        self._came = {caller: step for caller, step in self._came.items() if caller in self._seen}
         num_rows = self._context.num_rows
         most = max(0, min(num_rows - len(here), max(1, num_rows // 8)))
         self.num_reserved = min(len(self._seen) - len(here), most)
@@ -156,17 +150,17 @@ class CallerShares:
         for request in [*self._running_set.prefilling, *self._queue.candidates(0, among)[:num_free]]:
             if request.status is Status.WAITING or among is None or request in among:
                 prompts[request.caller] += len(request.tokens) - request.scheduled
-        now = self._running_set.stats.steps
-        # Who is away may be back in this step, for as long as it was here.
-        wanted = {caller: 1 for caller, seen in self._seen.items() if now - seen <= seen - self._came[caller]}
-        for caller in {*decoding, *prompts}:
-            wanted[caller] = max(1, min(budget, len(decoding.get(caller, ())) + prompts[caller]))
+        wanted = {
+            caller: max(1, min(budget, len(decoding.get(caller, ())) + prompts[caller]))
+            for caller in sorted({*decoding, *prompts})
+        }
         is_away = len(wanted) < len(self._seen)
         if len(wanted) < 2 and self._leaving is None and not (is_away and decoding):
             return None
         seconds = self.costs.seconds
-        least, longest = max(len(wanted), min(wanted.values())), LONGEST * seconds(1, verifying=False)
-        limit = STRETCH * seconds(least, verifying=False) if len(wanted) > 1 else inf
+        one, least = seconds(1, verifying=False), max(len(wanted), min(wanted.values(), default=1))
+        longest = LONGEST * one
+        limit = max(2 * one, STRETCH * seconds(least, verifying=False)) if len(wanted) > 1 else inf
         most = self._tokens_within(min(limit, longest) if is_away else limit, len(wanted), budget)
         if sum(wanted.values()) <= most and self._leaving is None:
             return None

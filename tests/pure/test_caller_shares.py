@@ -69,7 +69,7 @@ def test_room_made_for_a_long_prompt_is_not_taken_by_others():
     for _ in range(30):
         world.step()
     assert late.finish_reason is not None
-    assert sum(kind == "evict" for _, kind, _ in world.events) <= 12
+    assert sum(kind == "evict" for _, kind, _ in world.events) <= 14
 
 
 def test_no_caller_evicts_more_urgent_requests_or_a_callers_only_row():
@@ -156,7 +156,7 @@ def test_short_prompt_of_a_caller_who_waits_for_a_first_token_is_computed_at_onc
 
 @pytest.mark.security
 @pytest.mark.parametrize("overlap", [False, True])
-def test_step_of_several_callers_is_little_longer_than_of_the_smallest_alone(overlap):
+def test_step_of_several_callers_takes_at_most_twice_as_long_as_one_token(overlap):
     world = make_world(num_rows=40, overlap=overlap)
     for i in range(30):
         world.add(asked(f"a{i}", 1, num_prompt=20))
@@ -170,7 +170,7 @@ def test_step_of_several_callers_is_little_longer_than_of_the_smallest_alone(ove
     for i in range(60):
         world.add(asked(f"late{i}", 1, num_prompt=30, max_new=1))
         plan = world.step()
-        assert plan.num_tokens <= 6 and any(request.id == "b" for request in plan.decode)
+        assert COSTS.seconds(plan.num_tokens, verifying=False) <= 2 and any(request.id == "b" for request in plan.decode)
         took.update(request.caller for request in plan.decode)
     alone = [request for request in begun if request.caller == 1]
     gained = [request.num_output - begun[request] for request in alone]
