@@ -170,7 +170,8 @@ def test_step_of_several_callers_takes_at_most_twice_as_long_as_one_token(overla
     for i in range(60):
         world.add(asked(f"late{i}", 1, num_prompt=30, max_new=1))
         plan = world.step()
-        assert COSTS.seconds(plan.num_tokens, verifying=False) <= 2 and any(request.id == "b" for request in plan.decode)
+        assert COSTS.seconds(plan.num_tokens, verifying=False) <= 2
+        assert any(request.id == "b" for request in plan.decode)
         took.update(request.caller for request in plan.decode)
     alone = [request for request in begun if request.caller == 1]
     gained = [request.num_output - begun[request] for request in alone]
