@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import given
+from megatron_infer.cli.parser import Parser
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig
 
@@ -45,6 +46,8 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
         text = f"{info.description} (default {str(shown).lower() or 'none'})"
         text = " ".join(text.split()).replace("%", "%%")
         group.add_argument(flag, dest=DEST_PREFIX + name, default=argparse.SUPPRESS, help=text, **parsing)
+    if isinstance(parser, Parser):
+        parser.show_first("pipeline", ("--config-file",))
 
 
 def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) -> PipelineConfig | None:

@@ -33,7 +33,7 @@ from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 PRESENT_STEPS = 256
 """Steps for which a caller counts after its last request."""
-STRETCH, LONGEST = 1.3, 3.0
+STRETCH, LONGEST = 1.3, 2.5
 
 
 @dataclass(slots=True)
