@@ -28,7 +28,7 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     )
     try:
         from megatron_infer.pipelines.config import NAMES
-        from megatron_infer.pipelines.layers import DRAFT
+        from megatron_infer.pipelines.config_layers import DRAFT
     except ModuleNotFoundError:
         for flag in ("--config-file", "--section-name"):
             dest = DEST_PREFIX + flag[2:].replace("-", "_")
@@ -64,7 +64,7 @@ def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) ->
         raise ConfigError("--config beside --config-file or a pipeline's flag; put its options into --config-file")
     try:
         from megatron_infer.pipelines.config import NAMES, PipelineConfig
-        from megatron_infer.pipelines.layers import parse_text
+        from megatron_infer.pipelines.config_layers import parse_text
     except ModuleNotFoundError:
         raise ConfigError(f"--{next(iter(flags)).replace('_', '-')} {NEEDED}") from None
     flat = NAMES.flat()
