@@ -14,62 +14,66 @@ from typing import Any, Literal
 from megatron_infer.model_loader.model_description import ModelDescription
 
 Values = Mapping[str, Any]
-"""What has been read so far, by the names of `Family.fields`."""
+"""What was read of a config, by the names in `Family.fields`."""
 Derived = Callable[[Values], Any]
+Required = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Key -> (the values that are allowed, why others are refused). A key that is absent is allowed."""
+ALWAYS = ""
+"""In `Family.biases`: no key decides, the linears have biases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of config.json that gives the value of a field."""
+    """The key of config.json that gives a field its value."""
 
     name: str
     default: Any = None
-    """The value without the key, or a function of the values so far. None: a number is needed, all else is None."""
+    """The value where the key is absent, or a function of the values so far. A number without a default is needed."""
     kind: Literal["count", "positive", "real", "flag", "activation", "optional", "auto", "range", "any"] = "count"
-    """count, positive: a positive int, float. optional, auto: an int; null and 0, or null and "auto", mean the
-    default. range: two numbers
-    -> (low, high), high is None for infinity. any: unchanged."""
+    """`count` is a positive int, `positive` a positive float, `real` any float. `optional` is a count for which null
+    and 0 mean the default, and `auto` one for which null and "auto" do. `range` is a pair (low, high), where high is
+    None for infinity. `any` takes the value as it is."""
     null: Any = None
-    """A number's value for null, or a function of the values so far. None: null is refused."""
+    """The value for a null, or a function of the values so far. None refuses a null number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding as rope_parameters, or rope_theta and rope_scaling, give it."""
+    """How a family reads rope_parameters, or rope_theta and rope_scaling."""
 
     base: float = 10000.0
-    """Where the config has none."""
+    """The base of a config that gives none."""
     percent: float = 1.0
-    """The part of a head that rotates where the config does not say."""
+    """The part of a head that rotates in a config that does not say."""
     partial: bool = False
-    """A part of a head may rotate."""
+    """Whether less than a whole head may rotate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Sliding windows: sliding_window, in the layers that layer_types names or else in those named here."""
+    """How a family reads sliding_window. layer_types, where a config has them, say which layers slide."""
 
     default: int | None = None
-    """Where the config has no sliding_window."""
+    """The window of a config that gives none."""
     switch: str = ""
-    """A key that has to be true."""
+    """A key that has to be true for any layer to slide."""
     first_layer: tuple[str, int] | None = None
-    """(key, default) of the first layer that slides. None: all do, or where `no_rope` is set the unrotated ones."""
+    """(key, its default) of the first layer that slides. With None all layers slide, or those that do not rotate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Where a config says the kind of each layer of a hybrid: M Mamba, * attention, - MLP, E mixture of experts."""
+    """How a hybrid says the kind of each layer: M Mamba, * attention, - MLP, E mixture of experts."""
 
     types: tuple[str, ...] = ()
-    """Keys of a list of layer types; the first one that is there counts."""
+    """Keys of a list of layer types. The first key that a config has counts."""
     text: str = ""
-    """A key of the symbols themselves, read where there are no types."""
+    """The key of a string of these symbols, which is read where there are no types."""
     attention: str = ""
-    """A key of the numbers of the layers that attend."""
+    """The key of the indices of the layers that attend; the others are mixers."""
     allowed: str = "M*-E"
     two_blocks: bool = False
-    """A layer is two blocks: the one it names, then an MLP or a mixture of experts."""
+    """Whether a layer is two blocks: the named one, then an MLP or a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,50 +82,46 @@ class Family:
 
     model_type: str
     fields: Mapping[str, Key | Derived | Any]
-    """Field -> the key it is read from, a function of what was read, or its value. Fields are those of
-    ModelDescription, hybrid.X, scales.X, or else of TransformerConfig; those with a leading _ are for this row only."""
+    """Field -> its key, a function of all that was read, or its value. A field belongs to ModelDescription, to its
+    `hybrid` or `scales` (with that prefix) or else to TransformerConfig. A leading _ keeps a value inside this row."""
     tensors: Mapping[str, str | tuple[str, ...]]
-    """megatron-core's module or parameter -> the Hugging Face ones, in layers below `layers`. Several names: a tensor
-    for each block of rows that megatron-core stacks. One name: the blocks are stacked in the file too, or there is one
-    block. {expert} is an expert's number; without it one tensor has all experts."""
+    """megatron-core's module or bare parameter -> its Hugging Face names, below `layers` for those of a layer. Several
+    names are a tensor for each block of rows that megatron-core stacks (q, k and v; gate and up). One name is a tensor
+    of all blocks. {expert} stands for an expert's number; a name without it is one tensor of all experts."""
     base: str = "model"
-    """Prefix of all tensors but the head."""
+    """The prefix of all tensors but the head."""
     base_in_memory: str = ""
-    """What transformers' model calls its body, where files have another name."""
+    """The name of the body in transformers' model, where files have another one."""
     layers: str = "model.layers"
     blocks_per_layer: int = 1
-    """Blocks of megatron-core that one layer of the source is."""
+    """How many layers of megatron-core one layer of the source is."""
     transposed: bool = False
-    """Linears are stored as [in, out]."""
+    """Whether linears are stored as [in, out]."""
     marks: tuple[str, ...] = ()
-    """Parts of tensor names that no family before this one in `FAMILIES`, nor Llama, has."""
+    """Parts of tensor names that Llama does not have, nor any family before this one in `FAMILIES`."""
     ignored_tensors: tuple[str, ...] = ()
     """Prefixes of tensors that transformers does not read either."""
     gguf: str = ""
-    """general.architecture of its GGUF files, which have Llama's tensors."""
+    """The architecture in its GGUF files, whose tensors are named as Llama's."""
     is_written: bool = False
-    """`config_of` tries to describe a model as one of this family."""
+    """Whether `config_of` tries to describe a model as one of this family."""
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Key that gives biases -> the linears that get them; ALWAYS: they have them."""
+    """The key that asks for biases, or ALWAYS -> the linears that have them."""
     rope: Rope | None = None
     no_rope: bool = False
-    """Layers rotate by no_rope_layers, or all but each no_rope_layer_interval-th."""
+    """Whether no_rope_layers or no_rope_layer_interval take the rotation from layers."""
     window: Window | None = None
     pattern: Pattern | None = None
-    """Not None: a hybrid."""
+    """Set for a hybrid, and for no other family."""
     ignored_keys: tuple[str, ...] = ()
-    """Keys without effect on inference, in addition to `hf_keys`' own."""
+    """Keys without effect on inference that only this family has."""
     renamed_keys: Mapping[str, str] = field(default_factory=dict)
     """Older name of a key -> its name now."""
-    required: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
-    """Key -> (the values it may have, why others are refused)."""
-    required_of_experts: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
-    """The same, where the model has experts."""
+    required: Required = field(default_factory=dict)
+    required_of_experts: Required = field(default_factory=dict)
+    """Required where the model has experts."""
     refusals: tuple[tuple[Callable[[Values], bool], str], ...] = ()
-    """(when, what is said after "config.json: " with values in braces)"""
-
-
-ALWAYS = ""
+    """(condition, what the error says after "config.json: ", with values in braces)."""
 
 
 def _same(name: str) -> Derived:
@@ -598,5 +598,5 @@ MODEL_TYPES = {family.model_type: name for name, family in FAMILIES.items()} | {
 
 
 def family_of(description: ModelDescription) -> Family:
-    """The row of a description; Llama's for architectures that have none, such as megatron-core's own."""
+    """The row of a description. An architecture without a row, such as megatron-core's own, has Llama's."""
     return FAMILIES.get(description.architecture, _LLAMA)

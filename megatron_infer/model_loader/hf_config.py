@@ -393,8 +393,8 @@ _ARITHMETIC = (
     *("vocab_size", "max_sequence_length", "position_embedding", "rotary_base", "rotary_percent", "rope_scaling"),
     *("tied_embeddings", "hybrid", "scales"),
 )
-"""Fields of a description that decide what the model computes, beside `transformer`. `linear_biases` is not one: of a
-bias that has no tensor the writer of tensors finds out."""
+"""Fields of a description that, next to `transformer`, decide what the model computes. `linear_biases` is not one: the
+writer of tensors finds a bias that has no tensor."""
 
 
 def _differences(description: ModelDescription, other: ModelDescription) -> list[str]:

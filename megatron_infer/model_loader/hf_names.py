@@ -95,17 +95,18 @@ class _Layout:
     """How one parameter of megatron-core lies in the whole model and over tensor-parallel ranks."""
 
     rows: tuple[str, ...]
-    """Sizes (`_sizes`) of the blocks of rows that it stacks."""
+    """The size (`_sizes`) of each block of rows that it stacks."""
     columns: tuple[str, ...] = ()
-    """Sizes of the other dimensions; a bias has none."""
+    """The sizes of its other dimensions, which a bias does not have."""
     cut: Literal["rows", "columns", "groups", "vocabulary", "nothing"] = "rows"
-    """What each rank has a part of. groups: rows by kv groups, interleaved; columns: a bias is whole."""
+    """What each rank has a part of. `groups` are rows, interleaved by kv group. With `columns` a bias is whole."""
     layers: str = ""
     """Symbols of a hybrid's layers that have it."""
     gated: bool = False
-    """Its block of rows is there twice where the MLP is gated: gate and up."""
+    """Whether a gated MLP has its block twice, for gate and up."""
     bias: str = "own"
-    """Name of its bias in `linear_biases`. own: the source has the biases that the model has. none: there are none."""
+    """The name of its bias in `linear_biases`. With `own` the source has a bias where the model has one, with `none`
+    neither has one."""
     scale: str = ""
     """The field of WeightScales that loading multiplies into it."""
 
@@ -116,9 +117,7 @@ _FC2 = _Layout(rows=("hidden",), columns=("ffn",), cut="columns", layers="-", bi
 _PER_HEAD = _Layout(rows=("mamba_heads",), layers="M")
 _VOCABULARY = _Layout(rows=("vocabulary",), columns=("hidden",), cut="vocabulary")
 _LAYOUTS = {
-    "embedding.word_embeddings": _Layout(
-        rows=("vocabulary",), columns=("hidden",), cut="vocabulary", scale="embedding"
-    ),
+    "embedding.word_embeddings": replace(_VOCABULARY, scale="embedding"),
     "embedding.position_embeddings": _Layout(rows=("positions",), columns=("hidden",), cut="nothing"),
     "decoder.final_layernorm": _NORM,
     "output_layer": replace(_VOCABULARY, scale="logits"),
@@ -152,7 +151,7 @@ _LAYOUTS = {
     "mixer.norm": _Layout(rows=("inner",), layers="M"),
     "mixer.out_proj": _Layout(rows=("hidden",), columns=("inner",), cut="columns", layers="M", scale="residual"),
 }
-"""megatron-core's modules and bare parameters -> their layout; `Family.tensors` has their names in files."""
+"""megatron-core's module or bare parameter -> its layout. `Family.tensors` has the names in files."""
 
 
 def _sizes(description: ModelDescription) -> dict[str, int]:
@@ -190,7 +189,7 @@ class Recipes:
         self._place = ExpertPlace.of(model)
 
     def recipe(self, name: str, layer: int | None = None) -> Recipe | None:
-        """None: the source has no such parameter. name: within its layer, where it is in one; layer: counts from 0."""
+        """None says that the family has no such parameter. layer: from 0 on; `name` is then that within the layer."""
         name = _ALIASES.get(name, name)
         found = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", name)
         name, local = (f"mlp.experts.{found[2]}", int(found[1])) if found else (name, None)
