@@ -8,7 +8,17 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.families import ALWAYS, FAMILIES, MODEL_TYPES, REFUSED, Family, Key, Pattern, Rope
+from megatron_infer.model_loader.families import (
+    ALWAYS,
+    FAMILIES,
+    MODEL_TYPES,
+    REFUSED,
+    Family,
+    Key,
+    Pattern,
+    Rope,
+    Window,
+)
 from megatron_infer.model_loader.hf_keys import ACTIVATIONS, Keys, check_rest
 from megatron_infer.model_loader.model_description import (
     HybridDescription,
@@ -85,31 +95,10 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def _parts(family: Family, keys: Keys) -> dict[str, Any]:
     """The fields of ModelDescription that decide what the model computes."""
     keys.rename(family.renamed_keys)
-    keys.read.update((*family.ignored_keys, *family.required_of_experts))
     for key, (allowed, why) in family.required.items():
         keys.require(key, *allowed, why=why)
-    values: dict[str, Any] = {} if family.rope is None else _rope(keys, family.rope)
-    for name, source in family.fields.items():
-        if isinstance(source, Key):
-            values[name] = _value(keys, source, values)
-    for name, source in family.fields.items():
-        if not isinstance(source, Key):
-            values[name] = _resolved(source, values)
-    _check_shares(family, values)
-    if family.no_rope:
-        values["no_rope_freq"] = _unrotated(keys, values["num_layers"])
-    if family.window is not None:
-        values |= _windows(keys, family, values)
-    if family.pattern is not None:
-        values["hybrid.pattern"] = pattern = _pattern(keys, family.pattern, values)
-        values["num_layers"] = len(pattern)
-    values["_has_experts"] = "E" in values.get("hybrid.pattern", "E" if values.get("num_moe_experts") else "")
-    for key, (allowed, why) in family.required_of_experts.items():
-        if values["_has_experts"]:
-            keys.require(key, *allowed, why=why, case=" with experts")
-    for applies, text in family.refusals:
-        if applies(values):
-            raise ModelError(f"config.json: {text.format_map(values)}")
+    values = _values(family, keys)
+    _refuse(family, keys, values)
     _read_experts(values)
     _read_biases(keys, family, values)
     if values.get("position_embedding") == "none":
@@ -127,6 +116,37 @@ def _parts(family: Family, keys: Keys) -> dict[str, Any]:
             parts["transformer"][name] = value
     kinds = {"hybrid": HybridDescription, "scales": WeightScales}
     return parts | {group: kind(**parts[group]) for group, kind in kinds.items() if group in parts}
+
+
+def _values(family: Family, keys: Keys) -> dict[str, Any]:
+    """All fields of the row, and those that its rules for rotation, windows and patterns give."""
+    keys.read.update((*family.ignored_keys, *family.required_of_experts))
+    values: dict[str, Any] = {} if family.rope is None else _rope(keys, family.rope)
+    for name, source in family.fields.items():
+        if isinstance(source, Key):
+            values[name] = _value(keys, source, values)
+    for name, source in family.fields.items():
+        if not isinstance(source, Key):
+            values[name] = _resolved(source, values)
+    _check_shares(family, values)
+    if family.no_rope:
+        values["no_rope_freq"] = _unrotated(keys, values["num_layers"])
+    if family.window is not None:
+        values |= _windows(keys, family, family.window, values)
+    if family.pattern is not None:
+        values["hybrid.pattern"] = pattern = _pattern(keys, family.pattern, values)
+        values["num_layers"] = len(pattern)
+    values["_has_experts"] = "E" in values.get("hybrid.pattern", "E" if values.get("num_moe_experts") else "")
+    return values
+
+
+def _refuse(family: Family, keys: Keys, values: Mapping[str, Any]) -> None:
+    if values["_has_experts"]:
+        for key, (allowed, why) in family.required_of_experts.items():
+            keys.require(key, *allowed, why=why, case=" with experts")
+    for applies, text in family.refusals:
+        if applies(values):
+            raise ModelError(f"config.json: {text.format_map(values)}")
 
 
 def _resolved(source: Any, values: Mapping[str, Any]) -> Any:
@@ -238,10 +258,9 @@ def _unrotated(keys: Keys, num_layers: int) -> list[int]:
     return [int(not rotate) for rotate in rotates[:num_layers]]
 
 
-def _windows(keys: Keys, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+def _windows(keys: Keys, family: Family, rule: Window, values: Mapping[str, Any]) -> dict[str, Any]:
     """Sliding windows of W keys, the query's own included; megatron-core counts the keys before it."""
-    rule, num_layers = family.window, values["num_layers"]
-    assert rule is not None
+    num_layers = values["num_layers"]
     window = keys.get("sliding_window", rule.default)
     if rule.switch and not keys.get(rule.switch, False):
         window = None

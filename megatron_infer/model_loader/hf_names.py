@@ -223,15 +223,20 @@ class Recipes:
         suffix = f".{kind}" if kind else ""  # a bare parameter has its whole name in the row
         return tuple(f"{prefix}{name}{suffix}" for name in names)
 
-    def _made(self, sources: tuple[str, ...], layout: _Layout, local: int | None) -> Recipe:
+    def _blocks(self, sources: tuple[str, ...], layout: _Layout) -> list[tuple[str, int, int]]:
+        """(tensor, first row in the tensor, number of rows) of each block of rows."""
         rows = layout.rows * 2 if layout.gated and self.description.transformer["gated_linear_unit"] else layout.rows
         heights = [self._sizes[name] for name in rows]
-        tail = tuple(self._sizes[name] for name in layout.columns)
         if len(sources) == 1:
             starts = itertools.accumulate([0, *heights[:-1]])
-            blocks = [(sources[0], start, height) for start, height in zip(starts, heights, strict=True)]
-        else:  # the last ones: a gate comes first, and is not there without gating
-            blocks = [(name, 0, height) for name, height in zip(sources[-len(heights) :], heights, strict=True)]
+            return [(sources[0], start, height) for start, height in zip(starts, heights, strict=True)]
+        given = sources[-len(heights) :]  # without gating there is no gate, which comes first
+        return [(name, 0, height) for name, height in zip(given, heights, strict=True)]
+
+    def _made(self, sources: tuple[str, ...], layout: _Layout, local: int | None) -> Recipe:
+        """local: the expert's number on its rank; None: the parameter belongs to no expert."""
+        blocks = self._blocks(sources, layout)
+        tail = tuple(self._sizes[name] for name in layout.columns)
         shapes = {name: (sum(height for one, _, height in blocks if one == name), *tail) for name, _, _ in blocks}
         transposed = self.family.transposed and len(layout.columns) == 1 and bool(layout.layers)
         if transposed:
@@ -251,8 +256,8 @@ class Recipes:
             if layout.cut == "columns":
                 return read(sources[0], columns=shard.span(tail[0]))
             if layout.cut == "vocabulary":
-                start, stop = shard.span(self._model_vocab)
-                return read(sources[0], rows=(min(start, heights[0]), min(stop, heights[0])))
+                start, stop = (min(end, self._sizes["vocabulary"]) for end in shard.span(self._model_vocab))
+                return read(sources[0], rows=(start, stop))
             groups = self._groups(shard) if layout.cut == "groups" else shard
             spans = [(name, at, groups.span(height)) for name, at, height in blocks]
             parts = [read(name, rows=(at + start, at + stop)) for name, at, (start, stop) in spans]
