@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
+from megatron_infer.model_loader.families import FAMILIES, family_of
 from megatron_infer.model_loader.head_padding import pad_groups, unpadded
 from megatron_infer.model_loader.hf_family import is_hf_name, plan_of
-from megatron_infer.model_loader.hf_names import WHOLE, LlamaNames, Recipe, Span
-from megatron_infer.model_loader.hf_weights import base_prefix, names_of
+from megatron_infer.model_loader.hf_names import WHOLE, Recipe, Recipes, Span
 from megatron_infer.model_loader.model_description import ModelDescription
 
 PARTS = (
@@ -30,8 +30,6 @@ PARTS = (
 )
 """megatron-core's linears of a layer that an adapter may change."""
 LAYERS = "decoder.layers"
-_IN_MEMORY = {"NemotronHForCausalLM": "model"}
-"""Architecture -> what transformers' model calls its body, where files have another name."""
 _REFUSED = (
     (r"embed|\bwte\b|\bwpe\b", "an embedding"),
     (r"lm_head|output_layer|\bhead\b|\bscore\b|classifier", "an output layer"),
@@ -97,13 +95,12 @@ class AdaptedLinears:
     @property
     def is_transposed(self) -> bool:
         """The family stores its linears as [in, out]."""
-        return _names(self.description).transposed
+        return family_of(self.description).transposed
 
     def in_memory(self, source: str) -> str:
         """The name that a linear has in transformers' model, which for some families is not that in files."""
-        base = base_prefix(self.description)
-        own = _IN_MEMORY.get(self.description.architecture, base)
-        return f"{own}.{source.removeprefix(f'{base}.')}"
+        family = family_of(self.description)
+        return f"{family.base_in_memory or family.base}.{source.removeprefix(f'{family.base}.')}"
 
     def shortest_targets(self, sources: Sequence[str]) -> list[str]:
         """PEFT's target_modules that name these linears: the ends of their names, where these name no other."""
@@ -139,21 +136,16 @@ def _linears(text: str, num_groups: int | None) -> dict[str, AdaptedLinear]:
 
 
 def _linears_of(description: ModelDescription, padded: ModelDescription) -> Iterator[AdaptedLinear]:
-    own, names = _names(description), _names(padded)
+    # An unknown hybrid is adapted by megatron-core's names; the family gives the shapes alone.
+    is_unknown = description.hybrid is not None and _is_unknown(description)
+    family = FAMILIES["NemotronHForCausalLM"] if is_unknown else family_of(description)
+    both = [Recipes(one, nn.Module(), family) for one in (description, padded)]
     for number in range(description.transformer["num_layers"]):
         for part in PARTS:
-            recipe, target = (one.layer(number, f"{part}.weight") for one in (own, names))
+            recipe, target = (one.recipe(f"{part}.weight", number) for one in both)
             if recipe is None or target is None or not all(map(all, recipe.sources.values())):
                 continue  # this layer has no such linear
-            yield _linear(f"{LAYERS}.{number}.{part}", recipe, target, transposed=names.transposed)
-
-
-def _names(description: ModelDescription) -> LlamaNames:
-    from megatron_infer.model_loader.hf_hybrid_names import HybridNames
-
-    if description.hybrid is not None and _is_unknown(description):
-        return HybridNames(description, nn.Module())  # for megatron-core's names
-    return names_of(description, nn.Module())
+            yield _linear(f"{LAYERS}.{number}.{part}", recipe, target, transposed=family.transposed)
 
 
 def _linear(path: str, own: Recipe, target: Recipe, *, transposed: bool) -> AdaptedLinear:

@@ -27,8 +27,8 @@ from megatron_infer.kernels.lora import PairBlock, dense, is_finite
 from megatron_infer.lora.adapter import Adapter, JoinedPair, LoRAPair
 from megatron_infer.lora.names import AdaptedLinear, AdaptedLinears
 from megatron_infer.lora.peft_config import PeftConfig
+from megatron_infer.model_loader.families import family_of
 from megatron_infer.model_loader.hf_family import spelled
-from megatron_infer.model_loader.hf_weights import base_prefix
 from megatron_infer.model_loader.model_description import ModelDescription
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -161,7 +161,10 @@ class _Pairs:
         if module in self._linears.by_path or module in self._linears.by_source:
             return module
         description = self._linears.description
-        known = (spelled(module, description), f"{base_prefix(description)}.{module}")  # the latter: of the bare body
+        known = (
+            spelled(module, description),
+            f"{family_of(description).base}.{module}",
+        )  # the latter: of the bare body
         return next((one for one in known if one in self._linears.by_source), None)
 
     def _check_complete(self, found: Mapping[str, _Found]) -> None:
@@ -169,7 +172,7 @@ class _Pairs:
         config, linears = self._config, self._linears
         if not config.names_targets or not found or any(source in linears.by_path for source in found):
             return
-        base = f"{base_prefix(linears.description)}."
+        base = f"{family_of(linears.description).base}."
         first, shown = next((source, one.shown) for source, one in found.items())
         prefix = shown.removesuffix(first.removeprefix(base))
         as_shown = {source: prefix + source.removeprefix(base) for source in linears.by_source}

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from megatron_infer.errors import ModelError
+from megatron_infer.model_loader.families import FAMILIES
 from megatron_infer.model_loader.gguf_file import GGUFFile
 from megatron_infer.model_loader.model_description import ModelDescription, RopeScaling
 from megatron_infer.text.end_ids import gguf_end_ids
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf}
 
 # Keys under "<architecture>." that this module reads or that do not change the arithmetic.
 # fmt: off
@@ -40,6 +41,7 @@ class GGUFReader:
         self.architecture: str = architecture
 
     def describe(self) -> ModelDescription:
+        architecture = _ARCHITECTURES[self.architecture]
         heads, hidden = self._number("attention.head_count"), self._number("embedding_length")
         head_dim = self._get("attention.key_length") or self._get("rope.dimension_count") or hidden // heads
         self._refuse_unknown(head_dim)
@@ -64,13 +66,13 @@ class GGUFReader:
             "add_bias_linear": bool(set(biases) - {"qkv"}),
             "add_qkv_bias": "qkv" in biases,
         }
-        if self.architecture == "qwen3":
+        if FAMILIES[architecture].fields.get("qk_layernorm"):
             transformer["qk_layernorm"] = True
         window = self._get("attention.sliding_window")
         if window:
             transformer["window_size"] = [window - 1, 0]
         return ModelDescription(
-            architecture=_ARCHITECTURES[self.architecture],
+            architecture=architecture,
             transformer=transformer,
             vocab_size=vocab,
             max_sequence_length=self._number("context_length"),

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer.model_loader.families import family_of
 from megatron_infer.model_loader.model_description import ModelDescription
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
     from megatron_infer.model_loader.hf_names import Span, TensorReader
 
-_UNPADDED = ("Phi3ForCausalLM", "GPT2LMHeadModel")
-"""Architectures that keep q, k and v in one tensor."""
 _PADDED = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight")
 """megatron-core's parameters that consist of parts of groups, one group behind the other."""
 
@@ -39,7 +38,8 @@ def divisible(description: ModelDescription, ranks: int) -> ModelDescription:
     """The description with the fewest kv groups that divide over `ranks`; unchanged where they divide, or cannot be
     padded."""
     groups = description.transformer.get("num_query_groups") or description.transformer["num_attention_heads"]
-    if description.hybrid is not None or description.architecture in _UNPADDED or groups % ranks == 0 or groups < ranks:
+    is_fused = isinstance(family_of(description).tensors.get("self_attention.linear_qkv"), str)
+    if description.hybrid is not None or is_fused or groups % ranks == 0 or groups < ranks:
         return description
     return pad_groups(description, -(-groups // ranks) * ranks)
 
@@ -62,17 +62,16 @@ def allow_padding(sharded: Any) -> None:
 
 
 class PaddedReader:
-    """A model's tensors, those of attention with zeros at the end, in the sizes of `padded`."""
+    """A model's tensors, those of attention with zeros at the end."""
 
-    def __init__(self, reader: TensorReader, description: ModelDescription, padded: ModelDescription) -> None:
+    def __init__(
+        self, reader: TensorReader, own: Mapping[str, tuple[int, ...]], padded: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """own, padded: shapes of the tensors without and with the added groups."""
         self._reader = reader
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        own, new = description.transformer, padded.transformer
-        width = own["kv_channels"]
-        queries = (own["num_attention_heads"] * width, new["num_attention_heads"] * width)
-        keys = (own["num_query_groups"] * width, new["num_query_groups"] * width)
-        for name, shape in reader.shapes().items():
-            self._shapes[name] = _grown(name, shape, queries, keys)
+        self._shapes = {
+            name: padded[name] if shape == own.get(name) else shape for name, shape in reader.shapes().items()
+        }
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -90,14 +89,3 @@ class PaddedReader:
         padded = held.new_zeros(wanted)
         padded.narrow(dim, 0, held.shape[dim]).copy_(held)
         return padded
-
-
-def _grown(name: str, shape: tuple[int, ...], queries: Span, keys: Span) -> tuple[int, ...]:
-    """The padded shape of a tensor."""
-    part = name.split(".")[-2] if "." in name else ""
-    if part == "o_proj" and len(shape) == 2 and shape[1] == queries[0]:
-        return shape[0], queries[1]
-    own, new = queries if part == "q_proj" else keys
-    if part in ("q_proj", "k_proj", "v_proj") and shape[0] == own:
-        return new, *shape[1:]
-    return shape

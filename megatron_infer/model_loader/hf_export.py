@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.build import build_model
-from megatron_infer.model_loader.hf_config import description_from_config
+from megatron_infer.model_loader.hf_config import config_of
 from megatron_infer.model_loader.hf_names import WHOLE, Recipe, Span
-from megatron_infer.model_loader.hf_weights import recipes_of
+from megatron_infer.model_loader.hf_weights import recipes_of, targets
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.model_loader.sources import ModelSource
 from megatron_infer.utils.files import save_tensors
@@ -69,10 +68,7 @@ def write_hugging_face(
         raise ModelError(f"{directory}: cannot be written: {error.strerror}") from None
     try:
         model = build_model(source, dtype=dtype)
-        recipes, _ = recipes_of(model, written)
-        parameters = tracked(list(model.named_parameters()), unit="tensor", what="writing weights")
-        tensors = (pair for name, one in parameters for pair in _taken_apart(name, one, recipes[name]))
-        sizes = _write_tensors(tensors, folder, max_shard_bytes)
+        sizes = _write_tensors(tensors_of(model, written), folder, max_shard_bytes)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         no_tokenizer = _write_tokenizer(source, folder)
         folder.rename(directory)
@@ -124,6 +120,17 @@ class _Numbered:
         return numbers if rows is None else numbers[rows[0] : rows[1]]
 
 
+def tensors_of(model: nn.Module, description: ModelDescription) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of all that a whole model holds, by the row of the description's family.
+
+    Raises ModelError for a value that has no place in the family's tensors. Loading must not have multiplied factors
+    (`WeightScales`) into the weights, and each expert has tensors of its own.
+    """
+    recipes, _ = recipes_of(model, description)
+    for name, one in tracked(list(targets(model)), unit="tensor", what="writing weights"):
+        yield from _taken_apart(name, one, recipes[name])
+
+
 def _taken_apart(name: str, parameter: Tensor, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of what a parameter is made of. Raises ModelError for what has no place there."""
     value = parameter.detach()
@@ -171,124 +178,3 @@ def _write_tensors(
         index = {"metadata": {"total_size": total}, "weight_map": {name: file for name, (file, _) in sizes.items()}}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return sizes
-
-
-# ---------------------------------------------------------------------- config.json
-
-
-def config_of(description: ModelDescription) -> tuple[dict[str, Any], ModelDescription]:
-    """(config.json, the description that reading it gives). Raises ModelError where none says all that it says."""
-    own = description.architecture
-    reasons = []
-    for architecture in (own, *(name for name in _WRITERS if name != own)) if own in _WRITERS else _WRITERS:
-        config = {"architectures": [architecture], **_WRITERS[architecture](description)}
-        ids = (("bos", description.bos_id), ("eos", list(description.eos_ids) or None), ("pad", description.pad_id))
-        config |= {f"{name}_token_id": value for name, value in ids if value is not None}
-        try:
-            read = description_from_config(config, name=description.name)
-        except ModelError as error:
-            reasons.append(f"{architecture}: {error}")
-            continue
-        different = _differences(description, read)
-        if not different:
-            return config, read
-        reasons.append(f"{architecture}: {', '.join(different)}")
-    raise ModelError(
-        f"{description.name or own}: it can be written as {', '.join(_WRITERS)} only, and is none of them "
-        f"({'; '.join(reasons)})"
-    )
-
-
-def _differences(description: ModelDescription, other: ModelDescription) -> list[str]:
-    """What the two say differently of the model's arithmetic."""
-    mine, theirs = _plain(description), _plain(other)
-    return [f"{name} is {mine.get(name)!r}" for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-
-
-_ARITHMETIC = (
-    *("vocab_size", "max_sequence_length", "position_embedding", "rotary_base", "rotary_percent", "rope_scaling"),
-    *("tied_embeddings", "hybrid", "scales"),
-)
-"""Fields of a description that decide what the model computes, beside `transformer`. `linear_biases` is not one: of a
-bias that has no tensor `_taken_apart` finds out."""
-
-
-def _plain(description: ModelDescription) -> dict[str, Any]:
-    """Every field that decides what the model computes; switches that are off are left out."""
-    layers = dict(description.transformer)
-    if layers.get("add_bias_linear"):
-        layers["add_qkv_bias"] = True  # megatron-core's own meaning
-    if description.position_embedding != "rope":
-        description = replace(description, rotary_base=0.0, rotary_percent=1.0, rope_scaling=None)
-    fields = layers | {name: getattr(description, name) for name in _ARITHMETIC}
-    return {name: value for name, value in fields.items() if value not in (None, False)}
-
-
-def _llama(description: ModelDescription, kind: str = "llama") -> dict[str, Any]:
-    layers = description.transformer
-    config = {
-        "model_type": kind,
-        "vocab_size": description.vocab_size,
-        "hidden_size": layers["hidden_size"],
-        "intermediate_size": layers["ffn_hidden_size"],
-        "num_hidden_layers": layers["num_layers"],
-        "num_attention_heads": layers["num_attention_heads"],
-        "num_key_value_heads": layers.get("num_query_groups") or layers["num_attention_heads"],
-        "head_dim": layers["kv_channels"],
-        "hidden_act": layers["activation"],
-        "max_position_embeddings": description.max_sequence_length,
-        "rms_norm_eps": layers["layernorm_epsilon"],
-        "rope_theta": description.rotary_base,
-        "tie_word_embeddings": description.tied_embeddings,
-    }
-    scaling = description.rope_scaling
-    if scaling is not None and scaling.kind in ("linear", "llama3"):
-        config["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            config["rope_scaling"] |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_position,
-            }
-    return config
-
-
-def _has_bias(description: ModelDescription, linear: str) -> bool:
-    """Whether the Hugging Face model has a bias there; a description of Megatron's says only that all may have one."""
-    if description.linear_biases:
-        return linear in description.linear_biases
-    return bool(description.transformer.get("add_bias_linear"))
-
-
-def _llama_with_biases(description: ModelDescription) -> dict[str, Any]:
-    biases = {"attention_bias": _has_bias(description, "proj"), "mlp_bias": _has_bias(description, "fc1")}
-    return _llama(description) | biases
-
-
-def _qwen3(description: ModelDescription) -> dict[str, Any]:
-    biases = {"attention_bias": _has_bias(description, "proj")}
-    return _llama(description, "qwen3") | {"use_sliding_window": False, **biases}
-
-
-def _gpt2(description: ModelDescription) -> dict[str, Any]:
-    layers = description.transformer
-    return {
-        "model_type": "gpt2",
-        "vocab_size": description.vocab_size,
-        "n_embd": layers["hidden_size"],
-        "n_inner": layers["ffn_hidden_size"],
-        "n_layer": layers["num_layers"],
-        "n_head": layers["num_attention_heads"],
-        "n_positions": description.max_sequence_length,
-        "activation_function": layers["activation"],
-        "layer_norm_epsilon": layers["layernorm_epsilon"],
-        "tie_word_embeddings": description.tied_embeddings,
-    }
-
-
-_WRITERS: dict[str, Callable[[ModelDescription], dict[str, Any]]] = {
-    "LlamaForCausalLM": _llama_with_biases,
-    "Qwen2ForCausalLM": lambda description: _llama(description, "qwen2") | {"use_sliding_window": False},
-    "Qwen3ForCausalLM": _qwen3,
-    "GPT2LMHeadModel": _gpt2,
-}

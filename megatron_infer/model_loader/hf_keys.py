@@ -1,4 +1,4 @@
-"""What the families of Hugging Face configs share: keys that are harmless or refused, and the parts of a decoder.
+"""A config.json that remembers what was read of it, and the keys that are harmless or refused for every family.
 
 A config key that changes the arithmetic has its effect or is refused by name; unknown keys are named in one warning.
 Source of the semantics: the models' own config and modelling files in `transformers`.
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_infer.errors import ModelError
-from megatron_infer.model_loader.model_description import RopeScaling
 
 ACTIVATIONS = frozenset({"silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"})
 
@@ -92,11 +91,11 @@ class Keys:
         self.read.add(key)
         return self.config.get(key, default)
 
-    def require(self, key: str, *allowed: Any, why: str) -> None:
-        """Raise ModelError unless `key` is absent or one of `allowed`."""
+    def require(self, key: str, *allowed: Any, why: str, case: str = "") -> None:
+        """Raise ModelError unless `key` is absent or one of `allowed`. case: where the rule holds, for the error."""
         value = self.get(key)
         if key in self.config and value not in allowed:
-            raise ModelError(f"config.json: {key}={value!r} is not supported: {why}")
+            raise ModelError(f"config.json: {key}={value!r}{case} is not supported: {why}")
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Read older names of keys as the new ones; where a config has both, the older wins as in transformers."""
@@ -109,7 +108,7 @@ class Keys:
         value = null if value is None else value
         if value is None:
             raise ModelError(f"config.json: no {key!r}, which this architecture needs")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) <= 0:
             raise ModelError(f"config.json: {key!r} must be a positive number, got {value!r}")
         return kind(value)
 
@@ -128,122 +127,3 @@ def check_rest(keys: Keys, architecture: str) -> None:
     unknown = sorted(set(keys.config) - keys.read - set(_MUST_BE_NEUTRAL))
     if unknown:
         warnings.warn(f"{architecture}: config.json keys not known here, ignored: {', '.join(unknown)}", stacklevel=3)
-
-
-def decoder(
-    keys: Keys,
-    *,
-    kv_heads_default: int | None = None,
-    head_dim_default: int | None = None,
-    eps_default: float = 1e-6,
-    base_default: float = 10000.0,
-    tied_default: bool = False,
-    partial_rotary: bool = False,
-    rotary_percent_default: float = 1.0,
-) -> dict[str, Any]:
-    """The part that Llama-like decoders have in common."""
-    heads = keys.number("num_attention_heads")
-    hidden = keys.number("hidden_size")
-    kv_heads = keys.number("num_key_value_heads", kv_heads_default or heads, null=heads)
-    head_dim = keys.get("head_dim") or head_dim_default or hidden // heads
-    if heads % kv_heads:
-        raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
-    activation = keys.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise ModelError(
-            f"config.json: hidden_act {activation!r} is not supported (supported: {', '.join(sorted(ACTIVATIONS))})"
-        )
-    transformer = {
-        "num_layers": keys.number("num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": kv_heads,
-        "kv_channels": int(head_dim),
-        "ffn_hidden_size": keys.number("intermediate_size"),
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": keys.number("rms_norm_eps", eps_default, kind=float),
-        "gated_linear_unit": True,
-        "activation": activation,
-    }
-    return {
-        "transformer": transformer,
-        "vocab_size": keys.number("vocab_size"),
-        "max_sequence_length": keys.number("max_position_embeddings", 2048),
-        "tied_embeddings": bool(keys.get("tie_word_embeddings", tied_default)),
-        **rope(keys, base_default, partial_rotary, rotary_percent_default),
-    }
-
-
-def rope(keys: Keys, default_base: float, partial: bool, default_percent: float = 1.0) -> dict[str, Any]:
-    """Rotary embedding, from rope_parameters (newer configs) or rope_theta and rope_scaling (older)."""
-    old = keys.get("rope_scaling") or {}
-    new = keys.get("rope_parameters") or {}
-    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-        raise ModelError("config.json: rope_scaling / rope_parameters must be an object")
-    parameters = {**old, **new}
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ModelError("config.json: rope_parameters differ per layer type, which is not supported")
-    base = parameters.pop("rope_theta", None) or keys.get("rope_theta", default_base)
-    keys.read.add("rope_theta")
-    percent = parameters.pop("partial_rotary_factor", None) or keys.get("partial_rotary_factor") or default_percent
-    keys.read.add("partial_rotary_factor")
-    if percent != 1.0 and not partial:
-        raise ModelError(f"config.json: partial_rotary_factor={percent} is not supported for this architecture")
-    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-    parameters.pop("type", None)
-    if kind == "default":
-        scaling, used = None, set()
-    elif kind == "linear":
-        scaling, used = RopeScaling(kind="linear", factor=float(_need(parameters, "factor"))), {"factor"}
-    elif kind == "llama3":
-        scaling = RopeScaling(
-            kind="llama3",
-            factor=float(_need(parameters, "factor")),
-            low_freq_factor=float(_need(parameters, "low_freq_factor")),
-            high_freq_factor=float(_need(parameters, "high_freq_factor")),
-            original_max_position=int(_need(parameters, "original_max_position_embeddings")),
-        )
-        used = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    else:
-        raise ModelError(f"config.json: rope type {kind!r} is not supported (supported: default, linear, llama3)")
-    left = {key for key in parameters if key not in used and key != "original_max_position_embeddings"}
-    if left:
-        raise ModelError(f"config.json: rope parameters {', '.join(sorted(left))} are not known for rope type {kind!r}")
-    return {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling}
-
-
-def _need(parameters: Mapping[str, Any], key: str) -> Any:
-    if key not in parameters:
-        raise ModelError(f"config.json: rope_scaling has no {key!r}, which its type needs")
-    return parameters[key]
-
-
-def windows(keys: Keys, parts: dict[str, Any], *, window: int | None, layers: list[bool] | None) -> None:
-    """Sliding windows of W keys, the query's own included; megatron-core counts the keys before it.
-
-    layers: which layers slide (None: all).
-    """
-    types = keys.get("layer_types")
-    if types is not None:
-        known = {"full_attention": False, "sliding_attention": True}
-        unknown = sorted({str(kind) for kind in types if kind not in known})
-        if unknown:
-            raise ModelError(f"config.json: layer types {', '.join(unknown)} are not supported")
-        if len(types) != parts["transformer"]["num_layers"]:
-            raise ModelError(f"config.json: {len(types)} layer_types for {parts['transformer']['num_layers']} layers")
-        layers = [known[kind] for kind in types]
-    if window is None and types is not None and any(layers or ()):
-        raise ModelError("config.json: layer_types has sliding_attention but there is no sliding_window")
-    if window is None or (layers is not None and not any(layers)):
-        return
-    parts["transformer"]["window_size"] = [window - 1, 0]
-    if layers is not None and not all(layers):
-        parts["transformer"]["window_attn_skip_freq"] = [int(slides) for slides in layers]
-
-
-def biases(parts: dict[str, Any], *kinds: str) -> dict[str, Any]:
-    """Note which linears have biases, and ask megatron-core for the fewest that cover them."""
-    parts["linear_biases"] = kinds
-    parts["transformer"]["add_bias_linear"] = bool(set(kinds) - {"qkv"})
-    parts["transformer"]["add_qkv_bias"] = "qkv" in kinds
-    return parts

@@ -1,7 +1,7 @@
 """Load weights into a live model, in place, one tensor at a time and only this rank's part of each.
 
-Any `TensorReader` (safetensors here, GGUF in gguf.py) gives tensors by their Hugging Face names; `hf_names` and
-`hf_hybrid_names` know which tensors make which parameter.
+Any `TensorReader` (safetensors here, GGUF in gguf.py) gives tensors by their Hugging Face names; `hf_names` knows which
+tensors make which parameter.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
+from megatron_infer.model_loader.families import family_of
 from megatron_infer.model_loader.head_padding import PaddedReader, pad_groups
-from megatron_infer.model_loader.hf_hybrid_names import HYBRID_NAMES
 from megatron_infer.model_loader.hf_names import (
     WHOLE,
     ExpertPlace,
-    GPT2Names,
-    LlamaNames,
-    Phi3Names,
     Recipe,
+    Recipes,
     Shard,
     Span,
     TensorReader,
+    head_from_embedding,
 )
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.models.attached_lora import attached_tensors
@@ -44,7 +43,7 @@ def load_weights(model: nn.Module, reader: TensorReader, description: ModelDescr
     """
     reader, recipes = fitted(model, reader, description, shard)
     with torch.no_grad():
-        for name, parameter in tracked(list(_targets(model)), unit="tensor", what="reading weights"):
+        for name, parameter in tracked(list(targets(model)), unit="tensor", what="reading weights"):
             parameter.copy_(made(name, parameter, recipes[name], reader, shard))
 
 
@@ -54,7 +53,8 @@ def fitted(
     """(reader, recipe of every parameter); raises as `load_weights` does. Reads shapes, and a tied head's tensors."""
     recipes, padded = recipes_of(model, description)
     if padded is not description:
-        reader, description = PaddedReader(reader, description, padded), padded
+        reader = PaddedReader(reader, source_shapes(model, description), source_shapes(model, padded))
+        description = padded
     shapes = reader.shapes()
     needed = {source: shape for recipe in recipes.values() for source, shape in recipe.sources.items()}
     _check(description, shapes, needed, whole=_is_whole(model))
@@ -91,7 +91,7 @@ def made(name: str, parameter: Tensor, recipe: Recipe, reader: TensorReader, sha
     return value
 
 
-def _targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and routers' correction biases, buffers that belong to the model; not those of an adapter on it."""
     adapter = attached_tensors(model)
     yield from ((name, parameter) for name, parameter in model.named_parameters() if name not in adapter)
@@ -133,19 +133,15 @@ def ignorable(name: str, description: ModelDescription) -> bool:
     """True for buffers in old checkpoints and for a tied model's copy of the embedding."""
     if name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):
         return True
-    if description.architecture == "NemotronHForCausalLM" and name.startswith("mtp."):
-        return True  # multi-token prediction, which transformers does not read either
-    return _head_from_embedding(description) and name == "lm_head.weight"
-
-
-def _head_from_embedding(description: ModelDescription) -> bool:
-    return description.tied_embeddings or (description.scales is not None and description.scales.head_from_embedding)
+    if name.startswith(family_of(description).ignored_tensors):
+        return True
+    return head_from_embedding(description) and name == "lm_head.weight"
 
 
 def _check_tied(description: ModelDescription, reader: TensorReader) -> None:
     """Raise ModelError if a tied model's file holds a head with other values: transformers would use that head."""
-    embedding = f"{_NAMES.get(description.architecture, LlamaNames).embedding}.weight"
-    if not _head_from_embedding(description) or not {"lm_head.weight", embedding} <= set(reader.shapes()):
+    embedding = f"{family_of(description).tensors['embedding.word_embeddings']}.weight"
+    if not head_from_embedding(description) or not {"lm_head.weight", embedding} <= set(reader.shapes()):
         return
     if not torch.equal(reader.read("lm_head.weight"), reader.read(embedding)):
         raise ModelError(
@@ -183,30 +179,18 @@ def _check_split(description: ModelDescription, shard: Shard, experts: ExpertPla
             raise ModelError(f"{description.name}: {key} {config[key]} cannot be split over {size} {what} ranks")
 
 
-_NAMES: Mapping[str, type[LlamaNames]] = {
-    "Phi3ForCausalLM": Phi3Names,
-    "GPT2LMHeadModel": GPT2Names,
-    **HYBRID_NAMES,
-}
-
-
-def names_of(description: ModelDescription, model: nn.Module) -> LlamaNames:
-    """The recipes of the description's family."""
-    return _NAMES.get(description.architecture, LlamaNames)(description, model)
-
-
 def _recipes(model: nn.Module, description: ModelDescription) -> Iterator[tuple[str, Recipe]]:
-    names = names_of(description, model)
+    recipes = Recipes(description, model)
     layers = getattr(getattr(model, "decoder", None), "layers", ())
     # layer_number counts from 1 over the whole model, in a pipeline stage too.
     numbers = [layer.layer_number - 1 for layer in layers]
     unknown = []
-    for name, _ in _targets(model):
+    for name, _ in targets(model):
         if name.startswith("decoder.layers."):
             _, _, index, part = name.split(".", 3)
-            recipe = names.layer(numbers[int(index)], part)
+            recipe = recipes.recipe(part, numbers[int(index)])
         else:
-            recipe = names.outer(name)
+            recipe = recipes.recipe(name)
         if recipe is None:
             unknown.append(name)
         else:
@@ -215,11 +199,6 @@ def _recipes(model: nn.Module, description: ModelDescription) -> Iterator[tuple[
         raise ModelError(
             f"{description.architecture}: no weights are known for these parameters of the model: {', '.join(unknown)}"
         )
-
-
-def base_prefix(description: ModelDescription) -> str:
-    """Prefix of all tensors but the head."""
-    return _NAMES.get(description.architecture, LlamaNames).base
 
 
 class SafetensorsReader:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
 from megatron_infer.model_loader.checkpoint import CheckpointSource
+from megatron_infer.model_loader.families import family_of
 from megatron_infer.model_loader.find import CHOICES, Kind, damage_named, description_of_directory, find_model
 from megatron_infer.model_loader.gguf import GGUFWeights
 from megatron_infer.model_loader.hf_names import WHOLE, Shard, TensorReader
-from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, load_weights
+from megatron_infer.model_loader.hf_weights import SafetensorsReader, load_weights
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.text.gguf_vocab import tokenizer_from_metadata
 from megatron_infer.text.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ class HFDirectory:
     def _open(self) -> SafetensorsReader:
         if self._reader is None:
             with damage_named(self.name):
-                self._reader = SafetensorsReader(self.path, base=base_prefix(self._description))
+                self._reader = SafetensorsReader(self.path, base=family_of(self._description).base)
         return self._reader
 
 

@@ -105,7 +105,7 @@ def draft_model(value: Any, asked: Asked) -> Effect:
 
 
 def architectures(value: list[str], asked: Asked) -> Effect:
-    from megatron_infer.model_loader.hf_config import FAMILIES
+    from megatron_infer.model_loader.families import FAMILIES
 
     asked.architectures = custom_architectures(value, built_in=tuple(FAMILIES))
     return value, ", ".join(sorted(asked.architectures))

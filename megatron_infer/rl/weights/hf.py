@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_infer.errors import WeightUpdateError, unknown_name
+from megatron_infer.model_loader.families import family_of
 from megatron_infer.model_loader.head_padding import PaddedReader
 from megatron_infer.model_loader.hf_family import plan_of, spelled
 from megatron_infer.model_loader.hf_names import Shard, Span
-from megatron_infer.model_loader.hf_weights import base_prefix, ignorable, made, recipes_of, source_shapes
+from megatron_infer.model_loader.hf_weights import ignorable, made, recipes_of, source_shapes
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.rl.weights.inventory import listed
 
@@ -31,6 +32,7 @@ class HFAssembler:
         self._recipes, self._padded = recipes_of(model, plan)
         self._plan, self._shard = plan, shard_of(model)
         self._shapes = source_shapes(model, plan)
+        self._padded_shapes = source_shapes(model, self._padded)
         self._missing = {name: set(recipe.sources) for name, recipe in self._recipes.items()}
         self._users: dict[str, set[str]] = {}
         for name, recipe in self._recipes.items():
@@ -50,7 +52,7 @@ class HFAssembler:
         while self._constants:
             constant = self._constants.pop()
             yield constant, made(constant, self._parameters[constant], self._recipes[constant], self._reader(), Shard())
-        base, name = base_prefix(self._plan), spelled(name, self._plan)
+        base, name = family_of(self._plan).base, spelled(name, self._plan)
         if name not in self._users and f"{base}.{name}" in self._users:
             name = f"{base}.{name}"  # saved from the bare body
         users = self._users.get(name)
@@ -84,7 +86,7 @@ class HFAssembler:
 
     def _reader(self) -> Any:
         reader = InMemoryReader(self._held)
-        return reader if self._padded is self._plan else PaddedReader(reader, self._plan, self._padded)
+        return reader if self._padded is self._plan else PaddedReader(reader, self._shapes, self._padded_shapes)
 
     def _drop(self, users: set[str]) -> None:
         """Drop held tensors that no incomplete parameter needs."""

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megatron_infer.errors import ConfigError, ModelError, WeightUpdateError
 from megatron_infer.model_loader.checkpoint import CheckpointSource
+from megatron_infer.model_loader.families import family_of
 from megatron_infer.model_loader.find import is_checkpoint
 from megatron_infer.model_loader.hf_family import is_hf_name, plan_of, spelled
-from megatron_infer.model_loader.hf_weights import SafetensorsReader, base_prefix, fitted, made
+from megatron_infer.model_loader.hf_weights import SafetensorsReader, fitted, made
 from megatron_infer.model_loader.model_description import ModelDescription
 from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.weights.hf import InMemoryReader, shard_of
@@ -105,7 +106,7 @@ def _of_path(path: Path, plan: ModelDescription | None, names: str | None) -> We
 
 def _reader_of(path: Path, model: Any) -> Any:
     if path.is_dir():
-        return SafetensorsReader(path, base=base_prefix(model.config()))
+        return SafetensorsReader(path, base=family_of(model.config()).base)
     return model._weights
 
 
