@@ -11,6 +11,7 @@ Where drafts are verified, the matcher walks them, a mask for each position, and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -31,6 +32,9 @@ from megatron_infer.text.grammar import GrammarCache, one_line
 from megatron_infer.utils.turn_pool import TurnPool
 
 MOMENT_S = 0.02
+APART_AFTER, MAX_APART = 4, 16
+"""A request has its grammar compiled for itself once its masks have taken APART_AFTER times as long as that takes; so
+many requests at once at most."""
 NUM_TIMED, PARALLEL_S = 4, 0.005
 """The first NUM_TIMED masks are made in turn; threads share the others if they would take longer than PARALLEL_S."""
 
@@ -45,6 +49,8 @@ class _Match:
     """Of its output tokens."""
     is_copy: bool = True
     """Of the grammar's template, whose copies wait for each other's masks."""
+    mask_s: float = 0.0
+    """Seconds of a processor that its masks have taken."""
     made: tuple[int, Future[np.ndarray]] | None = None
     """The mask that is made next to the steps, and the tokens of the request that it follows."""
 
@@ -112,24 +118,32 @@ class Grammars:
 
     def _mask_behind(self, match: _Match) -> np.ndarray:
         mask_W: np.ndarray = np.full(self._num_words, -1, dtype=np.int32)
-        if match.is_copy:
-            self._set_apart(match)
+        if match.is_copy and match.mask_s > APART_AFTER * self.cache.compile_s(self._structured(match)):
+            with contextlib.suppress(RequestError):  # the copy goes on
+                self._set_apart(match)
         self._compute(match, mask_W)
         return mask_W
 
     def _set_apart(self, match: _Match) -> None:
         """Give a request a matcher that shares no lock, so that steps can match tokens of others while it is used."""
-        request = match.request
-        assert request.params.structured is not None
-        matcher = self.cache.matcher(request.params.structured)
+        if sum(not one.is_copy for one in list(self._matches.values())) >= MAX_APART:
+            return
+        request, matcher = match.request, self.cache.matcher(self._structured(match))
         matcher.consume_tokens(request.tokens[request.prompt_len : request.prompt_len + match.num_seen])
         match.matcher, match.is_copy = matcher, False
 
     def _compute(self, match: _Match, mask_W: np.ndarray) -> None:
         began = time.thread_time()
         match.matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        assert match.request.params.structured is not None
-        self.cache.took(match.request.params.structured, time.thread_time() - began)
+        seconds = time.thread_time() - began
+        match.mask_s += seconds
+        self.cache.took(self._structured(match), seconds)
+
+    @staticmethod
+    def _structured(match: _Match) -> StructuredOutput:
+        structured = match.request.params.structured
+        assert structured is not None
+        return structured
 
     @property
     def _num_words(self) -> int:

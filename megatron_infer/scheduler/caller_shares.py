@@ -9,10 +9,10 @@ for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most 
 
 Time. A step with tokens of several callers takes at most twice as long as one token, or STRETCH times as long as the
 tokens of the smallest of them alone, or as one token of each. Half of its tokens go to prompts of callers that decode
-nothing, who wait for a first token: more, as long as the step takes at most LONGEST times as long as one token. The
-others are shared evenly (max-min). For PRESENT_STEPS steps after a caller's last request, a step that decodes takes at
-most LONGEST times as long as one token: a caller that comes back waits for a short step. A caller's rows decode in
-turn, and each caller has one token at least: every row goes on.
+nothing, who wait for a first token, the others to those that decode, each half evenly (max-min); so that a short prompt
+is computed at once, such prompts lengthen a step to FIRST times one token. For PRESENT_STEPS steps after a caller's
+last request, a step that decodes takes at most AWAY times as long as one token: a caller that comes back waits for a
+short step. A caller's rows decode in turn, and each caller has one token at least: every row goes on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 PRESENT_STEPS = 256
 """Steps for which a caller counts after its last request."""
-STRETCH, LONGEST = 1.3, 2.5
+STRETCH, FIRST, AWAY = 1.3, 3.0, 2.5
 
 
 @dataclass(slots=True)
@@ -159,17 +159,15 @@ class CallerShares:
             return None
         seconds = self.costs.seconds
         one, least = seconds(1, verifying=False), max(len(wanted), min(wanted.values(), default=1))
-        longest = LONGEST * one
         limit = max(2 * one, STRETCH * seconds(least, verifying=False)) if len(wanted) > 1 else inf
-        most = self._tokens_within(min(limit, longest) if is_away else limit, len(wanted), budget)
+        most = self._tokens_within(min(limit, AWAY * one) if is_away else limit, len(wanted), budget)
         if sum(wanted.values()) <= most and self._leaving is None:
             return None
-        new = {caller: count for caller, count in prompts.items() if caller not in decoding}
-        others = len(wanted) - len(new)
-        first = _shared(new, max(most // 2, self._tokens_within(longest, len(wanted), budget) - others))
-        rest = {caller: count - first.get(caller, 0) for caller, count in wanted.items()}
-        tokens = Counter(first)
-        tokens.update(_shared({caller: count for caller, count in rest.items() if count}, most - sum(first.values())))
+        new = {caller: wanted[caller] for caller in prompts if caller not in decoding}
+        others = {caller: count for caller, count in wanted.items() if caller not in new}
+        kept = max(len(others), min(most - most // 2, sum(others.values())))
+        first = _shared(new, max(most, self._tokens_within(FIRST * one, len(wanted), budget)) - kept)
+        tokens = first | _shared(others, max(kept, most - sum(first.values())))
         chosen: set[Request] = set()
         prompt_tokens: dict[int, int] = {}
         for caller, share in tokens.items():

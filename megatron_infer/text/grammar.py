@@ -85,6 +85,8 @@ class GrammarCache:
         """Grammars whose masks are made next to the steps -> quick masks until that ends."""
         self._quick_masks: dict[StructuredOutput, int] = {}
         """Grammars that have been slow -> quick masks that ended that, or will."""
+        self._compile_s: dict[StructuredOutput, float] = {}
+        """Seconds of a processor that a grammar took to compile, of the latest."""
         self.vocabulary: Any = None
         """See `grammar_vocabulary`; None until the first grammar is compiled."""
 
@@ -135,6 +137,10 @@ class GrammarCache:
         finally:
             self.leave(future)
 
+    def compile_s(self, wanted: StructuredOutput) -> float:
+        """Seconds of a processor that it takes to compile a grammar of a request."""
+        return self._compile_s.get(wanted, COMPILE_TIMEOUT_S)
+
     def took(self, wanted: StructuredOutput, seconds: float) -> None:
         """A mask of `wanted` has taken so many seconds of a processor."""
         with self._lock:
@@ -172,7 +178,12 @@ class GrammarCache:
         with self._vocabulary_lock:
             if self.vocabulary is None:
                 self.vocabulary = grammar_vocabulary(self._tokenizer, self._vocab_size)
+        began = time.thread_time()
         template = self.matcher(wanted)
+        with self._lock:
+            self._compile_s[wanted] = time.thread_time() - began
+            if len(self._compile_s) > MAX_KEPT:
+                del self._compile_s[next(iter(self._compile_s))]
         first, began = template.deep_copy(), time.thread_time()
         first.compute_bitmask()
         self.took(wanted, time.thread_time() - began)

@@ -25,9 +25,12 @@ from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import IO, Any
 
-GUARD = '((trap "" HUP INT QUIT TERM; read -r _; kill -9 0) </dev/fd/$0 >/dev/null 2>&1 &); exec "$@"'
+GUARD = (
+    'trap "" TTIN TTOU; ((trap "" HUP INT QUIT TERM; read -r _; kill -9 0) </dev/fd/$0 >/dev/null 2>&1 &); exec "$@"'
+)
 """For a shell, whose $0 is the descriptor of the pipe. The guard is started by another shell, so that it is no child of
-the command."""
+the command. The command is no foreground job of a terminal: it gets an error for what it would read there, and may
+write to a terminal that stops other jobs for that."""
 POLL_S = 0.5
 _held: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 """The writing ends of this process. One that it has forked, which may outlive it, must not hold them."""

@@ -18,6 +18,11 @@ QUICK_S, FORGET_S = 0.05, 1.0
 """A caller whose jobs have taken less than QUICK_S of a processor lately does not give way with its next one. What it
 took weighs 1/e after FORGET_S."""
 NUM_QUICK = 2
+POLL_S = 0.01
+
+_Given = list[tuple[Future[Any], Callable[[], Any]]]
+"""One job and its future, or none. Who runs the job takes them out: frames hold neither, else the future would hold an
+error whose traceback holds the future, and what the job was given would stay until a collection."""
 
 
 class TurnPool:
@@ -55,13 +60,15 @@ class TurnPool:
                 self._waiting.setdefault(caller, deque()).append((future, job))
         if is_quick:
             assert self._quick is not None
-            self._quick.submit(self._run_quick, caller, job, future)
+            self._quick.submit(self._run_quick, caller, [(future, job)])
         else:
             self._threads.submit(self._run_next)
         return future
 
     def close(self) -> None:
-        """Wait until all jobs have ended."""
+        """Wait until all jobs have ended; none may come any more."""
+        while self._waiting or self._running:
+            time.sleep(POLL_S)
         self._threads.shutdown()
         if self._quick is not None:
             self._quick.shutdown()
@@ -75,10 +82,10 @@ class TurnPool:
         ended, seconds = self._used.get(caller, (0.0, 0.0))
         return seconds * math.exp((ended - time.monotonic()) / FORGET_S)
 
-    def _run_quick(self, caller: Hashable, job: Callable[[], Any], future: Future[Any]) -> None:
+    def _run_quick(self, caller: Hashable, given: _Given) -> None:
         with self._lock:
-            is_due = _begins(future)
-        self._run(caller, job if is_due else None, future, is_quick=True)
+            _drop_ended(given)
+        self._run(caller, given, is_quick=True)
 
     def _run_next(self) -> None:
         """Run the next caller's job, if there is one whose caller may have a thread."""
@@ -86,20 +93,20 @@ class TurnPool:
             caller = next((one for one in self._waiting if self._running[one] < self._most_each), None)
             if caller is None:
                 return
-            future, job = self._waiting[caller].popleft()
+            given: _Given = [self._waiting[caller].popleft()]
             if self._waiting[caller]:
                 self._waiting.move_to_end(caller)
             else:
                 del self._waiting[caller]
             self._running[caller] += 1
-            is_due = _begins(future)
-        self._run(caller, job if is_due else None, future, is_quick=False)
+            _drop_ended(given)
+        self._run(caller, given, is_quick=False)
 
-    def _run(self, caller: Hashable, job: Callable[[], Any] | None, future: Future[Any], *, is_quick: bool) -> None:
+    def _run(self, caller: Hashable, given: _Given, *, is_quick: bool) -> None:
         began = time.thread_time()
         try:
-            if job is not None:
-                _fulfil(future, job)
+            if given:
+                _fulfil(given)
         finally:
             with self._lock:
                 self._num_quick -= is_quick
@@ -119,15 +126,20 @@ class TurnPool:
             self._used = {one: used for one, used in self._used.items() if now - used[0] < 10 * FORGET_S}
 
 
-def _begins(future: Future[Any]) -> bool:
-    return not (future.done() or future.running()) and future.set_running_or_notify_cancel()
+def _drop_ended(given: _Given) -> None:
+    """Drop the job whose future is cancelled, or which another turn has begun."""
+    (future, _) = given[0]
+    if future.done() or future.running() or not future.set_running_or_notify_cancel():
+        given.clear()
 
 
-def _fulfil(future: Future[Any], job: Callable[[], Any]) -> None:
+def _fulfil(given: _Given) -> None:
+    future, job = given.pop()
     try:
         result = job()
     except BaseException as error:
         future.set_exception(error)
+        del future, job
     else:
         future.set_result(result)
 

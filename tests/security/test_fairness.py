@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -112,10 +114,11 @@ def test_caller_of_long_jobs_gives_way_to_one_of_few():
 
 def test_texts_of_one_caller_do_not_delay_those_of_another():
     """A caller asks for more tokenization than there are threads for it; another one's comes in its turn."""
-    go, whole = threading.Event(), type(tokenizer()).encode
+    go, whole, order = threading.Event(), type(tokenizer()).encode, []
 
     def encode(self, text, *args, **kwargs):
         assert not text.startswith("held") or go.wait(60)
+        order.append(text)
         return whole(self, text, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, serving() as case, ThreadPoolExecutor(20) as threads:
@@ -125,9 +128,34 @@ def test_texts_of_one_caller_do_not_delay_those_of_another():
         later = [threads.submit(post_from, case, "127.0.0.2", prompt=f"{i}") for i in range(16)]
         time.sleep(0.5)
         other = threads.submit(post_from, case, "127.0.0.3", prompt="other")
+        time.sleep(0.5)
         go.set()
         assert other.result(60).status_code == 200
         assert all(one.result(60).status_code == 200 for one in (*asked, *later))
+    assert len(order) == 19 and order.index("other") <= 5, order
+
+
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_text_of_a_job_that_failed_is_not_kept(gives_way):
+    class Text(str):
+        __slots__ = ("__weakref__",)
+
+    def fail(text):
+        raise ValueError("refused")
+
+    pool, kept = TurnPool(2, "test", most_each=2, gives_way=gives_way), []
+    gc.disable()
+    try:
+        for _ in range(20):
+            text = Text("long")
+            kept.append(weakref.ref(text))
+            with pytest.raises(ValueError, match="refused"):
+                pool.submit(1, partial(fail, text)).result(20)
+            del text
+        pool.close()
+        assert sum(one() is not None for one in kept) <= 1
+    finally:
+        gc.enable()
 
 
 def test_schemas_of_one_caller_neither_delay_anothers_nor_blame_it(monkeypatch):

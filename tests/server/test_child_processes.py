@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -60,6 +62,36 @@ def test_child_has_a_group_of_its_own_in_the_session_of_its_parent():
         wait_for(lambda: os.getpgid(child.pid) == child.pid)
         assert os.getsid(child.pid) == os.getsid(0)
         child.end()
+
+
+AT_TERMINAL = """
+import termios
+settings = termios.tcgetattr(2)
+settings[3] |= termios.TOSTOP
+termios.tcsetattr(2, termios.TCSANOW, settings)
+print("code", ChildProcess([sys.executable, "-c", sys.argv[1]]).wait(60), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("import sys; print('a line of the log', file=sys.stderr)", "a line of the log"),
+        ("import sys; print(repr(sys.stdin.readline()))", "Input/output error"),
+    ],
+)
+def test_child_is_not_stopped_by_the_terminal_of_its_parent(code, shown):
+    """A terminal that stops jobs of the background that write, or any that read."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, "-c", START + AT_TERMINAL, code])
+    output = b""
+    with contextlib.suppress(OSError):  # its other end is closed
+        while data := os.read(terminal, 4096):
+            output += data
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    assert shown.encode() in output and b"code " in output, output
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
