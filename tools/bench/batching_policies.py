@@ -15,11 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_infer.cli.bench_workload import CpuClock, percentile
+from megatron_infer.cli.bench_workload import percentile
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.utils.host import CpuClock
 
 CASES: dict[str, dict[str, Any]] = {
     "mixed": {},
