@@ -40,12 +40,16 @@ CASES = {
     "batching": "modes",
     "steps-in-flight": "modes",
     "modules": "modes",
+    "structured": "modes",
+    "preemption": "pool",
+    "suspend": "pool",
     "lora": "adapters",
     "peft": "adapters",
     "grpo-exact": "rollouts",
     "meter": "rollouts",
     "trl": "rollouts",
     "sample-file": "rollouts",
+    "score-memory": "rollouts",
     "traces": "traces",
 }
 """Case -> its module in tools/bench/cases."""
@@ -85,6 +89,7 @@ def run_rounds(measures: list[Measure], rounds: int, *, warm_up: bool) -> list[d
         for one, taken in zip(measures, found, strict=True):
             names = list(one.variants)
             for name in names if index % 2 else names[::-1]:
+                print(f"round {index} of {rounds}: {one.what}: {name}", file=sys.stderr)
                 clock = Clock()
                 done = one.variants[name](clock)
                 assert clock.seconds > 0, f"{name} has not run its clock"

@@ -1,15 +1,18 @@
-"""Modes of an engine: exact mode, the loop of pipelines, batching policies, steps in flight, the module check."""
+"""Modes of an engine: exact mode, the loop of pipelines, batching, steps in flight, structured output."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from megatron_infer.cli.bench_workload import percentile
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.structured_output import StructuredOutput
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.entrypoints.llm import LLM
 from megatron_infer.memory.device import Device, HostRead
@@ -27,6 +31,9 @@ from megatron_infer.models.census import Census
 from megatron_infer.models.exact_forward import exact_logprobs
 from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
 from megatron_infer.pipelines.text_generation import TextContext, TextGenerationInputs
+from megatron_infer.sampling.grammar_matchers import Grammars
+from megatron_infer.sampling.token_masks import forbid
+from megatron_infer.scheduler.request import Request
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
 from megatron_infer.utils.host import CpuClock
@@ -347,6 +354,111 @@ def modules(args: argparse.Namespace) -> Iterator[list[Measure]]:
     yield [Measure(f"{len(Census(engine.model).records)} modules", "call", variants)]
 
 
+# ---------------------------------------------------------------------- structured output
+
+ITEM = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "price": {"type": "number"},
+        "kind": {"enum": ["book", "film", "game"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["title", "price", "kind", "tags"],
+    "additionalProperties": False,
+}
+LANGUAGES: dict[str, dict[str, Any]] = {
+    "json schema": {"json_schema": {"type": "array", "items": ITEM, "minItems": 50}},
+    "any object": {"json_object": True},
+    "regex": {"regex": "([a-zA-Z ]{3,40}, [0-9]{2,5}; )+\\."},
+}
+
+
+def walk(clock: Clock, tokenizer: Any, vocab: int, language: dict[str, Any], rows: int, steps: int) -> Done:
+    """Rows walk through a language by tokens drawn evenly from those allowed; medians are of the steps."""
+    grammars, structured = Grammars(tokenizer, vocab), StructuredOutput(**language)
+    begun = time.perf_counter()
+    grammars.cache.check(StructuredOutput(regex="x"))
+    vocabulary_s = time.perf_counter() - begun
+    begun = time.perf_counter()
+    grammars.cache.check(structured)
+    compile_ms = 1e3 * (time.perf_counter() - begun)
+    params = SamplingParams(structured=structured, max_tokens=None)
+    requests = [
+        Request(id=str(row), tokens=[1], prompt_len=1, params=params, max_total=1 << 20, seed=row)
+        for row in range(rows)
+    ]
+    logits, rng = torch.randn(rows, vocab), random.Random(0)
+    masks_ms, apply_ms, advance_ms = [], [], []
+    with clock:
+        for _ in range(steps):
+            begun = time.perf_counter()
+            masks = grammars.masks(requests)
+            masks_ms.append(1e3 * (time.perf_counter() - begun))
+            assert masks is not None
+            bits_GW = torch.from_numpy(masks.bits_GW)
+            begun = time.perf_counter()
+            forbid(logits.clone(), bits_GW, None)
+            apply_ms.append(1e3 * (time.perf_counter() - begun))
+            for row, request in enumerate(requests):
+                bits = np.flatnonzero(np.unpackbits(masks.bits_GW[row].view(np.uint8), bitorder="little"))
+                request.tokens.append(int(bits[rng.randrange(len(bits))]))
+            begun = time.perf_counter()
+            complete = [grammars.advance(request) for request in requests]
+            advance_ms.append(1e3 * (time.perf_counter() - begun))
+            for row, done in enumerate(complete):
+                if done:
+                    requests[row] = Request(
+                        id=f"{row} again", tokens=[1], prompt_len=1, params=params, max_total=1 << 20, seed=row
+                    )
+    return Done(
+        steps,
+        {
+            "vocabulary s": vocabulary_s,
+            "compile ms": compile_ms,
+            "masks ms": statistics.median(masks_ms),
+            "masks ms, most": max(masks_ms),
+            "matching ms": statistics.median(advance_ms),
+            "applying ms": statistics.median(apply_ms),
+        },
+    )
+
+
+def structured_steps(clock: Clock, llm: LLM, rows: int, steps: int, structured: StructuredOutput | None) -> Done:
+    """Decode steps of `rows` requests."""
+    params = SamplingParams(structured=structured, max_tokens=steps, temperature=1.0, seed=1, ignore_eos=True)
+    for row in range(rows):
+        llm.engine.add_request(llm.tokenizer.encode(f"Item {row}: "), params, stream="final")  # type: ignore[union-attr]
+    llm.engine.step()
+    llm.engine.step()
+    before = llm.engine.num_steps
+    with clock:
+        while llm.engine.has_unfinished():
+            llm.engine.step()
+    return Done(llm.engine.num_steps - before)
+
+
+@contextlib.contextmanager
+def structured(args: argparse.Namespace) -> Iterator[list[Measure]]:
+    config = {"max_requests": max(args.rows, 8), "max_sequence_length": 512}
+    llm = LLM(args.model, threads=args.threads, config=config)
+    size = {"rows": args.rows, "steps": args.steps}
+    vocab = llm.engine.shape.vocab_size
+    walks: dict[str, Variant] = {
+        name: partial(walk, tokenizer=llm.tokenizer, vocab=vocab, language=language, **size)
+        for name, language in LANGUAGES.items()
+    }
+    by_schema = StructuredOutput(**LANGUAGES["json schema"])
+    steps: dict[str, Variant] = {
+        "free": partial(structured_steps, llm=llm, structured=None, **size),
+        "structured": partial(structured_steps, llm=llm, structured=by_schema, **size),
+    }
+    yield [
+        Measure(f"masks of {args.rows} rows, a vocabulary of {vocab}", "step", walks),
+        Measure(f"decode steps of {args.rows} rows", "step", steps),
+    ]
+
+
 CASES = {
     "exact": Case(
         about="Exact mode (batch_invariant) on and off: decode, prefill, the trainer's score.",
@@ -383,5 +495,12 @@ CASES = {
         prepare=modules,
         rounds=50,
         options={"model": "smollm2", "threads": 1},
+    ),
+    "structured": Case(
+        about="Structured output: matching, masks and their application, and the decode steps of a model.\n\n"
+        "Rows walk through a language by tokens drawn evenly from those allowed, each with a matcher of its own.",
+        prepare=structured,
+        rounds=1,
+        options={"model": "smollm2", "rows": 32, "steps": 40, "threads": 1},
     ),
 }

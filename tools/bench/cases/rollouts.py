@@ -1,4 +1,4 @@
-"""Rollouts: exact mode in a GRPO step, the mismatch meter, TRL's generation, sample files."""
+"""Rollouts: exact mode in a GRPO step, the mismatch meter, TRL's generation, sample files, memory of gradients."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from cases.case import Case, Clock, Done, Measure, Variant
+from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.entrypoints.llm import chat_prompt
@@ -31,6 +32,8 @@ from megatron_infer.rl.mismatch_meter import MismatchMeter
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
 from megatron_infer.rl.session import RolloutSession
 from megatron_infer.scheduler.request import VersionSpan
+from megatron_infer.testing.cpu_shim import cpu_shim
+from megatron_infer.testing.tiny import tiny_gpt
 
 TOPICS = ["the sea", "a bee", "snow", "the moon", "bread", "a river", "gold", "the wind", "salt", "a horse"]
 
@@ -366,6 +369,100 @@ def sample_files(args: argparse.Namespace) -> Iterator[list[Measure]]:
     yield [Measure("write", "rollout", variants(writes)), Measure("read", "rollout", variants(reads))]
 
 
+# ---------------------------------------------------------------------- memory of gradients
+
+
+def peak_bytes(clock: Clock, run: Callable[[], Any]) -> int:
+    """The most bytes that are allocated at once during `run`, beyond those before it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile, clock:
+        run()
+    live = most = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+def megatron_step(model: Any, batches: list[torch.Tensor]) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(given: Iterator[torch.Tensor], module: Any) -> tuple[torch.Tensor, Any]:
+        ids = next(given)
+        positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
+        losses = module(ids, positions, None, labels=ids.roll(-1, 1))
+        return losses, lambda out: (out[:, :-1].mean(), {})
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=batches[0].shape[1],
+        micro_batch_size=len(batches[0]),
+        forward_only=False,
+    )
+
+
+def gradients(clock: Clock, ddp: Any, run: Callable[[], Any]) -> Done:
+    """The peak of one step of training, beyond weights and gradient buffers."""
+    ddp.zero_grad_buffer()
+    run()  # buffers that are allocated once
+    ddp.zero_grad_buffer()
+    peak = peak_bytes(clock, run)
+    norm = torch.cat([parameter.main_grad.flatten() for parameter in ddp.parameters()]).norm()
+    return Done(1, {"peak MiB": peak / 2**20, "gradient norm": float(norm)})
+
+
+@contextlib.contextmanager
+def score_memory(args: argparse.Namespace) -> Iterator[list[Measure]]:
+    torch.set_num_threads(1)
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    batches = [
+        torch.randint(0, args.vocab, (args.rows, args.length), generator=torch.Generator().manual_seed(seed))
+        for seed in range(args.micro_batches)
+    ]
+    sequences = [row.tolist() for batch in batches for row in batch]
+    with cpu_shim(4):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        model = tiny_gpt(
+            num_layers=args.layers,
+            hidden_size=args.hidden,
+            ffn_hidden_size=3 * args.hidden,
+            vocab_size=args.vocab,
+            max_sequence_length=args.length,
+            **(recompute if args.recompute else {}),
+        )
+        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        ddp.train()
+        session = RolloutSession(ddp, InferenceConfig(buffer_size_gb=0.05, max_sequence_length=args.length))
+        num_tokens = len(sequences) * (args.length - 1)
+        micro_batch_tokens = args.rows * args.length
+
+        def scored() -> None:
+            session.score_and_backward(
+                sequences,
+                lambda scores, _: -sum(score.sum() for score in scores) / num_tokens,
+                micro_batch_tokens=micro_batch_tokens,
+            )
+
+        def all_at_once() -> None:
+            scores = session.score(sequences, grad=True, micro_batch_tokens=micro_batch_tokens)
+            (-torch.cat(scores).mean()).backward()
+
+        runs: dict[str, Callable[[], Any]] = {
+            "Megatron's own step": lambda: megatron_step(ddp, batches),
+            "session.score_and_backward": scored,
+            "session.score(grad=True), one backward": all_at_once,
+        }
+        variants: dict[str, Variant] = {name: partial(gradients, ddp=ddp, run=run) for name, run in runs.items()}
+        size = f"{args.micro_batches} micro-batches of {args.rows} x {args.length} tokens"
+        with session.training():
+            yield [Measure(f"{args.layers} layers of {args.hidden}, vocabulary {args.vocab}, {size}", "step", variants)]
+
+
 CASES = {
     "grpo-exact": Case(
         about="A GRPO step of examples/grpo.py with exact mode and without: rollouts and update.\n\n"
@@ -395,5 +492,23 @@ CASES = {
         "mask, 4 a support word and 4 a count, 1 an expert.",
         prepare=sample_files,
         options={"tokens": 512, "layers": 24, "top_k": 8},
+    ),
+    "score-memory": Case(
+        about="Peak memory of a session's gradients and of Megatron's own training step.\n\n"
+        "All compute the mean negative log probability of the same sequences on the same model, in megatron-core's\n"
+        "DDP, in float32. The peak is of bytes of torch's CPU allocator, beyond weights and gradient buffers.\n"
+        "Times include the profiler's.",
+        prepare=score_memory,
+        rounds=1,
+        warms_up=False,
+        options={
+            "layers": 8,
+            "hidden": 256,
+            "vocab": 16384,
+            "length": 256,
+            "rows": 4,
+            "micro_batches": 4,
+            "recompute": False,
+        },
     ),
 }
