@@ -43,6 +43,7 @@ CASES = {
     "structured": "modes",
     "preemption": "pool",
     "suspend": "pool",
+    "scan": "scan",
     "lora": "adapters",
     "peft": "adapters",
     "grpo-exact": "rollouts",
@@ -141,10 +142,10 @@ def show(measure: Measure, rows: list[dict[str, object]]) -> None:
         rate = f"{number(middle['per_s'])} {measure.unit}s/s ({number(min(rates))} to {number(max(rates))})"
         times = f"{duration(middle['seconds'])} a {measure.unit}, CPU {duration(middle['cpu_seconds'])}"
         ratios = (
-            f"time {middle['time_ratio']:.2f}x ({min(values['time_ratio']):.2f} to {max(values['time_ratio']):.2f})"
+            f"time {middle['time_ratio']:.3g}x ({min(values['time_ratio']):.3g} to {max(values['time_ratio']):.3g})"
         )
         if "cpu_ratio" in middle:
-            ratios += f", CPU {middle['cpu_ratio']:.2f}x"
+            ratios += f", CPU {middle['cpu_ratio']:.3g}x"
         print(f"  {row['variant']:<{width}}  {rate:<40} {times:<36} {ratios}")
         figures = row["figures"]
         assert isinstance(figures, dict)
