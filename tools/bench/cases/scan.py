@@ -284,9 +284,9 @@ CASES = {
     "scan": Case(
         about="One Mamba-2 layer of mamba2-130m on every scan backend, and what transformers runs on a CPU.\n\n"
         "scan: convolution and scan alone, states read and written. mixer: projections, scan, gated norm; ours with\n"
-        "the linears and norm of the same backend. transformers runs causal_conv1d_fn and mamba2_chunk_scan for prompts\n"
-        "(chunks of 256, B and C repeated for every head), causal_conv1d_update and mamba2_selective_state_update for\n"
-        "decode, states in a DynamicCache.",
+        "the linears and norm of the same backend. transformers runs causal_conv1d_fn and mamba2_chunk_scan for\n"
+        "prompts (chunks of 256, B and C repeated for every head), causal_conv1d_update and\n"
+        "mamba2_selective_state_update for decode, with states in a DynamicCache.",
         prepare=scan,
         rounds=9,
         options={"threads": 1, "layers": 4, "dtype": "float32"},
