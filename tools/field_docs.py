@@ -18,7 +18,8 @@ from megatron_infer.server.request_fields import FieldTable
 DOCS = Path("docs/request_fields.md")
 HEAD = """# Request fields without an action
 
-Clients send fields that this server has no use for. One policy holds on every route:
+A field of a client does nothing, or is a 400? The reply's header `x-ignored-fields` or the error names the field.
+The table of the route below has the reason. One policy holds on every route:
 
 * A field at its default, and a null in any field, is taken.
 * A field that changes nothing here is taken with any value and named in the reply's header `x-ignored-fields`;

@@ -58,7 +58,7 @@ def _acts_as(row: mapping.Row) -> str:
             return f"`{argument}` of LLM"
         case mapping.Layout(axis):
             return f"`--{axis}`"
-        case mapping.Here():
+        case mapping.Handled():
             return "its own rule"
     return "default only"
 

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from megatron_infer.cli.parser import Parser
 from megatron_infer.config import inference as config_module
 from megatron_infer.config.checks import LOGPROBS_MODES
 from megatron_infer.config.inference import InferenceConfig
@@ -34,6 +35,32 @@ RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
 """Options whose names are sampling flags on a command line."""
 BY_MODEL = ("prefix_caching_mamba_gb",)
 """Options whose defaults depend on the model, see `config.machine_defaults`."""
+COMMON = frozenset(
+    (
+        "--buffer-size-gb",
+        "--max-requests",
+        "--max-tokens-per-step",
+        "--max-sequence-length",
+        "--kv-cache-management-mode",
+        "--kv-cache-dtype",
+        "--weight-dtype",
+        "--enable-chunked-prefill",
+        "--enable-prefix-caching",
+        "--prefix-caching-coordinator-policy",
+        "--attention-backend",
+        "--num-cuda-graphs",
+        "--overlap",
+        "--speculative",
+        "--num-speculative-tokens",
+        "--draft-model",
+        "--lora",
+        "--max-loras",
+        "--logprobs-mode",
+        "--batch-invariant",
+        "--logging-step-interval",
+    )
+)
+"""The flags that --help shows; --help-all shows all."""
 DEST_PREFIX, LORA_PREFIX = "config_", "lora_"
 SPECULATIVE_DESTS = {
     item.name: f"{DEST_PREFIX}speculative_{item.name}" for item in dataclasses.fields(SpeculativeConfig)
@@ -67,6 +94,8 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         default = "" if name == "adapters" else f" (default {defaults[name]})"
         text = f"LoRA: {about[name]}{default}".replace("%", "%%")
         group.add_argument(flag, dest=f"{LORA_PREFIX}{name}", default=argparse.SUPPRESS, help=text, **parsing)
+    if isinstance(parser, Parser):
+        parser.show_first("engine", COMMON)
 
 
 def config_from(

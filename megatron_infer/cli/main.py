@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_infer import __version__
+from megatron_infer.cli.parser import USAGE_ERROR, Parser
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.utils.gc_pause import end_without_collection
@@ -36,34 +35,8 @@ COMMANDS = {
     "env": "versions, CPU features, and the chosen kernels with reasons",
 }
 """Subcommand -> its line in --help. Its module is megatron_infer.cli.NAME, with _ for -."""
-FAILED, USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
-"""Exit codes."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse without abbreviated flags; an error is two lines and suggests the nearest name."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
-
-    def error(self, message: str) -> NoReturn:
-        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if wrong:
-            message += _nearest(wrong[1], re.findall(r"'(.*?)'", wrong[2]))
-        self.exit(USAGE_ERROR, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
-
-    def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
-        """Exit with an error for unknown arguments."""
-        flags = [text.split("=")[0] for text in unknown if text.startswith("-") and text != "-"]
-        if not flags:
-            self.error(f"unexpected argument {unknown[0]!r}")
-        self.error(f"unknown option {flags[0]!r}" + _nearest(flags[0], self._option_string_actions))
-
-
-def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
+"""Exit codes; that of a usage error is the parser's."""
 
 
 def build_parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import given
+from megatron_infer.cli.parser import Parser
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig
 
@@ -27,7 +28,7 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     )
     try:
         from megatron_infer.pipelines.config import NAMES
-        from megatron_infer.pipelines.layers import DRAFT
+        from megatron_infer.pipelines.config_layers import DRAFT
     except ModuleNotFoundError:
         for flag in ("--config-file", "--section-name"):
             dest = DEST_PREFIX + flag[2:].replace("-", "_")
@@ -45,6 +46,8 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
         text = f"{info.description} (default {str(shown).lower() or 'none'})"
         text = " ".join(text.split()).replace("%", "%%")
         group.add_argument(flag, dest=DEST_PREFIX + name, default=argparse.SUPPRESS, help=text, **parsing)
+    if isinstance(parser, Parser):
+        parser.show_first("pipeline", ("--config-file",))
 
 
 def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) -> PipelineConfig | None:
@@ -61,7 +64,7 @@ def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) ->
         raise ConfigError("--config beside --config-file or a pipeline's flag; put its options into --config-file")
     try:
         from megatron_infer.pipelines.config import NAMES, PipelineConfig
-        from megatron_infer.pipelines.layers import parse_text
+        from megatron_infer.pipelines.config_layers import parse_text
     except ModuleNotFoundError:
         raise ConfigError(f"--{next(iter(flags)).replace('_', '-')} {NEEDED}") from None
     flat = NAMES.flat()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from megatron_infer.cli.config_flags import docs_of, given
 from megatron_infer.cli.coordinator import add_key_option, key_from
 from megatron_infer.cli.loading import add_run_options, note
+from megatron_infer.cli.parser import Parser
 from megatron_infer.cli.pipeline_flags import LAYOUT, add_pipeline_options, pipeline_from
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.request_metadata import FILLED
@@ -28,6 +29,27 @@ if TYPE_CHECKING:
 LOADER = "megatron_infer.pipelines.foreign_runner:load_engine"
 NOT_FLAGS = ("max_stop", "max_stop_chars", "max_schema_bytes", "max_schema_depth", "token_threads")
 """Options for the configuration file and the environment only."""
+COMMON = frozenset(
+    (
+        "--host",
+        "--port",
+        "--http-workers",
+        "--api-key",
+        "--allowed-host",
+        "--allow-origin",
+        "--served-model-name",
+        "--tool-call-parser",
+        "--reasoning-parser",
+        "--control",
+        "--weights-root",
+        "--lora-root",
+        "--max-queue",
+        "--request-timeout-s",
+        "--record",
+        "--log-requests",
+    )
+)
+"""The flags that --help shows; --help-all shows all."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -70,6 +92,8 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         shown = "" if item.default is None or item.default == () else f" (default {item.default})"
         text = (docs[item.name] + shown).replace("%", "%%")
         group.add_argument(flag, dest=f"server_{item.name}", default=argparse.SUPPRESS, help=text, **parsing)
+    if isinstance(parser, Parser):
+        parser.show_first("server", COMMON)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from megatron_infer.errors import RequestError, unknown_name
@@ -35,6 +36,8 @@ _REFUSED = (-(2.0**64), -(2.0**62))
 _UNQUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 """Texts and regular expressions of a grammar."""
 _DEFINITIONS = ("$defs", "definitions")
+_JOINING = frozenset({"pattern", "format", "$ref"})
+"""Keys without which a text has no patterns to match."""
 _KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 
 
@@ -115,14 +118,20 @@ def check_schema(schema: Any, *, max_depth: int = MAX_DEPTH) -> None:
     """Raise RequestError for parsed JSON that is not a schema or is nested deeper than max_depth."""
     if not isinstance(schema, dict | bool):
         raise RequestError(f"json_schema is a JSON object or a boolean, got a {type(schema).__name__}")
-    layer, depth, multiples = [schema], 0, []
+    layer: list[Any] = [schema]
+    depth, multiples, joins = 0, [], False
     while layer:
         if depth > max_depth:
             raise RequestError(f"json_schema is nested deeper than {max_depth} levels; name its parts in $defs")
-        multiples += [one["multipleOf"] for one in layer if isinstance(one, dict) and "multipleOf" in one]
-        nested = (list(one.values()) if isinstance(one, dict) else one for one in layer if isinstance(one, dict | list))
-        layer, depth = [item for items in nested for item in items], depth + 1
+        objects = [one for one in layer if type(one) is dict]
+        multiples += [one["multipleOf"] for one in objects if "multipleOf" in one]
+        joins = joins or any(not _JOINING.isdisjoint(one) for one in objects)
+        nested: Iterable[Iterable[Any]] = [one.values() for one in objects]
+        lists = (one for one in layer if isinstance(one, list))
+        layer, depth = list(chain.from_iterable(chain(nested, lists))), depth + 1
     _check_multiples(multiples)
+    if not joins:
+        return
     try:
         joined = _Joined(schema).of(schema)
     except RecursionError:

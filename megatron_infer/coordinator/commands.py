@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.broadcast import CommandsInForce
-from megatron_infer.coordinator.engine_adapter import EngineAdapter
 from megatron_infer.coordinator.profiles import profile
+from megatron_infer.coordinator.served_engine import ServedEngine
 from megatron_infer.errors import RequestError, TransitionTimeout
 
 MAX_READINGS = 8
@@ -35,7 +35,7 @@ class ReplicaCommands:
         self.in_force = CommandsInForce()
 
     def execute(
-        self, engine: EngineAdapter, command: protocol.Command, came: float, again: Callable[[], None]
+        self, engine: ServedEngine, command: protocol.Command, came: float, again: Callable[[], None]
     ) -> protocol.Answer | None:
         """Run a command between two steps -> its answer, also if it fails. came: on time.monotonic's clock.
 
@@ -56,7 +56,7 @@ class ReplicaCommands:
         return answer
 
     def _adapter_command(
-        self, engine: EngineAdapter, command: protocol.Command, came: float, again: Callable[[], None]
+        self, engine: ServedEngine, command: protocol.Command, came: float, again: Callable[[], None]
     ) -> protocol.Answer | None:
         own = {**(self._further or {}), **self._adapter_commands}
         name = str(command.args.get("name"))
@@ -117,7 +117,7 @@ class _Queued:
 
 
 def _execute(
-    engine: EngineAdapter,
+    engine: ServedEngine,
     commands: Mapping[str, Callable[..., Any]] | None,
     command: protocol.Command,
     came: float,

@@ -343,7 +343,7 @@ class Beat(_Message):
     state: str
     step_s: float
     stats: dict[str, Any] = {}
-    """Figures of its engine, see `engine_adapter.stats_of`; {}: unchanged."""
+    """Figures of its engine, see `served_engine.stats_of`; {}: unchanged."""
     adapters: dict[str, str] = {}
     """Loaded LoRA adapters: name -> hash of the content; as it is now, not at `Register`."""
     weights: float = 0.0

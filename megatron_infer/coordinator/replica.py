@@ -23,9 +23,9 @@ from megatron_infer.context.prefix_events import PrefixReport
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.commands import ReplicaCommands
 from megatron_infer.coordinator.connection import CoordinatorConnection
-from megatron_infer.coordinator.engine_adapter import (
-    EngineAdapter,
+from megatron_infer.coordinator.served_engine import (
     EngineInfo,
+    ServedEngine,
     ServedRequest,
     can_step,
     info_of,
@@ -48,7 +48,7 @@ class Replica:
 
     def __init__(
         self,
-        engine: EngineAdapter,
+        engine: ServedEngine,
         coordinator: str,
         *,
         name: str = "",
@@ -355,7 +355,7 @@ def _prefix_news(incarnation: int, root: bytes, report: PrefixReport) -> Iterato
         reset, forgotten, published = False, forgotten[MAX_DIGESTS:], published[MAX_DIGESTS:]
 
 
-def _described(engine: EngineAdapter, commands: ReplicaCommands) -> EngineInfo:
+def _described(engine: ServedEngine, commands: ReplicaCommands) -> EngineInfo:
     return replace(info_of(engine), weights_stamp=commands.in_force.weights.now.stamp)
 
 

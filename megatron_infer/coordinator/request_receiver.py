@@ -175,7 +175,7 @@ def _append(one: CompletionOutput, piece: protocol.Piece) -> None:
 
 
 def _value_of(output: TokenOutput, values: protocol.TokenValues) -> Any:
-    """What `engine_adapter` packed."""
+    """What `served_engine` packed."""
     if output.kind is Kind.NUMBER:
         return protocol.bytes_to_floats(values.content)
     import numpy as np  # imported here: other clients do not need it

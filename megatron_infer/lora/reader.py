@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from megatron_infer.errors import ConfigError
 from megatron_infer.lora.adapter import Adapter
 from megatron_infer.lora.bank import AdapterBank, PackedAdapter
 from megatron_infer.lora.peft import read_adapter
+from megatron_infer.utils.short_turns import short_turns
 
 PeftFields = Mapping[str, Any]
 """Those of an adapter_config.json."""
@@ -25,34 +25,6 @@ Unread = str | os.PathLike[str] | Mapping[str, Tensor] | Adapter
 """A PEFT directory, tensors by name, or an adapter that was read for another engine."""
 _NICE = 5
 """How much less of a busy processor the thread gets than the engine's steps (nice(2))."""
-_TURN_S = 2e-4
-"""Seconds that one thread has the interpreter while another one waits for it."""
-
-
-class ShortTurns:
-    """Inside, a thread that waits for the interpreter, which steps give away with each kernel, soon has it back.
-
-    The length of a turn is the process's: the first reader shortens it, and the last one puts it back.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._num_inside, self._before = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._num_inside:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, _TURN_S))
-            self._num_inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if not self._num_inside:
-                sys.setswitchinterval(self._before)
-
-
-_short_turns = ShortTurns()
 
 
 class AdapterReader:
@@ -80,7 +52,7 @@ class AdapterReader:
                 "adapter_config.json as a mapping"
             )
         given = source if isinstance(source, Mapping) else Path(source)
-        with _short_turns:
+        with short_turns:
             adapter = read_adapter(name, given, self._live, config=config, max_rank=self._bank.max_rank)
             return self._bank.pack(adapter)
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_infer.errors import AdoptionError, ModelError
-from megatron_infer.kernels.quantised import is_quantised, parts_of
+from megatron_infer.kernels.te_tensors import is_quantised, parts_of
 from megatron_infer.models import te_api as te
 
 INPUT, WEIGHT, PER_PRODUCT = 0, 1, 3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import AdoptionError
-from megatron_infer.kernels.quantised import TE_PACKAGE
+from megatron_infer.kernels.te_tensors import TE_PACKAGE
 
 TE_MODULES = "megatron.core.extensions.transformer_engine"
 APEX_NORM = ("megatron.core.fusions.fused_layer_norm", "FusedLayerNorm")

@@ -20,7 +20,7 @@ from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.metrics.modes import PrometheusMetricsMode
 from megatron_infer.pipelines.architectures import custom_architectures
 from megatron_infer.pipelines.config import NAMES, PipelineConfig, sources_of
-from megatron_infer.pipelines.layers import FieldPath, Names
+from megatron_infer.pipelines.config_layers import FieldPath, Names
 from megatron_infer.pipelines.model_config import by_name
 from megatron_infer.pipelines.settings import Resolved, Setting
 

@@ -21,8 +21,8 @@ from megatron_infer.config import lora, speculative
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
-from megatron_infer.pipelines import layers
-from megatron_infer.pipelines.layers import FieldPath, Kind, Names
+from megatron_infer.pipelines import config_layers
+from megatron_infer.pipelines.config_layers import FieldPath, Kind, Names
 from megatron_infer.pipelines.model_config import (
     KVCacheConfig,
     LoRAConfig,
@@ -35,7 +35,7 @@ from megatron_infer.pipelines.model_config import (
     SpeculativeConfig,
     Text,
     by_name,
-    told,
+    validation_text,
 )
 from megatron_infer.pipelines.settings import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
@@ -140,9 +140,9 @@ class PipelineConfig(Section):
             raise ConfigError(f"{type(self).__name__} takes values by name; write model_path={unnamed[0]!r:.80}")
         found = self._names().gathered(values, os.environ)
         try:
-            super().__init__(**_sections(layers.nested({path: value for path, (_, value) in found.items()})))
+            super().__init__(**_sections(config_layers.nested({path: value for path, (_, value) in found.items()})))
         except ValidationError as error:
-            raise ConfigError(told(error)) from None
+            raise ConfigError(validation_text(error)) from None
         self._layers = {path: (source, self._value(path)) for path, (source, _) in found.items()}
         if not self.defer_resolve:
             self.resolve()
@@ -185,7 +185,7 @@ class PipelineConfig(Section):
     @property
     def requested(self) -> Mapping[str, Any]:
         """What was given, by argument, environment or file; flat."""
-        return {layers.flat_name(path): value for path, (_, value) in self._layers.items()}
+        return {config_layers.flat_name(path): value for path, (_, value) in self._layers.items()}
 
     @property
     def graph_quantization_encoding(self) -> QuantizationEncoding | None:
@@ -285,7 +285,7 @@ def _sections(tree: dict[str, Any], prefix: FieldPath = ()) -> dict[str, Any]:
         try:
             built[name] = kind(**_sections(value, (*prefix, name)))
         except ValidationError as error:
-            raise ConfigError(told(error)) from None
+            raise ConfigError(validation_text(error)) from None
     return built
 
 
@@ -293,9 +293,9 @@ def sources_of(config: PipelineConfig) -> dict[FieldPath, str]:
     """Where the present value of each field that was given or assigned comes from."""
     sources = {}
     given = config._layers
-    for path in (*config._names().paths, *(path for path in given if path[0] == layers.OPTIONS)):
+    for path in (*config._names().paths, *(path for path in given if path[0] == config_layers.OPTIONS)):
         section = config._value(path[:-1])
-        if section is None or (path[0] != layers.OPTIONS and path[-1] not in section.model_fields_set):
+        if section is None or (path[0] != config_layers.OPTIONS and path[-1] not in section.model_fields_set):
             continue
         source, value = given.get(path, ("argument", None))
         sources[path] = source if path in given and config._value(path) == value else "argument"

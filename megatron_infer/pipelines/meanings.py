@@ -13,7 +13,7 @@ from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, ModelError, unknown_name
 from megatron_infer.pipelines.architectures import custom_architectures
 from megatron_infer.pipelines.model_config import CacheStrategy, GPUProfilingMode, QuantizationEncoding, RopeType
-from megatron_infer.server.endpoint_base import checked_base
+from megatron_infer.server.socket_base import checked_base
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig

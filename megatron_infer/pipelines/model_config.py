@@ -37,10 +37,10 @@ class Section(BaseModel):
                 message = unknown_name(f"field of {type(self).__name__}", name, type(self).model_fields)
                 hint = "" if "did you mean" in message else "; flat names are for the constructor"
                 raise ConfigError(message + hint) from None
-            raise ConfigError(told(error)) from None
+            raise ConfigError(validation_text(error)) from None
 
 
-def told(error: ValidationError) -> str:
+def validation_text(error: ValidationError) -> str:
     """Every wrong field: its name, what was given, and what it must be."""
     parts = []
     for one in error.errors():

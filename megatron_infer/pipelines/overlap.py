@@ -274,7 +274,7 @@ class OverlapTextGenerationPipeline(GenerateMixin[ContextT, TextGenerationReques
             if context is None:
                 others.append(output)
                 continue
-            news = _told(output, is_first=not context.generated)
+            news = _news_of(output, is_first=not context.generated)
             context.tokens += news.tokens
             context.start, context.status = len(context.tokens) - 1, news.final_status
             if output.finished:
@@ -356,20 +356,20 @@ class OverlapTextGenerationPipeline(GenerateMixin[ContextT, TextGenerationReques
 
 def _check_arguments(config: Any, model: Any, tokenizer: Any) -> None:
     """Raise ConfigError for arguments of the constructor that are something else."""
-    told = None
+    refusal = None
     if not hasattr(type(config), "resolved"):
-        told = f"pipeline_config is {config!r:.80}, it must be a PipelineConfig"
+        refusal = f"pipeline_config is {config!r:.80}, it must be a PipelineConfig"
     elif not isinstance(model, type):
-        told = f"pipeline_model is {model!r:.80}, it must be a class: McorePipelineModel, or one of your own"
+        refusal = f"pipeline_model is {model!r:.80}, it must be a class: McorePipelineModel, or one of your own"
     elif tokenizer is not None and not isinstance(tokenizer, TextTokenizer):
-        told = (
+        refusal = (
             f"tokenizer is {tokenizer!r:.80}, it must be a TextTokenizer or None; TextTokenizer(model) opens a model's"
         )
-    if told is not None:
-        raise ConfigError(told)
+    if refusal is not None:
+        raise ConfigError(refusal)
 
 
-def _told(output: RequestOutput, *, is_first: bool) -> TextGenerationOutput:
+def _news_of(output: RequestOutput, *, is_first: bool) -> TextGenerationOutput:
     """What is new of a request; requests run in delta mode with one sequence."""
     sequence = output.outputs[0]
     return TextGenerationOutput(

@@ -30,8 +30,8 @@ from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.find import Kind, architecture_name, describe, find_model
 from megatron_infer.pipelines import mapping
 from megatron_infer.pipelines.architectures import Architecture
+from megatron_infer.pipelines.config_layers import OPTIONS, FieldPath, flat_name
 from megatron_infer.pipelines.estimates import Estimator, MemoryEstimate, packed_bytes
-from megatron_infer.pipelines.layers import OPTIONS, FieldPath, flat_name
 from megatron_infer.pipelines.machine import Machine, find_machine
 from megatron_infer.pipelines.model_config import RopeType
 from megatron_infer.pipelines.settings import Layout, Resolved, Setting
@@ -109,7 +109,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
     asked, settings = Asked(config=config), {}
     rows = list(_rows(config))
     for path, value, default, row in rows:
-        if not (isinstance(row, mapping.Here) and row.needs_model):
+        if not (isinstance(row, mapping.Handled) and row.needs_model):
             settings[path] = _applied(path, value, default, row, asked, sources)
     del settings[OPTIONS,]
     _add_options(config, asked, settings, sources)
@@ -127,7 +127,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
             InferenceConfig(**asked.engine)
     architecture = _find_model(asked)
     for path, value, default, row in rows:
-        if isinstance(row, mapping.Here) and row.needs_model:
+        if isinstance(row, mapping.Handled) and row.needs_model:
             settings[path] = _applied(path, value, default, row, asked, sources)
     _require(architecture, config, settings, asked)
     layout = Layout(**asked.layout)
@@ -203,7 +203,7 @@ def _applied(
         case mapping.Refused(reason, taken):
             if value != default and value not in taken:
                 raise ConfigError(f"{path[-1]}={_shown(value)}: {reason}")
-        case mapping.Here(act):
+        case mapping.Handled(act):
             effective, note = act(value, asked)
         case mapping.Layout(axis):
             asked.layout[axis] = value
@@ -248,7 +248,7 @@ def _add_options(
                 raise ConfigError(
                     f"{other}={_shown(requested)} and {name}={_shown(value)} set the same thing; give one of them"
                 )
-            if isinstance(mapping.ROWS[".".join(path)], mapping.Here) and path in settings:
+            if isinstance(mapping.ROWS[".".join(path)], mapping.Handled) and path in settings:
                 note = f"{name} is given"
                 settings[path] = dataclasses.replace(settings[path], value=value, source="derived", note=note)
         into: dict[str, Any] = asked.engine if name in engine_names else asked.server

@@ -51,9 +51,9 @@ MAX_BYTES = 8 << 30
 """A larger file is refused unless the caller allows it."""
 MAX_HEADER_BYTES = 1 << 20
 PARTS = {"logprobs": 1, "raw": 2, "support": 4, "routing": 8, "reward": 16}
-LATER = [output for output in SAMPLE_OUTPUTS if output.key not in PARTS]
+ADDED_OUTPUTS = [output for output in SAMPLE_OUTPUTS if output.key not in PARTS]
 """Their arrays may be absent."""
-PARTS |= {output.key: 32 << i for i, output in enumerate(LATER)}
+PARTS |= {output.key: 32 << i for i, output in enumerate(ADDED_OUTPUTS)}
 FINISH_REASONS = ("stop", "length", "abort", "error")
 DTYPES: dict[str, tuple[str, ...]] = {
     "prompt_ids": ("int32",),
@@ -160,7 +160,7 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
     }
     for output in SAMPLE_OUTPUTS:
         values = [getattr(sample, output.name) for sample in samples]
-        if output not in LATER or any(value is not None for value in values):
+        if output not in ADDED_OUTPUTS or any(value is not None for value in values):
             arrays |= _arrays_of(output, values)
     metadata = {
         "format": FORMAT,
@@ -349,7 +349,7 @@ def _is_count(text: Any) -> bool:
 def _checked_arrays(arrays: Arrays) -> Arrays:
     """All arrays of the schema: those of later outputs are empty where the file has none."""
     arrays = dict(arrays)
-    for output in LATER:
+    for output in ADDED_OUTPUTS:
         for name, dtypes in _dtypes_of(output).items():
             arrays.setdefault(name, np.empty((0,) * NUM_DIMS.get(name, 1), dtype=dtypes[0]))
     missing = [name for name in DTYPES if name not in arrays]
@@ -448,7 +448,7 @@ class _Reader:
             return [unpack(output, Packed(piece)) for piece in self._split(key, lengths[having])]
         if output.kind is Kind.POSITION:
             positions = self._arrays[f"{key}_counts"]
-            if output not in LATER or len(positions) or having.any():
+            if output not in ADDED_OUTPUTS or len(positions) or having.any():
                 self._expect(f"{key}_counts", len(positions), self._num_samples)
                 positions = positions[having]
             return [unpack(output, Packed(piece.copy())) for piece in self._split(key, positions)]

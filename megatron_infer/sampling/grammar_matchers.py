@@ -42,6 +42,9 @@ class _Match:
     request: Request
     matcher: Any
     num_seen: int = 0
+    """Of its output tokens."""
+    is_copy: bool = True
+    """Of the grammar's template, whose copies wait for each other's masks."""
     made: tuple[int, Future[np.ndarray]] | None = None
     """The mask that is made next to the steps, and the tokens of the request that it follows."""
 
@@ -109,8 +112,18 @@ class Grammars:
 
     def _mask_behind(self, match: _Match) -> np.ndarray:
         mask_W: np.ndarray = np.full(self._num_words, -1, dtype=np.int32)
+        if match.is_copy:
+            self._set_apart(match)
         self._compute(match, mask_W)
         return mask_W
+
+    def _set_apart(self, match: _Match) -> None:
+        """Give a request a matcher that shares no lock, so that steps can match tokens of others while it is used."""
+        request = match.request
+        assert request.params.structured is not None
+        matcher = self.cache.matcher(request.params.structured)
+        matcher.consume_tokens(request.tokens[request.prompt_len : request.prompt_len + match.num_seen])
+        match.matcher, match.is_copy = matcher, False
 
     def _compute(self, match: _Match, mask_W: np.ndarray) -> None:
         began = time.thread_time()

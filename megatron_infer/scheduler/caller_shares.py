@@ -7,10 +7,12 @@ Rows. Where a caller waits for a row and another has two rows more, the youngest
 evicted, one in a step. Each eviction evens the rows out, so evictions end. A caller without requests keeps a free row
 for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most an eighth of the rows, or one, is kept.
 
-Time. A step with tokens of several callers takes at most STRETCH times as long as the tokens of the smallest of them
-alone, or as one token of each. Half of its tokens go to prompts of callers that decode nothing, who wait for a first
-token; the others are shared evenly (max-min). A caller without requests counts for as many steps as it had some. A
-caller's rows decode in turn, and each caller has one token at least: every row goes on.
+Time. A step with tokens of several callers takes at most twice as long as one token, or STRETCH times as long as the
+tokens of the smallest of them alone, or as one token of each. Half of its tokens go to prompts of callers that decode
+nothing, who wait for a first token: more, as long as the step takes at most LONGEST times as long as one token. The
+others are shared evenly (max-min). For PRESENT_STEPS steps after a caller's last request, a step that decodes takes at
+most LONGEST times as long as one token: a caller that comes back waits for a short step. A caller's rows decode in
+turn, and each caller has one token at least: every row goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
 from megatron_infer.scheduler import policy
@@ -30,7 +33,7 @@ from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 PRESENT_STEPS = 256
 """Steps for which a caller counts after its last request."""
-STRETCH = 1.5
+STRETCH, LONGEST = 1.3, 2.5
 
 
 @dataclass(slots=True)
@@ -60,22 +63,14 @@ class CallerShares:
         self._context, self._queue, self._running_set, self._preemption = context, queue, running_set, preemption
         self._seen: dict[int, int] = {}
         """Caller -> the latest step at which it had a request."""
-        self._came: dict[int, int] = {}
-        """Caller -> the step at which the first of its latest requests in a row came."""
         self._turns: dict[int, tuple[int, int]] = {}
         """Caller -> sort key of the request that decoded last in its turn."""
         self._leaving: Request | None = None
         """Is evicted when nothing of it is in flight; does not decode until then."""
 
     def see(self, caller: int) -> None:
-        """A request of `caller` comes. Callers from before the engine was idle do not count: time passes there without
-        steps."""
-        if not self._queue.requests and not self._running_set.num_live:
-            self._seen.clear()
-        now = self._running_set.stats.steps
-        if caller not in self._seen or self._seen[caller] < now - 1:
-            self._came[caller] = now
-        self._seen[caller] = now
+        """A request of `caller` comes."""
+        self._seen[caller] = self._running_set.stats.steps
 
     def begin_step(self, among: Collection[Request] | None) -> None:
         """Make way for a waiting caller below its share of rows. among: the requests that may take part; None: all."""
@@ -95,7 +90,6 @@ class CallerShares:
         self._seen.update(dict.fromkeys(here, now))
         self._seen = {caller: step for caller, step in self._seen.items() if now - step <= PRESENT_STEPS}
         self._turns = {caller: turn for caller, turn in self._turns.items() if caller in self._seen}
-        self._came = {caller: step for caller, step in self._came.items() if caller in self._seen}
         num_rows = self._context.num_rows
         most = max(0, min(num_rows - len(here), max(1, num_rows // 8)))
         self.num_reserved = min(len(self._seen) - len(here), most)
@@ -152,20 +146,27 @@ class CallerShares:
             if request is not self._leaving and (among is None or request in among):
                 decoding.setdefault(request.caller, []).append(request)
         prompts: Counter[int] = Counter()
-        for request in [*self._running_set.prefilling, *self._queue.candidates(policy.LOOKAHEAD, among)]:
+        num_free = max(0, self._context.num_free_rows - self.num_reserved)
+        for request in [*self._running_set.prefilling, *self._queue.candidates(0, among)[:num_free]]:
             if request.status is Status.WAITING or among is None or request in among:
                 prompts[request.caller] += len(request.tokens) - request.scheduled
-        now = self._running_set.stats.steps
-        # Who is away may be back in this step, for as long as it was here.
-        wanted = {caller: 1 for caller, seen in self._seen.items() if now - seen <= seen - self._came[caller]}
-        for caller in {*decoding, *prompts}:
-            wanted[caller] = max(1, min(budget, len(decoding.get(caller, ())) + prompts[caller]))
-        if len(wanted) < 2 and self._leaving is None:
+        wanted = {
+            caller: max(1, min(budget, len(decoding.get(caller, ())) + prompts[caller]))
+            for caller in sorted({*decoding, *prompts})
+        }
+        is_away = len(wanted) < len(self._seen)
+        if len(wanted) < 2 and self._leaving is None and not (is_away and decoding):
             return None
-        most = self._most_tokens(wanted, budget)
+        seconds = self.costs.seconds
+        one, least = seconds(1, verifying=False), max(len(wanted), min(wanted.values(), default=1))
+        longest = LONGEST * one
+        limit = max(2 * one, STRETCH * seconds(least, verifying=False)) if len(wanted) > 1 else inf
+        most = self._tokens_within(min(limit, longest) if is_away else limit, len(wanted), budget)
         if sum(wanted.values()) <= most and self._leaving is None:
             return None
-        first = _shared({caller: count for caller, count in prompts.items() if caller not in decoding}, most // 2)
+        new = {caller: count for caller, count in prompts.items() if caller not in decoding}
+        others = len(wanted) - len(new)
+        first = _shared(new, max(most // 2, self._tokens_within(longest, len(wanted), budget) - others))
         rest = {caller: count - first.get(caller, 0) for caller, count in wanted.items()}
         tokens = Counter(first)
         tokens.update(_shared({caller: count for caller, count in rest.items() if count}, most - sum(first.values())))
@@ -177,16 +178,14 @@ class CallerShares:
             num_rows = min(len(of_caller), max(1, share - for_prompts))
             chosen.update(self._next_rows(caller, of_caller, num_rows))
             prompt_tokens[caller] = share - num_rows
-        return StepShare(most, chosen, prompt_tokens)
+        return StepShare(min(budget, max(most, sum(tokens.values()))), chosen, prompt_tokens)
 
-    def _most_tokens(self, wanted: Mapping[int, int], budget: int) -> int:
-        """Tokens of a step that takes no longer than it may."""
-        seconds, fewest = self.costs.seconds, len(wanted)
-        limit = STRETCH * max(seconds(min(wanted.values()), verifying=False), seconds(fewest, verifying=False))
+    def _tokens_within(self, limit: float, fewest: int, budget: int) -> int:
+        """Tokens of a step that takes at most `limit` seconds; `fewest` in any case."""
         low, high = fewest, max(fewest, budget)
         while low < high:
             middle = (low + high + 1) // 2
-            if seconds(middle, verifying=False) <= limit:
+            if self.costs.seconds(middle, verifying=False) <= limit:
                 low = middle
             else:
                 high = middle - 1

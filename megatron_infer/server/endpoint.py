@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,9 @@ from megatron_infer.server.request_fields import FieldTable, ignored_header
 from megatron_infer.server.server_config import ServerConfig
 
 log = logging.getLogger("megatron_infer.server")
+
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+"""The address that the current call comes from; "" outside a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,8 @@ class Endpoint:
         self._acting = [] if body is None else [one.encode_name for one in msgspec.structs.fields(body)]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        with self._room.reserve(_caller(scope)) as add:
+        CALLER.set(caller := _caller(scope))
+        with self._room.reserve(caller) as add:
             await self._serve(scope, receive, send, add)
 
     async def _serve(self, scope: Any, receive: Any, send: Any, add: Callable[[int], None]) -> None:

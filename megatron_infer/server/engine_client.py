@@ -17,7 +17,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ from megatron_infer.metrics.server_meter import ServerMeter
 from megatron_infer.server import call_limits
 from megatron_infer.server.call_limits import EngineLimits
 from megatron_infer.server.detokenize import OutputDetokenizer
-from megatron_infer.server.endpoint import Call
+from megatron_infer.server.endpoint import CALLER, Call
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest, InFlightCall
 from megatron_infer.server.served_models import adapter_of
@@ -37,6 +36,7 @@ from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tracing import Tracing
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.utils.process_memory import give_back
+from megatron_infer.utils.turn_pool import TurnPool
 
 if TYPE_CHECKING:
     from megatron_infer.server.http_workers import FrontendLink
@@ -105,7 +105,8 @@ class EngineClient:
         self._calls: set[InFlightCall] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._threads = ThreadPoolExecutor(settings.token_threads, thread_name_prefix="megatron-infer-text")
+        threads = settings.token_threads
+        self._threads = TurnPool(threads, "megatron-infer-text", most_each=threads, gives_way=False)
         self._detokenizer = None if tokenizer is None else OutputDetokenizer(tokenizer, self.run_in_thread)
         self._was_busy = False
         """Whether calls have run since memory was given back."""
@@ -118,7 +119,7 @@ class EngineClient:
     async def __aexit__(self, *exc: object) -> None:
         if self._polling is not None:
             self._polling.cancel()
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._threads.close)
 
     # ------------------------------------------------------------------ state of the engines
 
@@ -319,8 +320,9 @@ class EngineClient:
     # ------------------------------------------------------------------ text
 
     async def run_in_thread(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a computation in a thread, so that the event loop goes on with streams."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
+        """Run a computation in a thread, in the current caller's turn, so that the event loop goes on with streams."""
+        job: Callable[[], T] = partial(function, *args, **kwargs)
+        return await asyncio.wrap_future(self._threads.submit(CALLER.get(), job))
 
     def _tokenizing(self) -> AbstractContextManager[Any]:
         """The span of tokenizing in the trace of the current call."""

@@ -36,6 +36,7 @@ from megatron_infer.server.supervisor import Supervisor
 from megatron_infer.server.tracing import tracing_to
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.utils.process_memory import full_collections_by_hand
+from megatron_infer.utils.short_turns import short_turns
 
 if TYPE_CHECKING:
     from megatron_infer.server.http_workers import FrontendLink
@@ -124,7 +125,7 @@ class HttpServer:
 
     def run(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:
         """`serve` on an event loop of its own: uvloop's where it is installed, which sends small events faster."""
-        with full_collections_by_hand(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with full_collections_by_hand(), short_turns, asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(self.serve(listening, on_ready=on_ready))
 
     async def serve(self, listening: socket.socket, *, on_ready: Callable[[str], None]) -> None:

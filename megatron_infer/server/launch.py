@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_infer.errors import ConfigError
-from megatron_infer.server.endpoint_base import EndpointBase
 from megatron_infer.server.http_server import HttpServer, listen
 from megatron_infer.server.http_workers import HttpFrontend
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.socket_base import SocketBase
 from megatron_infer.server.speech import speech_modules, speech_processes, with_voices
 from megatron_infer.server.supervisor import Process, ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.server.tokenizer_files import load_tokenizer
@@ -49,7 +49,7 @@ class EngineOptions:
     """module:function that makes the engine from `loader_options`, in place of one of `model`."""
     loader_options: dict[str, Any] = field(default_factory=dict)
     endpoint_base: str | None = None
-    """What the addresses of the processes begin with (see `EndpointBase`); None: a folder of their own."""
+    """What the addresses of the processes begin with (see `SocketBase`); None: a folder of their own."""
 
     def __post_init__(self) -> None:
         if self.dp < 1:
@@ -83,7 +83,7 @@ def serve(options: EngineOptions, settings: ServerConfig, *, note: Callable[[str
     settings = with_voices(options.model, settings)
     listening = listen(settings.host, settings.port)  # fails for a taken port before a model is loaded
     folder = tempfile.mkdtemp(prefix="megatron-infer-")  # readable by this user only
-    base = None if options.endpoint_base is None else EndpointBase(options.endpoint_base)
+    base = None if options.endpoint_base is None else SocketBase(options.endpoint_base)
     address = f"ipc://{folder}/coordinator" if base is None else base.coordinator
     coordinator = {"bind": address, "max_queue": settings.max_queue}
     supervisor = Supervisor(

@@ -19,7 +19,7 @@ from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.http_errors import ApiError
 from megatron_infer.server.request_body import discard
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.sites import Sites
+from megatron_infer.server.web_origins import Sites
 
 log = logging.getLogger("megatron_infer.server")
 

@@ -160,15 +160,15 @@ class StructuredOutputFields:
                 check_size(kind, values[kind], max_bytes=limit)
         if "choice" in values:
             check_size("choice", "".join(values["choice"]), max_bytes=limit)
-        schema = values.get("json_schema")
+        schema, max_depth = values.get("json_schema"), self._settings.max_schema_depth
         if schema is not None:
             if not isinstance(schema, str):
-                check_schema(schema, max_depth=self._settings.max_schema_depth)
+                check_schema(schema, max_depth=max_depth)
                 schema = msgspec.json.encode(schema).decode()
             check_size("json_schema", schema, max_bytes=limit)
         structured = StructuredOutput(**values)
-        if structured.json_schema is not None:
-            check_schema(json.loads(str(structured.json_schema)), max_depth=self._settings.max_schema_depth)
+        if isinstance(values.get("json_schema"), str):
+            check_schema(json.loads(str(structured.json_schema)), max_depth=max_depth)
         return structured
 
     async def _compile(self, structured: StructuredOutput, caller: str) -> None:

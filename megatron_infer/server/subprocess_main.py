@@ -23,6 +23,7 @@ from typing import Any
 from megatron_infer.errors import InferenceError
 from megatron_infer.metrics.wandb import LOGGER as METRICS_LOGGER
 from megatron_infer.utils.process_memory import loading_for_good
+from megatron_infer.utils.short_turns import short_turns
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 BEAT_S = 1.0
@@ -36,7 +37,7 @@ def report(**message: Any) -> None:
     sys.stdout.flush()
 
 
-class Beat:
+class StdoutHeartbeat:
     """Tells the parent process every BEAT_S seconds that this one runs, from a thread, while `is_alive` says so."""
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ def coordinator(*, bind: str, max_queue: int, key: str | None = None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: one.stop())
         report(ready={"address": one.address})
-        Beat().is_alive = lambda: one.pass_s < MAX_PASS_S
+        StdoutHeartbeat().is_alive = lambda: one.pass_s < MAX_PASS_S
         one.run()
 
 
@@ -114,7 +115,7 @@ def engine(
     control, weights_root, lora_root: as in `ServerConfig`, held to here, too. loader, loader_options: as in
     `EngineOptions`.
     """
-    beat = Beat()
+    beat = StdoutHeartbeat()
     with loading_for_good():
         from megatron_infer.audio.speech_model import check_vocabulary
         from megatron_infer.coordinator.adapter_commands import AdapterCommands
@@ -145,7 +146,7 @@ def engine(
     shape = own.shape
     report(ready={"parameters": shape.num_parameters, "dtype": shape.dtype})
     beat.is_alive = lambda: replica.step_s < MAX_STEP_S
-    with replica:
+    with replica, short_turns:
         replica.run()
 
 
@@ -182,7 +183,7 @@ def http_worker(
     started: float,
 ) -> None:
     """One of several HTTP processes. listening: the descriptor of their socket. started: see `HttpServer`."""
-    beat = Beat()
+    beat = StdoutHeartbeat()
     from megatron_infer.server.http_server import HttpServer
     from megatron_infer.server.http_workers import MAX_PASS_S, FrontendLink
     from megatron_infer.server.server_config import ServerConfig
@@ -209,7 +210,7 @@ def http_worker(
 
 def audio_decoder(*, model: str, path: str, voices: dict[str, str], own: str) -> None:
     """Decode speech tokens of a model that speaks, for HTTP processes that connect to `path`, until SIGTERM."""
-    beat = Beat()
+    beat = StdoutHeartbeat()
     from megatron_infer.utils.openmp import limit_spinning
 
     limit_spinning()

@@ -45,7 +45,6 @@ from megatron_infer.model_loader.build import build_model
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.sources import open_source
 from megatron_infer.rl.remote_weights import RemoteWeights
-from megatron_infer.server.endpoint_base import EndpointBase
 from megatron_infer.server.launch import (
     STOP_TIMEOUT_S,
     TOKENIZER_TIMEOUT_S,
@@ -53,6 +52,7 @@ from megatron_infer.server.launch import (
     save_tokenizer_in_subprocess,
 )
 from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.server.socket_base import SocketBase
 from megatron_infer.server.speech import speech_processes, with_voices
 from megatron_infer.server.supervisor import ProcessSpec, Supervisor, coordinator_process
 from megatron_infer.utils.child_process import end_with_parent
@@ -213,7 +213,7 @@ class FrontendProcesses:
         self._folder = tempfile.mkdtemp(prefix="megatron-infer-")
         self._coordinator: Supervisor | None = None
         self._http: Supervisor | None = None
-        self._base: EndpointBase | None = None
+        self._base: SocketBase | None = None
         self._num_signals = 0
 
     def start(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class FrontendProcesses:
     def _local_address(self) -> str:
         if self._options.endpoint_base is None:
             return f"ipc://{self._folder}/coordinator"
-        self._base = EndpointBase(self._options.endpoint_base)
+        self._base = SocketBase(self._options.endpoint_base)
         return self._base.coordinator
 
     def forward_signals(self) -> None:

@@ -19,7 +19,7 @@ from megatron_infer.context.leases import Lease
 from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.context.prefix_hash import root_of, salted
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.engine_adapter import EngineInfo
+from megatron_infer.coordinator.served_engine import EngineInfo
 from megatron_infer.errors import InvalidPrompt, RequestError, UnknownRequest
 from megatron_infer.metrics.engine_meter import EngineMeter
 from megatron_infer.metrics.engine_snapshot import EngineSnapshot

@@ -150,23 +150,29 @@ class GrammarCache:
                 if left <= 1:
                     del self.slow[wanted]
 
-    def _compile(self, wanted: StructuredOutput) -> Any:
-        with self._vocabulary_lock:
-            if self.vocabulary is None:
-                self.vocabulary = grammar_vocabulary(self._tokenizer, self._vocab_size)
+    def matcher(self, wanted: StructuredOutput) -> Any:
+        """A matcher that shares nothing with another; compiles here. Copies share a lock, which each of them holds
+        while it computes. Raises RequestError as `template` does."""
         from llguidance import LLMatcher, LLParserLimits
 
         try:
             with panics_as_errors:
                 text = _grammar_text(wanted)
                 limits = LLParserLimits(verbose_errors=False, **LIMITS)
-                template = LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
+                matcher = LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
         except RequestError:
             raise
         except Exception as error:
             raise RequestError(f"{wanted.kind}: {one_line(str(error))}") from None
-        if template.is_error():
-            raise RequestError(f"{wanted.kind}: {one_line(template.get_error())}")
+        if matcher.is_error():
+            raise RequestError(f"{wanted.kind}: {one_line(matcher.get_error())}")
+        return matcher
+
+    def _compile(self, wanted: StructuredOutput) -> Any:
+        with self._vocabulary_lock:
+            if self.vocabulary is None:
+                self.vocabulary = grammar_vocabulary(self._tokenizer, self._vocab_size)
+        template = self.matcher(wanted)
         first, began = template.deep_copy(), time.thread_time()
         first.compute_bitmask()
         self.took(wanted, time.thread_time() - began)

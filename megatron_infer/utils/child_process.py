@@ -1,12 +1,13 @@
 """Child processes that end with their parent, however it ends: killed, timed out, out of memory, its terminal closed.
 
     parent ── holds the writing end of a pipe
-       └── command        in a session and process group of its own, with what it starts
+       └── command        in a process group of its own, with what it starts
            guard          a shell in the same group: reads the pipe, and kills the group when the pipe ends
 
 The pipe ends with the parent. The guard is there before the command is, and needs nothing of it: a command that is
 stopped, or busy outside its interpreter, ends too. The kernel's own signal at a parent's death would follow the thread
-that started the command, and a program with other rights would lose it.
+that started the command, and a program with other rights would lose it. The group is of the parent's session: Linux
+divides processors between sessions first, and compares how nice threads are within one only.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ChildProcess(subprocess.Popen[Any]):
         _held.add(self._held)
         try:
             guarded = ["/bin/sh", "-c", GUARD, str(reading), *command]
-            super().__init__(guarded, pass_fds=(*pass_fds, reading), start_new_session=True, **options)
+            super().__init__(guarded, pass_fds=(*pass_fds, reading), process_group=0, **options)
         except BaseException:
             self._held.close()
             raise

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-NICE = 12
+NICE = 19
 """Of the threads, where each thread has such a value (Linux): jobs take what other work leaves of the processor."""
+QUICK_S, FORGET_S = 0.05, 1.0
+"""A caller whose jobs have taken less than QUICK_S of a processor lately does not give way with its next one. What it
+took weighs 1/e after FORGET_S."""
+NUM_QUICK = 2
 
 
 class TurnPool:
@@ -20,23 +26,59 @@ class TurnPool:
     A job that waits ends when its future is cancelled. From any thread.
     """
 
-    def __init__(self, num_threads: int, name: str, *, most_each: int) -> None:
-        """most_each: most threads of one caller; fewer than all where jobs take longer than others may wait."""
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_give_way)
+    def __init__(self, num_threads: int, name: str, *, most_each: int, gives_way: bool = True) -> None:
+        """most_each: most threads of one caller; fewer than all where jobs take longer than others may wait. gives_way:
+        to all other work, but for the jobs of callers that have had few."""
+        give_way = _give_way if gives_way else None
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=give_way)
+        self._quick = ThreadPoolExecutor(NUM_QUICK, thread_name_prefix=f"{name}-quick") if gives_way else None
+        self._num_quick = 0
+        """Quick jobs that run."""
         self._lock = threading.Lock()
         self._waiting: OrderedDict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
         self._most_each = most_each
         self._running: Counter[Hashable] = Counter()
         """Jobs that run, by caller."""
+        self._used: dict[Hashable, tuple[float, float]] = {}
+        """Caller -> (when its latest job ended, seconds of a processor until then)."""
 
     def submit(self, caller: Hashable, job: Callable[[], Any], future: Future[Any] | None = None) -> Future[Any]:
         """Queue a job -> its future. future: of a job that waits in another caller's turn: it runs in the first of
         both."""
         future = Future() if future is None else future
         with self._lock:
-            self._waiting.setdefault(caller, deque()).append((future, job))
-        self._threads.submit(self._run_next)
+            is_quick = self._is_quick(caller)
+            if is_quick:
+                self._running[caller] += 1
+                self._num_quick += 1
+            else:
+                self._waiting.setdefault(caller, deque()).append((future, job))
+        if is_quick:
+            assert self._quick is not None
+            self._quick.submit(self._run_quick, caller, job, future)
+        else:
+            self._threads.submit(self._run_next)
         return future
+
+    def close(self) -> None:
+        """Wait until all jobs have ended."""
+        self._threads.shutdown()
+        if self._quick is not None:
+            self._quick.shutdown()
+
+    def _is_quick(self, caller: Hashable) -> bool:
+        if self._quick is None or self._num_quick == NUM_QUICK or caller in self._waiting or self._running[caller]:
+            return False
+        return self._used_lately(caller) < QUICK_S
+
+    def _used_lately(self, caller: Hashable) -> float:
+        ended, seconds = self._used.get(caller, (0.0, 0.0))
+        return seconds * math.exp((ended - time.monotonic()) / FORGET_S)
+
+    def _run_quick(self, caller: Hashable, job: Callable[[], Any], future: Future[Any]) -> None:
+        with self._lock:
+            is_due = _begins(future)
+        self._run(caller, job if is_due else None, future, is_quick=True)
 
     def _run_next(self) -> None:
         """Run the next caller's job, if there is one whose caller may have a thread."""
@@ -50,21 +92,38 @@ class TurnPool:
             else:
                 del self._waiting[caller]
             self._running[caller] += 1
-            is_due = not (future.done() or future.running()) and future.set_running_or_notify_cancel()
+            is_due = _begins(future)
+        self._run(caller, job if is_due else None, future, is_quick=False)
+
+    def _run(self, caller: Hashable, job: Callable[[], Any] | None, future: Future[Any], *, is_quick: bool) -> None:
+        began = time.thread_time()
         try:
-            if is_due:
-                _run(future, job)
+            if job is not None:
+                _fulfil(future, job)
         finally:
             with self._lock:
+                self._num_quick -= is_quick
                 self._running[caller] -= 1
                 if not self._running[caller]:
                     del self._running[caller]
+                if self._quick is not None:
+                    self._count(caller, time.thread_time() - began)
                 waits = bool(self._waiting)
             if waits:  # for this thread, or for this caller's turn
                 self._threads.submit(self._run_next)
 
+    def _count(self, caller: Hashable, seconds: float) -> None:
+        now = time.monotonic()
+        self._used[caller] = now, self._used_lately(caller) + seconds
+        if len(self._used) > 1000:
+            self._used = {one: used for one, used in self._used.items() if now - used[0] < 10 * FORGET_S}
 
-def _run(future: Future[Any], job: Callable[[], Any]) -> None:
+
+def _begins(future: Future[Any]) -> bool:
+    return not (future.done() or future.running()) and future.set_running_or_notify_cancel()
+
+
+def _fulfil(future: Future[Any], job: Callable[[], Any]) -> None:
     try:
         result = job()
     except BaseException as error:

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from megatron_infer.kernels.quantised import is_quantised, memory_of, parts_of
+from megatron_infer.kernels.te_tensors import is_quantised, memory_of, parts_of
 from megatron_infer.models.census import modules_of
 
 

@@ -12,8 +12,8 @@ import torch
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.context.prefix_hash import root_of
 from megatron_infer.errors import StaleCache
-from megatron_infer.kernels.quantised import memory_of
 from megatron_infer.kernels.select import ChosenKernels
+from megatron_infer.kernels.te_tensors import memory_of
 from megatron_infer.models.adopt import AdoptedModel
 from megatron_infer.weights.change_guard import OffloadedWeights, WeightGuard, guarded_tensors
 from megatron_infer.weights.derived import DerivedCaches

@@ -189,6 +189,34 @@ def test_each_command_has_help(capsys, command):
     assert command in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_three_screens_and_help_all_has_every_option(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 3 * 50
+    if "--help-all" not in shown:
+        return
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help-all"])
+    whole = capsys.readouterr().out
+    assert caught.value.code == 0
+    _, commands = main_module.build_parser(command)
+    flags = [flag for action in commands[command]._actions for flag in action.option_strings]
+    assert flags and all(flag in whole for flag in flags)
+    hidden = [flag for flag in flags if flag not in shown]
+    assert hidden and f"further options: megatron-infer {command} --help-all" in shown
+
+
+def test_short_help_has_first_sentences_and_defaults(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--http-workers WORKERS HTTP processes that share the port (default 1)" in shown
+
+
 @pytest.mark.parametrize("argv", [["--version"], ["--help"], ["plan", "--help"], ["env", "--help"]])
 def test_help_and_version_load_neither_torch_nor_numpy(argv):
     code = (

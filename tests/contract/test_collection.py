@@ -1,4 +1,4 @@
-"""A plain pytest run sees every test file of the tree, and README says where to begin in each folder."""
+"""A plain pytest run sees every test file of the tree, and docs/contributing.md says where to begin in each folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def test_no_folder_with_tests_is_passed_over(pytestconfig):
     assert not hidden, f"pytest does not look into {hidden} (norecursedirs)"
 
 
-def test_readme_names_the_promises_of_each_folder():
-    page = (TESTS.parent / "README.md").read_text(encoding="utf-8")
+def test_page_names_the_promises_of_each_folder():
+    page = (TESTS.parent / "docs" / "contributing.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ((?:`test_\w+\.py`(?:, )?)+) \|$", page, re.MULTILINE)
     assert {folder for folder, _ in rows} == {path.parent.name for path in TESTS.rglob("test_*.py")}
     missing = [

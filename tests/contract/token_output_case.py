@@ -13,8 +13,8 @@ import torch
 import megatron_infer
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.engine_adapter import ServedRequest, params_of
 from megatron_infer.coordinator.request_receiver import _append
+from megatron_infer.coordinator.served_engine import ServedRequest, params_of
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.outputs.request_output import CompletionOutput
 from megatron_infer.rl import sample_codec, sample_file

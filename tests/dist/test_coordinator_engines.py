@@ -13,8 +13,8 @@ from coordinator_case import Child, coordinator, replica, wait_for
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import InferenceClient
-from megatron_infer.coordinator.engine_adapter import ServedRequest, params_of
 from megatron_infer.coordinator.request_receiver import _append
+from megatron_infer.coordinator.served_engine import ServedRequest, params_of
 from megatron_infer.errors import RequestError
 from megatron_infer.outputs.request_output import CompletionOutput
 

@@ -15,7 +15,7 @@ from structured_case import BASE, check, make_engine, model, tokenizer, workload
 
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.engine_adapter import ServedRequest, params_of
+from megatron_infer.coordinator.served_engine import ServedRequest, params_of
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError
 from megatron_infer.model_loader.build import build_model

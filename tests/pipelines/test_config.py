@@ -29,9 +29,9 @@ from megatron_infer.pipelines import (
     Setting,
 )
 from megatron_infer.pipelines.config import NAMES
-from megatron_infer.pipelines.layers import flat_name
+from megatron_infer.pipelines.config_layers import flat_name
 from megatron_infer.pipelines.mapping import ROWS
-from megatron_infer.server.endpoint_base import EndpointBase
+from megatron_infer.server.socket_base import SocketBase
 
 pytestmark = pytest.mark.usefixtures("models_folder")
 
@@ -470,14 +470,14 @@ def test_chat_template_of_ones_own_goes_before_the_models():
 
 def test_base_of_endpoints_is_held_by_one_server_at_a_time(tmp_path):
     base = f"ipc://{tmp_path}/made/base"
-    first = EndpointBase(base)
+    first = SocketBase(base)
     assert first.coordinator == f"{base}-coordinator" and (tmp_path / "made").stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigError, match="is in use by another server; stop it, or give another base"):
-        EndpointBase(base)
+        SocketBase(base)
     first.close()
     (tmp_path / "made" / "base-coordinator").write_text("stale")
     assert resolved(zmq_endpoint_base=base).resolved.endpoint_base == base and not resolved().resolved.endpoint_base
-    second = EndpointBase(base)
+    second = SocketBase(base)
     assert not (tmp_path / "made" / "base-coordinator").exists()
     second.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +68,7 @@ def test_callers_take_turns_to_have_grammars_compiled(monkeypatch):
 @pytest.mark.parametrize("most_each", [1, 2])
 def test_one_caller_has_as_many_threads_as_it_may_and_others_their_turn(most_each):
     go, begun = threading.Event(), []
-    pool = TurnPool(2, "test", most_each=most_each)
+    pool = TurnPool(2, "test", most_each=most_each, gives_way=False)
 
     def job(name):
         begun.append(name)
@@ -81,6 +83,51 @@ def test_one_caller_has_as_many_threads_as_it_may_and_others_their_turn(most_eac
     for one in jobs:
         one.result(20)
     assert begun.index("b") <= 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread of its own niceness")
+def test_caller_of_long_jobs_gives_way_to_one_of_few():
+    pool, go = TurnPool(2, "test", most_each=1), threading.Event()
+
+    def niceness():
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def work(seconds):
+        begun = time.thread_time()
+        while time.thread_time() - begun < seconds:
+            pass
+        return niceness()
+
+    usual = niceness()
+    assert pool.submit("hog", partial(work, 0.3)).result(20) == usual, "it has used nothing yet"
+    assert pool.submit("hog", niceness).result(20) == 19
+    held = pool.submit("hog", lambda: go.wait(20))
+    assert pool.submit("other", niceness).result(20) == usual
+    queued = pool.submit("hog", niceness)
+    assert pool.submit("third", niceness).result(20) == usual and not queued.done()
+    go.set()
+    assert held.result(20) and queued.result(20) == 19
+    pool.close()
+
+
+def test_texts_of_one_caller_do_not_delay_those_of_another():
+    """A caller asks for more tokenization than there are threads for it; another one's comes in its turn."""
+    go, whole = threading.Event(), type(tokenizer()).encode
+
+    def encode(self, text, *args, **kwargs):
+        assert not text.startswith("held") or go.wait(60)
+        return whole(self, text, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, serving() as case, ThreadPoolExecutor(20) as threads:
+        patch.setattr(type(tokenizer()), "encode", encode)
+        asked = [threads.submit(post_from, case, "127.0.0.2", prompt=f"held {i}") for i in range(2)]
+        time.sleep(0.5)
+        later = [threads.submit(post_from, case, "127.0.0.2", prompt=f"{i}") for i in range(16)]
+        time.sleep(0.5)
+        other = threads.submit(post_from, case, "127.0.0.3", prompt="other")
+        go.set()
+        assert other.result(60).status_code == 200
+        assert all(one.result(60).status_code == 200 for one in (*asked, *later))
 
 
 def test_schemas_of_one_caller_neither_delay_anothers_nor_blame_it(monkeypatch):

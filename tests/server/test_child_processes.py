@@ -54,6 +54,14 @@ def killed(process, ids, number=signal.SIGKILL):
     wait_for(lambda: all(map(is_gone, ids)))
 
 
+def test_child_has_a_group_of_its_own_in_the_session_of_its_parent():
+    """Niceness counts within a session only, where the system schedules by sessions."""
+    with child_process.ChildProcess(["sleep", "600"]) as child:
+        wait_for(lambda: os.getpgid(child.pid) == child.pid)
+        assert os.getsid(child.pid) == os.getsid(0)
+        child.end()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("how", ["", "stopped"])
 def test_child_and_what_it_has_started_end_with_their_parent(number, how):

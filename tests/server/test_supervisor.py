@@ -171,7 +171,7 @@ def test_process_that_stood_still_and_goes_on_beats_again(monkeypatch):
     beats = []
     monkeypatch.setattr(subprocess_main, "BEAT_S", 0.005)
     monkeypatch.setattr(subprocess_main, "report", lambda **message: beats.append(message))
-    beat = subprocess_main.Beat()
+    beat = subprocess_main.StdoutHeartbeat()
     wait_for(lambda: beats)
     beat.is_alive = lambda: False
     time.sleep(0.05)

@@ -1,6 +1,6 @@
-"""Attacks on a server by strangers, and what they cost all others: two tables in Markdown.
+"""Attacks on a server by strangers, and what they cost all others: tables in Markdown.
 
-    python tools/bench/serve_attacks.py [--model smollm2] [--part limits|callers]
+    python tools/bench/serve_attacks.py [--model smollm2] [--part limits|callers|rows]
 
 limits: during each attack two others ask for /health and for one token again and again. The last two rows: 400
 connections that send nothing at a server that was started with 256 descriptors, and three streams while the HTTP
@@ -9,6 +9,9 @@ process stands still.
 callers: strangers at addresses of their own take as much as they get, and another caller streams short replies, one
 after the other, every second of them to a pattern of its own. Its times alone and beside each attack are measured in
 turns; ratios are of the p99 of all turns.
+
+rows: tokens that one caller draws with 64 rows, alone, while another caller's row decodes, and after that row has
+ended.
 """
 
 from __future__ import annotations
@@ -145,7 +148,7 @@ async def stopped(server: Server, seconds: float) -> str:
 
 # ---------------------------------------------------------------------- callers
 
-TURN_S, NUM_TURNS, PATIENCE_S = 12.0, 2, 15.0
+TURN_S, NUM_TURNS, PATIENCE_S = 9.0, 4, 15.0
 SPAWN = multiprocessing.get_context("spawn")
 ATTACKS = (
     "n=128, 8 at once",
@@ -196,7 +199,8 @@ async def unread(url: str, source: str) -> None:
 
 
 def run_attack(url: str, name: str) -> None:
-    """In a process of its own, until it is ended."""
+    """In a process of its own, until it is ended. It takes what others leave of the cores: a stranger has his own."""
+    os.nice(19)
     rows = {"prompt": "Once upon a time", "n": 128, **LONG}
     ambiguous = {"prompt": "Letters:", "n": 4, "guided_grammar": f"start: e\ne: e e | {LETTERS}", **LONG}
 
@@ -276,15 +280,51 @@ async def callers(model: str) -> None:
         await beside(server, ATTACKS, "all of them")
 
 
+# ---------------------------------------------------------------------- rows
+
+NUM_ROWS, NUM_STEPS, NUM_ROUNDS = 64, 60, 3
+
+
+def rows(model: str) -> None:
+    """Print the table: tokens of the caller with NUM_ROWS rows, in a second of a core."""
+    from megatron_infer import LLM, SamplingParams
+
+    print("| 64 rows of one caller | tokens for a second of a core, by round |")
+    print("|---|---|")
+    rates: dict[str, list[float]] = {"alone": [], "next to another caller's row": [], "after that row has ended": []}
+    for _ in range(NUM_ROUNDS):
+        engine = LLM(model, threads=1, config={"max_requests": NUM_ROWS + 8, "buffer_size_gb": 2}).engine
+        endless = SamplingParams(max_tokens=1000, ignore_eos=True)
+        for number in range(NUM_ROWS):
+            engine.add_request([1, number], endless, request_id=str(number), stream="delta", caller=1)
+        for name, found in rates.items():
+            if "next" in name:
+                engine.add_request([1, 2, 3], endless, request_id="other", caller=2)
+            elif "ended" in name:
+                engine.abort("other")
+            for _ in range(10):
+                engine.step()
+            began, count = time.process_time(), 0
+            for _ in range(NUM_STEPS):
+                count += sum(len(one.outputs[0].token_ids) for one in engine.step() if one.request_id != "other")
+            found.append(count / (time.process_time() - began))
+        for number in range(NUM_ROWS):
+            engine.abort(str(number))
+    for name, found in rates.items():
+        print(f"| {name} | {', '.join(f'{rate:,.0f}' for rate in found)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--part", choices=["limits", "callers"])
+    parser.add_argument("--part", choices=["limits", "callers", "rows"])
     given = parser.parse_args()
-    if given.part != "callers":
+    if given.part in (None, "limits"):
         limits(given.model)
-    if given.part != "limits":
+    if given.part in (None, "callers"):
         asyncio.run(callers(given.model))
+    if given.part in (None, "rows"):
+        rows(given.model)
 
 
 def limits(model: str) -> None:

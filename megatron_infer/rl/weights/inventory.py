@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_infer.errors import ModelError
-from megatron_infer.kernels.quantised import is_quantised
+from megatron_infer.kernels.te_tensors import is_quantised
 from megatron_infer.models.attached_lora import attached_tensors
 from megatron_infer.weights.change_guard import guarded_tensors
 

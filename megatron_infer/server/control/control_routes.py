@@ -11,7 +11,7 @@ from megatron_infer.server.endpoint import Call, Handler
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
-from megatron_infer.server.sites import Sites
+from megatron_infer.server.web_origins import Sites
 
 SWITCHES = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 

@@ -48,7 +48,7 @@ class EngineInfo:
     """See `weights_in_force.Weights`; its replica knows."""
 
 
-class EngineAdapter(Protocol):
+class ServedEngine(Protocol):
     """The engine that a replica serves; DynamicInferenceEngine is one.
 
     It may also have the controls (pause, suspend, ...), and, unless it is a DynamicInferenceEngine,
@@ -173,7 +173,7 @@ class ServedRequest:
         future: Future[Any] | None = None if prepare is None else prepare(self.params, self.run.caller)
         return None if future is None or future.done() else future
 
-    def begin(self, engine: EngineAdapter) -> None:
+    def begin(self, engine: ServedEngine) -> None:
         """Add it to the engine. Raises what the engine refuses it with."""
         run, params = self.run, self.params
         ids = None if run.prompt is None else protocol.bytes_to_ids(run.prompt)

@@ -30,7 +30,7 @@ def checked_base(base: str) -> Path:
     return path
 
 
-class EndpointBase:
+class SocketBase:
     """A claim on a base; sockets that a dead server left behind are removed.
 
     The folder is made where it is missing, and then only this user enters it. Raises ConfigError while another server
