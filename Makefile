@@ -114,7 +114,7 @@ format: $(VENV)/.installed
 
 bench: $(VENV)/.smollm2
 	$(BIN)/python tools/bench/scheduler_overhead.py
-	$(BIN)/megatron-infer bench smollm2 --num-requests 32 --input-len 64:256 --output-len 64:128 --concurrency 16 \
+	$(BIN)/python tools/bench/peers.py smollm2 --num-requests 32 --input-len 64:256 --output-len 64:128 --concurrency 16 \
 		--vs transformers --json bench.json
 
 clean:

@@ -1,39 +1,30 @@
-"""`megatron-infer bench`: throughput and latency of a workload, beside the machine's limits and other engines."""
+"""`megatron-infer bench`: throughput and latency of this engine on a workload, next to the limits of the machine.
+
+tools/bench/peers.py measures other engines in the same rounds: `prepare` and `measure` are its library.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import platform
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_infer import __version__
-from megatron_infer.cli.bench_peers import PEERS, parse_pythons, peers_of, resident_mib
-from megatron_infer.cli.bench_plot import plot_engines, require_matplotlib
-from megatron_infer.cli.bench_report import (
-    OFF,
-    OURS,
-    SUSPENDING,
-    render,
-    render_drafts,
-    render_table,
-    summarize_column,
-    summarize_drafts,
-)
-from megatron_infer.cli.bench_suspend import summarize_suspensions
 from megatron_infer.cli.bench_workload import (
-    QUIET_CORES,
     RunResult,
     Workload,
     column,
+    latency_summary,
     make_workload,
     parse_range,
     run_engine,
@@ -49,10 +40,20 @@ from megatron_infer.cli.loading import (
     whole_number,
 )
 from megatron_infer.cli.prompts import read_jobs, to_token_ids
+from megatron_infer.config.inference import WeightDtype
+from megatron_infer.config.model_shape import KV_DTYPE_BYTES, ModelShape
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.step_work import Ceiling, least_work
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.utils.child_process import ChildProcess
+from megatron_infer.utils.host import cpu_has_bf16, cpu_name, resident_mib
 
+OURS = "megatron_infer"
+SUSPENDING = "megatron_infer, suspending"
+OFF = "off"
+"""This engine without speculation."""
+QUIET_CORES = 0.1
+"""A run is disturbed if other programs used more of the cores than this."""
 Runner = Callable[[Workload], RunResult | None]
 SIZES: dict[str, Any] = {"num_requests": 32, "input_len": (64, 256), "output_len": (64, 128), "concurrency": 16}
 """Defaults of the options that describe one workload."""
@@ -70,9 +71,24 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure throughput and latency",
-        description="Random prompts, greedy answers of fixed lengths. Rounds of the engines are interleaved. Reports "
-        "medians with their spread, and the shares of the machine's measured limits that were reached.",
+        description="Random prompts, greedy answers of fixed lengths. Reports medians with their spread, and the "
+        "shares of the machine's measured limits that were reached.",
     )
+    add_options(parser)
+    parser.add_argument(
+        "--vs", type=_own_engine, metavar="off", help="also run this engine without --speculative, in the same rounds"
+    )
+    parser.set_defaults(run=run)
+
+
+def _own_engine(text: str) -> str:
+    if text != OFF:
+        raise argparse.ArgumentTypeError(f"expected off, got {text!r}; tools/bench/peers.py measures other engines")
+    return text
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All options but `--vs`."""
     add_model_options(parser)
     parser.add_argument("--num-requests", type=positive_int, metavar="N", help="default 32")
     parser.add_argument("--input-len", type=parse_range, metavar="LOW:HIGH", help="prompt tokens, default 64:256")
@@ -103,102 +119,191 @@ def add_parser(subparsers: Any) -> None:
     add_bench_only_options(parser)
     parser.add_argument("--rounds", type=positive_int, default=3, metavar="N")
     parser.add_argument(
-        "--vs",
-        action="append",
-        metavar="NAME,...",
-        help=f"also run these engines on the same weights and workload: {', '.join(PEERS)}; off: this engine without "
-        "--speculative",
-    )
-    parser.add_argument(
-        "--peer-python",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="the interpreter of the environment in which a peer is installed (default: this one)",
-    )
-    parser.add_argument(
         "--background-load", type=float, default=0.0, metavar="CORES", help="keep that much of a core busy meanwhile"
     )
     parser.add_argument("--json", metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", metavar="FILE", help="draw bars of the engines (PNG; needs matplotlib)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """-> 0; 1 if a peer ended meanwhile. Raises InferenceError if an engine does not start or does not answer with the
-    lengths asked for."""
-    report_path = _open_report(args.json)
-    if args.plot is not None:
-        require_matplotlib()
-        _open_report(args.plot)
+    """-> 0. Raises InferenceError if the engine does not load or a request fails."""
+    report_path = open_report(args.json)
+    measure(prepare(args, with_off=args.vs == OFF), report_path)
+    return 0
+
+
+class Peer(Protocol):
+    """Another engine that is measured in the same rounds."""
+
+    @property
+    def name(self) -> str: ...
+
+    def warm_up(self, workload: Workload) -> None: ...
+
+    def run(self, workload: Workload, *, company: Sequence[int] = ()) -> RunResult | None:
+        """None: the engine cannot run the workload.
+
+        company: processes whose use of the cores is part of the benchmark.
+        """
+
+    def facts(self) -> dict[str, Any]:
+        """`version`, `start_s` and `rss_mib`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """The loaded engines of this package, and the workloads by name."""
+
+    args: argparse.Namespace
+    llms: dict[str, Any]
+    """OURS, and OFF if it is measured."""
+    facts: dict[str, dict[str, Any]]
+    """Version and seconds of loading, of each LLM."""
+    workloads: dict[str, Workload]
+    sizes: dict[str, dict[str, Any]]
+    """The sizes of each workload, as `make_workload` takes them."""
+
+    @property
+    def engine(self) -> Any:
+        return self.llms[OURS].engine
+
+    @property
+    def shape(self) -> ModelShape:
+        shape: ModelShape = self.engine.shape
+        return shape
+
+    @property
+    def device(self) -> str:
+        return str(next(self.engine.model.parameters()).device)
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """The speculative options that were given."""
+        return given(self.args).get("speculative") or {}
+
+
+def prepare(args: argparse.Namespace, *, with_off: bool = False) -> Benchmark:
+    """Load the model and draw the workloads. Raises ConfigError, mostly before the model is loaded."""
     if not 0 <= args.background_load < 1:
         raise ConfigError(f"--background-load is {args.background_load:g}, it must be from 0 to below 1")
-    names = _peer_names(args.vs)
-    beside_off, drafting = OFF in names, given(args).get("speculative") or {}
-    if beside_off and not drafting:
+    if with_off and not given(args).get("speculative"):
         raise ConfigError("--vs off is this engine without --speculative, which is not given; add --speculative ngram")
-    pythons, sizes = parse_pythons(args.peer_python, [name for name in names if name != OFF]), _sizes(args)
-    engines, facts = _load_engines(args, beside_off=beside_off)
-    llm = engines[OURS]
+    sizes, llms, facts = _sizes(args), {}, {}
+    for name in [OURS, OFF][: 1 + with_off]:
+        started = time.perf_counter()
+        changed = {} if name == OURS else {SPECULATIVE_DESTS["method"]: "none"}
+        llms[name] = load_llm(argparse.Namespace(**vars(args) | changed))
+        facts[name] = {"version": __version__, "start_s": time.perf_counter() - started}
     if args.prompts_file is not None:
-        workloads = {name: _workload_of_file(args.prompts_file, llm, size) for name, size in sizes.items()}
+        workloads = {name: _workload_of_file(args.prompts_file, llms[OURS], size) for name, size in sizes.items()}
         sizes = {name: workload.sizes for name, workload in workloads.items()}
     else:
-        drawn = {"token_ids": _plain_ids(llm), "seed": args.workload_seed, "shared_prefix": args.shared_prefix}
+        drawn = {"token_ids": _plain_ids(llms[OURS]), "seed": args.workload_seed, "shared_prefix": args.shared_prefix}
         workloads = {name: make_workload(**size, **drawn) for name, size in sizes.items()}
-    from megatron_infer.cli.bench_roofline import measure_ceiling  # imports torch
+    return Benchmark(args=args, llms=llms, facts=facts, workloads=workloads, sizes=sizes)
 
-    shape, device = llm.engine.shape, _device(llm)
-    settings = _settings(args, sizes, device)
-    print(f"{args.model}: {describe(llm)}, {cpu_name()}")
+
+def measure(benchmark: Benchmark, report_path: Path | None, peers: Sequence[Peer] = ()) -> dict[str, Any]:
+    """Run all workloads, print their figures and write the report -> the report."""
+    args, engine, drafting = benchmark.args, benchmark.engine, benchmark.drafting
+    print(f"{args.model}: {describe(benchmark.llms[OURS])}, {cpu_name()}")
+    ceiling = measure_ceiling(benchmark.shape.dtype, benchmark.device)
     report: dict[str, Any] = {
         "model": args.model,
-        "shape": asdict(shape),
+        "shape": asdict(benchmark.shape),
         "versions": _versions(),
-        "settings": settings,
+        "settings": _settings(benchmark),
         "columns": {},
+        "ceiling": asdict(ceiling),
     }
-    with contextlib.ExitStack() as stack:
-        planned = list(workloads.values())
-        where = {"shape": shape, "device": device, "threads": settings["threads"], "workloads": planned}
-        starting = peers_of(args.model, pythons, **where, assistant=drafting.get("draft_model"))
-        peers = stack.enter_context(starting) if pythons else []
-        report["ceiling"] = asdict(ceiling := measure_ceiling(shape.dtype, device))
-        company = stack.enter_context(_background(args.background_load))
-        for name, workload in workloads.items():
+    with _background(args.background_load) as company:
+        for name, workload in benchmark.workloads.items():
             print(
                 f"{name}: {len(workload.prompts)} requests, {workload.num_input_tokens:,} prompt + "
                 f"{workload.num_output_tokens:,} answer tokens, {workload.concurrency} at once, {args.rounds} rounds"
             )
-            runners = _our_runners(engines, args.suspend_every, company)
-            runners |= {peer.name: functools.partial(peer.run, company=company) for peer in peers}
-            note("warming up ...")
-            for ours in engines.values():
-                run_engine(ours.engine, SamplingParams, workload.head())
-            for peer in peers:
-                note(f"warming up {peer.name} ...")
-                peer.warm_up(workload.head())
-            before, synthetic = llm.engine.spec_decode_metrics(), drafting.get(SYNTHETIC)
-            results = interleave(runners, workload, args.rounds)
-            found = summarize_column(results, workload, llm.engine, ceiling)
+            _warm_up(benchmark, peers, workload.head())
+            before = engine.spec_decode_metrics()
+            results = interleave(_runners(benchmark, peers, company), workload, args.rounds)
+            found = summarize_column(results, workload, engine, ceiling)
             if before is not None:
-                found["speculation"] = summarize_drafts(before, llm.engine.spec_decode_metrics(), synthetic)
+                found["speculation"] = summarize_drafts(before, engine.spec_decode_metrics(), drafting.get(SYNTHETIC))
             if args.suspend_every > 0:
                 found["suspend"] = summarize_suspensions(results[SUSPENDING], results[OURS], every=args.suspend_every)
             report["columns"][name] = found
-            _write(report, report_path)  # what is measured is kept, whatever comes
+            _write(report, report_path)  # figures that exist are kept if a later workload fails
             if args.columns is None:
                 print(render(found, report["ceiling"], workload))
             if before is not None:
                 print(render_drafts(found["speculation"]))
-        own = {name: {**one, "rss_mib": resident_mib(os.getpid())} for name, one in facts.items()}
-        report["engines"] = own | {peer.name: peer.facts() for peer in peers}
-    if names or args.columns is not None:
+    ours = {name: {**one, "rss_mib": resident_mib(os.getpid())} for name, one in benchmark.facts.items()}
+    report["engines"] = ours | {peer.name: peer.facts() for peer in peers}
+    if len(report["engines"]) > 1 or args.columns is not None:
         print(render_table(report))
     _write(report, report_path)
-    if args.plot is not None:
-        plot_engines(report, args.plot)
-    return int(any(peer.failure is not None for peer in peers))
+    return report
+
+
+def _warm_up(benchmark: Benchmark, peers: Sequence[Peer], head: Workload) -> None:
+    note("warming up ...")
+    for llm in benchmark.llms.values():
+        run_engine(llm.engine, SamplingParams, head)
+    for peer in peers:
+        note(f"warming up {peer.name} ...")
+        peer.warm_up(head)
+
+
+def _runners(benchmark: Benchmark, peers: Sequence[Peer], company: Sequence[int]) -> dict[str, Runner]:
+    """What runs a workload, by the engine's name."""
+
+    def ours(engine: Any, suspend_every: int = 0) -> Runner:
+        def run_ours(workload: Workload) -> RunResult:
+            engine.reset_prefix_cache()  # a round finds no earlier round's blocks
+            return run_engine(engine, SamplingParams, workload, suspend_every=suspend_every, company=company)
+
+        return run_ours
+
+    runners = {name: ours(llm.engine) for name, llm in benchmark.llms.items()}
+    if benchmark.args.suspend_every > 0:
+        runners[SUSPENDING] = ours(benchmark.engine, benchmark.args.suspend_every)
+    return runners | {peer.name: partial(peer.run, company=company) for peer in peers}
+
+
+def _workload_of_file(path: str, llm: Any, size: dict[str, Any]) -> Workload:
+    """The prompts of a file, each with an answer of the longest length asked for. Raises ConfigError."""
+    prompts, length = [], size["output_len"][1]
+    for job in read_jobs(path):
+        if job.error is not None or job.sampling:
+            reason = job.error or f"answers are greedy and of one length; leave {', '.join(job.sampling or ())} out"
+            raise ConfigError(f"--prompts-file: {job.where}: {reason}")
+        prompt = to_token_ids(job, llm.tokenizer, chat=has_chat_template(llm))
+        prompts.append(llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    if not prompts:
+        raise ConfigError(f"--prompts-file: {path} has no prompts")
+    concurrency = min(size["concurrency"], len(prompts))
+    return Workload(prompts=prompts, output_lens=[length] * len(prompts), concurrency=concurrency)
+
+
+def _plain_ids(llm: Any) -> list[int]:
+    tokenizer = llm.tokenizer
+    special = set() if tokenizer is None else tokenizer.special_ids | set(tokenizer.eos_ids)
+    return [i for i in range(llm.engine.shape.vocab_size) if i not in special]
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The sizes of each workload by its name, from --columns or from the options of one."""
+    if args.prompts_file is not None:
+        others = ("columns", "num_requests", "input_len", "shared_prefix")
+        if given_too := next((name for name in others if getattr(args, name)), None):
+            option = "--" + given_too.replace("_", "-")
+            raise ConfigError(f"{option} is of random prompts, and --prompts-file gives them; leave one of both out")
+    typed = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    if args.columns is None:
+        sizes = SIZES | typed
+        return {"workload": {**sizes, "concurrency": min(sizes["concurrency"], sizes["num_requests"])}}
+    if typed:
+        option = "--" + next(iter(typed)).replace("_", "-")
+        raise ConfigError(f"{option} describes one workload, and --columns has its own; give one of both")
+    return {name: column(name) for name in args.columns.split(",")}
 
 
 def interleave(runners: Mapping[str, Runner], workload: Workload, num_rounds: int) -> dict[str, list[RunResult]]:
@@ -245,90 +350,6 @@ def _background(cores: float) -> Iterator[list[int]]:
             process.end()
 
 
-def _our_runners(engines: Mapping[str, Any], suspend_every: int, company: list[int]) -> dict[str, Runner]:
-    def runner(llm: Any, every: int) -> Runner:
-        def run_ours(workload: Workload) -> RunResult:
-            llm.engine.reset_prefix_cache()  # hits come from the same round only
-            return run_engine(llm.engine, SamplingParams, workload, suspend_every=every, company=company)
-
-        return run_ours
-
-    runners = {name: runner(llm, 0) for name, llm in engines.items()}
-    return runners | ({SUSPENDING: runner(engines[OURS], suspend_every)} if suspend_every > 0 else {})
-
-
-def _load_engines(args: argparse.Namespace, *, beside_off: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Our engines, with and, if asked for, without drafts, and what is known of each, by name."""
-    engines, facts = {}, {}
-    for name in [OURS, OFF][: 1 + beside_off]:
-        started = time.perf_counter()
-        changed = {} if name == OURS else {SPECULATIVE_DESTS["method"]: "none"}
-        engines[name] = load_llm(argparse.Namespace(**vars(args) | changed))
-        facts[name] = {"version": __version__, "start_s": time.perf_counter() - started}
-    return engines, facts
-
-
-def _peer_names(texts: list[str] | None) -> list[str]:
-    names = [name for text in texts or () for name in text.split(",")]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--vs {','.join(names)}: an engine is named twice; name each once")
-    if unknown := [name for name in names if name not in (*PEERS, OFF)]:
-        raise ConfigError(f"--vs: unknown engine {unknown[0]!r}; there are {', '.join(PEERS)} and off")
-    return names
-
-
-def _workload_of_file(path: str, llm: Any, size: dict[str, Any]) -> Workload:
-    """The prompts of a file, each with an answer of the longest length asked for. Raises ConfigError."""
-    prompts, length = [], size["output_len"][1]
-    for job in read_jobs(path):
-        if job.error is not None or job.sampling:
-            reason = job.error or f"answers are greedy and of one length; leave {', '.join(job.sampling or ())} out"
-            raise ConfigError(f"--prompts-file: {job.where}: {reason}")
-        prompt = to_token_ids(job, llm.tokenizer, chat=has_chat_template(llm))
-        prompts.append(llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-    if not prompts:
-        raise ConfigError(f"--prompts-file: {path} has no prompts")
-    concurrency = min(size["concurrency"], len(prompts))
-    return Workload(prompts=prompts, output_lens=[length] * len(prompts), concurrency=concurrency)
-
-
-def _sizes(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The sizes of each workload by its name, from --columns or from the options of one."""
-    if args.prompts_file is not None:
-        others = ("columns", "num_requests", "input_len", "shared_prefix")
-        if given_too := next((name for name in others if getattr(args, name)), None):
-            option = "--" + given_too.replace("_", "-")
-            raise ConfigError(f"{option} is of random prompts, and --prompts-file gives them; leave one of both out")
-    typed = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
-    if args.columns is None:
-        sizes = SIZES | typed
-        return {"workload": {**sizes, "concurrency": min(sizes["concurrency"], sizes["num_requests"])}}
-    if typed:
-        option = "--" + next(iter(typed)).replace("_", "-")
-        raise ConfigError(f"{option} describes one workload, and --columns has its own; give one of both")
-    return {name: column(name) for name in args.columns.split(",")}
-
-
-def _plain_ids(llm: Any) -> list[int]:
-    tokenizer = llm.tokenizer
-    special = set() if tokenizer is None else tokenizer.special_ids | set(tokenizer.eos_ids)
-    return [i for i in range(llm.engine.shape.vocab_size) if i not in special]
-
-
-def _device(llm: Any) -> str:
-    return str(next(llm.engine.model.parameters()).device)
-
-
-def cpu_name() -> str:
-    """The processor's model name, if the system has it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        name = ""
-    return name or platform.processor() or platform.machine()
-
-
 def _versions() -> dict[str, str]:
     import torch
 
@@ -339,14 +360,14 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _settings(args: argparse.Namespace, sizes: dict[str, dict[str, Any]], device: str) -> dict[str, Any]:
+def _settings(benchmark: Benchmark) -> dict[str, Any]:
     import torch
 
     names = ("shared_prefix", "workload_seed", "rounds", "background_load")
     return {
-        **{name: getattr(args, name) for name in names},
-        "sizes": sizes,
-        "device": device,
+        **{name: getattr(benchmark.args, name) for name in names},
+        "sizes": benchmark.sizes,
+        "device": benchmark.device,
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
     }
@@ -357,7 +378,7 @@ def _write(report: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def _open_report(path: str | None) -> Path | None:
+def open_report(path: str | None) -> Path | None:
     """The report's path. Raises InferenceError at the start if it cannot be written."""
     if path is None:
         return None
@@ -366,3 +387,296 @@ def _open_report(path: str | None) -> Path | None:
             return Path(path)
     except OSError as error:
         raise InferenceError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+# ---------------------------------------------------------------------- limits of the machine
+
+
+def measure_ceiling(dtype: str, device: str, *, megabytes: int = 512, size: int = 2048) -> Ceiling:
+    """Best of five: the sum of a tensor much larger than any cache, and a square matmul in the model's dtype.
+
+    The matmul is in float32 on a CPU without products of bfloat16: such a CPU multiplies these models in float32.
+    """
+    import torch
+
+    kind = getattr(torch, dtype) if device != "cpu" or cpu_has_bf16() else torch.float32
+    large = torch.ones(megabytes * 2**20 // 4, dtype=torch.float32, device=device)
+    a = torch.randn(size, size, device=device).to(kind)
+    b = torch.randn(size, size, device=device).to(kind)
+    read_s = _best(lambda: large.sum())
+    gemm_s = _best(lambda: a @ b)
+    return Ceiling(read_gb_s=large.nbytes / read_s / 1e9, gemm_gflop_s=2 * size**3 / gemm_s / 1e9)
+
+
+def _best(action: Callable[[], Any]) -> float:
+    action()
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        float(action().flatten()[0])  # reading a value waits for it on any device
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def summarize_column(
+    results: Mapping[str, list[RunResult]], workload: Workload, engine: Any, ceiling: Ceiling
+) -> dict[str, Any]:
+    """The figures of one workload: of each engine, its least work, and our rate over that of the fastest peer."""
+    shape = engine.shape
+    config = engine.config
+    kv_dtype_bytes = KV_DTYPE_BYTES[config.kv_dtype_of(shape)]
+    weight_dtype = WeightDtype(config.weight_dtype).value
+    work = least_work(
+        shape,
+        [len(prompt) for prompt in workload.prompts],
+        workload.output_lens,
+        concurrency=workload.concurrency,
+        num_samples=workload.num_samples,
+        kv_dtype_bytes=kv_dtype_bytes,
+        weight_dtype=weight_dtype,
+    )
+    engines = {name: summarize(runs, workload) for name, runs in results.items()}
+    for name, summary in engines.items():
+        seconds = summary["seconds"]["median"]
+        summary["shares"] = {
+            "bandwidth": work.bytes / seconds / (ceiling.read_gb_s * 1e9),
+            "flops": work.flops / seconds / (ceiling.gemm_gflop_s * 1e9),
+            "bound": work.best_seconds(ceiling) / seconds,
+        }
+        if name not in (OURS, SUSPENDING) and workload.num_samples == 1:
+            pairs = zip(results[name][0].outputs, results[OURS][0].outputs, strict=True)
+            summary["same_first_tokens"] = sum(theirs[0] == ours[0] for theirs, ours in pairs)
+    return {
+        "engines": engines,
+        "least_work": {**asdict(work), "best_seconds": work.best_seconds(ceiling)},
+        "ratio": ratio(engines),
+    }
+
+
+def summarize(results: list[RunResult], workload: Workload) -> dict[str, Any]:
+    """Medians and spread over the rounds; latencies and counters are those of the round with the median time.
+
+    tok_s counts the tokens of the answers, or those of the prompts where answers have one token.
+    """
+    middle = sorted(results, key=lambda r: r.seconds)[len(results) // 2]
+    total = workload.num_output_tokens + workload.num_input_tokens
+    return {
+        "seconds": _spread([r.seconds for r in results]),
+        "tok_s": _spread([workload.num_counted_tokens / r.seconds for r in results]),
+        "total_tok_s": _spread([total / r.seconds for r in results]),
+        "latency": latency_summary(middle),
+        "single_stream_decode_tok_s": _decode_rate(middle) if workload.concurrency == 1 else None,
+        "details": middle.details,
+        "rounds": [{"seconds": r.seconds, "other_load": r.other_load} for r in results],
+    }
+
+
+def ratio(engines: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Our median rate over the fastest peer's; None without a peer."""
+    peers = {name: s["tok_s"] for name, s in engines.items() if name not in (OURS, SUSPENDING)}
+    if not peers:
+        return None
+    best = max(peers, key=lambda name: peers[name]["median"])
+    ours = engines[OURS]["tok_s"]
+    return {
+        "peer": best,
+        "tok_s": ours["median"] / peers[best]["median"],
+        "worst_case": ours["min"] / peers[best]["max"],
+    }
+
+
+def summarize_drafts(before: Any, after: Any, synthetic: float | None = None) -> dict[str, Any]:
+    """Drafted and kept tokens between two `SpecDecodeMetrics`, in all and by position.
+
+    synthetic: the `synthetic_acceptance_rate` of the run.
+    """
+    drafted, kept = (
+        [new - old for new, old in zip(getattr(after, name), getattr(before, name), strict=True)]
+        for name in ("drafted_per_position", "accepted_per_position")
+    )
+    steps = after.num_verifications - before.num_verifications
+    return {
+        "num_drafted": sum(drafted),
+        "num_accepted": sum(kept),
+        "drafted_per_position": drafted,
+        "accepted_per_position": kept,
+        "tokens_per_verification": 1 + sum(kept) / max(1, steps),
+        "seconds_drafting": after.seconds_drafting - before.seconds_drafting,
+        "synthetic_acceptance_rate": synthetic,
+    }
+
+
+def render_drafts(found: Mapping[str, Any]) -> str:
+    """One line."""
+    if not found["num_drafted"]:
+        return "nothing was drafted"
+    pairs = zip(found["accepted_per_position"], found["drafted_per_position"], strict=True)
+    places = " ".join(f"{kept / drafted:.0%}" for kept, drafted in pairs if drafted)
+    rate = found["synthetic_acceptance_rate"]
+    return ("" if rate is None else f"SYNTHETIC: drafts kept at rate {rate:g}, tokens mean nothing; ") + (
+        f"drafts: {found['num_accepted']:,} of {found['num_drafted']:,} kept, by position {places}; "
+        f"{found['tokens_per_verification']:.1f} tokens a verification; {found['seconds_drafting']:.2f} s of drafting"
+    )
+
+
+def summarize_suspensions(suspending: list[RunResult], plain: list[RunResult], *, every: int) -> dict[str, Any]:
+    """Medians over every suspend and resume of all rounds, and whether the tokens equal those without suspends."""
+    reports = [report for result in suspending for report in result.suspensions]
+    by_command = {
+        command: _summary_of_reports([report for report in reports if report["command"] == command])
+        for command in ("suspend", "resume")
+    }
+    return {
+        "every": every,
+        "mode": reports[0]["mode"] if reports else None,
+        "cycles": len(reports) // 2,
+        "tokens_identical": all(result.outputs == plain[0].outputs for result in [*suspending, *plain]),
+        "commands": by_command,
+    }
+
+
+def _summary_of_reports(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    if not reports:
+        return {}
+    seconds = [report["seconds"] for report in reports]
+    tags: dict[str, dict[str, float]] = {}
+    for report in reports:
+        for tag in report["tags"]:
+            rows = [other["tags"][tag] for other in reports if tag in other["tags"]]
+            tags[tag] = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return {
+        "seconds": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
+        "requests": statistics.median(report["num_requests"] for report in reports),
+        "tags": tags,
+    }
+
+
+def _decode_rate(result: RunResult) -> float | None:
+    if result.token_times is None:
+        return None
+    gaps = sum(len(times) - 1 for times in result.token_times)
+    seconds = sum(times[-1] - times[0] for times in result.token_times)
+    return gaps / seconds if seconds > 0 else None
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+# ---------------------------------------------------------------------- text
+
+
+def render_table(report: Mapping[str, Any]) -> str:
+    """Markdown: a row for each workload, a column for each engine, in tokens per second."""
+    engines = {name: one for name, one in report["engines"].items() if name in _measured(report)}
+    titles = [f"{name} {one['version']}" for name, one in engines.items()]
+    lines = ["", f"| tok/s: median (min..max), share of the bound | {' | '.join(titles)} | beside the best |"]
+    lines.append("|---" * (len(titles) + 2) + "|")
+    for name, row in report["columns"].items():
+        cells = []
+        for engine in engines:
+            found = row["engines"].get(engine)
+            if found is None:
+                cells.append("-")
+                continue
+            rate, bound = found["tok_s"], found["shares"]["bound"]
+            cells.append(f"{rate['median']:,.0f} ({rate['min']:,.0f}..{rate['max']:,.0f}) {bound:.0%}")
+        beside = "" if row["ratio"] is None else f"{row['ratio']['tok_s']:.2f}x {row['ratio']['peer']}"
+        lines.append(f"| {_title(name, report['settings']['sizes'][name])} | {' | '.join(cells)} | {beside} |")
+    starts = [f"{one['start_s']:.1f}; {one['rss_mib']:,.0f}" for one in engines.values()]
+    lines.append(f"| start, s; resident memory, MiB | {' | '.join(starts)} | |")
+    limits, settings = report["ceiling"], report["settings"]
+    company = f", {settings['background_load']:g} of a core kept busy" if settings["background_load"] else ""
+    lines += [
+        "",
+        f"{settings['cpu']}, {settings['threads']} threads, {report['shape']['dtype']}, {settings['rounds']} rounds"
+        f"{company}; read {limits['read_gb_s']:.1f} GB/s, matrix product {limits['gemm_gflop_s']:,.0f} GFLOP/s",
+    ]
+    runs = [r for row in report["columns"].values() for one in row["engines"].values() for r in one["rounds"]]
+    if loud := [r["other_load"] for r in runs if (r["other_load"] or 0.0) > QUIET_CORES]:
+        lines.append(
+            f"other programs used more than {QUIET_CORES} of a core in {len(loud)} of {len(runs)} runs, "
+            f"at most {max(loud):.2f}: repeat on an idle machine"
+        )
+    return "\n".join(lines)
+
+
+def _measured(report: Mapping[str, Any]) -> set[str]:
+    return {name for row in report["columns"].values() for name in row["engines"]}
+
+
+def _title(name: str, size: Mapping[str, Any]) -> str:
+    """A workload in words."""
+    prompt, answer = (
+        str(low) if low == high else f"{low} to {high}" for low, high in (size["input_len"], size["output_len"])
+    )
+    if name == "single":
+        return f"one stream, {prompt} -> {answer}"
+    if name == "prefill":
+        return f"prefill, {size['num_requests']} x {prompt}"
+    samples = size.get("num_samples", 1)
+    each = "" if samples == 1 else f" x {samples} samples, T = 1, log probabilities"
+    return f"{size['num_requests']} prompts{each}, {size['concurrency'] * samples} at once, {prompt} -> {answer}"
+
+
+def render(report: Mapping[str, Any], ceiling: Mapping[str, float], workload: Workload) -> str:
+    """One workload (a report of `summarize_column`) in detail."""
+    width = max(len(name) for name in report["engines"])
+    lines = ["", f"{'':{width}}         tok/s (min..max)     total tok/s   bandwidth  FLOPs  of the bound"]
+    for name, s in report["engines"].items():
+        o, shares = s["tok_s"], s["shares"]
+        lines.append(
+            f"{name:{width}}  {o['median']:9.1f} ({o['min']:.1f}..{o['max']:.1f})".ljust(width + 29)
+            + f" {s['total_tok_s']['median']:11.1f}  {shares['bandwidth']:9.0%}  {shares['flops']:5.0%}"
+            + f"  {shares['bound']:11.0%}"
+        )
+    c, best = ceiling, report["least_work"]["best_seconds"]
+    lines.append(
+        f"limits measured here: read {c['read_gb_s']:.1f} GB/s, matrix product {c['gemm_gflop_s']:,.0f} GFLOP/s; "
+        f"they bound this workload at {workload.num_counted_tokens / best:,.0f} tok/s"
+    )
+    for name, values in report["engines"][OURS]["latency"].items():
+        figures = "  ".join(f"{key} {value:.1f}" for key, value in values.items())
+        lines.append(f"{name.removesuffix('_ms').upper():4} ms  {figures}")
+    details = report["engines"][OURS]["details"]
+    lines.append("  ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in details.items()))
+    if (rate := report["engines"][OURS]["single_stream_decode_tok_s"]) is not None:
+        lines.append(f"single-stream decode {rate:.1f} tok/s")
+    if "suspend" in report:
+        lines += render_suspensions(report["suspend"])
+    if report["ratio"] is not None:
+        r = report["ratio"]
+        lines.append(
+            f"ratio: {r['tok_s']:.2f}x {r['peer']}, the fastest peer (our slowest round over its fastest: "
+            f"{r['worst_case']:.2f}x)"
+        )
+    busy = [r["other_load"] for s in report["engines"].values() for r in s["rounds"] if r["other_load"] is not None]
+    if busy and max(busy) > QUIET_CORES:
+        lines.append(f"other programs used up to {max(busy):.2f} cores: repeat on an idle machine")
+    return "\n".join(lines)
+
+
+def render_suspensions(summary: dict[str, Any]) -> list[str]:
+    """Lines of the report."""
+    if not summary["cycles"]:
+        return [f"no suspend happened: the workload ended before step {summary['every']}"]
+    same = "identical to" if summary["tokens_identical"] else "DIFFERENT from"
+    lines = [
+        f"{summary['cycles']} suspends, one every {summary['every']} steps, mode {summary['mode']}: tokens {same} "
+        "those without"
+    ]
+    for command, one in summary["commands"].items():
+        s = one["seconds"]
+        lines.append(
+            f"{command:<8} {s['median'] * 1e3:8.1f} ms ({s['min'] * 1e3:.1f}..{s['max'] * 1e3:.1f}), "
+            f"{one['requests']:.0f} requests held"
+        )
+        for tag, row in one["tags"].items():
+            freed, copied, resident = (row[name] / 2**20 for name in ("bytes_freed", "bytes_copied", "bytes_resident"))
+            lines.append(
+                f"  {tag:<10} freed {freed:9.1f} MiB   copied {copied:9.1f} MiB   resident {resident:9.1f} MiB"
+            )
+    return lines

@@ -13,11 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.cli.bench_workload import Workload, make_workload, parse_range, percentile
+from megatron_infer.cli.bench_workload import Workload, make_workload, parse_range, percentile, run_engine
 from megatron_infer.cli.loading import note, positive_int, whole_number
 from megatron_infer.errors import ConfigError, InferenceError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from megatron_infer.cli.load_generator import LoadCall, LoadResult
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -78,8 +80,6 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """-> 0 if every call was answered, 1 if some failed. Raises InferenceError without a server."""
     if args.plot is not None:
-        from megatron_infer.cli.bench_plot import require_matplotlib
-
         require_matplotlib()
     _check(args)
     from megatron_infer.cli.load_generator import run_load
@@ -122,8 +122,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         _write(args.json, json.dumps(report, indent=1) + "\n")
     if args.plot is not None:
-        from megatron_infer.cli.bench_plot import plot
-
         plot(loads[middle], report, args.plot)
     return 1 if set(report["codes"]) - {"200", "left"} else 0
 
@@ -273,7 +271,6 @@ class _Offline:
     """Runs the workload on an engine in this process."""
 
     def __init__(self, name: str, workload: Workload) -> None:
-        from megatron_infer.cli.bench_workload import run_engine
         from megatron_infer.config.sampling_params import SamplingParams
         from megatron_infer.entrypoints.llm import LLM
 
@@ -360,6 +357,48 @@ def render(report: dict[str, Any]) -> str:
             )
     lines += [f"{code}: {message}" for code, message in report["messages"].items()]
     return "\n".join(lines)
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError if matplotlib is not installed; called before anything is measured."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+
+
+def plot(load: LoadResult, report: dict[str, Any], path: str) -> None:
+    """Write a PNG with three panels: latency distribution, gaps between chunks, tokens per second over time."""
+    from matplotlib.figure import Figure
+
+    complete = [one for one in load.results if one.is_complete]
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    latencies, gaps, rates = figure.subplots(1, 3)
+    for name, values in (
+        ("first token", [one.token_times[0] - one.sent for one in complete if one.token_times]),
+        ("whole request", [one.ended - one.sent for one in complete]),
+    ):
+        ordered = sorted(values)
+        latencies.plot(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))], label=name)
+    latencies.set(xlabel="seconds", ylabel="share of requests", title="Latency")
+    latencies.legend()
+    between = [1e3 * (b - a) for one in complete for a, b in zip(one.token_times, one.token_times[1:], strict=False)]
+    gaps.hist(between, bins=60)
+    gaps.set(xlabel="ms", ylabel="chunks", title="Between chunks")
+    times = [moment for one in load.results for moment in one.token_times]
+    width = max(load.seconds / 60, 1e-3)
+    rates.hist(times, bins=60, weights=[1 / width] * len(times), histtype="step")
+    rates.set(xlabel="seconds", ylabel="chunks per second", title="Throughput")
+    figure.suptitle(f"{report['model']}, {report['load']}: {report['output_tokens_per_s']:,.0f} output tokens/s")
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: str) -> None:
+    """Raises InferenceError if the file cannot be written."""
+    try:
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as error:
+        raise InferenceError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def _write(path: str, text: str) -> None:

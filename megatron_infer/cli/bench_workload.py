@@ -1,23 +1,31 @@
-"""Workloads of benchmarks and their measurements, the same for every engine."""
+"""Workloads of `bench`, `bench-serve` and tools/bench, and one run of a workload on an engine."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from megatron_infer.errors import ConfigError
+from megatron_infer.utils.host import CpuClock
 
-QUIET_CORES = 0.1
-"""A run beside which other programs used more of the cores is disturbed."""
+NAMED_COLUMNS: dict[str, dict[str, Any]] = {
+    "single": {"num_requests": 2, "input_len": (128, 128), "output_len": (128, 128), "concurrency": 1},
+    "prefill": {"num_requests": 4, "input_len": (1024, 1024), "output_len": (1, 1), "concurrency": 4},
+    "rl": {
+        "num_requests": 8,
+        "input_len": (64, 256),
+        "output_len": (128, 128),
+        "concurrency": 8,
+        "num_samples": 8,
+    },
+}
+"""One stream; prompts alone; rollouts with 8 samples of each prompt at temperature 1, with log probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,18 @@ def parse_range(text: str) -> tuple[int, int]:
     return bounds
 
 
+def column(name: str) -> dict[str, Any]:
+    """The sizes of a column of the benchmark's table, for `make_workload`. Raises ConfigError for an unknown name."""
+    if name in NAMED_COLUMNS:
+        return NAMED_COLUMNS[name]
+    if not name.isdecimal() or int(name) < 1:
+        known = ", ".join(NAMED_COLUMNS)
+        raise ConfigError(f"--columns: {name!r} is neither a number of requests at once nor one of {known}")
+    at_once = int(name)
+    lengths = {"input_len": (64, 256), "output_len": (64, 128)}
+    return {"num_requests": max(32, at_once), "concurrency": at_once, **lengths}
+
+
 def make_workload(
     *,
     num_requests: int,
@@ -89,32 +109,6 @@ def make_workload(
     return Workload(prompts=prompts, output_lens=output_lens, concurrency=concurrency, num_samples=num_samples)
 
 
-def column(name: str) -> dict[str, Any]:
-    """The sizes of a column of the benchmark's table, for `make_workload`. Raises ConfigError for an unknown name."""
-    if name in NAMED_COLUMNS:
-        return NAMED_COLUMNS[name]
-    if not name.isdecimal() or int(name) < 1:
-        known = ", ".join(NAMED_COLUMNS)
-        raise ConfigError(f"--columns: {name!r} is neither a number of requests at once nor one of {known}")
-    at_once = int(name)
-    lengths = {"input_len": (64, 256), "output_len": (64, 128)}
-    return {"num_requests": max(32, at_once), "concurrency": at_once, **lengths}
-
-
-NAMED_COLUMNS: dict[str, dict[str, Any]] = {
-    "single": {"num_requests": 2, "input_len": (128, 128), "output_len": (128, 128), "concurrency": 1},
-    "prefill": {"num_requests": 4, "input_len": (1024, 1024), "output_len": (1, 1), "concurrency": 4},
-    "rl": {
-        "num_requests": 8,
-        "input_len": (64, 256),
-        "output_len": (128, 128),
-        "concurrency": 8,
-        "num_samples": 8,
-    },
-}
-"""One stream; prompts alone; rollouts: 8 prompts with 8 samples each at temperature 1, with log probabilities."""
-
-
 @dataclass(slots=True, kw_only=True)
 class RunResult:
     """One run of an engine over a workload. Times are in seconds since its start; None: not measured."""
@@ -129,92 +123,6 @@ class RunResult:
     """Reports of the suspends and resumes (MemoryReport.to_dict), in order."""
     other_load: float | None = None
     """Cores that other processes used meanwhile, which makes the figures unreliable."""
-
-
-LEAST_WATCHED_S = 0.25
-"""Runs shorter than this tell nothing of other processes (seconds)."""
-
-
-@dataclass(frozen=True, slots=True)
-class CpuClock:
-    """CPU seconds of an engine's processes, and of the cores that this process may use, at a moment."""
-
-    wall: float
-    own: float
-    cores: float | None
-
-    @classmethod
-    def now(cls, pids: Sequence[int] = ()) -> CpuClock:
-        """pids: processes that count with those they started, beside this one, which counts alone."""
-        started = sum(_cpu_s(child) for pid in pids for child in processes_below(pid))
-        return cls(time.perf_counter(), time.process_time() + started, _cores_busy_s())
-
-    def other_load(self, since: CpuClock) -> float | None:
-        """Cores used by other processes since then; None where the system does not report it.
-
-        None also for a run shorter than `LEAST_WATCHED_S`:
-        the system counts ticks of 10 ms, and one of them would be a load.
-        """
-        seconds = self.wall - since.wall
-        if self.cores is None or since.cores is None or seconds < LEAST_WATCHED_S:
-            return None
-        return max(0.0, ((self.cores - since.cores) - (self.own - since.own)) / seconds)
-
-
-def _cores_busy_s() -> float | None:
-    try:
-        names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        with open("/proc/stat", encoding="ascii") as lines:
-            rows = [line.split() for line in lines if line.partition(" ")[0] in names]
-    except (OSError, AttributeError):  # not a Linux
-        return None
-    # user, nice, system, (idle, iowait,) irq, softirq, steal
-    return sum(int(row[column]) for row in rows for column in (1, 2, 3, 6, 7, 8)) / os.sysconf("SC_CLK_TCK")
-
-
-def processes_below(pid: int) -> list[int]:
-    """A process and those it started that are still there."""
-    found = [pid]
-    for one in found:
-        with contextlib.suppress(OSError):
-            for path in Path(f"/proc/{one}/task").glob("*/children"):
-                found += map(int, path.read_text().split())
-    return found
-
-
-def _cpu_s(pid: int) -> float:
-    """User and system seconds of a process and of its children that have ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
-def percentile(values: Sequence[float], p: float) -> float:
-    """Linear interpolation; values must not be empty."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * p / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def latency_summary(result: RunResult) -> dict[str, dict[str, float]]:
-    """TTFT, inter-token latency (each gap) and TPOT (each request's mean gap) in ms: mean, p50, p90, p99."""
-    if result.token_times is None:
-        return {}
-    series: dict[str, list[float]] = {"ttft_ms": [], "itl_ms": [], "tpot_ms": []}
-    for arrival, times in zip(result.arrivals, result.token_times, strict=True):
-        series["ttft_ms"].append((times[0] - arrival) * 1e3)
-        series["itl_ms"] += [(b - a) * 1e3 for a, b in pairwise(times)]
-        if len(times) > 1:
-            series["tpot_ms"].append((times[-1] - times[0]) / (len(times) - 1) * 1e3)
-    return {
-        name: {"mean": statistics.fmean(values), **{f"p{p}": percentile(values, p) for p in (50, 90, 99)}}
-        for name, values in series.items()
-        if values
-    }
 
 
 def run_engine(
@@ -265,3 +173,29 @@ def run_engine(
         suspensions=suspensions,
         other_load=end.other_load(clock),
     )
+
+
+def latency_summary(result: RunResult) -> dict[str, dict[str, float]]:
+    """TTFT, inter-token latency (each gap) and TPOT (each request's mean gap) in ms: mean, p50, p90, p99."""
+    if result.token_times is None:
+        return {}
+    series: dict[str, list[float]] = {"ttft_ms": [], "itl_ms": [], "tpot_ms": []}
+    for arrival, times in zip(result.arrivals, result.token_times, strict=True):
+        series["ttft_ms"].append((times[0] - arrival) * 1e3)
+        series["itl_ms"] += [(b - a) * 1e3 for a, b in pairwise(times)]
+        if len(times) > 1:
+            series["tpot_ms"].append((times[-1] - times[0]) / (len(times) - 1) * 1e3)
+    return {
+        name: {"mean": statistics.fmean(values), **{f"p{p}": percentile(values, p) for p in (50, 90, 99)}}
+        for name, values in series.items()
+        if values
+    }
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """Linear interpolation; values must not be empty."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * p / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

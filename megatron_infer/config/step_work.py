@@ -1,7 +1,7 @@
-"""Bytes, floating-point operations and launches of a step, by part of the model. Pure: needs no torch.
+"""Bytes, floating-point operations and launches of a step, by part of the model, and of a workload. Needs no torch.
 
-`megatron-infer plan --roofline` prints them, `megatron-infer bench` and tools/bench/speed_of_light.py hold what they
-measure against them. Bytes are the least that must move: every weight that the step needs once, every key, value and
+`megatron-infer plan --roofline` prints them; `megatron-infer bench` and tools/bench/speed_of_light.py compare their
+measurements with them. Bytes are the least that must move: every weight that the step needs once, every key, value and
 state once, logits once out and once in. Activations are not counted; a decode step keeps them in the device's cache.
 Launches are those of `kernels.triton`, with one for each product, a draw as within a CUDA graph, and no captures of
 states.
@@ -10,11 +10,13 @@ states.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_infer.config.model_shape import LOGIT_BYTES, ModelShape
+from megatron_infer.config.model_shape import DTYPE_BYTES, LOGIT_BYTES, ModelShape
 from megatron_infer.kernels import triton_scratch as scratch
+from megatron_infer.kernels.weight_dtypes import WEIGHT_DTYPE_BYTES, weight_bytes
 
 DRAW_LAUNCHES = 7
 """Launches of a draw within a graph, whatever the rows ask for."""
@@ -65,6 +67,72 @@ def state_flops(shape: ModelShape) -> int:
 def state_bytes(shape: ModelShape) -> int:
     """Bytes of one request's recurrent states, all layers."""
     return 0 if shape.state is None else shape.state.slot_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadWork:
+    """The least work of a workload: each prompt and output token is computed once, weights are read once a step."""
+
+    prefill_flops: float
+    decode_flops: float
+    prefill_bytes: float
+    decode_bytes: float
+
+    @property
+    def flops(self) -> float:
+        return self.prefill_flops + self.decode_flops
+
+    @property
+    def bytes(self) -> float:
+        return self.prefill_bytes + self.decode_bytes
+
+    def best_seconds(self, ceiling: Ceiling) -> float:
+        """Prefill, then decode, each limited by the slower of arithmetic and memory."""
+        prefill = ceiling.seconds(self.prefill_bytes, self.prefill_flops)
+        return prefill + ceiling.seconds(self.decode_bytes, self.decode_flops)
+
+
+def least_work(
+    shape: ModelShape,
+    prompt_lens: Sequence[int],
+    output_lens: Sequence[int],
+    *,
+    concurrency: int,
+    num_samples: int = 1,
+    kv_dtype_bytes: int | None = None,
+    weight_dtype: str = "auto",
+) -> WorkloadWork:
+    """Operations and bytes of `num_samples` answers to each prompt, `concurrency` prompts at once, on a dense model.
+
+    A token costs 2 operations per parameter, and `key_flops` for each key that it sees. A prompt token except the last
+    skips the vocabulary projection. A decode step of `concurrency * num_samples` rows reads the weights, and each row's
+    keys and values, once. Example: 100 outputs, 10 of them from prompts, 9 rows -> 10 steps.
+    A recurrent state is read and written once for each decoded token, and written once for each prompt.
+    kv_dtype_bytes: bytes of a number in the KV cache; None: the model's. weight_dtype: the option of InferenceConfig.
+    """
+    projection = shape.padded_vocab_size * shape.hidden_size
+    if weight_dtype in WEIGHT_DTYPE_BYTES:
+        weights = weight_bytes(weight_dtype, shape.num_parameters, projection)
+    else:
+        weights = shape.num_parameters * DTYPE_BYTES[shape.dtype]
+    kv_token, per_key = kv_token_bytes(shape, kv_dtype_bytes), key_flops(shape)
+    keys_prefill = sum(n * (n + 1) // 2 for n in prompt_lens)
+    # The first output token is sampled at the prompt's last position; token i sees n + i - 1 keys.
+    keys_decode = num_samples * sum(
+        (out - 1) * n + (out - 1) * out // 2 for n, out in zip(prompt_lens, output_lens, strict=True)
+    )
+    decoded = (sum(output_lens) - len(prompt_lens)) * num_samples
+    per_state, state = state_flops(shape), state_bytes(shape)
+    steps = -(-decoded // (concurrency * num_samples))
+    prefill_tokens = sum(prompt_lens)
+    return WorkloadWork(
+        prefill_flops=2 * (prefill_tokens * (shape.num_parameters - projection) + len(prompt_lens) * projection)
+        + per_key * keys_prefill
+        + per_state * prefill_tokens,
+        decode_flops=(2 * shape.num_parameters + per_state) * decoded + per_key * keys_decode,
+        prefill_bytes=weights + kv_token * prefill_tokens + state * len(prompt_lens),
+        decode_bytes=weights * steps + kv_token * keys_decode + 2 * state * decoded,
+    )
 
 
 class Part(NamedTuple):

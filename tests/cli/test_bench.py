@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_infer.cli import bench, bench_report, bench_workload
-from megatron_infer.cli.bench_roofline import Ceiling, Work, least_work, measure_ceiling
-from megatron_infer.cli.bench_suspend import render_suspensions, summarize_suspensions
+from megatron_infer.cli import bench, bench_workload
+from megatron_infer.cli.bench import measure_ceiling, render_suspensions, summarize_suspensions
 from megatron_infer.cli.bench_workload import (
     RunResult,
     Workload,
@@ -25,8 +24,10 @@ from megatron_infer.cli.bench_workload import (
 )
 from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.step_work import Ceiling, WorkloadWork, least_work
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.scheduler.drafts import SpecDecodeMetrics
+from megatron_infer.utils.host import CpuClock
 
 SHAPE = ModelShape(
     num_layers=2,
@@ -54,6 +55,12 @@ def workload(**changes) -> Workload:
         "seed": 1,
     }
     return make_workload(**{**settings, **changes})
+
+
+def least(shape: ModelShape, load: Workload, **options) -> WorkloadWork:
+    """The least work of a workload."""
+    counts = {"concurrency": load.concurrency, "num_samples": load.num_samples}
+    return least_work(shape, list(map(len, load.prompts)), load.output_lens, **counts, **options)
 
 
 def test_ranges_are_inclusive_and_wrong_ones_refused():
@@ -126,7 +133,7 @@ def test_least_work_counts_recurrent_states():
     state = StateShape(
         num_layers=3, conv_shape=(24, 4), ssm_shape=(2, 4, 8), conv_dtype="bfloat16", ssm_dtype="float32"
     )
-    plain, work = (least_work(dataclasses.replace(SHAPE, state=state), load) for state in (None, state))
+    plain, work = (least(dataclasses.replace(SHAPE, state=state), load) for state in (None, state))
     assert work.prefill_flops - plain.prefill_flops == 5 * 3 * (2 * 4 * 8) * 8
     assert work.decode_flops - plain.decode_flops == 5 * 3 * (2 * 4 * 8) * 4
     slot = 3 * 24 * 4 * 2 + 3 * 2 * 4 * 8 * 4
@@ -136,7 +143,7 @@ def test_least_work_counts_recurrent_states():
 
 def test_least_work_is_the_sum_over_tokens_and_keys():
     load = Workload(prompts=[[1] * 3, [1] * 5], output_lens=[4, 2], concurrency=2)
-    work = least_work(SHAPE, load)
+    work = least(SHAPE, load)
     projection, per_key = 128 * 32, 4 * 2 * 4 * 8
     prefill = decode = keys_read = 0
     for prompt, out in ((3, 4), (5, 2)):
@@ -151,15 +158,15 @@ def test_least_work_is_the_sum_over_tokens_and_keys():
     assert (work.prefill_flops, work.decode_flops) == (prefill, decode)
     kv_token = 2 * 2 * 2 * 8 * 2
     assert work.decode_bytes == 2 * 20_000 + kv_token * keys_read  # 4 decoded tokens, 2 at once: 2 steps
-    assert least_work(SHAPE, load, kv_dtype_bytes=1).decode_bytes == 2 * 20_000 + kv_token // 2 * keys_read
+    assert least(SHAPE, load, kv_dtype_bytes=1).decode_bytes == 2 * 20_000 + kv_token // 2 * keys_read
     for weight_dtype, num_bytes in (("int8", 10_625), ("int4", 6_250 + projection * 14 // 32)):
-        rounded = least_work(SHAPE, load, weight_dtype=weight_dtype)
+        rounded = least(SHAPE, load, weight_dtype=weight_dtype)
         assert work.decode_bytes - rounded.decode_bytes == 2 * (20_000 - num_bytes)
     assert work.prefill_bytes == 20_000 + kv_token * 8
 
 
 def test_bound_takes_the_scarcer_resource_of_each_phase():
-    work = Work(prefill_flops=4e9, decode_flops=1e9, prefill_bytes=1e9, decode_bytes=6e9)
+    work = WorkloadWork(prefill_flops=4e9, decode_flops=1e9, prefill_bytes=1e9, decode_bytes=6e9)
     assert work.best_seconds(Ceiling(read_gb_s=2.0, gemm_gflop_s=1.0)) == pytest.approx(4 + 3)
 
 
@@ -170,7 +177,7 @@ def test_ceiling_is_measured_on_this_machine():
 
 def test_least_work_of_samples_shares_the_prefill():
     one = Workload(prompts=[[1] * 3, [1] * 5], output_lens=[4, 2], concurrency=2)
-    apart, shared = least_work(SHAPE, one), least_work(SHAPE, dataclasses.replace(one, num_samples=3))
+    apart, shared = least(SHAPE, one), least(SHAPE, dataclasses.replace(one, num_samples=3))
     assert shared.prefill_flops == apart.prefill_flops and shared.prefill_bytes == apart.prefill_bytes
     assert shared.decode_flops == 3 * apart.decode_flops
     weights = 2 * 2 * 10_000  # 4 tokens at 2 rows, or 12 at 6: 2 steps
@@ -201,10 +208,10 @@ def test_disturbed_runs_are_repeated_and_the_quieter_one_counts():
 
 
 def test_run_too_short_for_the_clock_tells_nothing_of_others():
-    start = bench_workload.CpuClock(wall=0.0, own=0.0, cores=0.0)
-    assert bench_workload.CpuClock(wall=0.001, own=0.0, cores=0.01).other_load(start) is None
-    assert bench_workload.CpuClock(wall=2.0, own=0.5, cores=1.5).other_load(start) == 0.5
-    assert bench_workload.CpuClock(wall=2.0, own=0.5, cores=None).other_load(start) is None
+    start = CpuClock(wall=0.0, own=0.0, cores=0.0)
+    assert CpuClock(wall=0.001, own=0.0, cores=0.01).other_load(start) is None
+    assert CpuClock(wall=2.0, own=0.5, cores=1.5).other_load(start) == 0.5
+    assert CpuClock(wall=2.0, own=0.5, cores=None).other_load(start) is None
 
 
 def test_ratio_is_against_the_better_peer():
@@ -212,8 +219,8 @@ def test_ratio_is_against_the_better_peer():
         return {"tok_s": {"median": median, "min": low, "max": high}}
 
     engines = {bench.OURS: figures(200, 180, 210), "slow": figures(50, 50, 50), "fast": figures(80, 70, 90)}
-    assert bench_report.ratio(engines) == {"peer": "fast", "tok_s": 2.5, "worst_case": 2.0}
-    assert bench_report.ratio({bench.OURS: figures(1, 1, 1)}) is None
+    assert bench.ratio(engines) == {"peer": "fast", "tok_s": 2.5, "worst_case": 2.0}
+    assert bench.ratio({bench.OURS: figures(1, 1, 1)}) is None
 
 
 def test_samples_of_a_prompt_are_counted_and_held_apart(llm):
@@ -236,11 +243,11 @@ def test_cores_used_by_processes_of_the_engine_are_not_others():
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     with subprocess.Popen([sys.executable, "-c", child, spin], stdin=subprocess.PIPE) as process:
         try:
-            both, alone = bench_workload.CpuClock.now([process.pid]), bench_workload.CpuClock.now()
-            while (used := bench_workload.CpuClock.now([process.pid])).own - both.own < 0.35:
+            both, alone = CpuClock.now([process.pid]), CpuClock.now()
+            while (used := CpuClock.now([process.pid])).own - both.own < 0.35:
                 assert used.wall - both.wall < 60
                 time.sleep(0.02)
-            without = bench_workload.CpuClock.now()
+            without = CpuClock.now()
         finally:
             process.stdin.close()
     seen = without.other_load(alone) * (without.wall - alone.wall)
@@ -260,9 +267,7 @@ def bench_llm(llm):
 
 
 def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "megatron_infer.cli.bench_roofline.measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100)
-    )
+    monkeypatch.setattr(bench, "measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100))
     out = tmp_path / "out.json"
     argv = ["--num-requests", "3", "--input-len", "4:8", "--output-len", "3", "--concurrency", "1", "--rounds", "2"]
     assert command("bench", "m", *argv, "--json", str(out)) == 0
@@ -280,9 +285,7 @@ def test_report_holds_every_figure_and_is_printed(command, bench_llm, tmp_path, 
 
 
 def test_speculation_is_measured_beside_the_same_engine_without(command, bench_llm, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "megatron_infer.cli.bench_roofline.measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100)
-    )
+    monkeypatch.setattr(bench, "measure_ceiling", lambda *a: Ceiling(read_gb_s=10, gemm_gflop_s=100))
     bench_llm.engine.drafts = SpecDecodeMetrics()
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text('{"prompt": "copy this"}\n{"token_ids": [5, 6, 7]}\n')

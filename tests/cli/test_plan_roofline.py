@@ -8,10 +8,8 @@ import math
 
 import pytest
 
-from megatron_infer.cli.bench_roofline import least_work
-from megatron_infer.cli.bench_workload import Workload
 from megatron_infer.cli.main import main
-from megatron_infer.config.step_work import PUBLISHED, Ceiling, Part, StepWork
+from megatron_infer.config.step_work import PUBLISHED, Ceiling, Part, StepWork, least_work
 from megatron_infer.model_loader.description_shape import num_parameters, step_counter
 from megatron_infer.model_loader.model_description import HybridDescription, ModelDescription
 
@@ -70,10 +68,10 @@ def test_a_step_does_the_work_that_a_benchmark_is_held_against():
     """Both count a prompt's tokens, keys and states alike; a benchmark knows the model's size alone."""
     for description in (LLAMA_8B, dataclasses.replace(HYBRID, hybrid=HybridDescription(pattern="M*-M", norm_groups=8))):
         counter = step_counter(description, dtype="bfloat16")
-        whole = least_work(counter.shape, Workload(prompts=[[1] * 100], output_lens=[1], concurrency=1))
+        whole = least_work(counter.shape, [100], [1], concurrency=1)
         embedding = 2 * 100 * 128256 * 4096  # the benchmark counts two operations for each parameter
         assert counter.prefill(100).flops == pytest.approx(whole.prefill_flops - embedding, rel=2e-4)
-        decode = least_work(counter.shape, Workload(prompts=[[1] * 100], output_lens=[2], concurrency=1))
+        decode = least_work(counter.shape, [100], [2], concurrency=1)
         beside = 2 * 128256 * 4 + 4096 * 2  # logits out and in, a row of the embedding
         assert counter.decode(1, 101).num_bytes - beside == decode.decode_bytes - 2 * 128256 * 4096
 

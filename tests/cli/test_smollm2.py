@@ -64,19 +64,6 @@ def test_bench_measures_the_real_model(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_bench_beside_transformers_in_a_process_of_its_own(tmp_path, capsys):
-    pytest.importorskip("transformers")
-    out = tmp_path / "bench.json"
-    argv = ["--vs", "transformers", "--rounds", "1", "--dtype", "float32", "--json", str(out), *SMALL]
-    sizes = ["--num-requests", "4", "--concurrency", "2", "--input-len", "8:16", "--output-len", "4"]
-    assert main(["bench", "smollm2", *sizes, *argv]) == 0
-    column = json.loads(out.read_text())["columns"]["workload"]
-    assert column["engines"]["transformers"]["same_first_tokens"] == 4
-    assert column["ratio"]["peer"] == "transformers"
-    assert "| 4 prompts, 2 at once, 8 to 16 -> 4 | " in capsys.readouterr().out
-
-
-@pytest.mark.long
 def test_generate_follows_a_schema(tmp_path, capsys):
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hybrid_models import random_hybrid
 from vocabularies import byte_level
+
+sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
+
+import peers
 
 from megatron_infer.cli.main import main
 from megatron_infer.config.inference import InferenceConfig
@@ -71,10 +77,10 @@ def test_plan_and_generate_take_a_hybrid_directory(tmp_path, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["mamba2", "bamba"])
-def test_bench_runs_beside_transformers(case, tmp_path):
+def test_transformers_is_measured_with_hybrids(case, tmp_path):
     """Which has no scaled dot product attention for a model without attention."""
     random_hybrid(case).save_pretrained(tmp_path)
     report = tmp_path / "report.json"
     sizes = "--num-requests 3 --input-len 5:20 --output-len 4 --rounds 1 --dtype float32 --vs transformers".split()
-    assert main(["bench", str(tmp_path), *sizes, "--json", str(report)]) == 0
+    assert peers.run(peers.parse_args([str(tmp_path), *sizes, "--json", str(report)])) == 0
     assert set(json.loads(report.read_text())["engines"]) == {"megatron_infer", "transformers"}

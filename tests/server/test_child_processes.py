@@ -196,9 +196,10 @@ def test_peers_of_a_benchmark_end_with_it(tmp_path):
     code = f"""
 import sys, time
 from pathlib import Path
-from megatron_infer.cli import bench_peers
-bench_peers.ADAPTER = Path({str(tmp_path / "adapter.py")!r})
-peer = bench_peers.Peer("transformers", sys.executable, {{}}, Path({str(tmp_path / "log")!r}))
+sys.path.append({str(ROOT / "tools" / "bench")!r})
+import peers
+peers.ADAPTER = Path({str(tmp_path / "adapter.py")!r})
+peer = peers.Peer("transformers", sys.executable, {{}}, Path({str(tmp_path / "log")!r}))
 print(peer._process.stdout.readline().decode(), flush=True)
 time.sleep(600)
 """

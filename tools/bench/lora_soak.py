@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 import torch
-from lora import write_adapter
+from cases.adapters import write_adapter
 from serve_case import events, quantile, served
 from serve_soak import Memory
 

@@ -84,7 +84,7 @@ def measure(model: torch.nn.Module, arguments: argparse.Namespace, num_micro_bat
             return hidden(step, *received)
 
         inspect(engine).adopted.hidden = asleep
-    runner._compute, runner._sample = busy.work(runner._compute), busy.work(runner._sample)
+    runner._compute, runner._draw = busy.work(runner._compute), busy.work(runner._draw)
     runner.link.receive = busy.wait(runner.link.receive)
     generator = torch.Generator().manual_seed(1)
     prompts = [

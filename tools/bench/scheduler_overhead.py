@@ -1,8 +1,8 @@
 """Host time of a decode step: schedule, batch build, commit. Medians in microseconds, and the budget beside them.
 
-    python tools/bench/scheduler_overhead.py [--rows 512] [--prefix-caching] [--batch-build MODULE:FACTORY]
+    python tools/bench/scheduler_overhead.py [--rows 512] [--prefix-caching] [--batch-build]
 
-A batch builder is made by FACTORY(context, rows) and called as build(plan, table_writes) between schedule and commit.
+--batch-build runs the engine's batch builder between schedule and commit: all of a step's host work but the forward.
 Every row crosses a block border once in `--block-size` steps, the rows spread evenly over them, so that each step pays
 its share of block allocations. Nothing is computed: tokens are made up.
 """
@@ -10,16 +10,22 @@ its share of block allocations. Nothing is computed: tokens are made up.
 from __future__ import annotations
 
 import argparse
-import importlib
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.context.build import build_context
 from megatron_infer.context.dynamic_context import DynamicInferenceContext
+from megatron_infer.kernels.base import RotaryTable, StepMetadata
+from megatron_infer.kernels.step_gather import torch_gather
+from megatron_infer.memory.device import Device
+from megatron_infer.runner.batch import Batch, BatchBuilder
 from megatron_infer.scheduler.request import Request
 from megatron_infer.scheduler.scheduler import Scheduler
 from megatron_infer.scheduler.step_plan import StepPlan, StepResult
@@ -27,11 +33,57 @@ from megatron_infer.scheduler.step_plan import StepPlan, StepResult
 BUDGET_US = {"schedule": 90.0, "commit": 90.0, "total": 300.0}
 """For 512 rows; the total has the batch build in it."""
 
+MAX_SEQUENCE_LENGTH, HEAD_DIM = 2560, 64
+"""Of the batch builder's model."""
+
 BatchBuild = Callable[[StepPlan, Sequence[tuple[int, int, int]]], Any]
 
 
 def no_build(plan: StepPlan, writes: Sequence[tuple[int, int, int]]) -> None:
-    """Stands where no batch builder is given."""
+    """Stands where the batch build is not measured."""
+
+
+class NoAttention:
+    """Plans nothing: a backend's own plan is device work."""
+
+    name = "none"
+    plan_on_host = None
+
+    def supports(self, spec: object, *, dtype: object, block_size: int, kv_dtype: object = None) -> str | None:
+        return None
+
+    def plan(self, step: StepMetadata) -> None:
+        return None
+
+    def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError("this benchmark runs no attention")
+
+
+def make_build(context: DynamicInferenceContext, rows: int) -> BatchBuild:
+    """The engine's batch builder for up to `rows` requests over a cache of `context`'s shape."""
+    torch.set_num_threads(1)
+    cache, table = torch.zeros(1), torch.zeros(MAX_SEQUENCE_LENGTH, HEAD_DIM)
+    sizes: Any = SimpleNamespace(
+        max_requests=rows,
+        max_tokens=rows * 2 * context.block_size,
+        max_blocks_per_row=context.max_blocks_per_row,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        block_size=context.block_size,
+        graph_shapes=(),
+    )
+    layout = SimpleNamespace(dummy_block=context.num_blocks)
+    store: Any = SimpleNamespace(layout=layout, kv_cache=cache, states=None, pending_restore=lambda: None)
+    kernels: Any = SimpleNamespace(
+        ops=None, attention=NoAttention(), scan=None, layers=None, lora=None, gather=torch_gather
+    )
+    rotary = RotaryTable(cos_PR=table, sin_PR=table)
+    builder = BatchBuilder(Device("cpu"), sizes, store, kernels, rotary=rotary, dtype=torch.bfloat16)
+
+    @torch.inference_mode()
+    def build(plan: StepPlan, writes: Sequence[tuple[int, int, int]]) -> Batch:
+        return builder.build(plan, writes)
+
+    return build
 
 
 def make_decoding(
@@ -112,17 +164,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="measured steps (default 400)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (default 16)")
     parser.add_argument("--prefix-caching", action="store_true", help="publish full blocks at commit")
-    parser.add_argument("--batch-build", metavar="MODULE:FACTORY", help="measure this batch builder too")
+    parser.add_argument("--batch-build", action="store_true", help="measure the engine's batch builder too")
     args = parser.parse_args()
 
     warmup = 3 * args.block_size
     context, scheduler = make_decoding(
         args.rows, steps=args.steps + warmup + 2, block_size=args.block_size, prefix_caching=args.prefix_caching
     )
-    build: BatchBuild = no_build
-    if args.batch_build:
-        module, _, factory = args.batch_build.partition(":")
-        build = getattr(importlib.import_module(module), factory)(context, args.rows)
+    build = make_build(context, args.rows) if args.batch_build else no_build
     measure(context, scheduler, build, rows=args.rows, steps=warmup)
     seconds = measure(context, scheduler, build, rows=args.rows, steps=args.steps)
     cached = "on" if args.prefix_caching else "off"

@@ -35,10 +35,10 @@ for folder in (ROOT, ROOT / "tools" / "bench"):
 # ruff: noqa: E402
 import torch
 from light.shapes import PLANS, random_model
+from peer_engines import ENGINES
+from peers import weights_for_peers
 
-from megatron_infer.cli.bench_adapter import ENGINES
-from megatron_infer.cli.bench_peers import weights_for_peers
-from megatron_infer.cli.bench_report import render_drafts, summarize_drafts
+from megatron_infer.cli.bench import render_drafts, summarize_drafts
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig

@@ -1,7 +1,16 @@
-"""Peer engines of a benchmark: each loads the same weights in a process of its own, in its own environment."""
+"""Other engines next to this one: the same weights, the same workloads, in the same rounds; with a plot of the rates.
+
+    python tools/bench/peers.py smollm2 --columns single,16,32,prefill,rl --vs vllm,openvino,llama.cpp,transformers
+        [--peer-python vllm=peers/vllm/bin/python ...] [--json out.json] [--plot out.png]
+    python tools/bench/peers.py smollm2 --speculative ngram --vs off,transformers-lookup --concurrency 1
+
+All options of `megatron-infer bench` are options here too, and the report has the same fields. Each peer loads the
+weights in a process of its own, in the environment of its own interpreter (peer_engines.py).
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -16,12 +25,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megatron_infer.cli.bench_workload import CpuClock, RunResult, Workload, processes_below
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+# ruff: noqa: E402
+from megatron_infer.cli.bench import OFF, add_options, measure, open_report, prepare
+from megatron_infer.cli.bench_serve import require_matplotlib, save_figure
+from megatron_infer.cli.bench_workload import RunResult, Workload
 from megatron_infer.cli.loading import note
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.utils.child_process import ChildProcess
-from megatron_infer.utils.openmp import SPIN_COUNT
+from megatron_infer.utils.gc_pause import end_without_collection
+from megatron_infer.utils.host import CpuClock, processes_below, resident_mib
+from megatron_infer.utils.openmp import SPIN_COUNT, limit_spinning
 
 if TYPE_CHECKING:
     from megatron_infer.model_loader.sources import ModelSource
@@ -29,7 +47,7 @@ if TYPE_CHECKING:
 GGUF_TYPES = {"llama.cpp": "", "llama.cpp-q8_0": "Q8_0", "llama.cpp-q4_0": "Q4_0"}
 """llama.cpp by the type of its file's matrices; "": the dtype that is measured."""
 PEERS = ("vllm", "openvino", *GGUF_TYPES, "transformers", "transformers-lookup", "transformers-assisted")
-ADAPTER = Path(__file__).with_name("bench_adapter.py")
+ADAPTER = Path(__file__).with_name("peer_engines.py")
 TIMEOUT_S = 900.0
 """For loading (vLLM compiles, OpenVINO converts), and for one run of a workload."""
 NEWS_S = 15.0
@@ -52,7 +70,7 @@ def parse_pythons(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
 
 class Peer:
-    """A peer engine that has loaded a model, driven over pipes; `bench_adapter.py` is its other end."""
+    """A peer engine that has loaded a model, driven over pipes; `peer_engines.py` is its other end."""
 
     def __init__(self, name: str, python: str, settings: Mapping[str, Any], log: Path) -> None:
         """Starts the process; `wait_until_loaded` returns when it is ready."""
@@ -275,10 +293,98 @@ def _kv_gib(shape: ModelShape, num_tokens: int) -> int:
     return 1 + -(-num_tokens * per_token // 2**30)
 
 
-def resident_mib(pid: int) -> float:
-    """Resident memory of a process; 0 where the system does not report it."""
+def plot_engines(report: dict[str, Any], path: str) -> None:
+    """Write a PNG of a report: for each workload a bar of each engine's median rate, with the least and the most of its
+    rounds."""
+    from matplotlib.figure import Figure
+
+    names = list(report["engines"])
+    columns = report["columns"]
+    figure = Figure(figsize=(2.6 * len(columns) + 1, 4), layout="constrained")
+    panels = figure.subplots(1, len(columns), squeeze=False)[0]
+    for panel, (title, column) in zip(panels, columns.items(), strict=True):
+        for place, name in enumerate(names):
+            if (found := column["engines"].get(name)) is None:
+                continue
+            rate = found["tok_s"]
+            spread = [[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]]
+            panel.bar(place, rate["median"], yerr=spread, capsize=3, color=f"C{place}", label=name)
+        panel.set(title=title, xticks=[])
+    panels[0].set(ylabel="tokens per second")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
+    settings = report["settings"]
+    figure.suptitle(f"{report['model']}, {report['shape']['dtype']}, {settings['threads']} threads")
+    save_figure(figure, path)
+
+
+def names_of(texts: Sequence[str]) -> list[str]:
+    """The engines of all `--vs`. Raises ConfigError for an unknown one, and for one that is named twice."""
+    names = [name for text in texts for name in text.split(",")]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--vs {','.join(names)}: an engine is named twice; name each once")
+    if unknown := [name for name in names if name not in (*PEERS, OFF)]:
+        raise ConfigError(f"--vs: unknown engine {unknown[0]!r}; there are {', '.join(PEERS)} and off")
+    return names
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_options(parser)
+    parser.add_argument(
+        "--vs",
+        action="append",
+        required=True,
+        metavar="NAME,...",
+        help=f"engines: {', '.join(PEERS)}; off: this engine without --speculative",
+    )
+    parser.add_argument(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="the interpreter of the environment in which a peer is installed (default: this one)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw bars of the engines (PNG; needs matplotlib)")
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    """-> 0; 1 if a peer ended early. Raises InferenceError if an engine does not start or gives other lengths."""
+    report_path = open_report(args.json)
+    if args.plot is not None:
+        require_matplotlib()
+        open_report(args.plot)
+    names = names_of(args.vs)
+    pythons = parse_pythons(args.peer_python, [name for name in names if name != OFF])
+    benchmark = prepare(args, with_off=OFF in names)
+    import torch
+
+    with peers_of(
+        args.model,
+        pythons,
+        shape=benchmark.shape,
+        device=benchmark.device,
+        threads=torch.get_num_threads(),
+        workloads=list(benchmark.workloads.values()),
+        assistant=benchmark.drafting.get("draft_model"),
+    ) as peers:
+        report = measure(benchmark, report_path, peers)
+    if args.plot is not None:
+        plot_engines(report, args.plot)
+    return int(any(peer.failure is not None for peer in peers))
+
+
+def main() -> int:
+    limit_spinning()
+    end_without_collection()
     try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as numbers:
-            return int(numbers.readline().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    except (OSError, ValueError, IndexError):
-        return 0.0
+        return run(parse_args())
+    except InferenceError as error:
+        print(f"peers.py: error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

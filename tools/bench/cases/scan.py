@@ -1,34 +1,24 @@
-"""Milliseconds of one Mamba-2 layer on every scan backend, beside transformers' path without kernels in the same run.
+"""One Mamba-2 layer on every scan backend, and in transformers without kernels.
 
-    python tools/bench/ssm.py [--threads 1] [--rounds 9] [--layers 4] [--dtype float32] [--json out.json]
-
-The layer is that of mamba2-130m: hidden 768, 24 heads of 64, state 128, one group, four taps. What transformers runs on
-a CPU is `causal_conv1d_fn` and `mamba2_chunk_scan` for prompts (chunks of 256, B and C repeated for every head), and
-`causal_conv1d_update` and `mamba2_selective_state_update` for decode, states in a DynamicCache. Two comparisons:
-
-    scan   convolution and scan alone, states read and written, on both sides
-    mixer  the whole mixer: projections, scan, gated norm; ours with the linears and norm of the same backend
-
-Every layer has its own weights and states, so that in decode they come from memory as they do in a model; our states
-lie in scattered slots of a pool. Variants run in turn within a round; ratios are of medians. The limit updates each
-state once at the rate of an in-place product over memory, and does the recurrence's 5 operations per state entry and
-token at the rate of a matrix product. Neither knows of the caches, which hold the states of few rows and layers.
+The layer is that of mamba2-130m: hidden 768, 24 heads of 64, state 128, one group, four taps. Every layer has its own
+weights and states, so that in decode they come from memory as they do in a model; our states lie in scattered slots of
+a pool.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
-from limits import READ_BYTES, Limits, interleaved, measure_limits
 from torch import Tensor
 
+from cases.case import Case, Clock, Done, Measure, Variant
+from megatron_infer.cli.bench import measure_ceiling
 from megatron_infer.kernels import native_build, packing
 from megatron_infer.kernels.base import Ops, StepMetadata
 from megatron_infer.kernels.cpu_native import NativeOps, panel_layout
@@ -39,7 +29,7 @@ from megatron_infer.kernels.ssm_torch import TorchScan
 
 HIDDEN = 768
 SPEC = SsmSpec(num_heads=24, head_dim=64, state_dim=128, num_groups=1, conv_width=4)
-CASES: dict[str, tuple[int, int]] = {
+WORKS: dict[str, tuple[int, int]] = {
     "prefill 1 x 512": (1, 512),
     "prefill 8 x 64": (8, 64),
     "decode 1": (1, 1),
@@ -241,57 +231,64 @@ def our_backends(peer: Peer, dtype: torch.dtype) -> dict[str, Ours]:
     return ours
 
 
-def measure_update(rounds: int) -> float:
-    """Bytes a second read and written by an in-place product over a buffer larger than the caches."""
-    buffer = torch.ones(READ_BYTES // 4)
-    return 2 * READ_BYTES / interleaved({"update": lambda: buffer.mul_(1.0)}, rounds)["update"].best
+def update_rate() -> float:
+    """Bytes a second read and written by an in-place product over a buffer larger than the caches, best of five."""
+    buffer, seconds = torch.ones(128 << 20), []
+    for _ in range(6):
+        began = time.perf_counter()
+        buffer.mul_(1.0)
+        seconds.append(time.perf_counter() - began)
+    return 2 * buffer.nbytes / min(seconds)
 
 
-def limit_seconds(limits: Limits, update_rate: float, rows: int, length: int, dtype: torch.dtype) -> float:
-    """Of one layer's scan."""
+def limit_seconds(rows: int, length: int, dtype: torch.dtype, *, bytes_s: float, flop_s: float) -> float:
+    """Of one layer's scan: each state is updated once; 5 operations for each entry of a state and token.
+
+    The caches, which hold the states of few rows and layers, are not counted.
+    """
     entries = SPEC.inner_width * SPEC.state_dim
     num_bytes = rows * (2 * 4 * entries + 2 * dtype.itemsize * SPEC.num_channels * SPEC.conv_width)
-    flops = 5 * entries * rows * length
-    return max(num_bytes / update_rate, flops / limits.gemm_gflops[str(torch.float32)] / 1e9)
+    return max(num_bytes / bytes_s, 5 * entries * rows * length / flop_s)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+def run_layers(clock: Clock, run: Callable[[], object], layers: int, figures: dict[str, float]) -> Done:
+    with clock:
+        run()
+    return Done(layers, figures)
+
+
+@contextlib.contextmanager
+def scan(args: argparse.Namespace) -> Iterator[list[Measure]]:
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
-    rows_out: list[dict[str, object]] = []
     with torch.inference_mode():
-        limits = measure_limits(args.rounds)
-        where = f"torch {torch.__version__}, {platform.machine()}, {args.threads} threads, {args.dtype}"
-        update_rate = measure_update(args.rounds)
-        print(
-            f"{where}; update {update_rate / 1e9:.1f} GB/s; GEMM {limits.gemm_gflops[str(torch.float32)]:.0f} GFLOP/s"
-        )
+        bytes_s, flop_s = update_rate(), 1e9 * measure_ceiling("float32", "cpu").gemm_gflop_s
+        print(f"update {bytes_s / 1e9:.1f} GB/s; matrix product {flop_s / 1e9:.0f} GFLOP/s")
         peer = Peer(args.layers, dtype)
-        ours = our_backends(peer, dtype)
-        print("ms a layer: best, median, worst over rounds; times faster than transformers")
+        sides = {PEER: peer, **our_backends(peer, dtype)}
+        measures = []
         for work in ("scan", "mixer"):
-            for name, (rows, length) in CASES.items():
+            for name, (rows, length) in WORKS.items():
                 hidden_RLD = torch.randn(rows, length, HIDDEN).to(dtype)
-                sides = {PEER: peer, **ours}
-                timings = interleaved(
-                    {who: getattr(side, work)(hidden_RLD) for who, side in sides.items()}, args.rounds
-                )
-                least = limit_seconds(limits, update_rate, rows, length, dtype)
-                for who, timing in timings.items():
-                    ratio = timings[PEER].median / timing.median
-                    note = f"   limit {least * 1e3:.3f}" if work == "scan" else ""
-                    print(f"  {work:<5} {name:<15} {who:<12} {timing.text(1e3 / args.layers)} {ratio:7.1f}x{note}")
-                    rows_out.append({"work": work, "case": name, "backend": who, "ratio": ratio, **asdict(timing)})
-    if args.json is not None:
-        args.json.write_text(json.dumps({"limits": asdict(limits), "layers": args.layers, "rows": rows_out}))
+                least = limit_seconds(rows, length, dtype, bytes_s=bytes_s, flop_s=flop_s)
+                figures = {"limit ms": 1e3 * least} if work == "scan" else {}
+                variants: dict[str, Variant] = {
+                    who: partial(run_layers, run=getattr(side, work)(hidden_RLD), layers=args.layers, figures=figures)
+                    for who, side in sides.items()
+                }
+                measures.append(Measure(f"{work}, {name}", "layer", variants))
+        yield measures
 
 
-if __name__ == "__main__":
-    main()
+CASES = {
+    "scan": Case(
+        about="One Mamba-2 layer of mamba2-130m on every scan backend, and what transformers runs on a CPU.\n\n"
+        "scan: convolution and scan alone, states read and written. mixer: projections, scan, gated norm; ours with\n"
+        "the linears and norm of the same backend. transformers runs causal_conv1d_fn and mamba2_chunk_scan for\n"
+        "prompts (chunks of 256, B and C repeated for every head), causal_conv1d_update and\n"
+        "mamba2_selective_state_update for decode, with states in a DynamicCache.",
+        prepare=scan,
+        rounds=9,
+        options={"threads": 1, "layers": 4, "dtype": "float32"},
+    )
+}

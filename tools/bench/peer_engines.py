@@ -1,6 +1,6 @@
-"""A peer engine of `megatron-infer bench`: runs in the peer's own environment, so it imports nothing of this package.
+"""A peer engine of peers.py: runs in the peer's own environment, so it imports nothing of this package.
 
-    PYTHON bench_adapter.py SETTINGS      (JSON; then a workload in each line of standard input)
+    PYTHON peer_engines.py SETTINGS      (JSON; then a workload in each line of standard input)
 
 The first line of output has the engine's version and how long it took to load, every further one the seconds of a
 workload and the tokens of each answer, or why the engine cannot run it: all of it JSON.

@@ -1,4 +1,4 @@
-"""bench --vs: peers run in processes of their own, the table compares them, and what goes wrong with one is said."""
+"""tools/bench/peers.py: peers run in processes of their own, the table compares them, a peer that fails is named."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ import pytest
 import torch
 import transformers
 
-from megatron_infer.cli import bench, bench_adapter, bench_peers
+sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
+
+import peer_engines
+import peers
+
+from megatron_infer.cli import bench
 from megatron_infer.cli.bench_workload import NAMED_COLUMNS
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.step_work import Ceiling
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.model_loader.gguf_file import GGUFFile
+from megatron_infer.utils.host import CpuClock
 
 PEER = """
 import json, sys, time
@@ -61,21 +67,22 @@ SIZES = ["--num-requests", "3", "--input-len", "4:8", "--output-len", "3", "--co
 
 
 @pytest.fixture
-def compare(command, llm, tmp_path, monkeypatch):
-    """compare(mood, ...) -> exit code of `bench m --vs vllm ...` beside a stand-in of a peer."""
+def compare(llm, tmp_path, monkeypatch):
+    """compare(mood, ...) -> exit code of `peers.py m --vs vllm ...` with a stand-in of the peer."""
     llm.engine.shape = SHAPE
     llm.engine.config = SimpleNamespace(kv_dtype_of=lambda shape: "float32", weight_dtype="auto")
     llm.engine.model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device="cpu")]))
     llm.engine.reset_prefix_cache = lambda: None
     ceiling = Ceiling(read_gb_s=10, gemm_gflop_s=100)
-    monkeypatch.setattr("megatron_infer.cli.bench_roofline.measure_ceiling", lambda *a: ceiling)
-    monkeypatch.setattr(bench_peers, "weights_for_peers", lambda *a, **k: {})
+    monkeypatch.setattr(bench, "load_llm", lambda args: llm)
+    monkeypatch.setattr(bench, "measure_ceiling", lambda *a: ceiling)
+    monkeypatch.setattr(peers, "weights_for_peers", lambda *a, **k: {})
     monkeypatch.setattr(bench, "QUIET_CORES", 1000)
 
     def call(mood: str, *argv: str) -> int:
         (tmp_path / "peer.py").write_text(PEER.format(mood=mood))
-        monkeypatch.setattr(bench_peers, "ADAPTER", tmp_path / "peer.py")
-        return command("bench", "m", "--vs", "vllm", "--peer-python", f"vllm={sys.executable}", *argv)
+        monkeypatch.setattr(peers, "ADAPTER", tmp_path / "peer.py")
+        return peers.run(peers.parse_args(["m", "--vs", "vllm", "--peer-python", f"vllm={sys.executable}", *argv]))
 
     return call
 
@@ -95,12 +102,12 @@ def test_table_and_report_hold_every_engine(compare, tmp_path, capsys):
 
 
 def test_a_peer_that_takes_long_to_load_is_told_of_meanwhile(compare, capsys, monkeypatch):
-    monkeypatch.setattr(bench_peers, "NEWS_S", 0.3)
+    monkeypatch.setattr(peers, "NEWS_S", 0.3)
     assert compare("slow", *SIZES) == 0
     err = capsys.readouterr().err
     assert re.search(r"loading vllm \.\.\.\n(still loading vllm: \d+ s\n)+vllm 9, loaded in 1\.5 s\n", err)
     assert "warming up vllm ..." in err
-    monkeypatch.setattr(bench_peers, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(peers, "TIMEOUT_S", 0.1)
     with pytest.raises(InferenceError, match="vllm could not start: its process gave no answer within 0 s"):
         compare("slow", *SIZES)
 
@@ -163,12 +170,12 @@ def test_an_interpreter_may_be_relative_or_on_the_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     for typed in ("./python", "python"):
-        assert bench_peers.parse_pythons([f"vllm={typed}"], ["vllm"]) == {"vllm": str(tmp_path / "python")}
+        assert peers.parse_pythons([f"vllm={typed}"], ["vllm"]) == {"vllm": str(tmp_path / "python")}
 
 
 def test_an_interpreter_of_no_engine_is_refused_with_what_is_missing():
     with pytest.raises(ConfigError, match="--peer-python vllm=python: no engine is named; add --vs vllm"):
-        bench_peers.parse_pythons(["vllm=python"], [])
+        peers.parse_pythons(["vllm=python"], [])
 
 
 def test_bars_are_drawn(compare, tmp_path):
@@ -179,8 +186,8 @@ def test_bars_are_drawn(compare, tmp_path):
 
 def test_background_load_uses_its_share_and_is_nobody_elses():
     with bench._background(0.5) as company:
-        before = bench_peers.CpuClock.now(company)
-        while (after := bench_peers.CpuClock.now(company)).own - before.own < 0.15:
+        before = CpuClock.now(company)
+        while (after := CpuClock.now(company)).own - before.own < 0.15:
             assert after.wall - before.wall < 60
             time.sleep(0.02)
     assert (after.own - before.own) / (after.wall - before.wall) < 0.7
@@ -196,7 +203,7 @@ def test_adapter_keeps_a_number_of_requests_in_flight_and_the_order_of_the_promp
         return {ended: running.pop(ended)}
 
     work = {"prompts": ["a", "b", "c", "d"], "concurrency": 3}
-    found = bench_adapter.keep_in_flight(work, lambda i: running.update({i: work["prompts"][i]}), step)
+    found = peer_engines.keep_in_flight(work, lambda i: running.update({i: work["prompts"][i]}), step)
     assert found == ["a", "b", "c", "d"] and most == 3
 
 
@@ -218,7 +225,7 @@ def test_gguf_for_llama_cpp_has_the_same_weights_and_metadata(tmp_path, dtype, e
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    bench_peers.write_gguf(source, target, dtype)
+    peers.write_gguf(source, target, dtype)
     before, after = GGUFFile(source), GGUFFile(target)
     changed = ("general.file_type", "general.quantization_version")
     kept = {key: value for key, value in before.metadata.items() if key not in changed}
@@ -248,16 +255,28 @@ def test_transformers_drafts_by_lookup_and_by_an_assistant(tmp_path):
         ("transformers-assisted", {}),
         ("transformers-assisted", {"assistant": str(tmp_path / "assistant")}),
     ):
-        peer = bench_adapter.ENGINES[name](settings | more)
+        peer = peer_engines.ENGINES[name](settings | more)
         peer.warm_up(work)
         count = []
         peer.model.register_forward_hook(lambda *_, count=count: count.append(1))
         answers[name, len(more)] = peer.run(work)
         calls[name, len(more)] = len(count)
         if name != "transformers":
-            with pytest.raises(bench_adapter.Unsupported, match="one prompt at a time"):
+            with pytest.raises(peer_engines.Unsupported, match="one prompt at a time"):
                 peer.run(work | {"concurrency": 2})
     first, *others = answers.values()
     assert [len(answer) for answer in first] == [12, 9] and all(one == first for one in others)
     assert calls["transformers-assisted", 0] < calls["transformers", 0] == 21  # a model agrees with itself
-    assert set(bench_adapter.ENGINES) == set(bench_peers.PEERS)
+    assert set(peer_engines.ENGINES) == set(peers.PEERS)
+
+
+@pytest.mark.long
+def test_transformers_in_a_process_of_its_own_gives_the_same_first_tokens(tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    argv = ["--vs", "transformers", "--rounds", "1", "--dtype", "float32", "--json", str(out)]
+    sizes = ["--num-requests", "4", "--concurrency", "2", "--input-len", "8:16", "--output-len", "4"]
+    assert peers.run(peers.parse_args(["smollm2", *sizes, *argv, "--buffer-size-gb", "0.2", "--threads", "1"])) == 0
+    column = json.loads(out.read_text())["columns"]["workload"]
+    assert column["engines"]["transformers"]["same_first_tokens"] == 4
+    assert column["ratio"]["peer"] == "transformers"
+    assert "| 4 prompts, 2 at once, 8 to 16 -> 4 | " in capsys.readouterr().out

@@ -1,0 +1,506 @@
+"""Modes of an engine: exact mode, the loop of pipelines, batching, steps in flight, structured output."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cases.case import Case, Clock, Done, Measure, Variant
+from megatron_infer.cli.bench_workload import percentile
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.machine_defaults import machine_config
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.engine.engine import DynamicInferenceEngine
+from megatron_infer.entrypoints.llm import LLM
+from megatron_infer.memory.device import Device, HostRead
+from megatron_infer.model_loader.build import build_model
+from megatron_infer.model_loader.sources import open_source
+from megatron_infer.models.census import Census
+from megatron_infer.models.exact_forward import exact_logprobs
+from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline
+from megatron_infer.pipelines.text_generation import TextContext, TextGenerationInputs
+from megatron_infer.sampling.grammar_matchers import Grammars
+from megatron_infer.sampling.token_masks import forbid
+from megatron_infer.scheduler.request import Request
+from megatron_infer.testing.inspect import inspect
+from megatron_infer.testing.tiny import tiny_gpt
+from megatron_infer.utils.host import CpuClock
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+# ---------------------------------------------------------------------- exact
+
+PROMPT, CONTEXT, STEPS = 512, 128, 24
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(10, 40000, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def decode(clock: Clock, engine: DynamicInferenceEngine, batch: int) -> Done:
+    """STEPS steps of `batch` requests, from CONTEXT tokens on."""
+    for number in range(batch):
+        engine.add_request(random_ids(CONTEXT, number), greedy(STEPS + 2))
+    engine.step()
+    with clock:
+        for _ in range(STEPS):
+            engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    return Done(batch * STEPS)
+
+
+def prefill(clock: Clock, engine: DynamicInferenceEngine, length: int) -> Done:
+    with clock:
+        engine.add_request(random_ids(length, 99), greedy(1))
+        while engine.has_unfinished():
+            engine.step()
+    return Done(length)
+
+
+def score_exactly(clock: Clock, model: torch.nn.Module) -> Done:
+    """The trainer's scoring forward in exact mode."""
+    with clock:
+        exact_logprobs(model, [random_ids(PROMPT, 99)])
+    return Done(PROMPT)
+
+
+def score_stock(clock: Clock, model: torch.nn.Module) -> Done:
+    """The same by the stock forward and log_softmax."""
+    ids = torch.tensor([random_ids(PROMPT, 99)])
+    with clock, torch.no_grad():
+        logits = model(ids, torch.arange(PROMPT)[None], None)
+        logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
+    return Done(PROMPT)
+
+
+@contextlib.contextmanager
+def exact(args: argparse.Namespace) -> Iterator[list[Measure]]:
+    torch.set_num_threads(args.threads)
+    model = build_model(open_source(args.model), dtype=getattr(torch, args.dtype))
+    sizes: dict[str, Any] = {
+        "buffer_size_gb": 0.5,
+        "block_size_tokens": 64,
+        "max_requests": 16,
+        "max_tokens": 2048,
+        "max_sequence_length": 2048,
+    }
+    engines = {
+        name: DynamicInferenceEngine(model, InferenceConfig(**sizes, batch_invariant=name == "exact"))
+        for name in ("normal", "exact")
+    }
+
+    def decodes(batch: int) -> dict[str, Variant]:
+        return {name: partial(decode, engine=engine, batch=batch) for name, engine in engines.items()}
+
+    def prefills(length: int) -> dict[str, Variant]:
+        return {name: partial(prefill, engine=engine, length=length) for name, engine in engines.items()}
+
+    scores: dict[str, Variant] = {
+        "normal": partial(score_stock, model=model),
+        "exact": partial(score_exactly, model=model),
+    }
+    yield [
+        Measure("decode, batch 1", "token", decodes(1)),
+        Measure("decode, batch 16", "token", decodes(16)),
+        Measure("prefill 512", "token", prefills(PROMPT)),
+        Measure("prefill 1536", "token", prefills(3 * PROMPT)),
+        Measure("score 512 (trainer)", "token", scores),
+    ]
+
+
+# ---------------------------------------------------------------------- execute
+
+
+def by_generate(
+    clock: Clock, engine: DynamicInferenceEngine, prompts: list[list[int]], params: SamplingParams, drawn: list[Any]
+) -> Done:
+    with clock:
+        answers = [output.outputs[0].token_ids for output in engine.generate(prompts, params)]
+    drawn.append(answers)
+    return Done(sum(map(len, answers)))
+
+
+def by_execute(
+    clock: Clock,
+    pipeline: OverlapTextGenerationPipeline,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    drawn: list[Any],
+) -> Done:
+    contexts = [
+        TextContext(request_id=f"row {number}", tokens=list(ids), prompt_len=len(ids), params=params)
+        for number, ids in enumerate(prompts)
+    ]
+    with clock:
+        active = contexts
+        while active:
+            pipeline.execute(TextGenerationInputs.of(active))
+            active = [context for context in active if not context.is_done]
+        while pipeline.has_pending_outputs():
+            pipeline.execute(TextGenerationInputs.empty())
+    answers = [context.generated for context in contexts]
+    drawn.append(answers)
+    return Done(sum(map(len, answers)))
+
+
+@contextlib.contextmanager
+def execute(args: argparse.Namespace) -> Iterator[list[Measure]]:
+    threads = args.threads or None
+    llm = LLM(args.model, config={"overlap": True, "enable_prefix_caching": False}, threads=threads)
+    prompts = [[17 + number, *range(40, 72)] for number in range(args.requests)]
+    params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
+    drawn: list[Any] = []
+    work: dict[str, Any] = {"prompts": prompts, "params": params, "drawn": drawn}
+    pipeline = OverlapTextGenerationPipeline.of_engine(llm.engine)
+    variants: dict[str, Variant] = {
+        "generate": partial(by_generate, engine=llm.engine, **work),
+        "execute": partial(by_execute, pipeline=pipeline, **work),
+    }
+    yield [Measure(f"{args.requests} requests at once", "token", variants)]
+    assert all(one == drawn[0] for one in drawn), "the two drew different tokens"
+
+
+# ---------------------------------------------------------------------- batching
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "mixed": {},
+    "mixed, max_tokens=128": {"max_tokens": 128},
+    "prefill_first": {"batching": "prefill_first"},
+    "phased": {"batching": "phased"},
+}
+
+
+def long_prompt(
+    clock: Clock,
+    make_engine: Callable[[], DynamicInferenceEngine],
+    streams: list[list[int]],
+    prompt: list[int],
+    tokens: int,
+    drawn: list[Any],
+) -> Done:
+    """Stream, let the prompt arrive after a quarter of the tokens, and go on to the end."""
+    engine = make_engine()
+    times: dict[str, list[float]] = {}
+    answers: dict[str, list[int]] = {}
+    arrived, late = 0.0, ""
+    before = CpuClock.now()
+    with clock:
+        ids = [engine.add_request(one, greedy(tokens)) for one in streams]
+        while engine.has_unfinished():
+            if not late and len(times) == len(ids) and min(map(len, times.values())) >= tokens // 4:
+                arrived, late = time.perf_counter(), engine.add_request(prompt, greedy(8))
+            for output in engine.step():
+                fresh = output.outputs[0].token_ids
+                moments = times.setdefault(output.request_id, [])
+                moments += [time.perf_counter()] * (len(fresh) - len(moments))
+                answers[output.request_id] = fresh
+    drawn.append([answers[one] for one in (*ids, late)])
+    first = times[late][0]
+    gaps = [b - a for one in ids for a, b in zip(times[one], times[one][1:], strict=False) if b > arrived and a < first]
+    figures = {
+        "first token of the prompt, s": first - arrived,
+        "between tokens of the streams, ms: p50": percentile(gaps, 50) * 1e3,
+        "p99": percentile(gaps, 99) * 1e3,
+        "longest": max(gaps) * 1e3,
+        "cores of other processes": CpuClock.now().other_load(before) or 0.0,
+    }
+    return Done(1, figures)
+
+
+@contextlib.contextmanager
+def batching(args: argparse.Namespace) -> Iterator[list[Measure]]:
+    base = {
+        "enable_prefix_caching": False,
+        "max_requests": args.streams + 1,
+        "max_tokens": 512,
+        "max_sequence_length": args.prompt + 256,
+    }
+    llm = LLM(args.model, config=base, dtype=args.dtype, threads=args.threads or None)
+
+    def engine_of(policy: dict[str, Any]) -> DynamicInferenceEngine:
+        config = machine_config({**base, **policy}, is_cuda=False, available_bytes=8 << 30)
+        return DynamicInferenceEngine(llm.engine.model, config)
+
+    drawn: list[Any] = []
+    work: dict[str, Any] = {
+        "streams": [[17 + number, *range(40, 72)] for number in range(args.streams)],
+        "prompt": [1000 + (7 * place) % 40000 for place in range(args.prompt)],
+        "tokens": args.tokens,
+        "drawn": drawn,
+    }
+    variants: dict[str, Variant] = {
+        name: partial(long_prompt, make_engine=partial(engine_of, policy), **work) for name, policy in POLICIES.items()
+    }
+    yield [Measure(f"{args.streams} streams, and a prompt of {args.prompt} tokens", "run", variants)]
+    assert all(one == drawn[0] for one in drawn), "a policy changes the tokens"
+
+
+# ---------------------------------------------------------------------- steps in flight
+
+IN_FLIGHT: dict[str, dict[str, Any]] = {
+    "1 step": {"max_steps_in_flight": 1},
+    "1 step, overlap": {"overlap": True},
+    "2 steps": {"max_steps_in_flight": 2},
+    "4 steps": {"max_steps_in_flight": 4},
+}
+
+
+class LateDevice(Device):
+    """The CPU, with a clock that says when a step's tokens can be read."""
+
+    def __init__(self, device_s: float, late_s: float) -> None:
+        super().__init__("cpu")
+        self._device_s = device_s
+        self._late_s = late_s
+        self._free_at = 0.0
+
+    def begin_read(self, *tensors: Tensor) -> HostRead:
+        self._free_at = max(time.perf_counter(), self._free_at) + self._device_s
+        return LateRead(self, tensors, self._free_at + self._late_s)
+
+
+class LateRead(HostRead):
+    def __init__(self, device: Device, tensors: tuple[Tensor, ...], at: float) -> None:
+        super().__init__(device, tensors)
+        self._at = at
+
+    def is_done(self) -> bool:
+        return time.perf_counter() >= self._at
+
+    def wait(self) -> tuple[Tensor, ...]:
+        time.sleep(max(0.0, self._at - time.perf_counter()))
+        return super().wait()
+
+
+def on_late_device(
+    clock: Clock, options: dict[str, Any], late_ms: float, args: argparse.Namespace, drawn: list[Any]
+) -> Done:
+    torch.manual_seed(0)
+    device, length = LateDevice(args.device_ms / 1e3, late_ms / 1e3), args.tokens + 64
+    config = InferenceConfig(max_requests=args.requests, max_sequence_length=length, buffer_size_gb=0.1, **options)
+    with mock.patch("megatron_infer.engine.build.Device", lambda name: device):
+        engine = DynamicInferenceEngine(tiny_gpt(max_sequence_length=length, init_method_std=0.2), config)
+    prompts = [[5 + number, 7, 9, 11] for number in range(args.requests)]
+    engine.generate(prompts, greedy(args.tokens))  # warms up
+    steps = engine.num_steps
+    with clock:
+        outputs = engine.generate(prompts, greedy(args.tokens))
+    answers = [one.outputs[0].token_ids for one in outputs]
+    drawn.append(answers)
+    count = sum(map(len, answers))
+    figures = {
+        "share of the device's rate": count / clock.seconds / (args.requests / args.device_ms * 1e3),
+        "host ms of a step": clock.cpu_seconds / (engine.num_steps - steps) * 1e3,
+    }
+    return Done(count, figures)
+
+
+@contextlib.contextmanager
+def steps_in_flight(args: argparse.Namespace) -> Iterator[list[Measure]]:
+    torch.set_num_threads(1)
+    drawn: list[Any] = []
+
+    def variants(late_ms: float) -> dict[str, Variant]:
+        return {
+            name: partial(on_late_device, options=options, late_ms=late_ms, args=args, drawn=drawn)
+            for name, options in IN_FLIGHT.items()
+        }
+
+    yield [Measure(f"read {late} ms later", "token", variants(float(late))) for late in args.late_ms.split(",")]
+    assert all(one == drawn[0] for one in drawn), "a case changes the tokens"
+
+
+# ---------------------------------------------------------------------- modules
+
+
+def called(clock: Clock, function: Callable[[], object], repeats: int) -> Done:
+    with clock:
+        for _ in range(repeats):
+            function()
+    return Done(repeats)
+
+
+@contextlib.contextmanager
+def modules(args: argparse.Namespace) -> Iterator[list[Measure]]:
+    engine = LLM(args.model, config=InferenceConfig(buffer_size_gb=0.2), threads=args.threads).engine
+    adopted, guard = inspect(engine).adopted, engine.weights.guard
+    params = SamplingParams(max_tokens=8 * args.rounds + 16, temperature=0.0, ignore_eos=True)
+    engine.generate([[1, 2, 3]], params)
+    engine.add_request([1, 2, 3], params)
+    engine.step()
+    variants: dict[str, Variant] = {
+        "decode step, one request": partial(called, function=engine.step, repeats=4),
+        "modules compared before a step": partial(called, function=adopted.has_changed, repeats=50),
+        "modules compared whole, to name a change": partial(called, function=adopted.changed_module, repeats=5),
+        "weights moved, at every step": partial(called, function=guard.moved, repeats=50),
+        "weights changed, after idling": partial(called, function=guard.changed, repeats=5),
+    }
+    yield [Measure(f"{len(Census(engine.model).records)} modules", "call", variants)]
+
+
+# ---------------------------------------------------------------------- structured output
+
+ITEM = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "price": {"type": "number"},
+        "kind": {"enum": ["book", "film", "game"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["title", "price", "kind", "tags"],
+    "additionalProperties": False,
+}
+LANGUAGES: dict[str, dict[str, Any]] = {
+    "json schema": {"json_schema": {"type": "array", "items": ITEM, "minItems": 50}},
+    "any object": {"json_object": True},
+    "regex": {"regex": "([a-zA-Z ]{3,40}, [0-9]{2,5}; )+\\."},
+}
+
+
+def walk(clock: Clock, tokenizer: Any, vocab: int, language: dict[str, Any], rows: int, steps: int) -> Done:
+    """Rows walk through a language by tokens drawn evenly from those allowed; medians are of the steps."""
+    grammars, structured = Grammars(tokenizer, vocab), StructuredOutput(**language)
+    begun = time.perf_counter()
+    grammars.cache.check(StructuredOutput(regex="x"))
+    vocabulary_s = time.perf_counter() - begun
+    begun = time.perf_counter()
+    grammars.cache.check(structured)
+    compile_ms = 1e3 * (time.perf_counter() - begun)
+    params = SamplingParams(structured=structured, max_tokens=None)
+    requests = [
+        Request(id=str(row), tokens=[1], prompt_len=1, params=params, max_total=1 << 20, seed=row)
+        for row in range(rows)
+    ]
+    logits, rng = torch.randn(rows, vocab), random.Random(0)
+    masks_ms, apply_ms, advance_ms = [], [], []
+    with clock:
+        for _ in range(steps):
+            begun = time.perf_counter()
+            masks = grammars.masks(requests)
+            masks_ms.append(1e3 * (time.perf_counter() - begun))
+            assert masks is not None
+            bits_GW = torch.from_numpy(masks.bits_GW)
+            begun = time.perf_counter()
+            forbid(logits.clone(), bits_GW, None)
+            apply_ms.append(1e3 * (time.perf_counter() - begun))
+            for row, request in enumerate(requests):
+                bits = np.flatnonzero(np.unpackbits(masks.bits_GW[row].view(np.uint8), bitorder="little"))
+                request.tokens.append(int(bits[rng.randrange(len(bits))]))
+            begun = time.perf_counter()
+            complete = [grammars.advance(request) for request in requests]
+            advance_ms.append(1e3 * (time.perf_counter() - begun))
+            for row, done in enumerate(complete):
+                if done:
+                    requests[row] = Request(
+                        id=f"{row} again", tokens=[1], prompt_len=1, params=params, max_total=1 << 20, seed=row
+                    )
+    return Done(
+        steps,
+        {
+            "vocabulary s": vocabulary_s,
+            "compile ms": compile_ms,
+            "masks ms": statistics.median(masks_ms),
+            "masks ms, most": max(masks_ms),
+            "matching ms": statistics.median(advance_ms),
+            "applying ms": statistics.median(apply_ms),
+        },
+    )
+
+
+def structured_steps(clock: Clock, llm: LLM, rows: int, steps: int, structured: StructuredOutput | None) -> Done:
+    """Decode steps of `rows` requests."""
+    params = SamplingParams(structured=structured, max_tokens=steps, temperature=1.0, seed=1, ignore_eos=True)
+    for row in range(rows):
+        llm.engine.add_request(llm.tokenizer.encode(f"Item {row}: "), params, stream="final")  # type: ignore[union-attr]
+    llm.engine.step()
+    llm.engine.step()
+    before = llm.engine.num_steps
+    with clock:
+        while llm.engine.has_unfinished():
+            llm.engine.step()
+    return Done(llm.engine.num_steps - before)
+
+
+@contextlib.contextmanager
+def structured(args: argparse.Namespace) -> Iterator[list[Measure]]:
+    config = {"max_requests": max(args.rows, 8), "max_sequence_length": 512}
+    llm = LLM(args.model, threads=args.threads, config=config)
+    size = {"rows": args.rows, "steps": args.steps}
+    vocab = llm.engine.shape.vocab_size
+    walks: dict[str, Variant] = {
+        name: partial(walk, tokenizer=llm.tokenizer, vocab=vocab, language=language, **size)
+        for name, language in LANGUAGES.items()
+    }
+    by_schema = StructuredOutput(**LANGUAGES["json schema"])
+    steps: dict[str, Variant] = {
+        "free": partial(structured_steps, llm=llm, structured=None, **size),
+        "structured": partial(structured_steps, llm=llm, structured=by_schema, **size),
+    }
+    yield [
+        Measure(f"masks of {args.rows} rows, a vocabulary of {vocab}", "step", walks),
+        Measure(f"decode steps of {args.rows} rows", "step", steps),
+    ]
+
+
+CASES = {
+    "exact": Case(
+        about="Exact mode (batch_invariant) on and off: decode, prefill, the trainer's score.",
+        prepare=exact,
+        rounds=5,
+        options={"model": "smollm2", "dtype": "float32", "threads": 1},
+    ),
+    "execute": Case(
+        about="The `execute` loop of a pipeline and `engine.generate`, on one engine with overlap.\n\n"
+        "`execute` takes every token of every step, as a server does; `generate` gives finished requests only.\n"
+        "Both draw the same tokens.",
+        prepare=execute,
+        rounds=5,
+        options={"model": "smollm2", "requests": 16, "tokens": 64, "threads": 0},
+    ),
+    "batching": Case(
+        about="Batching policies: what a long prompt costs the streams, and how long it waits.\n\n"
+        "The prompt arrives when every stream has a quarter of its tokens. Times between tokens are those from its\n"
+        "arrival until its first token. Every policy gives the same tokens.",
+        prepare=batching,
+        options={"model": "smollm2", "dtype": "auto", "streams": 16, "prompt": 4096, "tokens": 96, "threads": 0},
+    ),
+    "steps-in-flight": Case(
+        about="Steps in flight on a device whose tokens are read late: 1, 1 with overlap, 2 and 4.\n\n"
+        "The device is simulated. The host computes a tiny model when its step is launched, which stands for the\n"
+        "host's work; a clock stands for the device's work. A step takes --device-ms there, after the step before\n"
+        "it, and the host can read its tokens --late-ms after the step has ended. Tokens are the same in every case.",
+        prepare=steps_in_flight,
+        options={"device_ms": 4.0, "late_ms": "0,2,8", "requests": 16, "tokens": 64},
+    ),
+    "modules": Case(
+        about="The search for changed modules and weights, and a decode step.\n\n"
+        "The engine compares modules before every step, and reads all weights at the first step after idling.",
+        prepare=modules,
+        rounds=50,
+        options={"model": "smollm2", "threads": 1},
+    ),
+    "structured": Case(
+        about="Structured output: matching, masks and their application, and the decode steps of a model.\n\n"
+        "Rows walk through a language by tokens drawn evenly from those allowed, each with a matcher of its own.",
+        prepare=structured,
+        rounds=1,
+        options={"model": "smollm2", "rows": 32, "steps": 40, "threads": 1},
+    ),
+}
