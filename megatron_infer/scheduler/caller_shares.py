@@ -9,10 +9,11 @@ for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most 
 
 Time. A step with tokens of several callers takes at most twice as long as one token, or STRETCH times as long as the
 tokens of the smallest of them alone, or as one token of each. Half of its tokens go to prompts of callers that decode
-nothing, who wait for a first token, the others to those that decode, each half evenly (max-min); so that a short prompt
-is computed at once, such prompts lengthen a step to FIRST times one token. For PRESENT_STEPS steps after a caller's
-last request, a step that decodes takes at most AWAY times as long as one token: a caller that comes back waits for a
-short step. A caller's rows decode in turn, and each caller has one token at least: every row goes on.
+nothing, who wait for a first token, the others to those that decode, each half evenly (max-min). Such prompts lengthen
+a step to FIRST times one token. Where they end with it, those that decode have one token each, in every second step at
+most. For PRESENT_STEPS steps after a caller's last request, a step that decodes takes at most AWAY times as long as one
+token: a caller that comes back waits for a short step. A caller's rows decode in turn, and each caller has one token at
+least: every row goes on.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class CallerShares:
         """Caller -> the latest step at which it had a request."""
         self._turns: dict[int, tuple[int, int]] = {}
         """Caller -> sort key of the request that decoded last in its turn."""
+        self._hurried = -2
+        """The latest step in which those that decode had a token each, so that first prompts were computed whole."""
         self._leaving: Request | None = None
         """Is evicted when nothing of it is in flight; does not decode until then."""
 
@@ -165,8 +168,11 @@ class CallerShares:
             return None
         new = {caller: wanted[caller] for caller in prompts if caller not in decoding}
         others = {caller: count for caller, count in wanted.items() if caller not in new}
-        kept = max(len(others), min(most - most // 2, sum(others.values())))
-        first = _shared(new, max(most, self._tokens_within(FIRST * one, len(wanted), budget)) - kept)
+        longest = max(most, self._tokens_within(FIRST * one, len(wanted), budget))
+        kept, now = max(len(others), min(most - most // 2, sum(others.values()))), self._running_set.stats.steps
+        if new and sum(new.values()) <= longest - len(others) and now > self._hurried + 1:
+            kept, self._hurried = len(others), now
+        first = _shared(new, longest - kept)
         tokens = first | _shared(others, max(kept, most - sum(first.values())))
         chosen: set[Request] = set()
         prompt_tokens: dict[int, int] = {}

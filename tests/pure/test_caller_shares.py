@@ -154,6 +154,19 @@ def test_short_prompt_of_a_caller_who_waits_for_a_first_token_is_computed_at_onc
     assert {request.caller for request in plan.decode} == {1, 2, 3}
 
 
+def test_short_prompts_again_and_again_halve_the_rows_of_others_at_most():
+    world = make_world(num_rows=40, num_blocks=3000)
+    for i in range(32):
+        world.add(asked(f"a{i}", 1))
+    for _ in range(20):
+        world.step()
+    counts = []
+    for i in range(40):
+        world.add(asked(f"b{i}", 2, num_prompt=10, max_new=1))
+        counts.append(sum(request.caller == 1 for request in world.step().decode))
+    assert min(counts) >= 1 and sum(counts) >= 40 * 5 / 2
+
+
 @pytest.mark.parametrize(("costs", "least"), [(COSTS, 5), (StepCosts(plain=[(1, 5.0), (64, 5.3), (2048, 30.0)]), 32)])
 def test_caller_of_prompts_alone_leaves_the_others_their_half(costs, least):
     world = make_world(num_rows=40, num_blocks=3000, max_tokens=256)
