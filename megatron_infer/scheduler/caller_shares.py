@@ -7,13 +7,13 @@ Rows. Where a caller waits for a row and another has two rows more, the youngest
 evicted, one in a step. Each eviction evens the rows out, so evictions end. A caller without requests keeps a free row
 for PRESENT_STEPS steps, so that one who comes and goes evicts nothing; at most an eighth of the rows, or one, is kept.
 
-Time. A step with tokens of several callers takes at most twice as long as one token, or STRETCH times as long as the
-tokens of the smallest of them alone, or as one token of each. Half of its tokens go to prompts of callers that decode
-nothing, who wait for a first token, the others to those that decode, each half evenly (max-min). Such prompts lengthen
-a step to FIRST times one token. Where they end with it, those that decode have one token each, in every second step at
-most. For PRESENT_STEPS steps after a caller's last request, a step that decodes takes at most AWAY times as long as one
-token: a caller that comes back waits for a short step. A caller's rows decode in turn, and each caller has one token at
-least: every row goes on.
+Time. A step with tokens of several callers takes at most PAIR times as long as one token, or STRETCH times as long as
+the tokens of the smallest of them alone, or as one token of each. Half of its tokens go to prompts of callers that
+decode nothing, who wait for a first token, the others to those that decode, each half evenly (max-min). Such prompts
+lengthen a step to FIRST times one token. Where they end with it, those that decode have one token each, in every second
+step at most. A caller without requests counts for as many steps as it had some. Until PRESENT_STEPS steps after its
+last request, a step that decodes takes at most AWAY times as long as one token: a caller that comes back waits for a
+short step. A caller's rows decode in turn, and each caller has one token at least: every row goes on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 PRESENT_STEPS = 256
 """Steps for which a caller counts after its last request."""
-STRETCH, FIRST, AWAY = 1.3, 3.0, 2.5
+PAIR, STRETCH, FIRST, AWAY = 1.5, 1.3, 3.0, 2.5
 
 
 @dataclass(slots=True)
@@ -64,6 +64,8 @@ class CallerShares:
         self._context, self._queue, self._running_set, self._preemption = context, queue, running_set, preemption
         self._seen: dict[int, int] = {}
         """Caller -> the latest step at which it had a request."""
+        self._came: dict[int, int] = {}
+        """Caller -> the step at which the first of its latest requests in a row came."""
         self._turns: dict[int, tuple[int, int]] = {}
         """Caller -> sort key of the request that decoded last in its turn."""
         self._hurried = -2
@@ -73,7 +75,10 @@ class CallerShares:
 
     def see(self, caller: int) -> None:
         """A request of `caller` comes."""
-        self._seen[caller] = self._running_set.stats.steps
+        now = self._running_set.stats.steps
+        if caller not in self._seen or self._seen[caller] < now - 1:
+            self._came[caller] = now
+        self._seen[caller] = now
 
     def begin_step(self, among: Collection[Request] | None) -> None:
         """Make way for a waiting caller below its share of rows. among: the requests that may take part; None: all."""
@@ -93,6 +98,7 @@ class CallerShares:
         self._seen.update(dict.fromkeys(here, now))
         self._seen = {caller: step for caller, step in self._seen.items() if now - step <= PRESENT_STEPS}
         self._turns = {caller: turn for caller, turn in self._turns.items() if caller in self._seen}
+        self._came = {caller: step for caller, step in self._came.items() if caller in self._seen}
         num_rows = self._context.num_rows
         most = max(0, min(num_rows - len(here), max(1, num_rows // 8)))
         self.num_reserved = min(len(self._seen) - len(here), most)
@@ -153,23 +159,24 @@ class CallerShares:
         for request in [*self._running_set.prefilling, *self._queue.candidates(0, among)[:num_free]]:
             if request.status is Status.WAITING or among is None or request in among:
                 prompts[request.caller] += len(request.tokens) - request.scheduled
-        wanted = {
-            caller: max(1, min(budget, len(decoding.get(caller, ())) + prompts[caller]))
-            for caller in sorted({*decoding, *prompts})
-        }
+        now = self._running_set.stats.steps
+        # Who is away may be back in this step, for as long as it was here.
+        wanted = {caller: 1 for caller, seen in self._seen.items() if now - seen <= seen - self._came[caller]}
+        for caller in sorted({*decoding, *prompts}):
+            wanted[caller] = max(1, min(budget, len(decoding.get(caller, ())) + prompts[caller]))
         is_away = len(wanted) < len(self._seen)
         if len(wanted) < 2 and self._leaving is None and not (is_away and decoding):
             return None
         seconds = self.costs.seconds
         one, least = seconds(1, verifying=False), max(len(wanted), min(wanted.values(), default=1))
-        limit = max(2 * one, STRETCH * seconds(least, verifying=False)) if len(wanted) > 1 else inf
+        limit = max(PAIR * one, STRETCH * seconds(least, verifying=False)) if len(wanted) > 1 else inf
         most = self._tokens_within(min(limit, AWAY * one) if is_away else limit, len(wanted), budget)
         if sum(wanted.values()) <= most and self._leaving is None:
             return None
         new = {caller: wanted[caller] for caller in prompts if caller not in decoding}
         others = {caller: count for caller, count in wanted.items() if caller not in new}
         longest = max(most, self._tokens_within(FIRST * one, len(wanted), budget))
-        kept, now = max(len(others), min(most - most // 2, sum(others.values()))), self._running_set.stats.steps
+        kept = max(len(others), min(most - most // 2, sum(others.values())))
         if new and sum(new.values()) <= longest - len(others) and now > self._hurried + 1:
             kept, self._hurried = len(others), now
         first = _shared(new, longest - kept)

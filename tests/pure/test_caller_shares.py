@@ -183,7 +183,7 @@ def test_caller_of_prompts_alone_leaves_the_others_their_half(costs, least):
 
 @pytest.mark.security
 @pytest.mark.parametrize("overlap", [False, True])
-def test_step_of_several_callers_takes_at_most_twice_as_long_as_one_token(overlap):
+def test_step_of_several_callers_is_little_longer_than_one_token(overlap):
     world = make_world(num_rows=40, overlap=overlap)
     for i in range(30):
         world.add(asked(f"a{i}", 1, num_prompt=20))
@@ -197,7 +197,7 @@ def test_step_of_several_callers_takes_at_most_twice_as_long_as_one_token(overla
     for i in range(60):
         world.add(asked(f"late{i}", 1, num_prompt=30, max_new=1))
         plan = world.step()
-        assert COSTS.seconds(plan.num_tokens, verifying=False) <= 2
+        assert COSTS.seconds(plan.num_tokens, verifying=False) <= 1.5
         assert any(request.id == "b" for request in plan.decode)
         took.update(request.caller for request in plan.decode)
     alone = [request for request in begun if request.caller == 1]
