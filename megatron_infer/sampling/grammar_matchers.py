@@ -32,9 +32,8 @@ from megatron_infer.text.grammar import GrammarCache, one_line
 from megatron_infer.utils.turn_pool import TurnPool
 
 MOMENT_S = 0.02
-APART_AFTER, MAX_APART = 4, 16
-"""A request has its grammar compiled for itself once its masks have taken APART_AFTER times as long as that takes; so
-many requests at once at most."""
+MAX_APART = 32
+"""Most requests at once that have their grammar compiled for themselves."""
 NUM_TIMED, PARALLEL_S = 4, 0.005
 """The first NUM_TIMED masks are made in turn; threads share the others if they would take longer than PARALLEL_S."""
 
@@ -118,7 +117,7 @@ class Grammars:
 
     def _mask_behind(self, match: _Match) -> np.ndarray:
         mask_W: np.ndarray = np.full(self._num_words, -1, dtype=np.int32)
-        if match.is_copy and match.mask_s > APART_AFTER * self.cache.compile_s(self._structured(match)):
+        if match.is_copy and match.mask_s > self.cache.compile_s(self._structured(match)):
             with contextlib.suppress(RequestError):  # the copy goes on
                 self._set_apart(match)
         self._compute(match, mask_W)

@@ -34,7 +34,7 @@ from megatron_infer.scheduler.waiting_queue import WaitingQueue
 
 PRESENT_STEPS = 256
 """Steps for which a caller counts after its last request."""
-PAIR, STRETCH, FIRST, AWAY = 1.5, 1.3, 3.0, 2.5
+PAIR, STRETCH, FIRST, AWAY = 1.5, 1.1, 3.0, 2.5
 
 
 @dataclass(slots=True)
