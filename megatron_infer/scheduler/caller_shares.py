@@ -128,7 +128,11 @@ class CallerShares:
         if rows[first.caller] + 2 > most:
             return
         live = [one for one in self._running_set.live() if one.caller == caller]
-        victim = leaving if leaving in live else max(live, key=sort_key_of)
+        victim = max(live, key=sort_key_of)
+        if leaving in live and leaving is not min(
+            self._running_set.live(), key=sort_key_of
+        ):  # the oldest of all goes on
+            victim = leaving
         if victim.params.priority < first.params.priority or len(live) < 2:
             return
         if victim.in_flight:

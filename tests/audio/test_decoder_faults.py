@@ -194,7 +194,7 @@ def test_a_decoder_at_work_for_too_long_says_so_and_its_process_counts_as_hangin
     from megatron_infer.server import subprocess_main
 
     beats, faulty = SimpleNamespace(is_alive=lambda: True), Faulty("stuck")
-    monkeypatch.setattr(subprocess_main, "Beat", lambda: beats)
+    monkeypatch.setattr(subprocess_main, "StdoutHeartbeat", lambda: beats)
     monkeypatch.setattr(subprocess_main, "report", lambda **_: None)
     monkeypatch.setattr(subprocess_main.signal, "signal", lambda *_: None)
     monkeypatch.setattr(audio_decoder, "MAX_CALL_S", 0.1)

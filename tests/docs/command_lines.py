@@ -49,11 +49,17 @@ def _script(words: list[str]) -> str | None:
     path = ROOT / words[0]
     if not path.is_file():
         return f"no file {words[0]}"
-    text = "".join(one.read_text(encoding="utf-8") for one in path.parent.glob("*.py"))
+    text = "".join(one.read_text(encoding="utf-8") for one in path.parent.rglob("*.py"))
     engine = Parser(add_help=False)
     add_config_options(engine)
+    known = set(engine._option_string_actions)
+    if path.name == "peers.py":
+        known |= set(build_parser("bench")[1]["bench"]._option_string_actions)
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-    missing = [flag for flag in flags if f'"{flag}"' not in text and flag not in engine._option_string_actions]
+    shown = [{f'"{flag}"', f'"{flag[2:].replace("-", "_")}":'} for flag in flags]  # a case of variants.py has a table
+    missing = [
+        flag for flag, ways in zip(flags, shown, strict=True) if not (flag in known or any(w in text for w in ways))
+    ]
     return f"unknown: {' '.join(missing)}" if missing else None
 
 
