@@ -24,13 +24,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self._rare: list[argparse.Action] = []
         self._shortened: list[argparse.Action] = []
-        """Of groups with rare ones; shown with their first sentence."""
+        """Options of the groups with rare options. --help shows their first sentence."""
 
     def show_first(self, title: str, flags: Collection[str]) -> None:
-        """The options of the group `title` but for `flags` are rare."""
-        if not self._rare:
+        """The options of the group `title` but for `flags`, which it has, are rare."""
+        if "--help-all" not in self._option_string_actions:
             self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options, with all of their texts")
         group = next(group for group in self._action_groups if group.title == title)
+        missing = set(flags).difference(*(one.option_strings for one in group._group_actions))
+        assert not missing, f"the group {title} has no {', '.join(sorted(missing))}"
         self._shortened += group._group_actions
         self._rare += [one for one in group._group_actions if not set(flags).intersection(one.option_strings)]
 

@@ -161,10 +161,8 @@ class _Pairs:
         if module in self._linears.by_path or module in self._linears.by_source:
             return module
         description = self._linears.description
-        known = (
-            spelled(module, description),
-            f"{family_of(description).base}.{module}",
-        )  # the latter: of the bare body
+        of_bare_body = f"{family_of(description).base}.{module}"
+        known = (spelled(module, description), of_bare_body)
         return next((one for one in known if one in self._linears.by_source), None)
 
     def _check_complete(self, found: Mapping[str, _Found]) -> None:

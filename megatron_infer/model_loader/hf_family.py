@@ -35,7 +35,7 @@ def plan_of(model: Any, names: Mapping[str, object] | tuple[str, ...]) -> ModelD
 
 
 def _implied(names: Iterable[str]) -> str | None:
-    """The architecture whose marks the names have; None: they may be Llama's."""
+    """The architecture whose `Family.marks` occur in the names. None: the names may be Llama's."""
     text = "\n".join(names)
     return next((name for name, family in FAMILIES.items() if any(mark in text for mark in family.marks)), None)
 

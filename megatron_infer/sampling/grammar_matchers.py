@@ -45,11 +45,11 @@ class _Match:
     request: Request
     matcher: Any
     num_seen: int = 0
-    """Of its output tokens."""
+    """Output tokens of the request that the matcher has consumed."""
     is_copy: bool = True
-    """Of the grammar's template, whose copies wait for each other's masks."""
+    """Whether the matcher is a copy of the grammar's template. Copies wait for each other's masks."""
     mask_s: float = 0.0
-    """Seconds of a processor that its masks have taken."""
+    """CPU seconds of the request's masks."""
     made: tuple[int, Future[np.ndarray]] | None = None
     """The mask that is made next to the steps, and the tokens of the request that it follows."""
 

@@ -127,13 +127,12 @@ class CallerShares:
         caller, most = min(rows.items(), key=lambda item: (-item[1], item[0]))
         if rows[first.caller] + 2 > most:
             return
-        live = [one for one in self._running_set.live() if one.caller == caller]
-        victim = max(live, key=sort_key_of)
-        if leaving in live and leaving is not min(
-            self._running_set.live(), key=sort_key_of
-        ):  # the oldest of all goes on
+        live = self._running_set.live()
+        of_caller = [one for one in live if one.caller == caller]
+        victim, oldest = max(of_caller, key=sort_key_of), min(live, key=sort_key_of)
+        if leaving in of_caller and leaving is not oldest:  # which it may have become, as others ended
             victim = leaving
-        if victim.params.priority < first.params.priority or len(live) < 2:
+        if victim.params.priority < first.params.priority or len(of_caller) < 2:
             return
         if victim.in_flight:
             self._leaving = victim

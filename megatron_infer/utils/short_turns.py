@@ -17,7 +17,9 @@ class ShortTurns:
     """
 
     def __init__(self) -> None:
-        self._lock, self._num_inside, self._before = threading.Lock(), 0, 0.0
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._before = 0.0
 
     def __enter__(self) -> None:
         with self._lock:

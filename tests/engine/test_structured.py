@@ -117,7 +117,7 @@ def test_masks_that_take_long_hold_their_own_request_alone(overlap, monkeypatch)
 
 @pytest.mark.security
 def test_step_matches_a_token_while_the_mask_of_another_request_is_made(monkeypatch):
-    """Of one grammar, whose texts can be read in ever more ways: a mask takes far longer than a token."""
+    """Both requests have one ambiguous grammar: to compute a mask takes far longer than to consume a token."""
     began, whole = threading.Event(), Grammars._compute
     monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 0.0)
     monkeypatch.setattr(Grammars, "_compute", lambda *args: began.set() or whole(*args))
@@ -201,7 +201,8 @@ def test_grammar_is_compiled_for_those_who_still_wait(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["grammar", ("draft", "grammar")], ids=str)
-def test_forced_tokens_are_drafted_and_kept(method):
+def test_forced_tokens_are_drafted_and_kept(method, monkeypatch):
+    monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 10.0)  # nothing is drafted next to slow masks
     schema = {"type": "object", "properties": {"a_long_name": {"enum": ["x", "y"]}}, "required": ["a_long_name"]}
     params = structured(json_schema=schema | {"additionalProperties": False}, compact=True)
     plain, engine = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,8 +19,7 @@ from megatron_infer.model_loader.hf_export import tensors_of
 from megatron_infer.model_loader.hf_weights import source_shapes
 from megatron_infer.model_loader.sources import open_source
 
-if find_spec("transformers") is None:
-    pytest.skip("needs transformers", allow_module_level=True)
+pytest.importorskip("transformers")
 
 CASES = [*DENSE, *HYBRID]
 ONE_WAY = ("granite_factors", "granite_factors_tied", "granite_tied", "granite_biases", "granite_experts")

@@ -34,7 +34,7 @@ BUDGET_US = {"schedule": 90.0, "commit": 90.0, "total": 300.0}
 """For 512 rows; the total has the batch build in it."""
 
 MAX_SEQUENCE_LENGTH, HEAD_DIM = 2560, 64
-"""Of the batch builder's model."""
+"""Sizes of the model that the batch builder is timed with."""
 
 BatchBuild = Callable[[StepPlan, Sequence[tuple[int, int, int]]], Any]
 

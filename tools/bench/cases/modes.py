@@ -427,8 +427,9 @@ def walk(clock: Clock, tokenizer: Any, vocab: int, language: dict[str, Any], row
 def structured_steps(clock: Clock, llm: LLM, rows: int, steps: int, structured: StructuredOutput | None) -> Done:
     """Decode steps of `rows` requests."""
     params = SamplingParams(structured=structured, max_tokens=steps, temperature=1.0, seed=1, ignore_eos=True)
+    assert llm.tokenizer is not None
     for row in range(rows):
-        llm.engine.add_request(llm.tokenizer.encode(f"Item {row}: "), params, stream="final")  # type: ignore[union-attr]
+        llm.engine.add_request(llm.tokenizer.encode(f"Item {row}: "), params, stream="final")
     llm.engine.step()
     llm.engine.step()
     before = llm.engine.num_steps

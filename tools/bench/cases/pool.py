@@ -29,7 +29,7 @@ from megatron_infer.testing.tiny import tiny_gpt
 
 JOB_BLOCK = 16
 JOB_VOCAB = 128
-"""Of the tiny model; prompts stay below it with every model."""
+"""Vocabulary of the tiny model. The token ids of prompts are below it with every model."""
 
 
 @dataclass(frozen=True, slots=True)

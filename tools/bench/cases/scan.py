@@ -242,7 +242,7 @@ def update_rate() -> float:
 
 
 def limit_seconds(rows: int, length: int, dtype: torch.dtype, *, bytes_s: float, flop_s: float) -> float:
-    """Of one layer's scan: each state is updated once; 5 operations for each entry of a state and token.
+    """Least seconds of one layer's scan. Each state is updated once: 5 operations for each entry of a state and token.
 
     The caches, which hold the states of few rows and layers, are not counted.
     """
