@@ -11,15 +11,18 @@ message of the same size that says so: no stage waits for a message that never c
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,6 +38,10 @@ _HIDDEN, _TOKENS, _ARRAYS, _DRAFTS = 1, 2, 3, 4
 """Message tags, where the backend has tags."""
 NO_FAILURE = -1
 """In the place of a failure's code."""
+END_S = 5.0
+"""Seconds that the end of the process waits for threads in a wait of gloo, together."""
+_Work = SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
+_THREADS: weakref.WeakSet[OrderedThread] = weakref.WeakSet()
 
 
 class StageFailure(NamedTuple):
@@ -66,26 +73,56 @@ class StepMessage:
 class OrderedThread:
     """A thread that runs the actions it is given in order: on the host what a stream is on a device.
 
-    A daemon thread; it ends with the process.
+    A daemon thread; it ends when its owner is no longer used, and with the process.
     """
 
     def __init__(self, name: str) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        Thread(target=self._run, name=name, daemon=True).start()
+        self._work: _Work = SimpleQueue()
+        self._ending = Event()
+        self._thread = Thread(target=_run_in_order, args=(self._work, self._ending), name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, _end, self._work, self._ending).atexit = False
+        _THREADS.add(self)
 
     def submit(self, action: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()
         self._work.put((future, action))
         return future
 
-    def _run(self) -> None:
-        while True:
-            future, action = self._work.get()
-            try:
-                future.set_result(action())
-            except BaseException as error:  # raised where the future is read
-                future.set_exception(error)
-            del future, action  # an idle thread holds no tensors
+    def end(self) -> None:
+        """Run nothing after the action that runs now."""
+        _end(self._work, self._ending)
+
+    def join(self, limit_s: float) -> None:
+        self._thread.join(limit_s)
+
+
+def _run_in_order(work: _Work, ending: Event) -> None:
+    while not ending.is_set():
+        future, action = work.get()
+        try:
+            future.set_result(action())
+        except BaseException as error:  # raised where the future is read
+            future.set_exception(error)
+        del future, action  # an idle thread holds no tensors
+
+
+def _end(work: _Work, ending: Event) -> None:
+    ending.set()
+    work.put((Future(), lambda: None))  # wakes the thread
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A wait in gloo that ends while the interpreter is being taken down ends the process with SIGABRT: Python ends the
+    thread inside a destructor of C++. What waits for a rank that is gone ends at about the time at which that is found.
+    """
+    threads = list(_THREADS)
+    for thread in threads:
+        thread.end()
+    until = time.monotonic() + END_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class _Pending(NamedTuple):

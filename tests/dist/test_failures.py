@@ -37,3 +37,38 @@ def test_a_rank_that_is_gone_is_named_within_the_deadline(tmp_path: Path, part: 
             assert f"rank {victim} of the engine failed" in result["victim"], result
         assert result["seconds"] < limit, result
         assert result["exit"] == 0 and result["exit_seconds"] < EXIT_S, (result, done.stderr)
+
+
+_ENDS_MEANWHILE = """
+import builtins, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from megatron_infer.comm.stage_link import OrderedThread
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+dist.barrier()
+if rank == 1:
+    signal.pause()
+thread = OrderedThread("waits for rank 1")
+thread.submit(lambda: dist.irecv(torch.empty(3), 1).wait(timedelta(seconds=2)))
+never = thread.submit(lambda: print("ran after the end", flush=True))
+
+class Slow:
+    def __del__(self):
+        time.sleep(4)
+
+builtins.slow = Slow()  # the interpreter takes this down after its threads have ended
+time.sleep(0.5)
+"""
+
+
+def test_a_process_ends_cleanly_while_a_thread_waits_for_a_rank_that_is_silent(tmp_path: Path):
+    command = [sys.executable, "-W", "ignore", "-c", _ENDS_MEANWHILE]
+    silent = subprocess.Popen([*command, "1", str(tmp_path / "store")])
+    try:
+        ended = subprocess.run([*command, "0", str(tmp_path / "store")], capture_output=True, text=True, timeout=100)
+    finally:
+        silent.kill()
+        silent.wait()
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
