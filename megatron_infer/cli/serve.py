@@ -8,10 +8,9 @@ import os
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megatron_infer.cli.config_flags import docs_of, given
+from megatron_infer.cli.config_flags import SERVER_PREFIX, add_flags, flag_of, given, given_flags
 from megatron_infer.cli.coordinator import add_key_option, key_from
 from megatron_infer.cli.loading import add_run_options, note
-from megatron_infer.cli.parser import Parser
 from megatron_infer.cli.pipeline_flags import LAYOUT, add_pipeline_options, pipeline_from
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.request_metadata import FILLED
@@ -27,29 +26,6 @@ if TYPE_CHECKING:
     Served: TypeAlias = tuple[EngineOptions, ServerConfig, dict[str, int]]
 
 LOADER = "megatron_infer.pipelines.foreign_runner:load_engine"
-NOT_FLAGS = ("max_stop", "max_stop_chars", "max_schema_bytes", "max_schema_depth", "token_threads")
-"""Options for the configuration file and the environment only."""
-COMMON = frozenset(
-    (
-        "--host",
-        "--port",
-        "--http-workers",
-        "--api-key",
-        "--allowed-host",
-        "--allow-origin",
-        "--served-model-name",
-        "--tool-call-parser",
-        "--reasoning-parser",
-        "--control",
-        "--weights-root",
-        "--lora-root",
-        "--max-queue",
-        "--request-timeout-s",
-        "--record",
-        "--log-requests",
-    )
-)
-"""The flags that --help shows; --help-all shows all."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -66,7 +42,8 @@ def add_parser(subparsers: Any) -> None:
         "--coordinator", metavar="ADDRESS", help="serve HTTP only, for the replicas of this coordinator"
     )
     add_key_option(parser)
-    _add_server_options(parser)
+    group = parser.add_argument_group("server", "also as MEGATRON_INFER_NAME in the environment, and in --config")
+    add_flags(parser, group, ServerConfig, SERVER_PREFIX)
     layout = parser.add_argument_group("layout", "number of processes; --tp, --pp and --ep need torchrun")
     docs = {"dp": "engines", "tp": "tensor-parallel ranks", "pp": "pipeline stages", "ep": "expert-parallel ranks"}
     for name in LAYOUT:
@@ -74,26 +51,6 @@ def add_parser(subparsers: Any) -> None:
     add_run_options(parser)
     add_pipeline_options(parser)
     parser.set_defaults(run=run)
-
-
-def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server", "also as MEGATRON_INFER_NAME in the environment, and in --config")
-    docs = docs_of(ServerConfig)
-    kinds: dict[str, Any] = {"int": int, "float": float}
-    for item in dataclasses.fields(ServerConfig):
-        if item.name in NOT_FLAGS:
-            continue
-        flag, kind = "--" + item.name.replace("_", "-"), str(item.type)
-        parsing: dict[str, Any] = {"type": kinds.get(kind, str), "metavar": item.name.split("_")[-1].upper()}
-        if kind == "bool":
-            parsing = {"action": argparse.BooleanOptionalAction}
-        elif kind.startswith("tuple"):
-            parsing |= {"nargs": "+", "action": "extend"}
-        shown = "" if item.default is None or item.default == () else f" (default {item.default})"
-        text = (docs[item.name] + shown).replace("%", "%%")
-        group.add_argument(flag, dest=f"server_{item.name}", default=argparse.SUPPRESS, help=text, **parsing)
-    if isinstance(parser, Parser):
-        parser.show_first("server", COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -160,13 +117,8 @@ def _loader_of(config: PipelineConfig) -> tuple[str | None, dict[str, Any]]:
 
 
 def _from_options(args: argparse.Namespace) -> Served:
-    given_options = {
-        item.name: getattr(args, f"server_{item.name}")
-        for item in dataclasses.fields(ServerConfig)
-        if hasattr(args, f"server_{item.name}")
-    }
     file_options, engine_options = read_config_file(args.config)
-    settings = server_config_from(given_options, os.environ, file_options)
+    settings = server_config_from(given_flags(args, ServerConfig, SERVER_PREFIX), os.environ, file_options)
     layout = {name: _layout_size(name, args, engine_options) for name in LAYOUT}
     options = _engine_options(args, engine_options)
     if settings.lora_root is not None:
@@ -210,7 +162,7 @@ def _check_starts_no_engine(args: argparse.Namespace, options: EngineOptions) ->
     if options.endpoint_base is not None:
         typed.append("zmq_endpoint_base")
     if typed:
-        flags = ", ".join("--" + name.replace("_", "-") for name in typed)
+        flags = ", ".join(map(flag_of, typed))
         raise ConfigError(
             f"{flags} with --coordinator, which starts neither engines nor a coordinator; leave it out, and give "
             "options of engines to megatron-infer replica"

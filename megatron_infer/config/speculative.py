@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_infer.config.options import option, options_of, refuse_unknown
 from megatron_infer.errors import ConfigError, unknown_name
 
 METHODS = ("ngram", "grammar", "draft", "mtp")
@@ -31,36 +32,33 @@ class SpeculativeConfig:
     by one; drafts are kept as far as they equal the draws. So no option but `verification` changes a token.
     """
 
-    method: str | tuple[str, ...] = "ngram"
+    method: str | tuple[str, ...] = option("ngram", flag="speculative", is_common=True, default_text="default none")
     """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that
     structured output forces. draft: what `draft_model` draws. mtp: what the model's own MTP layer draws. Several: the
     first that proposes anything; draft and mtp exclude each other."""
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = option(4, is_common=True)
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     ngram_max: int = 16
     """The longest run of last tokens that is looked up; at most 16."""
     ngram_min: int = 1
     """The shortest run; at least 1."""
-    draft_model: Any = None
+    draft_model: Any = option(None, is_common=True)
     """The model that drafts: an alias, directory, hub id, .gguf file or checkpoint, or a live megatron-core model; of
     the same vocabulary and tokenizer. For method draft only."""
-    adaptive: bool = True
+    adaptive: bool = option(True, flag="speculative-adaptive")
     """Measured costs of steps and how often such drafts were kept decide how many tokens are verified, none included.
     False: always as many as are found."""
-    verification: str = "same_tokens"
+    verification: str = option("same_tokens", flag="speculative-verification")
     """same_tokens: a draft is kept where it equals the token that is drawn at its position. residual: classic rejection
     of what a draft model or MTP layer drafts: other tokens, of the same distribution. For drafts without one both are
     the same."""
-    synthetic_acceptance_rate: float | None = None
+    synthetic_acceptance_rate: float | None = option(None, flag=None)
     """For benchmarks: a draft is kept with this probability if all before it are, whatever is drawn, and tokens mean
     nothing. Without a draft model or MTP layer the last token is drafted again, always. None: drafts are verified."""
 
     def __new__(cls, *args: object, **kwargs: object) -> SpeculativeConfig:
         """Refuse an unknown keyword, with the reason or the nearest known one."""
-        known = [item.name for item in fields(cls)]
-        for name in kwargs:
-            if name not in known:
-                raise ConfigError(unknown_name("SpeculativeConfig field", name, known))
+        refuse_unknown(cls, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -110,7 +108,9 @@ class SpeculativeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which `speculative_of` takes back; a live draft model is only named."""
-        return {item.name: getattr(self, item.name) for item in fields(self)} | {"draft_model": self._shown_model()}
+        return {name: getattr(self, name) for name in options_of(SpeculativeConfig)} | {
+            "draft_model": self._shown_model()
+        }
 
     def _shown_model(self) -> str | None:
         model = self.draft_model

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from megatron_infer.config.capacity import GIB
-from megatron_infer.config.checks import PHASED_OPTIONS, check_mtp
+from megatron_infer.config.checks import acting_with, check_mtp
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, WeightDtype
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
@@ -262,7 +262,8 @@ def _add_options(
 
 def _imply_phases(config: PipelineConfig, asked: Asked, settings: dict[FieldPath, Setting]) -> None:
     """Batching is phased where options that act only there are set, unless another policy is asked for."""
-    names = [name for name in PHASED_OPTIONS if asked.engine.get(name) not in (None, getattr(InferenceConfig, name))]
+    phased = acting_with("phased", InferenceConfig)
+    names = [name for name, default in phased if asked.engine.get(name) not in (None, default)]
     if names and config.enable_in_flight_batching:
         raise ConfigError(
             f"{names[0]} acts in phased batching, which takes no prompts into steps that decode "
