@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
-from megatron_infer.pipelines import mapping
-from megatron_infer.pipelines.config import NAMES
+from megatron_infer.pipelines.config import PipelineConfig
+from megatron_infer.pipelines.field_rows import (
+    Engine,
+    Model,
+    RanksOf,
+    Refused,
+    Row,
+    Rule,
+    Server,
+    description_of,
+    rows_of,
+)
 
 DOCS = Path("docs/pipelines.md")
 SEED_NAMES = Path("tests/contract/seed_names.txt")
@@ -32,39 +41,29 @@ def with_tables(text: str, root: Path) -> str:
 
 
 def field_table() -> str:
-    """A row for each field of the tree: name, default, what it is mapped to, what it does."""
+    """A row for each field of the tree: name, default, what it acts as, what it does."""
     lines = ["| field | default | acts as | |", "|---|---|---|---|"]
-    for dotted, row in mapping.ROWS.items():
-        path = tuple(dotted.split("."))
-        owner = NAMES.paths.get(path)
-        if owner is None:  # a nested config that is refused as a whole
-            lines.append(f"| `{dotted}` | None | {_acts_as(row)} | {_reason(row)} |")
-            continue
-        info = owner.model_fields[path[-1]]
-        default = info.default if info.default_factory is None else info.default_factory()  # type: ignore[call-arg]
-        default = getattr(default, "value", default)
-        text = " ".join(str(info.description).split())
-        lines.append(f"| `{dotted}` | `{default!r}` | {_acts_as(row)} | {text} {_reason(row)}|".replace("  ", " "))
+    for path, info, row in rows_of(PipelineConfig):
+        default = info.get_default(call_default_factory=True)
+        shown, dotted = getattr(default, "value", default), ".".join(path)
+        refused = f" Other values are refused: {row.reason}." if isinstance(row, Refused) else ""
+        lines.append(f"| `{dotted}` | `{shown!r}` | {_acts_as(row)} | {description_of(info)}{refused} |")
     return "\n".join(lines)
 
 
-def _acts_as(row: mapping.Row) -> str:
+def _acts_as(row: Row) -> str:
     match row:
-        case mapping.Engine(option):
+        case Engine(option):
             return f"`{option}` of InferenceConfig"
-        case mapping.Server(option):
+        case Server(option):
             return f"`{option}` of ServerConfig"
-        case mapping.Model(argument):
+        case Model(argument):
             return f"`{argument}` of LLM"
-        case mapping.Layout(axis):
+        case RanksOf(axis):
             return f"`--{axis}`"
-        case mapping.Handled():
+        case Rule():
             return "its own rule"
     return "default only"
-
-
-def _reason(row: Any) -> str:
-    return f"Other values are refused: {row.reason}. " if isinstance(row, mapping.Refused) else ""
 
 
 def seed_names(root: Path) -> list[tuple[str, str, str]]:

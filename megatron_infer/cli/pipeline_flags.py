@@ -36,6 +36,7 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     try:
         from megatron_infer.pipelines.config import NAMES
         from megatron_infer.pipelines.config_layers import DRAFT
+        from megatron_infer.pipelines.field_rows import description_of
     except ModuleNotFoundError:
         add("config_file", NEEDED)
         add("section_name", NEEDED)
@@ -49,7 +50,7 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
         is_bool = info.annotation is bool
         parsing: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_bool else {"metavar": "VALUE"}
         default = "none" if info.default_factory is not None else default_text(info.default)
-        add(name, f"{info.description} (default {default})", **parsing)
+        add(name, f"{description_of(info)} (default {default})", **parsing)
 
 
 def pipeline_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) ->
         raise ConfigError("--config beside --config-file or a pipeline's flag; put its options into --config-file")
     try:
         from megatron_infer.pipelines.config import NAMES, PipelineConfig
-        from megatron_infer.pipelines.config_layers import parse_text
+        from megatron_infer.pipelines.config_layers import OWN_FIELDS, parse_text
     except ModuleNotFoundError:
         raise ConfigError(f"{flag_of(next(iter(flags)))} {NEEDED}") from None
     flat = NAMES.flat()
@@ -79,7 +80,7 @@ def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) ->
         for name, value in flags.items()
     }
     own = given(args)
-    nested = {name: own.pop(name) for name in NAMES.own_fields if name in own}
+    nested = {name: own.pop(name) for name in OWN_FIELDS if name in own}
     values |= own | ({"options": nested} if nested else {})
     values |= given_flags(args, ServerConfig, SERVER_PREFIX)
     if isinstance(values.get("served_model_name"), list | tuple):

@@ -1,5 +1,8 @@
-"""What fields mean that are no option elsewhere. Each function takes (value, what is asked for so far), puts what
-follows from the value there, and gives the value in effect and a note."""
+"""What the fields do that set no option by themselves.
+
+A rule takes (value, what is asked for so far), puts there what follows from the value, and gives the value in effect
+and a note.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, ModelError, unknown_name
 from megatron_infer.pipelines.architectures import custom_architectures
-from megatron_infer.pipelines.model_config import CacheStrategy, GPUProfilingMode, QuantizationEncoding, RopeType
+from megatron_infer.pipelines.field_types import CacheStrategy, QuantizationEncoding, RopeType
 from megatron_infer.server.socket_base import checked_base
 
 if TYPE_CHECKING:
@@ -47,10 +50,6 @@ def _without_effect(name: str, given: Any, why: str) -> str:
         return ""
     warnings.warn(f"{name}={given!r} has no effect: {why}; leave it out", ConfigWarning, stacklevel=5)
     return f"no effect: {why}"
-
-
-def read_before(value: Any, asked: Asked) -> Effect:
-    return value, ""
 
 
 def force(value: bool, asked: Asked) -> Effect:
@@ -208,11 +207,6 @@ def linear_backend(use_vendor_blas: str) -> str:
     if use_vendor_blas.strip().lower() not in ON:
         raise ConfigError(f'use_vendor_blas is {use_vendor_blas!r}, it must be "true" or "false"')
     return "vendor"
-
-
-def step_ranges(mode: GPUProfilingMode) -> str:
-    """The value of `step_ranges`."""
-    return mode.value
 
 
 def pdl_level(value: str, asked: Asked) -> Effect:
