@@ -118,7 +118,8 @@ class GraphCapture(str, Enum):
     AUTO = "auto"
     """start on a GPU, first_use on a CPU."""
     START = "start"
-    """Graphs of decode steps while the engine is built, so that no request waits for them."""
+    """Graphs of decode steps while the engine is built, the largest first, so that no request waits for them. The
+    others when a step first needs them."""
     FIRST_USE = "first_use"
     """Each graph when a step first needs it."""
 
@@ -151,10 +152,11 @@ class StepRanges(str, Enum):
     """Which parts of a step are marked for profilers."""
 
     OFF = "off"
+    """None."""
     ON = "on"
     """schedule, build, layers, sampling and commit."""
     DETAILED = "detailed"
-    """Each layer, too."""
+    """Each layer of this stage, too."""
 
 
 class KVCacheDtype(str, Enum):
@@ -163,7 +165,9 @@ class KVCacheDtype(str, Enum):
     AUTO = "auto"
     """The model's dtype."""
     FP8_E4M3 = "fp8_e4m3"
-    """Eight bits: half the memory of bfloat16, half the bytes that decode reads; rounded, see `kernels.kv_rounding`."""
+    """Eight bits without scales: half the memory of bfloat16, half the bytes that decode reads. SmolLM2's log
+    probabilities move by 0.09 on average (docs/fp8_cache.md, `kernels.kv_rounding`). Triton kernels from compute
+    capability 8.9 on, elsewhere torch operations. Excludes batch_invariant."""
 
 
 class WeightDtype(str, Enum):
@@ -172,9 +176,10 @@ class WeightDtype(str, Enum):
     AUTO = "auto"
     """The model's dtype."""
     INT8 = "int8"
-    """Eight bits, with a scale for each 32 inputs of an output, on a CPU: see `kernels/native/int8.cpp`."""
+    """Packed copies in eight bits, with a scale for each 32 inputs of an output, on a CPU (docs/quantised_weights.md).
+    The copies are rounded again after each update, and the inputs of linears to 8 bits. Excludes batch_invariant."""
     INT4 = "int4"
-    """Four bits, with a scale and a minimum for each 32 inputs of an output, on a CPU: `kernels/native/int4.cpp`."""
+    """Packed copies in four bits, with a scale and a minimum for each 32 inputs of an output; else as int8."""
 
 
 class GraphSizing(str, Enum):
@@ -218,7 +223,7 @@ class InferenceConfig:
     kv_cache_management_mode: KVCacheManagementMode = option(
         KVCacheManagementMode.PERSIST, is_common=True, since="0.17"
     )
-    """What suspend and resume do with the cache: persist, offload or recompute."""
+    """What suspend and resume do with the cache."""
     num_cuda_graphs: int | None = option(None, least=-1, is_common=True, since="0.17")
     """The most step shapes to capture CUDA graphs for; -1: as many as are useful. 0: no graphs, every step runs
     eagerly. None: -1 on a GPU, 0 on a CPU. Steps also run eagerly where a kernel cannot be captured. With `lora` there
@@ -252,14 +257,12 @@ class InferenceConfig:
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = option(
         PrefixCachingEvictionPolicy.REF_ZERO, since="0.17"
     )
-    """ref_zero: a cached block is dropped when its last request ends. lru: it is kept until memory is needed. Acts only
-    with enable_prefix_caching."""
+    """What happens to a cached block that no request holds. Acts only with enable_prefix_caching."""
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = option(
         PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK, is_common=True, since="0.17"
     )
-    """How a data-parallel coordinator routes requests: longest_prefix, first_prefix_block, round_robin or
-    load_balanced. A coordinator without a policy of its own uses this one of its replicas. Acts only behind a
-    coordinator."""
+    """How a data-parallel coordinator routes requests. A coordinator without a policy of its own uses this one of its
+    replicas. Acts only behind a coordinator."""
     track_paused_request_events: bool = option(False, since="0.17")
     """Record an event with a timestamp whenever a request is paused, resumed or evicted."""
     track_generated_token_events: bool = option(False, since="0.17")
@@ -275,30 +278,22 @@ class InferenceConfig:
 
     # ours
     attention_backend: AttentionChoice = option(AttentionChoice.AUTO, is_common=True)
-    """Which backend computes attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. auto may take
-    one for decode rows and another for prompts, a name is for both. The engine raises and says why where a named
-    backend does not support the model or the device."""
+    """Which backend computes attention. auto may take one for decode rows and another for prompts, a name is for both.
+    The engine raises and says why where a named backend does not support the model or the device."""
     sampling_backend: SamplingChoice = option(SamplingChoice.AUTO, since="0.18")
-    """Which backend draws tokens: auto, triton, native (on a CPU) or torch. The engine raises and says why where a
-    named backend cannot run."""
+    """Which backend draws tokens. The engine raises and says why where a named backend cannot run."""
     linear_backend: LinearChoice = LinearChoice.AUTO
-    """Which backend multiplies by the model's 2-D weights: auto, native (on a CPU) or vendor (oneDNN with prepacked
-    weights on a CPU, cuBLAS on a GPU). The engine raises and says why where a named backend cannot run; answers agree
-    within rounding."""
+    """Which backend multiplies by the model's 2-D weights. The engine raises and says why where a named backend cannot
+    run; answers agree within rounding."""
     step_ranges: StepRanges = StepRanges.OFF
-    """Ranges for profilers in every step: off, on (schedule, build, layers, sampling, commit) or detailed (each layer
-    of this stage, too). NVTX on CUDA, torch.profiler elsewhere. What a CUDA graph replays has none of its own; off
-    costs nothing."""
+    """Ranges for profilers in every step, NVTX on CUDA, torch.profiler elsewhere. What a CUDA graph replays has none of
+    its own; off costs nothing."""
     kv_cache_dtype: KVCacheDtype = option(KVCacheDtype.AUTO, is_common=True)
-    """The dtype of keys and values in the cache: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without
-    scales: SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). fp8_e4m3 runs on Triton kernels
-    from compute capability 8.9 on, elsewhere on torch operations. It excludes batch_invariant."""
+    """The dtype of keys and values in the cache."""
     weight_dtype: WeightDtype = option(WeightDtype.AUTO, is_common=True)
-    """The dtype that linears multiply in: auto (the model's), int8 or int4 (on a CPU; packed copies of the weights are
-    rounded to 8 or 4 bits, again after each update, and the inputs of linears to 8; see docs/quantised_weights.md). The
-    model's own weights stay as they are. int8 and int4 exclude batch_invariant."""
+    """The dtype that linears multiply in. The model's own weights stay as they are."""
     cuda_graph_sizing_distribution: GraphSizing = option(GraphSizing.EXPONENTIAL, acts_with="graphs", since="0.19")
-    """The steps between sizes of graphs: exponential or linear. Acts only with CUDA graphs."""
+    """The steps between sizes of graphs. Acts only with CUDA graphs."""
     cuda_graph_max_tokens: int = option(512, least=1, acts_with="graphs", since="0.19")
     """Tokens of the largest graph that prefills; larger steps that prefill run eagerly. Acts only with CUDA graphs."""
     cuda_graph_all_prefills: bool = option(False, acts_with="graphs", since="0.18")
@@ -306,9 +301,7 @@ class InferenceConfig:
     chunked so that each step fits one. Steps that keep recurrent states for the prefix cache, or fork more sequences
     than a graph has rows, still run eagerly. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
     cuda_graph_capture: GraphCapture = option(GraphCapture.AUTO, acts_with="graphs")
-    """When graphs are captured: start (those of decode steps while the engine is built, the largest first, the others
-    when a step first needs them), first_use (each when a step first needs it) or auto (start on a GPU, first_use on a
-    CPU). Acts only with CUDA graphs."""
+    """When graphs are captured. Acts only with CUDA graphs."""
     overlap: bool | None = option(None, is_common=True)
     """Commit a step while the next one runs on the device: this hides the host's work, results come one step later, and
     tokens stay the same. None: on a GPU True, on a CPU False."""
@@ -317,9 +310,7 @@ class InferenceConfig:
     of a slow host, brings results one step later, and computes one step in vain behind a stop. Tokens stay the same.
     Only 1 with pipeline stages, which keep steps in flight anyway."""
     batching: BatchingPolicy = BatchingPolicy.MIXED
-    """What a step plans: mixed (decode, and prompts in the rest of max_tokens), prefill_first (prompts alone while one
-    can be computed, else decode alone) or phased (decode alone while min_batch_size_tg requests decode, else prompts
-    alone). Changes no token."""
+    """What a step plans. Changes no token."""
     max_queue_size_tg: int | None = option(None, least=1, acts_with="phased")
     """The most requests admitted at once, at most max_requests, which None is. Needs batching="phased"."""
     min_batch_size_tg: int | None = option(None, least=1, acts_with="phased")
@@ -351,8 +342,8 @@ class InferenceConfig:
     training forward under `models.exact_forward.exact_math`. Only on a CPU, in fp32 or bf16, with one rank per
     replica."""
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
-    """How a request that was evicted for lack of blocks gets its keys and values back: auto, recompute or swap. auto
-    and swap act only with swap_buffer_size_gb above 0; auto then takes the faster one by measured speeds."""
+    """How a request that was evicted for lack of blocks gets its keys and values back. auto and swap act only with
+    swap_buffer_size_gb above 0."""
     swap_buffer_size_gb: int | float = option(0, least=0)
     """GiB of host memory, beside the KV buffer, for keys and values of evicted requests; on a CPU it is allocated as it
     is needed, on a GPU machine it is pinned at the start. 0: evicted requests are recomputed."""

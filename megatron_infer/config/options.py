@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from megatron_infer.errors import ConfigError, unknown_name
@@ -118,21 +119,31 @@ def _read(config: type) -> Mapping[str, Option]:
 
 
 def docs_of(config: type) -> Mapping[str, str]:
-    """The string under each field of a dataclass, as one line."""
+    """What each option does, as one line: the string under it, and the strings under the members of its enum."""
+    docs = dict(_strings_under(config))
+    for name, one in options_of(config).items():
+        if one.enum is not None:
+            of = _strings_under(one.enum)
+            docs[name] += " " + " ".join(f"{member.value}: {of[member.name]}" for member in one.enum)
+    return docs
+
+
+def _strings_under(owner: type) -> Mapping[str, str]:
+    """The string under each attribute of a class, as one line."""
     import ast
     import inspect
     import textwrap
-    from itertools import pairwise
 
-    tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    docs = {}
-    for above, below in pairwise(body):
-        if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
+    tree = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for above, below in pairwise(tree.body):
+        if not isinstance(below, ast.Expr) or not isinstance(below.value, ast.Constant):
             continue
-        if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name):
-            docs[above.target.id] = " ".join(str(below.value.value).split())
-    return docs
+        target = above.targets[0] if isinstance(above, ast.Assign) else getattr(above, "target", None)
+        if isinstance(target, ast.Name):
+            found[target.id] = " ".join(str(below.value.value).split())
+    return found
 
 
 def refuse_unknown(config: type, names: Mapping[str, Any]) -> None:

@@ -21,7 +21,6 @@ OTHER_VERIFICATIONS = {
     "typical-acceptance": "it changes the distribution that tokens are drawn from",
     "logit-comparison": "it changes the distribution that tokens are drawn from",
 }
-LARGEST_NGRAM = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +37,6 @@ class SpeculativeConfig:
     first that proposes anything; draft and mtp exclude each other."""
     num_speculative_tokens: int = option(4, is_common=True)
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
-    ngram_max: int = 16
-    """The longest run of last tokens that is looked up; at most 16."""
-    ngram_min: int = 1
-    """The shortest run; at least 1."""
     draft_model: Any = option(None, is_common=True)
     """The model that drafts: an alias, directory, hub id, .gguf file or checkpoint, or a live megatron-core model; of
     the same vocabulary and tokenizer. For method draft only."""
@@ -78,9 +73,12 @@ class SpeculativeConfig:
                 f"speculative: method is {self.method!r}: one model draws a step's drafts; leave 'draft' or 'mtp' out"
             )
         self._check_synthetic()
-        _int("num_speculative_tokens", self.num_speculative_tokens, 1, None, "for none leave speculative None")
-        _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "1 is usual")
-        _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
+        count = self.num_speculative_tokens
+        if type(count) is not int or count < 1:
+            raise ConfigError(
+                f"speculative: num_speculative_tokens is {count!r}, it must be an integer of at least 1; for none "
+                "leave speculative None"
+            )
 
     def _check_synthetic(self) -> None:
         rate = self.synthetic_acceptance_rate
@@ -157,9 +155,3 @@ def _choice(name: str, value: object, known: tuple[str, ...], refused: Mapping[s
         raise ConfigError(f"speculative: {name}={value!r} is not built: {refused[value]}; known: {', '.join(known)}")
     shown = unknown_name(name, str(value), known)
     raise ConfigError(f"speculative: {shown}; one of {', '.join(known)}")
-
-
-def _int(name: str, value: object, low: int, high: int | None, remedy: str) -> None:
-    if type(value) is not int or value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ConfigError(f"speculative: {name} is {value!r}, it must be an integer of {limits}; {remedy}")

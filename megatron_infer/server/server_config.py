@@ -119,8 +119,6 @@ class ServerConfig:
     """Seconds after which an idle stream sends a comment, so that proxies do not close it."""
     drain_timeout_s: float = option(30.0, least=0)
     """Seconds that running calls may go on after SIGTERM."""
-    token_threads: int = option(2, least=1, flag=None)
-    """Threads that tokenize and render chat templates."""
     prometheus_metrics_mode: str = option(
         "instrument_only", choices=tuple(mode.value for mode in PrometheusMetricsMode)
     )

@@ -64,8 +64,8 @@ def test_flags_of_speculation_make_one_option_and_need_a_method():
     assert config_flags.given(asked) == {"speculative": {"method": "ngram", "synthetic_acceptance_rate": 0.5}}
     with pytest.raises(SystemExit):  # of a benchmark alone
         _parse("--speculative", "ngram", "--synthetic-acceptance-rate", "0.5")
-    with pytest.raises(ConfigError, match="--ngram-max: nothing is drafted without --speculative"):
-        config_flags.given(_parse("--ngram-max", "3"))
+    with pytest.raises(ConfigError, match="--speculative-verification: nothing is drafted without --speculative"):
+        config_flags.given(_parse("--speculative-verification", "residual"))
     with pytest.raises(ConfigError, match=r"--draft-model: nothing .* add --speculative draft$"):
         config_flags.given(_parse("--draft-model", "smollm2"))
 
