@@ -16,7 +16,7 @@ from megatron_infer.pipelines.config import NAMES, PipelineConfig
 from megatron_infer.pipelines.field_rows import rows_of
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("pipeline_docs", ROOT / "tools" / "pipeline_docs.py")
+_spec = importlib.util.spec_from_file_location("option_docs", ROOT / "tools" / "option_docs.py")
 docs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(docs)
 ROWS = docs.seed_names(ROOT)
@@ -118,5 +118,5 @@ def _enums(module) -> list[type[enum.Enum]]:
 @pytest.mark.skipif(not (ROOT / docs.DOCS).is_file(), reason="the page is not in this tree")
 def test_tables_of_the_page_are_what_the_tool_writes():
     text = (ROOT / docs.DOCS).read_text(encoding="utf-8")
-    assert text == docs.with_tables(text, ROOT), "run python tools/pipeline_docs.py"
+    assert text == docs.with_tables(text, ROOT), "run python tools/option_docs.py"
     assert PipelineConfig.__doc__
