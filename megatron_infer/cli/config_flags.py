@@ -11,8 +11,7 @@ from typing import Any
 from megatron_infer.cli.parser import Parser
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.lora import LoRAConfig
-from megatron_infer.config.machine_defaults import machine_config, machine_defaults
-from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.machine_defaults import machine_defaults
 from megatron_infer.config.options import Option, docs_of, options_of
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig
@@ -108,27 +107,6 @@ def add_bench_only_options(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help=docs_of(SpeculativeConfig)[SYNTHETIC].replace("%", "%%"),
         **_number("float", "X", is_optional=False),
-    )
-
-
-def config_from(
-    args: argparse.Namespace,
-    shape: ModelShape | None,
-    *,
-    is_cuda: bool,
-    available_bytes: int,
-    tensor_parallel_size: int = 1,
-) -> InferenceConfig:
-    """The config of a command line: its flags, and for the rest what suits the model, the device and its free memory.
-
-    Raises ConfigError or NotImplementedError, as InferenceConfig does.
-    """
-    return machine_config(
-        given(args),
-        shape,
-        is_cuda=is_cuda,
-        available_bytes=available_bytes,
-        tensor_parallel_size=tensor_parallel_size,
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_infer.cli.config_flags import SERVER_PREFIX, default_text, flag_of, given, given_flags
 from megatron_infer.cli.parser import Parser
+from megatron_infer.config.layout import Layout
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig
 
@@ -17,7 +18,6 @@ DEST_PREFIX = "pipeline_"
 NEEDED = "needs pydantic: pip install 'megatron-infer[pipelines]'"
 NOT_FLAGS = ("options", "vision_config_overrides")
 """Mappings, for the configuration file only."""
-LAYOUT = ("dp", "tp", "pp", "ep")
 
 
 def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +95,9 @@ def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) ->
     for name in ("dtype", "device"):
         if getattr(args, name) != "auto":
             values[name] = getattr(args, name)
-    for name in ("threads", *LAYOUT):
-        if getattr(args, name, None) is not None:
-            values[name] = getattr(args, name)
+    if getattr(args, "threads", None) is not None:
+        values["threads"] = args.threads
+    values |= given_flags(args, Layout, "")
     if free_bytes is None:
         return PipelineConfig(**values)
     config = PipelineConfig(**values | {"defer_resolve": True})

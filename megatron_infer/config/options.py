@@ -56,6 +56,8 @@ class Option:
     """What the option needs to act: "graphs" or "phased"."""
     in_process: bool = False
     """The value is an object of the running process, which no file or message can hold."""
+    is_secret: bool = False
+    """The value is shown nowhere."""
     since: str = ""
     """The first megatron-core whose InferenceConfig has a field of this name and meaning; "": none has."""
 
@@ -86,9 +88,9 @@ class Option:
         return f"at least {self.least}" if self.above is None else f"more than {self.above}"
 
 
-def option(default: Any, *, is_secret: bool = False, **facts: Any) -> Any:
-    """A field of a dataclass, with facts of `Option` by name. is_secret: the dataclass's repr leaves the value out."""
-    return field(default=default, repr=not is_secret, metadata=facts)
+def option(default: Any, **facts: Any) -> Any:
+    """A field of a dataclass, with facts of `Option` by name."""
+    return field(default=default, repr=not facts.get("is_secret", False), metadata=facts)
 
 
 _FOUND: dict[type, Mapping[str, Option]] = {}

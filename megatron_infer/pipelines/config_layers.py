@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.layout import LLM_OPTIONS, Layout
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.options import options_of
 from megatron_infer.config.speculative import SpeculativeConfig
@@ -38,10 +39,6 @@ class Kind(Enum):
     TEXT = "as it is"
     LIST = "parts with commas between them"
     VALUE = "as in YAML"
-
-
-PLAIN_OPTIONS = ("dtype", "device", "threads", "dp", "tp", "pp", "ep")
-"""Options of LLM and numbers of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +66,10 @@ class Names:
                 else:
                     sections[*prefix, name] = section
                     left.append(((*prefix, name), section))
-        options = {name: Kind.TEXT if name in ("dtype", "device") else Kind.VALUE for name in PLAIN_OPTIONS}
+        options = {
+            name: Kind.TEXT if name in ("dtype", "device") else Kind.VALUE
+            for name in (*LLM_OPTIONS, *options_of(Layout))
+        }
         kinds = {"str": Kind.TEXT, "tuple[str, ...]": Kind.LIST}
         for one in (*options_of(InferenceConfig).values(), *options_of(ServerConfig).values()):
             options[one.name] = kinds.get(one.kind, Kind.VALUE)

@@ -17,7 +17,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.options import docs_of
+from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -53,6 +55,14 @@ class Server(Sets):
 
 class Model(Sets):
     """An argument of LLM."""
+
+
+class Drafts(Sets):
+    """An option of SpeculativeConfig, in the section whose row sets it."""
+
+
+class Adapters(Sets):
+    """An option of LoRAConfig, in the section whose row sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +104,31 @@ def rows_of(config: type[BaseModel], prefix: FieldPath = ()) -> Iterator[tuple[F
             yield from rows_of(info.annotation, (*prefix, name))
 
 
+def parts_of(section: BaseModel) -> dict[str, Any]:
+    """The options that the fields of a section set, without those that are None."""
+    found = {}
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        for row in info.metadata:
+            if isinstance(row, Drafts | Adapters) and value is not None:
+                found[row.option] = row.converted(value)
+    return found
+
+
+DECLARED_BY: Mapping[type[Sets], type] = {
+    Engine: InferenceConfig,
+    Server: ServerConfig,
+    Drafts: SpeculativeConfig,
+    Adapters: LoRAConfig,
+}
+
+
 def description_of(info: FieldInfo) -> str:
     """What a field does: the string under it, else that under the option that it sets."""
     if info.description is not None:
         return " ".join(info.description.split())
     row = next(one for one in info.metadata if isinstance(one, Sets))
-    return docs_of(InferenceConfig if isinstance(row, Engine) else ServerConfig)[row.option]
+    return docs_of(DECLARED_BY[type(row)])[row.option]
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from megatron_infer.pipelines import field_rules as rules
-from megatron_infer.pipelines.field_rows import Engine, Model, RanksOf, Refused, Rule, Server
+from megatron_infer.pipelines.field_rows import Adapters, Drafts, Engine, Model, RanksOf, Refused, Rule, Server
 from megatron_infer.pipelines.field_types import (
     CacheStrategy,
     GPUProfilingMode,
@@ -110,22 +110,19 @@ class LoRAConfig(Section):
 
     enable_lora: bool = False
     """Serve adapters."""
-    lora_paths: list[str] = Field(default_factory=list)
+    lora_paths: Annotated[list[str], Adapters("adapters", rules.adapters)] = Field(default_factory=list)
     """Adapters to load: NAME=PATH, or PATH, whose last part is the name."""
-    max_lora_rank: int = 16
-    """The highest rank of an adapter."""
-    max_num_loras: int = 1
-    """Adapters on the device at once."""
+    max_lora_rank: Annotated[int, Adapters("max_rank")] = 16
+    max_num_loras: Annotated[int, Adapters("max_loras")] = 1
 
 
 class SpeculativeConfig(Section):
     """Tokens that are drafted and then verified."""
 
-    speculative_method: str | None = None
+    speculative_method: Annotated[str | None, Drafts("method", rules.drafting_method)] = None
     """ngram, or another method of SpeculativeConfig; standalone is its draft. None: nothing is drafted."""
-    num_speculative_tokens: int = 5
-    """The most tokens drafted for a request in a step."""
-    rejection_sampling_strategy: str | None = None
+    num_speculative_tokens: Annotated[int, Drafts("num_speculative_tokens")] = 5
+    rejection_sampling_strategy: Annotated[str | None, Drafts("verification")] = None
     """How drafts are verified. None: a draft is kept where it equals the token that is drawn (same_tokens)."""
     synthetic_acceptance_rate: float | None = None
     """Refused: drafts are kept only where they equal what is drawn."""

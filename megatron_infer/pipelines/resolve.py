@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.checks import acting_with, check_mtp
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, WeightDtype
+from megatron_infer.config.layout import LLM_OPTIONS, Layout
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
 from megatron_infer.config.options import options_of
@@ -46,17 +47,12 @@ from megatron_infer.pipelines.field_rows import (
 )
 from megatron_infer.pipelines.field_types import RopeType
 from megatron_infer.pipelines.machine import Machine, find_machine
-from megatron_infer.pipelines.resolved import Layout, Resolved, Setting
+from megatron_infer.pipelines.resolved import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from megatron_infer.model_loader.model_description import ModelDescription
     from megatron_infer.pipelines.config import PipelineConfig
-
-LLM_OPTIONS = ("dtype", "device", "threads")
-SECRETS = ("api_key",)
-"""Options whose values are never shown."""
-LAYOUT_OPTIONS = ("dp", "tp", "pp", "ep")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,12 +101,6 @@ class Asked:
     def is_cuda(self) -> bool:
         """Whether the model runs on a GPU."""
         return find_machine(self.llm.get("device", "auto")).is_cuda
-
-    def runnable_kernels(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """(names that can run on this machine, why the others cannot)."""
-        if self.is_cuda:
-            return list(names), []
-        return [], [f"{name}: for GPUs" for name in names]
 
 
 def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_bytes: int | None) -> Resolved:
@@ -267,9 +257,10 @@ def _add_options(
                 note = f"{name} is given"
                 settings[path] = dataclasses.replace(settings[path], value=value, source="derived", note=note)
         into: dict[str, Any] = asked.engine if name in engine_names else asked.server
-        into = asked.llm if name in LLM_OPTIONS else asked.layout if name in LAYOUT_OPTIONS else into
+        into = asked.llm if name in LLM_OPTIONS else asked.layout if name in options_of(Layout) else into
         into[name] = value
-        shown = "(given)" if name in SECRETS else value
+        declared = options_of(ServerConfig).get(name)
+        shown = "(given)" if declared is not None and declared.is_secret else value
         source = sources.get((OPTIONS, name), "argument")
         at = path if path is not None and has_one_name else (OPTIONS, name)
         settings[at] = Setting(requested=shown, value=shown, source=source)
@@ -355,9 +346,7 @@ def _checked(config: PipelineConfig, path: FieldPath, value: Any) -> Any:
 
 def _check_world(config: PipelineConfig, layout: Layout) -> None:
     names = {name: path[-1] for name, path in fields_by_option(type(config)).items()}
-    for name, size in dataclasses.asdict(layout).items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"{names.get(name, name)} is {size!r}, it must be an integer of at least 1")
+    layout.check(names)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     several = {names.get(name, name): getattr(layout, name) for name in ("tp", "pp", "ep")}
     for name, size in several.items():

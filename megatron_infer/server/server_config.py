@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+from megatron_infer.config.layout import LLM_OPTIONS, Layout
 from megatron_infer.config.options import Option, option, options_of
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.metrics.modes import PrometheusMetricsMode
@@ -238,7 +239,7 @@ def _checked(item: Option, value: Any) -> Any:
         "str": isinstance(value, str) or (value is None and item.is_optional),
     }[kind]
     if not is_valid:
-        shown = "what was given" if item.name == "api_key" else repr(value)
+        shown = "what was given" if item.is_secret else repr(value)
         raise ConfigError(f"{item.name} is {shown}, expected {item.type_text}")
     return float(value) if kind == "float" else value
 
@@ -271,7 +272,7 @@ def _parsed(item: Option, text: str) -> Any:
         raise ConfigError(f"{variable} is {text!r}, expected {item.type_text}") from None
 
 
-ENGINE_KEYS = ("model", "dtype", "device", "threads", "engine", "dp", "tp", "pp", "ep")
+ENGINE_KEYS = ("model", *LLM_OPTIONS, "engine", *options_of(Layout))
 """Keys of a configuration file that are no server options; `engine` holds options of InferenceConfig."""
 
 
