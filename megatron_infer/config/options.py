@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -104,7 +104,9 @@ def options_of(config: type) -> Mapping[str, Option]:
 
 
 def _read(config: type) -> Mapping[str, Option]:
-    names = vars(sys.modules[config.__module__])
+    names: dict[str, Any] = {}
+    for base in reversed(config.__mro__):  # the annotations of each are names of its own module
+        names |= vars(sys.modules[base.__module__])
     found = {}
     for item in fields(config):
         kind = str(item.type)
@@ -122,29 +124,31 @@ def _read(config: type) -> Mapping[str, Option]:
 
 def docs_of(config: type) -> Mapping[str, str]:
     """What each option does, as one line: the string under it, and the strings under the members of its enum."""
-    docs = dict(_strings_under(config))
+    docs = dict(_strings_in(config.__module__)[config.__name__])
     for name, one in options_of(config).items():
         if one.enum is not None:
-            of = _strings_under(one.enum)
+            of = _strings_in(one.enum.__module__)[one.enum.__name__]
             docs[name] += " " + " ".join(f"{member.value}: {of[member.name]}" for member in one.enum)
     return docs
 
 
-def _strings_under(owner: type) -> Mapping[str, str]:
-    """The string under each attribute of a class, as one line."""
+@cache
+def _strings_in(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Class of a module -> the string under each of its attributes, as one line."""
     import ast
     import inspect
-    import textwrap
 
-    tree = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for above, below in pairwise(tree.body):
-        if not isinstance(below, ast.Expr) or not isinstance(below.value, ast.Constant):
+    found: dict[str, dict[str, str]] = {}
+    for owner in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if not isinstance(owner, ast.ClassDef):
             continue
-        target = above.targets[0] if isinstance(above, ast.Assign) else getattr(above, "target", None)
-        if isinstance(target, ast.Name):
-            found[target.id] = " ".join(str(below.value.value).split())
+        found[owner.name] = {}
+        for above, below in pairwise(owner.body):
+            if not isinstance(below, ast.Expr) or not isinstance(below.value, ast.Constant):
+                continue
+            target = above.targets[0] if isinstance(above, ast.Assign) else getattr(above, "target", None)
+            if isinstance(target, ast.Name):
+                found[owner.name][target.id] = " ".join(str(below.value.value).split())
     return found
 
 

@@ -244,15 +244,14 @@ def _mapping(name: str, text: str) -> dict[str, Any]:
     return value
 
 
+_READERS: Mapping[Any, Callable[[str, str], Any]] = {
+    bool: _bool,
+    int: _int,
+    list[int] | None: _ints,
+    dict[str, Any]: _mapping,
+}
+"""Type of a field -> what reads its text; the others are texts."""
 _FLAGS: Mapping[str, Callable[[str, str], Any]] = {
-    "audio_decoder": _text,
-    "audio_decoder_weights": _text,
-    "audio_decoder_config": _mapping,
-    "chunk_size": _ints,
-    "buffer": _int,
-    "block_causal": _bool,
-    "prepend_prompt_speech_tokens": _text,
-    "prepend_prompt_speech_tokens_causal": _bool,
-    "prometheus_metrics_mode": _text,
+    **{name: _READERS.get(AudioGenerationConfig.model_fields[name].annotation, _text) for name in AUDIO_FIELDS},
     "run_model_test_mode": _bool,
 }
