@@ -60,10 +60,9 @@ def _number_text(one: Option) -> str:
     return f"a finite number of {unit}" + (f" above {one.above}" if one.least is None else f", {one.least} or more")
 
 
-def acting_with(what: str, config: InferenceConfig | type[InferenceConfig]) -> Iterator[tuple[str, Any]]:
+def acting_with(what: str, config: type[InferenceConfig]) -> Iterator[tuple[str, Any]]:
     """(name, default) of each option that acts only with `what`: "phased" batching, or CUDA "graphs"."""
-    kind = config if isinstance(config, type) else type(config)
-    return ((name, one.default) for name, one in options_of(kind).items() if one.acts_with == what)
+    return ((name, one.default) for name, one in options_of(config).items() if one.acts_with == what)
 
 
 def check_values(config: InferenceConfig) -> None:
@@ -141,7 +140,7 @@ def _check_exact(config: InferenceConfig) -> None:
 
 
 def _check_batching(config: InferenceConfig) -> None:
-    for name, default in acting_with("phased", config):
+    for name, default in acting_with("phased", type(config)):
         value = getattr(config, name)
         if config.batching != "phased" and value != default:
             raise ConfigError(
@@ -190,7 +189,7 @@ def without_effect(config: InferenceConfig) -> Iterator[str]:
 
 def graph_options_without_effect(config: InferenceConfig, why: str) -> Iterator[str]:
     """A message that names the options of graphs that are set. why: what num_cuda_graphs is."""
-    graphs = [name for name, default in acting_with("graphs", config) if getattr(config, name) != default]
+    graphs = [name for name, default in acting_with("graphs", type(config)) if getattr(config, name) != default]
     if graphs:
         yield f"{', '.join(graphs)} act only with num_cuda_graphs, which {why}: no graphs are captured"
 

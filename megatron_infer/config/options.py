@@ -3,7 +3,7 @@
     buffer_size_gb: int | float = option(20, above=0, is_common=True)
     '''GiB reserved for the KV cache on each rank.'''
 
-The checks of a value, its flag (`cli.option_flags`), its variable in the environment, its key in a file and its row in
+The checks of a value, its flag (`cli.config_flags`), its variable in the environment, its key in a file and its row in
 docs/options.md are made from the declaration. Importing this module needs neither argparse nor ast.
 """
 

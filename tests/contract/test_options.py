@@ -13,6 +13,7 @@ from megatron_infer.config import inference
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.options import Option, docs_of, options_of
+from megatron_infer.errors import ConfigError, RequestError
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("option_docs", ROOT / "tools" / "option_docs.py")
@@ -64,6 +65,20 @@ def test_every_option_is_described_and_declares_known_facts(config):
     for item in dataclasses.fields(config):
         assert set(item.metadata) <= facts, item.name
         assert len(docs_of(config)[item.name]) > 10, item.name
+
+
+RANGES = [
+    (config, one)
+    for config in page.CLASSES
+    for one in options_of(config).values()
+    if one.least is not None or one.above is not None
+]
+
+
+@pytest.mark.parametrize(("config", "one"), RANGES, ids=lambda item: getattr(item, "name", ""))
+def test_a_number_below_the_declared_range_is_refused_by_name(config, one):
+    with pytest.raises((ConfigError, RequestError), match=one.name):
+        config(**{one.name: one.above if one.least is None else one.least - 1})
 
 
 def test_options_of_megatron_cores_page_come_first_with_its_types_and_defaults():
