@@ -48,13 +48,15 @@ def add_flags(
         if one.flag is None:
             continue
         default = (defaults or {}).get(one.name, one.default)
-        shown = one.default_text or f"default {default_text(default)}"
+        shown, parsing = one.default_text or f"default {default_text(default)}", _parsing_of(one)
+        if parsing.get("action") in ("append", "extend"):
+            shown += "; repeatable"
         action = group.add_argument(
             flag_of(one),
             dest=prefix + one.name,
             default=argparse.SUPPRESS,
             help=f"{docs[one.name]} ({shown})".replace("%", "%%"),
-            **_parsing_of(one),
+            **parsing,
         )
         if isinstance(parser, Parser):
             parser.shorten(action, is_rare=not one.is_common)

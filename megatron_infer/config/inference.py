@@ -335,7 +335,7 @@ class InferenceConfig:
     """Seed of requests without a seed of their own, 0 .. 2**64 - 1. The same seed gives the same tokens whatever else
     is in the batch."""
     logprobs_mode: str = option("raw", choices=("raw", "processed"), is_common=True, since="0.19")
-    """raw: logprobs of the model's distribution. processed: logprobs of the distribution that tokens are sampled from,
+    """Which distribution log probabilities are of. raw: the model's. processed: the one that tokens are sampled from,
     after penalties, temperature and filters."""
     batch_invariant: bool = option(False, is_common=True)
     """Exact mode: a token's log probability has the same bits in any batch, chunk, cache hit or pause, and in a

@@ -26,7 +26,7 @@ class LoRAConfig:
     max_rank: int = option(16, least=1, most=4096, flag="max-lora-rank")
     """The largest rank of an adapter; larger ones are refused. An adapter of a smaller rank costs what it is."""
     adapters: tuple[tuple[str, str], ...] = option((), flag="lora", is_common=True)
-    """(name, PEFT directory) of the adapters loaded at the start; also given as "name=path" or as a mapping."""
+    """Adapters loaded at the start: (name, PEFT directory) of each, also given as "name=path" or as a mapping."""
 
     def __post_init__(self) -> None:
         for name in ("max_loras", "max_rank"):

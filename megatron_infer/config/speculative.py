@@ -32,9 +32,9 @@ class SpeculativeConfig:
     """
 
     method: str | tuple[str, ...] = option("ngram", flag="speculative", is_common=True, default_text="default none")
-    """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that
-    structured output forces. draft: what `draft_model` draws. mtp: what the model's own MTP layer draws. Several: the
-    first that proposes anything; draft and mtp exclude each other."""
+    """What drafts the tokens that a step verifies. ngram: what followed the last tokens where they stood before, in
+    prompt or answer. grammar: tokens that structured output forces. draft: what `draft_model` draws. mtp: what the
+    model's own MTP layer draws. Several: the first that proposes anything; draft and mtp exclude each other."""
     num_speculative_tokens: int = option(4, is_common=True)
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
     draft_model: Any = option(None, is_common=True)
