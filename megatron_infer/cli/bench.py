@@ -29,7 +29,7 @@ from megatron_infer.cli.bench_workload import (
     parse_range,
     run_engine,
 )
-from megatron_infer.cli.config_flags import SPECULATIVE_DESTS, SYNTHETIC, add_bench_only_options, given
+from megatron_infer.cli.config_flags import METHOD_DEST, SYNTHETIC, add_bench_only_options, given
 from megatron_infer.cli.loading import (
     add_model_options,
     describe,
@@ -190,7 +190,7 @@ def prepare(args: argparse.Namespace, *, with_off: bool = False) -> Benchmark:
     sizes, llms, facts = _sizes(args), {}, {}
     for name in [OURS, OFF][: 1 + with_off]:
         started = time.perf_counter()
-        changed = {} if name == OURS else {SPECULATIVE_DESTS["method"]: "none"}
+        changed = {} if name == OURS else {METHOD_DEST: "none"}
         llms[name] = load_llm(argparse.Namespace(**vars(args) | changed))
         facts[name] = {"version": __version__, "start_s": time.perf_counter() - started}
     if args.prompts_file is not None:

@@ -1,169 +1,189 @@
-"""Command-line flags for the options of `InferenceConfig`, generated from the dataclass."""
+"""Flags of the command line, made from the declarations of options: `config.options`."""
 
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
-import inspect
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from functools import cache
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from megatron_infer.cli.parser import Parser
-from megatron_infer.config import inference as config_module
-from megatron_infer.config.checks import LOGPROBS_MODES
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.lora import LoRAConfig
-from megatron_infer.config.machine_defaults import machine_config, machine_defaults
-from megatron_infer.config.model_shape import ModelShape
+from megatron_infer.config.machine_defaults import machine_defaults
+from megatron_infer.config.options import Option, docs_of, options_of
+from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig
-from megatron_infer.errors import ConfigError
+from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.errors import ConfigError, RequestError
 
-NOT_FLAGS = ("mamba_inference_state_config", "pg_collection", "metrics_writer", "request_metadata_types", "lora")
-"""Objects of a running process, which a command line cannot give; `lora` has flags of its own, LORA_FLAGS."""
-LORA_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adapters": ("--lora", {"action": "append", "metavar": "NAME=PATH"}),
-    "max_loras": ("--max-loras", {"type": int, "metavar": "N"}),
-    "max_rank": ("--max-lora-rank", {"type": int, "metavar": "N"}),
+ENGINE_PREFIXES: Mapping[type, str] = {
+    InferenceConfig: "config_",
+    SpeculativeConfig: "config_speculative_",
+    LoRAConfig: "config_lora_",
 }
-"""Field of LoRAConfig -> its flag."""
-RENAMED = {"max_tokens": "max_tokens_per_step", "seed": "engine_seed"}
-"""Options whose names are sampling flags on a command line."""
-BY_MODEL = ("prefix_caching_mamba_gb",)
-"""Options whose defaults depend on the model, see `config.machine_defaults`."""
-COMMON = frozenset(
-    (
-        "--buffer-size-gb",
-        "--max-requests",
-        "--max-tokens-per-step",
-        "--max-sequence-length",
-        "--kv-cache-management-mode",
-        "--kv-cache-dtype",
-        "--weight-dtype",
-        "--enable-chunked-prefill",
-        "--enable-prefix-caching",
-        "--prefix-caching-coordinator-policy",
-        "--attention-backend",
-        "--num-cuda-graphs",
-        "--overlap",
-        "--speculative",
-        "--num-speculative-tokens",
-        "--draft-model",
-        "--lora",
-        "--max-loras",
-        "--logprobs-mode",
-        "--batch-invariant",
-        "--logging-step-interval",
-    )
-)
-"""The flags that --help shows; --help-all shows all."""
-DEST_PREFIX, LORA_PREFIX = "config_", "lora_"
-SPECULATIVE_DESTS = {
-    item.name: f"{DEST_PREFIX}speculative_{item.name}" for item in dataclasses.fields(SpeculativeConfig)
-}
-"""Field of SpeculativeConfig -> where its flag's value is."""
+"""Options of an engine -> what the destinations of their flags begin with."""
+SAMPLING_PREFIXES: Mapping[type, str] = {SamplingParams: "sampling_", StructuredOutput: "structured_"}
+SERVER_PREFIX = "server_"
+METHOD_DEST = ENGINE_PREFIXES[SpeculativeConfig] + "method"
 SYNTHETIC = "synthetic_acceptance_rate"
-"""Field of SpeculativeConfig that only `bench` takes."""
+"""The option of SpeculativeConfig that only `bench` has a flag for."""
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    group: Any,
+    options: type,
+    prefix: str,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """A flag for each option of a dataclass, with the string under the option as its help.
+
+    prefix: what the destination of a flag begins with. defaults: what help says instead of the option's own default.
+    """
+    docs = docs_of(options)
+    for one in options_of(options).values():
+        if one.flag is None:
+            continue
+        default = (defaults or {}).get(one.name, one.default)
+        shown, parsing = one.default_text or f"default {default_text(default)}", _parsing_of(one)
+        if parsing.get("action") in ("append", "extend"):
+            shown += "; repeatable"
+        action = group.add_argument(
+            flag_of(one),
+            dest=prefix + one.name,
+            default=argparse.SUPPRESS,
+            help=f"{docs[one.name]} ({shown})".replace("%", "%%"),
+            **parsing,
+        )
+        if isinstance(parser, Parser):
+            parser.shorten(action, is_rare=not one.is_common)
+
+
+def given_flags(args: argparse.Namespace, options: type, prefix: str) -> dict[str, Any]:
+    """The options of a dataclass that a command line gives. Raises RequestError for a file that cannot be read."""
+    declared = options_of(options)
+    values = {name: getattr(args, prefix + name) for name in declared if hasattr(args, prefix + name)}
+    return {name: _text_of(value) if declared[name].is_file else value for name, value in values.items()}
+
+
+def flag_of(option: Option | str) -> str:
+    """The flag of an option, or of a name: --block-size-tokens."""
+    name = option if isinstance(option, str) else option.flag or option.name
+    return "--" + name.replace("_", "-")
+
+
+def default_text(default: object) -> str:
+    """A default as help has it."""
+    if isinstance(default, Enum):
+        default = default.value
+    return "none" if default in ((), "") else str(default).lower()
+
+
+def flags_given(args: argparse.Namespace, prefixes: Mapping[type, str]) -> Iterator[tuple[str, str]]:
+    """(name, flag) of each option that a command line gives. prefixes: of the dataclasses that declare them."""
+    for options, prefix in prefixes.items():
+        for name, one in options_of(options).items():
+            if hasattr(args, prefix + name):
+                yield name, flag_of(one)
+
+
+# ------------------------------------------------------------------ engines
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """One flag for every option that a command line can give, in the group "engine"."""
+    """A flag for every option of an engine that a command line can give, in the group "engine"."""
     group = parser.add_argument_group("engine", "options of InferenceConfig")
-    docs = field_docs()
-    by_machine = machine_defaults(is_cuda=False, available_bytes=0)
-    for item in dataclasses.fields(InferenceConfig):
-        if item.name == "speculative":
-            _add_speculative_options(group)
-        if item.name in (*NOT_FLAGS, "speculative"):
-            continue
-        default = "chosen for the machine" if item.name in by_machine else f"default {_shown(item.default)}"
-        default = "chosen for the model" if item.name in BY_MODEL else default
-        group.add_argument(
-            flag_of(item.name),
-            dest=DEST_PREFIX + item.name,
-            default=argparse.SUPPRESS,
-            help=f"{docs[item.name]} ({default})".replace("%", "%%"),
-            **_parsing_of(item.name, str(item.type)),
-        )
-    about, defaults = docs_of(LoRAConfig), {item.name: item.default for item in dataclasses.fields(LoRAConfig)}
-    for name, (flag, parsing) in LORA_FLAGS.items():
-        default = "" if name == "adapters" else f" (default {defaults[name]})"
-        text = f"LoRA: {about[name]}{default}".replace("%", "%%")
-        group.add_argument(flag, dest=f"{LORA_PREFIX}{name}", default=argparse.SUPPRESS, help=text, **parsing)
-    if isinstance(parser, Parser):
-        parser.show_first("engine", COMMON)
+    by_machine = dict.fromkeys(machine_defaults(is_cuda=False, available_bytes=0), "chosen for the machine")
+    for options, prefix in ENGINE_PREFIXES.items():
+        add_flags(parser, group, options, prefix, defaults=by_machine)
 
 
-def config_from(
-    args: argparse.Namespace,
-    shape: ModelShape | None,
-    *,
-    is_cuda: bool,
-    available_bytes: int,
-    tensor_parallel_size: int = 1,
-) -> InferenceConfig:
-    """The config of a command line: its flags, and for the rest what suits the model, the device and its free memory.
-
-    Raises ConfigError or NotImplementedError, as InferenceConfig does.
-    """
-    return machine_config(
-        given(args),
-        shape,
-        is_cuda=is_cuda,
-        available_bytes=available_bytes,
-        tensor_parallel_size=tensor_parallel_size,
+def add_bench_only_options(parser: argparse.ArgumentParser) -> None:
+    """`--synthetic-acceptance-rate`."""
+    parser.add_argument(
+        flag_of(SYNTHETIC),
+        dest=ENGINE_PREFIXES[SpeculativeConfig] + SYNTHETIC,
+        default=argparse.SUPPRESS,
+        help=docs_of(SpeculativeConfig)[SYNTHETIC].replace("%", "%%"),
+        **_number("float", "X", is_optional=False),
     )
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that the command line gives."""
-    names = (item.name for item in dataclasses.fields(InferenceConfig))
-    values = {name: getattr(args, DEST_PREFIX + name) for name in names if hasattr(args, DEST_PREFIX + name)}
-    fields = {name: getattr(args, dest) for name, dest in SPECULATIVE_DESTS.items() if hasattr(args, dest)}
-    if "method" in fields:
-        values["speculative"] = None if fields["method"] == "none" else fields
-    elif fields:
-        given = ", ".join(speculative_flag(name) for name in fields)
-        method = "draft" if "draft_model" in fields else "ngram"
-        raise ConfigError(f"{given}: nothing is drafted without --speculative; add --speculative {method}")
-    lora = {name: getattr(args, LORA_PREFIX + name) for name in LORA_FLAGS if hasattr(args, LORA_PREFIX + name)}
+    """The options of an engine that the command line gives."""
+    values, drafts, lora = (given_flags(args, options, prefix) for options, prefix in ENGINE_PREFIXES.items())
+    if "method" in drafts:
+        values["speculative"] = None if drafts["method"] == "none" else drafts
+    elif drafts:
+        flags = ", ".join(flag_of(options_of(SpeculativeConfig)[name]) for name in drafts)
+        method = "draft" if "draft_model" in drafts else "ngram"
+        raise ConfigError(f"{flags}: nothing is drafted without --speculative; add --speculative {method}")
     if lora:
         values["lora"] = lora
     return values
 
 
-def _add_speculative_options(group: Any) -> None:
-    """`--speculative METHOD`, and a flag for each other field of SpeculativeConfig."""
-    docs = docs_of(SpeculativeConfig)
-    for item in dataclasses.fields(SpeculativeConfig):
-        if item.name == SYNTHETIC:
-            continue
-        is_text = item.type in ("str", "Any")
-        parsing: dict[str, Any] = {"metavar": item.name.upper()} if is_text else {}
-        if item.name == "method":
-            parsing = {"type": _methods, "metavar": "METHOD[,METHOD]"}
-        elif not is_text:
-            parsing = _parsing_of(item.name, str(item.type))
-        what = field_docs()["speculative"] if item.name == "method" else docs[item.name]
-        default = "none" if item.name == "method" else _shown(item.default)
-        group.add_argument(
-            speculative_flag(item.name),
-            dest=SPECULATIVE_DESTS[item.name],
-            default=argparse.SUPPRESS,
-            help=f"{what} (default {default})".replace("%", "%%"),
-            **parsing,
-        )
+# ------------------------------------------------------------------ requests
 
 
-def add_bench_only_options(parser: argparse.ArgumentParser) -> None:
-    """`--synthetic-acceptance-rate`."""
-    parsing: dict[str, Any] = {"type": _named(float, "X"), "metavar": "X", "default": argparse.SUPPRESS}
-    text = docs_of(SpeculativeConfig)[SYNTHETIC].replace("%", "%%")
-    parser.add_argument(f"--{SYNTHETIC.replace('_', '-')}", dest=SPECULATIVE_DESTS[SYNTHETIC], help=text, **parsing)
+def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """A flag for every option of a request. defaults: those of this command that differ from the class's."""
+    sampling = parser.add_argument_group("sampling")
+    structured = parser.add_argument_group("structured output", "restricts the output; one of these")
+    for group, (options, prefix) in zip((sampling, structured), SAMPLING_PREFIXES.items(), strict=True):
+        add_flags(parser, group, options, prefix, defaults=defaults)
+    parser.set_defaults(sampling_defaults=defaults)
+
+
+def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of SamplingParams: those of the command line, else the command's defaults."""
+    values, structured = (given_flags(args, options, prefix) for options, prefix in SAMPLING_PREFIXES.items())
+    values = dict(args.sampling_defaults) | values
+    if values.get("logit_bias") is not None:
+        values["logit_bias"] = dict(values["logit_bias"])
+    if structured:
+        values["structured"] = StructuredOutput(**structured)
+    return values
+
+
+# ------------------------------------------------------------------ parsing
+
+
+def _parsing_of(one: Option) -> dict[str, Any]:
+    """argparse's arguments for an option's type."""
+    if one.words:
+        return {"choices": list(one.words)}
+    if one.kind == "bool" and (not one.is_optional or one.default is None):  # without the flag it is None
+        return {"action": argparse.BooleanOptionalAction}
+    if one.kind in _NUMBERS:
+        metavar = "GIB" if one.name.endswith("_gb") else _NUMBERS[one.kind][1]
+        return _number(one.kind, metavar, is_optional=one.is_optional)
+    if one.is_file:
+        return {"metavar": "FILE"}
+    return _PARSING.get(one.kind, {}) | {"metavar": _METAVARS.get(one.kind, one.name.split("_")[-1].upper())}
+
+
+def _number(kind: str, metavar: str, *, is_optional: bool) -> dict[str, Any]:
+    """A number, a truth value, or none where the option may be None."""
+    parse = _NUMBERS[kind][0]
+
+    def parsed(text: str) -> Any:
+        if is_optional and text.lower() == "none":
+            return None
+        try:
+            return parse(text)
+        except (KeyError, ValueError):
+            expected = {"N": "an integer", "X": "a number", "GIB": "a number of GiB"}.get(metavar, metavar)
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+
+    return {"type": parsed, "metavar": metavar}
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
 
 
 def _methods(text: str) -> str | tuple[str, ...]:
@@ -172,74 +192,52 @@ def _methods(text: str) -> str | tuple[str, ...]:
     return names if len(names) > 1 else text
 
 
-def speculative_flag(name: str) -> str:
-    """The flag of a field of SpeculativeConfig: --speculative-adaptive."""
-    if name == "method":
-        return "--speculative"
-    prefix = "" if name == "draft_model" or "speculative" in name or "ngram" in name else "speculative-"
-    return f"--{prefix}{name.replace('_', '-')}"
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected token ids separated by commas, got {text!r}") from None
 
 
-def flag_of(name: str) -> str:
-    """The flag of an option: --block-size-tokens."""
-    return "--" + RENAMED.get(name, name).replace("_", "-")
+def _bias(text: str) -> tuple[int, float]:
+    token, found, bias = text.partition("=")
+    try:
+        if found:
+            return int(token), float(bias)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected ID=BIAS such as 42=-5, got {text!r}")
 
 
-def field_docs() -> Mapping[str, str]:
-    """The docstring of each option of InferenceConfig, as one line."""
-    return docs_of(InferenceConfig)
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from None
 
 
-@cache
-def docs_of(config: type) -> Mapping[str, str]:
-    """The docstring of each field of a dataclass, as one line."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(config)))
-    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    docs = {}
-    for field, below in pairwise(body):
-        if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
-            continue
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            docs[field.target.id] = " ".join(str(below.value.value).split())
-    return docs
-
-
-def _shown(default: object) -> str:
-    return str(default.value if isinstance(default, Enum) else default).lower()
-
-
-def _parsing_of(name: str, annotation: str) -> dict[str, Any]:
-    """argparse's arguments for a field's type."""
-    kind, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
-    enum = getattr(config_module, kind, None)
-    if isinstance(enum, type) and issubclass(enum, Enum):
-        return {"choices": [member.value for member in enum]}
-    if name == "logprobs_mode":
-        return {"choices": list(LOGPROBS_MODES)}
-    if kind == "bool" and (not optional or name == "overlap"):  # without the flag it is None
-        return {"action": argparse.BooleanOptionalAction}
-    parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "int | float": float, "bool": _boolean}
-    parse = parsers[kind]
-    metavar = {"int": "N", "float": "X", "int | float": "X", "bool": "{true,false,none}"}[kind]
-    metavar = "GIB" if name.endswith("_gb") else metavar
-    return {"type": _or_none(parse, metavar) if optional else _named(parse, metavar), "metavar": metavar}
-
-
-def _boolean(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
-
-
-def _named(parse: Callable[[str], Any], name: str) -> Callable[[str], Any]:
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except (KeyError, ValueError):
-            expected = {"N": "an integer", "X": "a number", "GIB": "a number of GiB"}.get(name, name)
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
-
-    return parsed
-
-
-def _or_none(parse: Callable[[str], Any], name: str) -> Callable[[str], Any]:
-    checked = _named(parse, name)
-    return lambda text: None if text.lower() == "none" else checked(text)
+_NUMBERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "int": (int, "N"),
+    "float": (float, "X"),
+    "int | float": (float, "X"),
+    "bool": (_boolean, "{true,false,none}"),
+}
+"""Type of an option -> what reads its text, and the name of the text in help."""
+_PARSING: Mapping[str, dict[str, Any]] = {
+    "str | tuple[str, ...]": {"type": _methods},
+    "tuple[str, ...]": {"nargs": "+", "action": "extend"},
+    "tuple[tuple[str, str], ...]": {"action": "append"},
+    "Sequence[int]": {"type": _ids},
+    "Mapping[int, float]": {"type": _bias, "action": "append"},
+    "Sequence[str]": {"action": "append"},
+    "str | Sequence[str]": {"action": "append"},
+}
+"""Type of an option -> argparse's arguments; one text for the others."""
+_METAVARS: Mapping[str, str] = {
+    "str | tuple[str, ...]": "METHOD[,METHOD]",
+    "tuple[tuple[str, str], ...]": "NAME=PATH",
+    "Sequence[int]": "ID,ID",
+    "Mapping[int, float]": "ID=BIAS",
+    "Sequence[str]": "TEXT",
+    "str | Sequence[str]": "TEXT",
+}

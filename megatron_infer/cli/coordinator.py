@@ -6,8 +6,9 @@ import argparse
 import signal
 from typing import Any
 
-from megatron_infer.cli.config_flags import field_docs, flag_of
-from megatron_infer.config.inference import PrefixCachingCoordinatorPolicy
+from megatron_infer.cli.config_flags import flag_of
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.options import docs_of, options_of
 from megatron_infer.utils.stderr_log import log_to_stderr
 
 DEFAULT_BIND = "tcp://127.0.0.1:5757"
@@ -27,16 +28,16 @@ def add_parser(subparsers: Any) -> None:
         metavar="ADDRESS",
         help=f"tcp://HOST:PORT or ipc://PATH (default {DEFAULT_BIND})",
     )
-    docs = field_docs()
+    docs, options = docs_of(InferenceConfig), options_of(InferenceConfig)
     parser.add_argument(
-        flag_of(POLICY),
+        flag_of(options[POLICY]),
         dest="policy",
         default=None,
-        choices=[policy.value for policy in PrefixCachingCoordinatorPolicy],
+        choices=options[POLICY].words,
         help=f"{docs[POLICY]} (default: the first replica's)",
     )
     parser.add_argument(
-        flag_of(ALPHA),
+        flag_of(options[ALPHA]),
         dest="alpha",
         type=float,
         default=None,

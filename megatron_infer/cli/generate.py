@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from megatron_infer.cli.config_flags import add_sampling_options, sampling_from
 from megatron_infer.cli.loading import add_model_options, has_chat_template, load_llm, note
 from megatron_infer.cli.prompts import PromptJob, read_jobs, to_token_ids
-from megatron_infer.cli.sampling_flags import add_sampling_options, sampling_from
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 USAGE_ERROR = 2
@@ -15,8 +15,7 @@ USAGE_ERROR = 2
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviated flags; an error is two lines and suggests the nearest name.
 
-    Where groups of options have rare ones, --help shows the others of these, with the first sentence of each;
-    --help-all shows all.
+    Options that `shorten` names have their first sentence in --help, and rare ones are left out; --help-all shows all.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -24,17 +23,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
         self._rare: list[argparse.Action] = []
         self._shortened: list[argparse.Action] = []
-        """Options of the groups with rare options. --help shows their first sentence."""
+        """Options of which --help shows the first sentence, rare ones among them."""
 
-    def show_first(self, title: str, flags: Collection[str]) -> None:
-        """The options of the group `title` but for `flags`, which it has, are rare."""
+    def shorten(self, action: argparse.Action, *, is_rare: bool) -> None:
+        """--help shows the first sentence of an option's text, or leaves the option out where it is rare."""
         if "--help-all" not in self._option_string_actions:
             self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options, with all of their texts")
-        group = next(group for group in self._action_groups if group.title == title)
-        missing = set(flags).difference(*(one.option_strings for one in group._group_actions))
-        assert not missing, f"the group {title} has no {', '.join(sorted(missing))}"
-        self._shortened += group._group_actions
-        self._rare += [one for one in group._group_actions if not set(flags).intersection(one.option_strings)]
+        self._shortened.append(action)
+        if is_rare:
+            self._rare.append(action)
 
     def format_help(self) -> str:
         if not self._rare:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.cli.config_flags import given
+from megatron_infer.cli.config_flags import SERVER_PREFIX, default_text, flag_of, given, given_flags
 from megatron_infer.cli.parser import Parser
+from megatron_infer.config.layout import Layout
 from megatron_infer.errors import ConfigError
 from megatron_infer.server.server_config import ServerConfig
 
@@ -18,7 +18,6 @@ DEST_PREFIX = "pipeline_"
 NEEDED = "needs pydantic: pip install 'megatron-infer[pipelines]'"
 NOT_FLAGS = ("options", "vision_config_overrides")
 """Mappings, for the configuration file only."""
-LAYOUT = ("dp", "tp", "pp", "ep")
 
 
 def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
@@ -26,28 +25,38 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "pipeline", "fields of PipelineConfig, also as MEGATRON_INFER_NAME in the environment and in --config-file"
     )
+
+    def add(name: str, text: str, **parsing: Any) -> None:
+        text = " ".join(text.split()).replace("%", "%%")
+        flag, dest = flag_of(name), DEST_PREFIX + name
+        action = group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, help=text, **parsing)
+        if isinstance(parser, Parser):
+            parser.shorten(action, is_rare=name != "config_file")
+
     try:
         from megatron_infer.pipelines.config import NAMES
         from megatron_infer.pipelines.config_layers import DRAFT
+        from megatron_infer.pipelines.field_rows import description_of
     except ModuleNotFoundError:
-        for flag in ("--config-file", "--section-name"):
-            dest = DEST_PREFIX + flag[2:].replace("-", "_")
-            group.add_argument(flag, dest=dest, default=argparse.SUPPRESS, help=NEEDED)
+        add("config_file", NEEDED)
+        add("section_name", NEEDED)
         return
     taken = set(parser._option_string_actions)
     for path, owner in NAMES.paths.items():
-        name, flag = path[-1], "--" + path[-1].replace("_", "-")
-        if path[0] == DRAFT or name in NOT_FLAGS or flag in taken:
+        name = path[-1]
+        if path[0] == DRAFT or name in NOT_FLAGS or flag_of(name) in taken:
             continue
         info = owner.model_fields[name]
         is_bool = info.annotation is bool
         parsing: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_bool else {"metavar": "VALUE"}
-        shown = getattr(info.default, "value", info.default) if info.default_factory is None else "none"
-        text = f"{info.description} (default {str(shown).lower() or 'none'})"
-        text = " ".join(text.split()).replace("%", "%%")
-        group.add_argument(flag, dest=DEST_PREFIX + name, default=argparse.SUPPRESS, help=text, **parsing)
-    if isinstance(parser, Parser):
-        parser.show_first("pipeline", ("--config-file",))
+        default = "none" if info.default_factory is not None else default_text(info.default)
+        add(name, f"{description_of(info)} (default {default})", **parsing)
+
+
+def pipeline_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields that a command line gives by their flags."""
+    given_names = (name for name in vars(args) if name.startswith(DEST_PREFIX))
+    return {name.removeprefix(DEST_PREFIX): getattr(args, name) for name in given_names}
 
 
 def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) -> PipelineConfig | None:
@@ -55,31 +64,25 @@ def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) ->
 
     free_bytes: free memory to resolve for, instead of the machine's. Raises ConfigError, ModelError.
     """
-    flags = {
-        name.removeprefix(DEST_PREFIX): value for name, value in vars(args).items() if name.startswith(DEST_PREFIX)
-    }
+    flags = pipeline_values(args)
     if not flags:
         return None
     if getattr(args, "config", None) is not None:
         raise ConfigError("--config beside --config-file or a pipeline's flag; put its options into --config-file")
     try:
         from megatron_infer.pipelines.config import NAMES, PipelineConfig
-        from megatron_infer.pipelines.config_layers import parse_text
+        from megatron_infer.pipelines.config_layers import OWN_FIELDS, parse_text
     except ModuleNotFoundError:
-        raise ConfigError(f"--{next(iter(flags)).replace('_', '-')} {NEEDED}") from None
+        raise ConfigError(f"{flag_of(next(iter(flags)))} {NEEDED}") from None
     flat = NAMES.flat()
     values: dict[str, Any] = {
-        name: parse_text(value, NAMES.kind(flat[name]), "--" + name.replace("_", "-"))
-        if isinstance(value, str)
-        else value
+        name: parse_text(value, NAMES.kind(flat[name]), flag_of(name)) if isinstance(value, str) else value
         for name, value in flags.items()
     }
     own = given(args)
-    nested = {name: own.pop(name) for name in NAMES.own_fields if name in own}
+    nested = {name: own.pop(name) for name in OWN_FIELDS if name in own}
     values |= own | ({"options": nested} if nested else {})
-    for item in dataclasses.fields(ServerConfig):
-        if hasattr(args, f"server_{item.name}"):
-            values[item.name] = getattr(args, f"server_{item.name}")
+    values |= given_flags(args, ServerConfig, SERVER_PREFIX)
     if isinstance(values.get("served_model_name"), list | tuple):
         names = values.pop("served_model_name")
         if len(names) > 1:
@@ -92,9 +95,9 @@ def pipeline_from(args: argparse.Namespace, *, free_bytes: int | None = None) ->
     for name in ("dtype", "device"):
         if getattr(args, name) != "auto":
             values[name] = getattr(args, name)
-    for name in ("threads", *LAYOUT):
-        if getattr(args, name, None) is not None:
-            values[name] = getattr(args, name)
+    if getattr(args, "threads", None) is not None:
+        values["threads"] = args.threads
+    values |= given_flags(args, Layout, "")
     if free_bytes is None:
         return PipelineConfig(**values)
     config = PipelineConfig(**values | {"defer_resolve": True})

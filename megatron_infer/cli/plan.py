@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer.cli.config_flags import add_config_options, config_from, given
+from megatron_infer.cli.config_flags import add_config_options, given
 from megatron_infer.cli.loading import DTYPES
 from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
 from megatron_infer.cli.plan_roofline import add_roofline_options, show_roofline, wants_roofline
@@ -17,6 +17,7 @@ from megatron_infer.config.capacity import GIB
 from megatron_infer.config.checks import check_draft_weights
 from megatron_infer.config.graph_memory import GraphMemory, ShapeBytes
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import ModelShape
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import STATE_SIZES
@@ -83,12 +84,13 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ConfigError("no model: give MODEL, or model_path in --config-file")
     device = Device(args.device)
-    plan, linear = open_source(args.model).config(), given(args).get("linear_backend", "auto")
+    asked, plan = given(args), open_source(args.model).config()
+    linear = asked.get("linear_backend", "auto")
     dtype = str(choose_dtype(args.dtype, device, linear_backend=linear)).removeprefix("torch.")
     shape = shape_of(plan, dtype=dtype, tensor_parallel_size=args.tensor_parallel_size)
     available = device.available_bytes() if free_bytes is None else free_bytes
     size = args.tensor_parallel_size
-    config = config_from(args, shape, is_cuda=device.is_cuda, available_bytes=available, tensor_parallel_size=size)
+    config = machine_config(asked, shape, is_cuda=device.is_cuda, available_bytes=available, tensor_parallel_size=size)
     if device.is_cuda:
         config = config.on_device(is_cuda=True)
     draft = None

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_infer.cli.config_flags import DEST_PREFIX, LORA_FLAGS, LORA_PREFIX, given, speculative_flag
-from megatron_infer.cli.pipeline_flags import DEST_PREFIX as PIPELINE_PREFIX
+from megatron_infer.cli.config_flags import ENGINE_PREFIXES, flags_given, given
+from megatron_infer.cli.pipeline_flags import pipeline_values
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES
 from megatron_infer.config.step_work import LAUNCH_GAP_US, PUBLISHED, PUBLISHED_SOURCE, Ceiling, StepCounter, StepWork
@@ -102,13 +102,8 @@ def _counter(args: argparse.Namespace) -> StepCounter:
 
 def _unused(args: argparse.Namespace) -> Iterator[str]:
     """Flags of the command line that change no figure."""
-    for name in vars(args):  # an option that is not given is not there
-        if name.startswith(LORA_PREFIX):
-            yield LORA_FLAGS[name.removeprefix(LORA_PREFIX)][0]
-        elif (field := name.removeprefix(f"{DEST_PREFIX}speculative_")) != name:
-            yield speculative_flag(field)
-        elif name.startswith((DEST_PREFIX, PIPELINE_PREFIX)) and name != f"{DEST_PREFIX}kv_cache_dtype":
-            yield "--" + name.removeprefix(DEST_PREFIX).removeprefix(PIPELINE_PREFIX).replace("_", "-")
+    yield from (flag for name, flag in flags_given(args, ENGINE_PREFIXES) if name != "kv_cache_dtype")
+    yield from ("--" + name.replace("_", "-") for name in pipeline_values(args))
     if args.memory_gb is not None:
         yield "--memory-gb"
     if args.tensor_parallel_size != 1:

@@ -8,12 +8,13 @@ import os
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megatron_infer.cli.config_flags import docs_of, given
+from megatron_infer.cli.config_flags import SERVER_PREFIX, add_flags, flag_of, given, given_flags
 from megatron_infer.cli.coordinator import add_key_option, key_from
 from megatron_infer.cli.loading import add_run_options, note
-from megatron_infer.cli.parser import Parser
-from megatron_infer.cli.pipeline_flags import LAYOUT, add_pipeline_options, pipeline_from
+from megatron_infer.cli.pipeline_flags import add_pipeline_options, pipeline_from
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.layout import Layout
+from megatron_infer.config.options import options_of
 from megatron_infer.config.request_metadata import FILLED
 from megatron_infer.config.speculative import refuse_synthetic
 from megatron_infer.errors import ConfigError
@@ -24,32 +25,9 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.config import PipelineConfig
     from megatron_infer.server.launch import EngineOptions
 
-    Served: TypeAlias = tuple[EngineOptions, ServerConfig, dict[str, int]]
+    Served: TypeAlias = tuple[EngineOptions, ServerConfig, Layout]
 
 LOADER = "megatron_infer.pipelines.foreign_runner:load_engine"
-NOT_FLAGS = ("max_stop", "max_stop_chars", "max_schema_bytes", "max_schema_depth", "token_threads")
-"""Options for the configuration file and the environment only."""
-COMMON = frozenset(
-    (
-        "--host",
-        "--port",
-        "--http-workers",
-        "--api-key",
-        "--allowed-host",
-        "--allow-origin",
-        "--served-model-name",
-        "--tool-call-parser",
-        "--reasoning-parser",
-        "--control",
-        "--weights-root",
-        "--lora-root",
-        "--max-queue",
-        "--request-timeout-s",
-        "--record",
-        "--log-requests",
-    )
-)
-"""The flags that --help shows; --help-all shows all."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -66,34 +44,13 @@ def add_parser(subparsers: Any) -> None:
         "--coordinator", metavar="ADDRESS", help="serve HTTP only, for the replicas of this coordinator"
     )
     add_key_option(parser)
-    _add_server_options(parser)
+    group = parser.add_argument_group("server", "also as MEGATRON_INFER_NAME in the environment, and in --config")
+    add_flags(parser, group, ServerConfig, SERVER_PREFIX)
     layout = parser.add_argument_group("layout", "number of processes; --tp, --pp and --ep need torchrun")
-    docs = {"dp": "engines", "tp": "tensor-parallel ranks", "pp": "pipeline stages", "ep": "expert-parallel ranks"}
-    for name in LAYOUT:
-        layout.add_argument(f"--{name}", type=int, default=None, metavar="N", help=f"{docs[name]} (default 1)")
+    add_flags(parser, layout, Layout, "")
     add_run_options(parser)
     add_pipeline_options(parser)
     parser.set_defaults(run=run)
-
-
-def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server", "also as MEGATRON_INFER_NAME in the environment, and in --config")
-    docs = docs_of(ServerConfig)
-    kinds: dict[str, Any] = {"int": int, "float": float}
-    for item in dataclasses.fields(ServerConfig):
-        if item.name in NOT_FLAGS:
-            continue
-        flag, kind = "--" + item.name.replace("_", "-"), str(item.type)
-        parsing: dict[str, Any] = {"type": kinds.get(kind, str), "metavar": item.name.split("_")[-1].upper()}
-        if kind == "bool":
-            parsing = {"action": argparse.BooleanOptionalAction}
-        elif kind.startswith("tuple"):
-            parsing |= {"nargs": "+", "action": "extend"}
-        shown = "" if item.default is None or item.default == () else f" (default {item.default})"
-        text = (docs[item.name] + shown).replace("%", "%%")
-        group.add_argument(flag, dest=f"server_{item.name}", default=argparse.SUPPRESS, help=text, **parsing)
-    if isinstance(parser, Parser):
-        parser.show_first("server", COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,18 +63,18 @@ def run(args: argparse.Namespace) -> int:
 
         if args.coordinator is not None:
             raise ConfigError("--coordinator under torchrun: the first rank starts one; leave it out")
-        serve_rank(options, settings, **layout)
+        serve_rank(options, settings, **dataclasses.asdict(layout))
         return 0
-    parallel = [name for name in ("tp", "pp", "ep") if layout[name] > 1]
+    parallel = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
     if parallel:
-        ranks = layout["tp"] * layout["pp"] * layout["ep"] * layout["dp"]
+        ranks = layout.world_size
         raise ConfigError(
-            f"--{parallel[0]} {layout[parallel[0]]} needs {ranks} processes: "
+            f"--{parallel[0]} {getattr(layout, parallel[0])} needs {ranks} processes: "
             f"torchrun --nproc-per-node {ranks} -m megatron_infer serve {options.model} ..."
         )
     from megatron_infer.server.launch import attach, serve
 
-    options = dataclasses.replace(options, dp=layout["dp"])
+    options = dataclasses.replace(options, dp=layout.dp)
     if args.coordinator is not None:
         _check_starts_no_engine(args, options)
         attach(options, settings, args.coordinator, key_from(args), note)
@@ -143,7 +100,7 @@ def _from_pipeline(args: argparse.Namespace) -> Served | None:
         loader=loader,
         loader_options=loader_options,
     )
-    return options, resolved.server, dataclasses.asdict(resolved.layout)
+    return options, resolved.server, resolved.layout
 
 
 def _loader_of(config: PipelineConfig) -> tuple[str | None, dict[str, Any]]:
@@ -160,14 +117,11 @@ def _loader_of(config: PipelineConfig) -> tuple[str | None, dict[str, Any]]:
 
 
 def _from_options(args: argparse.Namespace) -> Served:
-    given_options = {
-        item.name: getattr(args, f"server_{item.name}")
-        for item in dataclasses.fields(ServerConfig)
-        if hasattr(args, f"server_{item.name}")
-    }
     file_options, engine_options = read_config_file(args.config)
-    settings = server_config_from(given_options, os.environ, file_options)
-    layout = {name: _layout_size(name, args, engine_options) for name in LAYOUT}
+    settings = server_config_from(given_flags(args, ServerConfig, SERVER_PREFIX), os.environ, file_options)
+    in_file = {name: engine_options[name] for name in options_of(Layout) if name in engine_options}
+    layout = Layout(**in_file | given_flags(args, Layout, ""))
+    layout.check()
     options = _engine_options(args, engine_options)
     if settings.lora_root is not None:
         options.config.setdefault("lora", {})
@@ -194,23 +148,15 @@ def _engine_options(args: argparse.Namespace, file: dict[str, Any]) -> EngineOpt
     )
 
 
-def _layout_size(name: str, args: argparse.Namespace, file: dict[str, Any]) -> int:
-    value = getattr(args, name)
-    value = file.get(name, 1) if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}, it must be an integer of at least 1")
-    return value
-
-
 def _check_starts_no_engine(args: argparse.Namespace, options: EngineOptions) -> None:
     """Raises ConfigError for flags that would have no effect beside --coordinator."""
-    typed = [*given(args), *(name for name in LAYOUT if getattr(args, name) is not None)]
+    typed = [*given(args), *given_flags(args, Layout, "")]
     defaults = {"dtype": "auto", "device": "auto", "threads": None}
     typed += [name for name, unset in defaults.items() if getattr(args, name) != unset]
     if options.endpoint_base is not None:
         typed.append("zmq_endpoint_base")
     if typed:
-        flags = ", ".join("--" + name.replace("_", "-") for name in typed)
+        flags = ", ".join(map(flag_of, typed))
         raise ConfigError(
             f"{flags} with --coordinator, which starts neither engines nor a coordinator; leave it out, and give "
             "options of engines to megatron-infer replica"

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer.audio.speech_model import SpeechModel
-from megatron_infer.cli.config_flags import given
+from megatron_infer.cli.config_flags import add_sampling_options, given, sampling_from
 from megatron_infer.cli.loading import add_model_options, note
-from megatron_infer.cli.sampling_flags import add_sampling_options, sampling_from
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError

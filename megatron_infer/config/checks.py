@@ -4,78 +4,72 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_infer.config.capacity import GIB
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.options import Option, options_of
 from megatron_infer.config.request_metadata import check_types
-from megatron_infer.errors import CapacityError, ConfigError, unknown_name
+from megatron_infer.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig
     from megatron_infer.config.model_shape import ModelShape
 
-_AT_LEAST: dict[str, tuple[int, bool]] = {
-    "block_size_tokens": (1, False),
-    "max_requests": (1, True),
-    "max_tokens": (1, True),
-    "max_sequence_length": (2, False),
-    "logging_step_interval": (0, False),
-    "unified_memory_level": (0, False),
-    "num_cuda_graphs": (-1, True),
-    "cuda_graph_mixed_prefill_count": (0, True),
-    "cuda_graph_max_tokens": (1, False),
-    "seed": (0, False),
-    "vocab_size": (1, True),
-    "max_steps_in_flight": (1, False),
-    "max_queue_size_tg": (1, True),
-    "min_batch_size_tg": (1, True),
-    "max_batch_total_tokens": (1, True),
-}
-"""Integer field -> (smallest value, whether None is allowed)."""
-_GIGABYTES = {
-    "buffer_size_gb": False,
-    "paused_buffer_size_gb": True,
-    "swap_buffer_size_gb": True,
-    "prefix_caching_mamba_gb": False,
-}
-"""Field in GiB -> whether 0 is allowed."""
-PHASED_OPTIONS = ("max_queue_size_tg", "min_batch_size_tg", "ce_delay_ms", "enable_prioritize_first_decode")
-LOGPROBS_MODES = ("raw", "processed")
-_GRAPH_OPTIONS = (
-    "cuda_graph_capture",
-    "cuda_graph_mixed_prefill_count",
-    "use_cuda_graphs_for_non_decode_steps",
-    "cuda_graph_sizing_distribution",
-    "cuda_graph_max_tokens",
-    "cuda_graph_all_prefills",
-)
+_UNITS = {"s": "seconds", "ms": "milliseconds"}
+"""Last word of an option's name -> its unit."""
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_values(config: InferenceConfig) -> None:
-    """Raise ConfigError, with the name of the field, for a value that is never valid."""
-    for name, (smallest, optional) in _AT_LEAST.items():
-        value = getattr(config, name)
-        if value is None and optional:
-            continue
+def _check_option(one: Option, value: Any) -> None:
+    """Raise ConfigError for a value of another type than the option's, or out of its range."""
+    if value is None and one.is_optional:
+        return
+    if one.kind == "int":
         if not _is_int(value):
             raise ConfigError(
-                f"{name} is {value!r} ({type(value).__name__}), it must be an integer"
-                + (" or None" if optional else "")
+                f"{one.name} is {value!r} ({type(value).__name__}), it must be an integer"
+                + (" or None" if one.is_optional else "")
             )
-        if value < smallest:
-            raise ConfigError(f"{name} is {value:,}, it must be at least {smallest}")
-    for item in fields(config):
-        kind, value = str(item.type), getattr(config, item.name)
-        if kind.startswith("bool") and not isinstance(value, bool) and not (value is None and kind != "bool"):
-            raise ConfigError(f"{item.name} is {value!r} ({type(value).__name__}), it must be True or False")
-    _check_gigabytes(config)
+        if not one.holds(value):
+            raise ConfigError(f"{one.name} is {value:,}, it must be {one.range_text}")
+    elif one.kind == "bool":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{one.name} is {value!r} ({type(value).__name__}), it must be True or False")
+    elif one.kind in ("float", "int | float"):
+        is_number, is_gib = _is_int(value) or isinstance(value, float), one.name.endswith("_gb")
+        if is_gib and not is_number:
+            raise ConfigError(f"{one.name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
+        if not is_number or not math.isfinite(value) or not one.holds(value):
+            shown = f"{value} GiB" if is_gib else repr(value)
+            raise ConfigError(f"{one.name} is {shown}, it must be {_number_text(one)}")
+
+
+def _number_text(one: Option) -> str:
+    if one.below is not None:
+        return f"a number between {one.above} and {one.below} (exclusive)"
+    if one.most is not None:
+        return f"a number from {one.least} to {one.most}"
+    unit = _UNITS.get(one.name.rpartition("_")[2])
+    if unit is None:
+        return "a finite number " + (f"above {one.above}" if one.least is None else f"of {one.least} or more")
+    return f"a finite number of {unit}" + (f" above {one.above}" if one.least is None else f", {one.least} or more")
+
+
+def acting_with(what: str, config: type[InferenceConfig]) -> Iterator[tuple[str, Any]]:
+    """(name, default) of each option that acts only with `what`: "phased" batching, or CUDA "graphs"."""
+    return ((name, one.default) for name, one in options_of(config).items() if one.acts_with == what)
+
+
+def check_values(config: InferenceConfig) -> None:
+    """Raise ConfigError, with the name of the field, for a value that is never valid."""
+    for name, one in options_of(type(config)).items():
+        _check_option(one, getattr(config, name))
+    _check_memory(config)
     if config.unified_memory_level > 1:
         raise ConfigError(f"unified_memory_level is {config.unified_memory_level}, the levels are 0 and 1")
     if config.unified_memory_level == 1 and config.kv_cache_management_mode == "offload":
@@ -91,15 +85,6 @@ def check_values(config: InferenceConfig) -> None:
             "cuda_graph_all_prefills=True needs enable_chunked_prefill=True: a prompt larger than every graph could "
             "never be computed"
         )
-    timeout_s = config.collective_timeout_s
-    if not (_is_int(timeout_s) or isinstance(timeout_s, float)) or not 0 < timeout_s < math.inf:
-        raise ConfigError(f"collective_timeout_s is {timeout_s!r}, it must be a finite number of seconds above 0")
-    for name in ("prefix_caching_routing_alpha", "admission_watermark"):
-        share = getattr(config, name)
-        if share is None and getattr(type(config), name) is None:
-            continue
-        if not (_is_int(share) or isinstance(share, float)) or not 0 <= share <= 1:
-            raise ConfigError(f"{name} is {share!r}, it must be a number from 0 to 1")
     _check_batching(config)
     if config.speculative is not None and config.speculative.num_speculative_tokens >= config.block_size_tokens:
         raise ConfigError(
@@ -113,9 +98,6 @@ def check_values(config: InferenceConfig) -> None:
         )
     if config.seed >= 2**64:
         raise ConfigError(f"seed is {config.seed:,}, the limit is 2**64 - 1")
-    if config.logprobs_mode not in LOGPROBS_MODES:
-        message = unknown_name("value", str(config.logprobs_mode), LOGPROBS_MODES)
-        raise ConfigError(f"logprobs_mode: {message}; one of {', '.join(LOGPROBS_MODES)}")
     if config.metrics_writer is not None and not callable(getattr(config.metrics_writer, "log", None)):
         raise ConfigError(
             f"metrics_writer is {config.metrics_writer!r}, it must be the wandb module (or an object with its log())"
@@ -158,29 +140,16 @@ def _check_exact(config: InferenceConfig) -> None:
 
 
 def _check_batching(config: InferenceConfig) -> None:
-    delay_ms = config.ce_delay_ms
-    if not (_is_int(delay_ms) or isinstance(delay_ms, float)) or not 0 <= delay_ms < math.inf:
-        raise ConfigError(f"ce_delay_ms is {delay_ms!r}, it must be a finite number of milliseconds, 0 or more")
-    for name in PHASED_OPTIONS:
+    for name, default in acting_with("phased", type(config)):
         value = getattr(config, name)
-        if config.batching != "phased" and value != getattr(type(config), name):
+        if config.batching != "phased" and value != default:
             raise ConfigError(
                 f'{name} is {value!r}, it acts only with batching="phased", which is {config.batching.value!r}; set '
-                f'batching="phased" or leave {name} at {getattr(type(config), name)!r}'
+                f'batching="phased" or leave {name} at {default!r}'
             )
 
 
-def _check_gigabytes(config: InferenceConfig) -> None:
-    for name, allow_zero in _GIGABYTES.items():
-        value = getattr(config, name)
-        if value is None and getattr(type(config), name) is None:
-            continue
-        if not (_is_int(value) or isinstance(value, float)):
-            raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), it must be a number of GiB")
-        if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
-            raise ConfigError(
-                f"{name} is {value} GiB, it must be a finite number {'of 0 or more' if allow_zero else 'above 0'}"
-            )
+def _check_memory(config: InferenceConfig) -> None:
     paused = config.paused_buffer_size_gb or 0
     if config.unified_memory_level == 0 and paused > config.buffer_size_gb:
         raise ConfigError(
@@ -193,9 +162,6 @@ def _check_gigabytes(config: InferenceConfig) -> None:
             f"mamba_inference_state_config is {state!r} ({type(state).__name__}), it must be a "
             "MambaInferenceStateConfig or None; MambaInferenceStateConfig.from_model(model) makes one"
         )
-    ratio = config.mamba_memory_ratio
-    if ratio is not None and not (isinstance(ratio, float) and 0.0 < ratio < 1.0):
-        raise ConfigError(f"mamba_memory_ratio is {ratio!r}, it must be a number between 0 and 1 (exclusive)")
 
 
 def without_effect(config: InferenceConfig) -> Iterator[str]:
@@ -223,7 +189,7 @@ def without_effect(config: InferenceConfig) -> Iterator[str]:
 
 def graph_options_without_effect(config: InferenceConfig, why: str) -> Iterator[str]:
     """A message that names the options of graphs that are set. why: what num_cuda_graphs is."""
-    graphs = [name for name in _GRAPH_OPTIONS if getattr(config, name) != getattr(type(config), name)]
+    graphs = [name for name, default in acting_with("graphs", type(config)) if getattr(config, name) != default]
     if graphs:
         yield f"{', '.join(graphs)} act only with num_cuda_graphs, which {why}: no graphs are captured"
 

@@ -6,7 +6,7 @@ module needs neither megatron-core nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -14,50 +14,9 @@ from typing import Any
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.errors import ConfigError, RequestError
 
-FIELDS_SINCE: dict[str, tuple[str, ...]] = {
-    "0.17": (
-        "block_size_tokens",
-        "buffer_size_gb",
-        "paused_buffer_size_gb",
-        "mamba_inference_state_config",
-        "mamba_memory_ratio",
-        "max_requests",
-        "max_tokens",
-        "unified_memory_level",
-        "kv_cache_management_mode",
-        "num_cuda_graphs",
-        "cuda_graph_mixed_prefill_count",
-        "use_cuda_graphs_for_non_decode_steps",
-        "static_kv_memory_pointers",
-        "max_sequence_length",
-        "pg_collection",
-        "use_flashinfer_fused_rope",
-        "materialize_only_last_token_logits",
-        "enable_chunked_prefill",
-        "num_speculative_tokens",
-        "enable_prefix_caching",
-        "prefix_caching_eviction_policy",
-        "prefix_caching_coordinator_policy",
-        "prefix_caching_routing_alpha",
-        "prefix_caching_mamba_gb",
-        "track_paused_request_events",
-        "track_generated_token_events",
-        "metrics_writer",
-        "logging_step_interval",
-        "request_metadata_types",
-        "use_synchronous_zmq_collectives",
-    ),
-    "0.18": ("cuda_graph_all_prefills", "sampling_backend", "disable_ep_consensus", "ep_consensus_interval", "verbose"),
-    "0.19": (
-        "cuda_graph_sizing_distribution",
-        "cuda_graph_max_tokens",
-        "offset_sampling_seed_by_dp_rank",
-        "async_sched_mode",
-        "logprobs_mode",
-    ),
-    "0.20": ("image_preprocessing_config",),
-}
-"""megatron-core version -> the fields that its InferenceConfig has more than the one before. 0.16 has no such class."""
+CONVERTED = {"offload_kv_cache": "0.16", "num_speculative_tokens": "0.17", "async_sched_mode": "0.19"}
+"""Field of Megatron with another name here -> the first version of megatron-core that has it. 0.16 has keywords, and no
+such class. Fields with the same name here: `Option.since`."""
 KEYWORDS_OF_0_16 = {
     "inference_logging_step_interval": "logging_step_interval",
     "random_seed": "seed",
@@ -77,14 +36,18 @@ MODEL_KEYWORDS_OF_0_16 = (
     "enable_cuda_graph",
 )
 """Keywords of 0.16 without a field here: the engine reads them off the model; enable_cuda_graph is not read there."""
-UNSUPPORTED: dict[str, tuple[object, str]] = {
-    "use_synchronous_zmq_collectives": (False, "the ranks of an engine agree over process groups, not over ZMQ"),
-    "disable_ep_consensus": (False, "the ranks of an engine plan each step together, none can leave that out"),
-    "ep_consensus_interval": (20, "the ranks of an engine plan each step together, whatever the interval"),
-    "image_preprocessing_config": (None, "models here read text alone"),
-    "verbose": (False, "print(engine.sizes.table()) shows the sizes and how each was derived"),
+UNSUPPORTED: dict[str, tuple[str, object, str]] = {
+    "use_synchronous_zmq_collectives": (
+        "0.17",
+        False,
+        "the ranks of an engine agree over process groups, not over ZMQ",
+    ),
+    "disable_ep_consensus": ("0.18", False, "the ranks of an engine plan each step together, none can leave that out"),
+    "ep_consensus_interval": ("0.18", 20, "the ranks of an engine plan each step together, whatever the interval"),
+    "image_preprocessing_config": ("0.20", None, "models here read text alone"),
+    "verbose": ("0.18", False, "print(engine.sizes.table()) shows the sizes and how each was derived"),
 }
-"""Field of Megatron that has none here -> (its default, why no other value is taken)."""
+"""Field of Megatron that has none here -> (since, its default, why no other value is taken)."""
 _LOGPROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 _SAMPLING_FIELDS = (
     "temperature",
@@ -118,8 +81,11 @@ NO_TERMINATION = -1
 """The termination_id that no token has: the request runs to its limit."""
 
 
-def config_values(config: object) -> dict[str, Any]:
-    """Fields of our InferenceConfig from Megatron's, or from a mapping of its keywords or of those of 0.16."""
+def config_values(config: object, same: Collection[str]) -> dict[str, Any]:
+    """Fields of our InferenceConfig from Megatron's, or from a mapping of its keywords or of those of 0.16.
+
+    same: the fields of ours that Megatron has, too.
+    """
     if isinstance(config, Mapping):
         given, defaults = dict(config), {}
     elif not is_dataclass(config) or isinstance(config, type) or _is_ours(config):
@@ -134,8 +100,8 @@ def config_values(config: object) -> dict[str, Any]:
     for name, value in given.items():
         if name in MODEL_KEYWORDS_OF_0_16:
             continue
-        if name in UNSUPPORTED or not _is_known(name):
-            default, why = UNSUPPORTED.get(name, (defaults.get(name, ...), "it is not known here"))
+        if name not in same and name not in KEYWORDS_OF_0_16 and name not in CONVERTED:
+            _, default, why = UNSUPPORTED.get(name, ("", defaults.get(name, ...), "it is not known here"))
             if value != default:
                 shown = "" if default is ... else f"; leave it {default!r}"
                 raise ConfigError(f"{name}={value!r} of megatron-core's InferenceConfig cannot be kept: {why}{shown}")
@@ -216,11 +182,6 @@ def _max_tokens(given: Mapping[str, Any], num_prompt_tokens: int | None) -> int 
 
 def _unkept(name: str, value: object, why: str) -> RequestError:
     return RequestError(f"{name}={value!r} of megatron-core's SamplingParams cannot be kept: {why}")
-
-
-def _is_known(name: str) -> bool:
-    renamed = {*KEYWORDS_OF_0_16, "offload_kv_cache", "num_speculative_tokens"}
-    return name in renamed or any(name in new for new in FIELDS_SINCE.values())
 
 
 def _state_config(config: object) -> MambaInferenceStateConfig:

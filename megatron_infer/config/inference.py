@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import Enum
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from megatron_infer.config import checks
 from megatron_infer.config.batching import BatchingLimits
@@ -21,18 +21,18 @@ from megatron_infer.config.from_megatron import config_values
 from megatron_infer.config.lora import LoRAConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
+from megatron_infer.config.options import choose, option, options_of, refuse_unknown
 from megatron_infer.config.request_metadata import dtype_name
 from megatron_infer.config.resolved_sizes import ResolvedSizes
 from megatron_infer.config.sizing import add_graphs, budget_of, resolve_sizes
 from megatron_infer.config.speculative import SpeculativeConfig, speculative_of
-from megatron_infer.errors import ConfigError, unknown_name
+from megatron_infer.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 WandbModule = ModuleType
-_E = TypeVar("_E", bound=Enum)
 
 
 class ConfigWarning(UserWarning):
@@ -118,7 +118,8 @@ class GraphCapture(str, Enum):
     AUTO = "auto"
     """start on a GPU, first_use on a CPU."""
     START = "start"
-    """Graphs of decode steps while the engine is built, so that no request waits for them."""
+    """Graphs of decode steps while the engine is built, the largest first, so that no request waits for them. The
+    others when a step first needs them."""
     FIRST_USE = "first_use"
     """Each graph when a step first needs it."""
 
@@ -151,10 +152,11 @@ class StepRanges(str, Enum):
     """Which parts of a step are marked for profilers."""
 
     OFF = "off"
+    """None."""
     ON = "on"
     """schedule, build, layers, sampling and commit."""
     DETAILED = "detailed"
-    """Each layer, too."""
+    """Each layer of this stage, too."""
 
 
 class KVCacheDtype(str, Enum):
@@ -163,7 +165,9 @@ class KVCacheDtype(str, Enum):
     AUTO = "auto"
     """The model's dtype."""
     FP8_E4M3 = "fp8_e4m3"
-    """Eight bits: half the memory of bfloat16, half the bytes that decode reads; rounded, see `kernels.kv_rounding`."""
+    """Eight bits without scales: half the memory of bfloat16, half the bytes that decode reads. SmolLM2's log
+    probabilities move by 0.09 on average (docs/fp8_cache.md, `kernels.kv_rounding`). Triton kernels from compute
+    capability 8.9 on, elsewhere torch operations. Excludes batch_invariant."""
 
 
 class WeightDtype(str, Enum):
@@ -172,9 +176,10 @@ class WeightDtype(str, Enum):
     AUTO = "auto"
     """The model's dtype."""
     INT8 = "int8"
-    """Eight bits, with a scale for each 32 inputs of an output, on a CPU: see `kernels/native/int8.cpp`."""
+    """Packed copies in eight bits, with a scale for each 32 inputs of an output, on a CPU (docs/quantised_weights.md).
+    The copies are rounded again after each update, and the inputs of linears to 8 bits. Excludes batch_invariant."""
     INT4 = "int4"
-    """Four bits, with a scale and a minimum for each 32 inputs of an output, on a CPU: `kernels/native/int4.cpp`."""
+    """Packed copies in four bits, with a scale and a minimum for each 32 inputs of an output; else as int8."""
 
 
 class GraphSizing(str, Enum):
@@ -194,169 +199,159 @@ class InferenceConfig:
     No option is ignored silently: one that has no effect in some combination warns with `ConfigWarning`.
     """
 
-    block_size_tokens: int = 256
+    block_size_tokens: int = option(256, least=1, since="0.17")
     """Tokens per KV cache block; also the granularity of the prefix cache. Small blocks waste less memory and share
     more, large blocks are faster to read."""
-    buffer_size_gb: int | float = 20
+    buffer_size_gb: int | float = option(20, above=0, is_common=True, since="0.17")
     """GiB reserved for the KV cache on each rank, fractions allowed. A buffer above 80 % of the free memory is cut to
     60 % of it, with a warning."""
-    paused_buffer_size_gb: int | float | None = None
+    paused_buffer_size_gb: int | float | None = option(None, least=0, since="0.17")
     """GiB of the buffer (not on top of it) that paused requests may keep. Requests beyond that are evicted and
     readmitted later (see preemption_mode). None: 0, so that every pause that cannot end at once evicts."""
-    mamba_memory_ratio: float | None = None
+    mamba_memory_ratio: float | None = option(None, above=0, below=1, since="0.17")
     """Share of both buffers for recurrent states, between 0 and 1; only for models with Mamba layers. None: the states
     of max_requests requests, or one state per KV block where max_requests is None, too."""
-    max_requests: int | None = None
+    max_requests: int | None = option(None, least=1, is_common=True, since="0.17")
     """The most requests that hold memory at once, and the largest decode batch. None: one per usable block, at most
     max_tokens, rounded down to a multiple of the tensor parallel size and of 4."""
-    max_tokens: int | None = None
+    max_tokens: int | None = option(None, least=1, is_common=True, flag="max-tokens-per-step", since="0.17")
     """The most tokens of one step, decode and prefill together; bounds activation memory. None: 16384. A longer prompt
     needs enable_chunked_prefill."""
-    unified_memory_level: int = 0
+    unified_memory_level: int = option(0, least=0, since="0.17")
     """0: the cache is in device memory. 1: it is in unified memory (as all memory of a CPU is), and the paused buffer
     adds to the buffer instead of being a part of it. Excludes kv_cache_management_mode="offload"."""
-    kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
-    """What suspend and resume do with the cache: persist, offload or recompute."""
-    num_cuda_graphs: int | None = None
+    kv_cache_management_mode: KVCacheManagementMode = option(
+        KVCacheManagementMode.PERSIST, is_common=True, since="0.17"
+    )
+    """What suspend and resume do with the cache."""
+    num_cuda_graphs: int | None = option(None, least=-1, is_common=True, since="0.17")
     """The most step shapes to capture CUDA graphs for; -1: as many as are useful. 0: no graphs, every step runs
     eagerly. None: -1 on a GPU, 0 on a CPU. Steps also run eagerly where a kernel cannot be captured. With `lora` there
     are as many again for steps with adapters."""
-    cuda_graph_mixed_prefill_count: int | None = 16
+    cuda_graph_mixed_prefill_count: int | None = option(16, least=0, acts_with="graphs", since="0.17")
     """The most prefill requests in a graph that prefills; steps with more of them run eagerly. None: max_requests. 0:
     no graph prefills. Acts only with CUDA graphs."""
-    use_cuda_graphs_for_non_decode_steps: bool = True
+    use_cuda_graphs_for_non_decode_steps: bool = option(True, acts_with="graphs", since="0.17")
     """Capture graphs for steps that prefill, too. Acts only with CUDA graphs."""
-    static_kv_memory_pointers: bool = False
+    static_kv_memory_pointers: bool = option(False, since="0.17")
     """The cache keeps its addresses over suspend and resume, so that CUDA graphs stay valid."""
-    max_sequence_length: int = 2560
+    max_sequence_length: int = option(2560, least=2, is_common=True, since="0.17")
     """The most tokens of prompt and output together, per request; cut to the positions the model has."""
-    mamba_inference_state_config: MambaInferenceStateConfig | None = None
+    mamba_inference_state_config: MambaInferenceStateConfig | None = option(None, flag=None, since="0.17")
     """Recurrent states of a model with Mamba layers (see `MambaInferenceStateConfig.from_model`): needed only for
     dtypes other than the model's; shapes other than the model's are refused. None: the model's own."""
-    pg_collection: ProcessGroupCollection | None = None
+    pg_collection: ProcessGroupCollection | None = option(None, flag=None, in_process=True, since="0.17")
     """megatron-core process groups of a distributed model. Groups that it lacks (None: all groups) are taken from the
     model's own pg_collection; parallel_state is never read."""
-    use_flashinfer_fused_rope: bool | None = False
+    use_flashinfer_fused_rope: bool | None = option(False, since="0.17")
     """Rotate queries and keys with FlashInfer's fused kernel. None: where it is available and the attention backend has
     no fused kernel of its own (Triton and native have). True: an engine that cannot raises and says why."""
-    materialize_only_last_token_logits: bool = True
+    materialize_only_last_token_logits: bool = option(True, since="0.17")
     """Compute logits of each sequence's last token only. Has no effect: only the rows that are needed (sampled
     positions, prompt logprobs) are ever computed, whatever its value."""
-    enable_chunked_prefill: bool = False
+    enable_chunked_prefill: bool = option(False, is_common=True, since="0.17")
     """Split prompts into chunks over several steps, to fill max_tokens exactly beside decoding requests; allows prompts
     longer than max_tokens."""
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = option(False, is_common=True, since="0.17")
     """Requests that begin with the same full blocks share them and skip their prefill."""
-    prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
-    """ref_zero: a cached block is dropped when its last request ends. lru: it is kept until memory is needed. Acts only
-    with enable_prefix_caching."""
-    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
-        PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+    prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = option(
+        PrefixCachingEvictionPolicy.REF_ZERO, since="0.17"
     )
-    """How a data-parallel coordinator routes requests: longest_prefix, first_prefix_block, round_robin or
-    load_balanced. A coordinator without a policy of its own uses this one of its replicas. Acts only behind a
-    coordinator."""
-    track_paused_request_events: bool = False
+    """What happens to a cached block that no request holds. Acts only with enable_prefix_caching."""
+    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = option(
+        PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK, is_common=True, since="0.17"
+    )
+    """How a data-parallel coordinator routes requests. A coordinator without a policy of its own uses this one of its
+    replicas. Acts only behind a coordinator."""
+    track_paused_request_events: bool = option(False, since="0.17")
     """Record an event with a timestamp whenever a request is paused, resumed or evicted."""
-    track_generated_token_events: bool = False
+    track_generated_token_events: bool = option(False, since="0.17")
     """Record an event with a timestamp for every generated token; costs memory per token."""
-    metrics_writer: WandbModule | None = None
+    metrics_writer: WandbModule | None = option(None, flag=None, in_process=True, since="0.17")
     """The wandb module (or a run): engine metrics are logged to it every logging_step_interval steps."""
-    logging_step_interval: int = 0
+    logging_step_interval: int = option(0, least=0, is_common=True, since="0.17")
     """Steps between two lines of metrics. 0: no metrics."""
-    request_metadata_types: list[tuple[str, torch.dtype, bool]] | None = None
+    request_metadata_types: list[tuple[str, torch.dtype, bool]] | None = option(None, flag=None, since="0.17")
     """(label, dtype, on the device) of numbers that each request brings: `add_request(metadata={label: number})`. Hooks
     of `engine.on_logits` get them as tensors, on the device or the host, and RequestOutput.metadata has them. None: no
     request brings any."""
 
     # ours
-    attention_backend: AttentionChoice = AttentionChoice.AUTO
-    """Which backend computes attention: auto, triton, flashinfer, flash_attn, native (on a CPU) or torch. auto may take
-    one for decode rows and another for prompts, a name is for both. The engine raises and says why where a named
-    backend does not support the model or the device."""
-    sampling_backend: SamplingChoice = SamplingChoice.AUTO
-    """Which backend draws tokens: auto, triton, native (on a CPU) or torch. The engine raises and says why where a
-    named backend cannot run."""
+    attention_backend: AttentionChoice = option(AttentionChoice.AUTO, is_common=True)
+    """Which backend computes attention. auto may take one for decode rows and another for prompts, a name is for both.
+    The engine raises and says why where a named backend does not support the model or the device."""
+    sampling_backend: SamplingChoice = option(SamplingChoice.AUTO, since="0.18")
+    """Which backend draws tokens. The engine raises and says why where a named backend cannot run."""
     linear_backend: LinearChoice = LinearChoice.AUTO
-    """Which backend multiplies by the model's 2-D weights: auto, native (on a CPU) or vendor (oneDNN with prepacked
-    weights on a CPU, cuBLAS on a GPU). The engine raises and says why where a named backend cannot run; answers agree
-    within rounding."""
+    """Which backend multiplies by the model's 2-D weights. The engine raises and says why where a named backend cannot
+    run; answers agree within rounding."""
     step_ranges: StepRanges = StepRanges.OFF
-    """Ranges for profilers in every step: off, on (schedule, build, layers, sampling, commit) or detailed (each layer
-    of this stage, too). NVTX on CUDA, torch.profiler elsewhere. What a CUDA graph replays has none of its own; off
-    costs nothing."""
-    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
-    """The dtype of keys and values in the cache: auto (the model's dtype) or fp8_e4m3 (rounded to 8 bits, without
-    scales: SmolLM2's log probabilities move by 0.09 on average, see docs/fp8_cache.md). fp8_e4m3 runs on Triton kernels
-    from compute capability 8.9 on, elsewhere on torch operations. It excludes batch_invariant."""
-    weight_dtype: WeightDtype = WeightDtype.AUTO
-    """The dtype that linears multiply in: auto (the model's), int8 or int4 (on a CPU; packed copies of the weights are
-    rounded to 8 or 4 bits, again after each update, and the inputs of linears to 8; see docs/quantised_weights.md). The
-    model's own weights stay as they are. int8 and int4 exclude batch_invariant."""
-    cuda_graph_sizing_distribution: GraphSizing = GraphSizing.EXPONENTIAL
-    """The steps between sizes of graphs: exponential or linear. Acts only with CUDA graphs."""
-    cuda_graph_max_tokens: int = 512
+    """Ranges for profilers in every step, NVTX on CUDA, torch.profiler elsewhere. What a CUDA graph replays has none of
+    its own; off costs nothing."""
+    kv_cache_dtype: KVCacheDtype = option(KVCacheDtype.AUTO, is_common=True)
+    """The dtype of keys and values in the cache."""
+    weight_dtype: WeightDtype = option(WeightDtype.AUTO, is_common=True)
+    """The dtype that linears multiply in. The model's own weights stay as they are."""
+    cuda_graph_sizing_distribution: GraphSizing = option(GraphSizing.EXPONENTIAL, acts_with="graphs", since="0.19")
+    """The steps between sizes of graphs. Acts only with CUDA graphs."""
+    cuda_graph_max_tokens: int = option(512, least=1, acts_with="graphs", since="0.19")
     """Tokens of the largest graph that prefills; larger steps that prefill run eagerly. Acts only with CUDA graphs."""
-    cuda_graph_all_prefills: bool = False
+    cuda_graph_all_prefills: bool = option(False, acts_with="graphs", since="0.18")
     """Every step that prefills runs in a graph: graphs reach up to max_tokens, and requests are admitted and prompts
     chunked so that each step fits one. Steps that keep recurrent states for the prefix cache, or fork more sequences
     than a graph has rows, still run eagerly. Needs enable_chunked_prefill. Acts only with CUDA graphs."""
-    cuda_graph_capture: GraphCapture = GraphCapture.AUTO
-    """When graphs are captured: start (those of decode steps while the engine is built, the largest first, the others
-    when a step first needs them), first_use (each when a step first needs it) or auto (start on a GPU, first_use on a
-    CPU). Acts only with CUDA graphs."""
-    overlap: bool | None = None
+    cuda_graph_capture: GraphCapture = option(GraphCapture.AUTO, acts_with="graphs")
+    """When graphs are captured. Acts only with CUDA graphs."""
+    overlap: bool | None = option(None, is_common=True)
     """Commit a step while the next one runs on the device: this hides the host's work, results come one step later, and
     tokens stay the same. None: on a GPU True, on a CPU False."""
-    max_steps_in_flight: int = 1
+    max_steps_in_flight: int = option(1, least=1)
     """Steps that are launched before the first of them is read; `overlap` launches one more. Each one more hides more
     of a slow host, brings results one step later, and computes one step in vain behind a stop. Tokens stay the same.
     Only 1 with pipeline stages, which keep steps in flight anyway."""
     batching: BatchingPolicy = BatchingPolicy.MIXED
-    """What a step plans: mixed (decode, and prompts in the rest of max_tokens), prefill_first (prompts alone while one
-    can be computed, else decode alone) or phased (decode alone while min_batch_size_tg requests decode, else prompts
-    alone). Changes no token."""
-    max_queue_size_tg: int | None = None
+    """What a step plans. Changes no token."""
+    max_queue_size_tg: int | None = option(None, least=1, acts_with="phased")
     """The most requests admitted at once, at most max_requests, which None is. Needs batching="phased"."""
-    min_batch_size_tg: int | None = None
+    min_batch_size_tg: int | None = option(None, least=1, acts_with="phased")
     """Requests that decode before prompts wait for them. None: max_queue_size_tg, so that prompts are computed as long
     as more requests can be admitted. Needs batching="phased"."""
-    ce_delay_ms: int | float = 0.0
+    ce_delay_ms: int | float = option(0.0, least=0, acts_with="phased")
     """Milliseconds that a new request waits, so that prompts that arrive shortly after it are computed in the same
     step. Needs batching="phased"."""
-    enable_prioritize_first_decode: bool = False
+    enable_prioritize_first_decode: bool = option(False, acts_with="phased")
     """Requests whose prompt has just ended decode once by themselves before the others: their second token comes
     sooner. Needs batching="phased"."""
-    max_batch_total_tokens: int | None = None
+    max_batch_total_tokens: int | None = option(None, least=1)
     """The most tokens of all contexts of a step that prefills, decoding requests included; at least
     max_sequence_length. Bounds what attention reads beside a prompt. None: no limit."""
-    admission_watermark: float | None = None
+    admission_watermark: float | None = option(None, least=0, most=1)
     """Share of the cache, 0 to 1, that may be in use after a prompt is admitted while other requests run; 0 admits one
     request at a time. None: a few blocks stay free, one for each eight requests and at most 1/16 of the cache."""
-    speculative: SpeculativeConfig | None = None
+    speculative: SpeculativeConfig | None = option(None, flag=None)
     """Draft several tokens a step and verify them in one forward: fewer steps where an answer repeats its context (see
     `SpeculativeConfig`). Changes no token and no log probability. None: one token a step."""
-    seed: int = 0
+    seed: int = option(0, least=0, flag="engine-seed")
     """Seed of requests without a seed of their own, 0 .. 2**64 - 1. The same seed gives the same tokens whatever else
     is in the batch."""
-    logprobs_mode: str = "raw"
-    """raw: logprobs of the model's distribution. processed: logprobs of the distribution that tokens are sampled from,
+    logprobs_mode: str = option("raw", choices=("raw", "processed"), is_common=True, since="0.19")
+    """Which distribution log probabilities are of. raw: the model's. processed: the one that tokens are sampled from,
     after penalties, temperature and filters."""
-    batch_invariant: bool = False
+    batch_invariant: bool = option(False, is_common=True)
     """Exact mode: a token's log probability has the same bits in any batch, chunk, cache hit or pause, and in a
     training forward under `models.exact_forward.exact_math`. Only on a CPU, in fp32 or bf16, with one rank per
     replica."""
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
-    """How a request that was evicted for lack of blocks gets its keys and values back: auto, recompute or swap. auto
-    and swap act only with swap_buffer_size_gb above 0; auto then takes the faster one by measured speeds."""
-    swap_buffer_size_gb: int | float = 0
+    """How a request that was evicted for lack of blocks gets its keys and values back. auto and swap act only with
+    swap_buffer_size_gb above 0."""
+    swap_buffer_size_gb: int | float = option(0, least=0)
     """GiB of host memory, beside the KV buffer, for keys and values of evicted requests; on a CPU it is allocated as it
     is needed, on a GPU machine it is pinned at the start. 0: evicted requests are recomputed."""
-    prefix_caching_mamba_gb: float | None = None
+    prefix_caching_mamba_gb: float | None = option(None, above=0, default_text="chosen for the model", since="0.17")
     """GiB for recurrent states that the prefix cache keeps, on top of the buffer; only for models with Mamba layers.
     None: no states are kept, so that such a model never finds a cached prefix. Acts only with
     enable_prefix_caching."""
-    prefix_caching_routing_alpha: float = 1.0
+    prefix_caching_routing_alpha: float = option(1.0, least=0, most=1, since="0.17")
     """Weight of cached prefixes in a coordinator's prefix policies, 0 to 1: a rank's score is alpha * the share of the
     prompt it has cached + (1 - alpha) * its share of free rows. 1: the prefix alone decides, and load between equals;
     LLM and a server that are told no policy take 0.5, by which a popular prefix spreads. Acts only behind a
@@ -364,31 +359,29 @@ class InferenceConfig:
     check_invariants: bool = False
     """Check the accounting of blocks, rows and references after every step, and with several ranks that all of them
     plan the same step. For debugging; costs time."""
-    collective_timeout_s: int | float = 120
+    collective_timeout_s: int | float = option(120, above=0)
     """Seconds that a rank of a distributed engine may be late or silent before the other ranks raise RankFailure.
     Bounds the engine's own collectives, too; between its calls the process groups keep the timeouts they were made
     with."""
-    offset_sampling_seed_by_dp_rank: bool = True
+    offset_sampling_seed_by_dp_rank: bool = option(True, since="0.19")
     """Add the data-parallel rank to `seed`, so that replicas draw differently. Requests with a seed of their own draw
     the same everywhere."""
-    lora: LoRAConfig | None = None
+    lora: LoRAConfig | None = option(None, flag=None)
     """LoRA adapters: how many serve at once and of which rank, and those loaded at the start (see `LoRAConfig`). None:
     the engine loads none, and no request names one."""
-    vocab_size: int | None = None
+    vocab_size: int | None = option(None, least=1)
     """The number of tokens that exist, where the model's embedding is padded beyond it: no other token is accepted or
     drawn. None: as the model's files say; for a model built by the caller, all rows of the embedding."""
 
     def __new__(cls, *args: object, **kwargs: object) -> InferenceConfig:
         """Refuse an unknown keyword and name the nearest known one; dataclasses would only name the unknown."""
-        known = [item.name for item in fields(cls)]
-        for name in kwargs:
-            if name not in known:
-                raise ConfigError(unknown_name("InferenceConfig field", name, known))
+        refuse_unknown(cls, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, kind in _ENUM_FIELDS.items():
-            object.__setattr__(self, name, _coerce(kind, name, getattr(self, name)))
+        for name, one in options_of(InferenceConfig).items():
+            if one.words:
+                object.__setattr__(self, name, choose(one, getattr(self, name)))
         if isinstance(self.mamba_inference_state_config, Mapping):
             state = MambaInferenceStateConfig.from_dict(self.mamba_inference_state_config)
             object.__setattr__(self, "mamba_inference_state_config", state)
@@ -413,11 +406,11 @@ class InferenceConfig:
         Raises ConfigError naming a field that has no counterpart here and is not at its default. docs/configuration.md
         has the table.
         """
-        return cls(**config_values(config))
+        return cls(**config_values(config, {name for name, one in options_of(InferenceConfig).items() if one.since}))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` takes back; objects of the process (groups, metrics writer) are left out."""
-        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _PROCESS_OBJECTS}
+        plain = {name: getattr(self, name) for name, one in options_of(InferenceConfig).items() if not one.in_process}
         if self.request_metadata_types is not None:
             plain["request_metadata_types"] = [[a, dtype_name(b), c] for a, b, c in self.request_metadata_types]
         if self.mamba_inference_state_config is not None:
@@ -487,29 +480,3 @@ class InferenceConfig:
     def kv_dtype_of(self, shape: ModelShape) -> str:
         """Name of the torch dtype of keys and values in the cache."""
         return FP8_E4M3 if self.kv_cache_dtype is KVCacheDtype.FP8_E4M3 else shape.dtype
-
-
-_PROCESS_OBJECTS = ("pg_collection", "metrics_writer")
-_ENUM_FIELDS: dict[str, type[Enum]] = {
-    "kv_cache_management_mode": KVCacheManagementMode,
-    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
-    "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
-    "preemption_mode": PreemptionMode,
-    "batching": BatchingPolicy,
-    "cuda_graph_sizing_distribution": GraphSizing,
-    "cuda_graph_capture": GraphCapture,
-    "attention_backend": AttentionChoice,
-    "sampling_backend": SamplingChoice,
-    "linear_backend": LinearChoice,
-    "step_ranges": StepRanges,
-    "kv_cache_dtype": KVCacheDtype,
-    "weight_dtype": WeightDtype,
-}
-
-
-def _coerce(kind: type[_E], name: str, value: object) -> _E:
-    try:
-        return kind(value)
-    except ValueError:
-        known = [member.value for member in kind]
-        raise ConfigError(f"{name}: {unknown_name('value', str(value), known)}; one of {', '.join(known)}") from None

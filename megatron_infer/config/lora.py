@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_infer.config.options import option, options_of
 from megatron_infer.errors import ConfigError, unknown_name
 
-MAX_LORAS, MAX_RANK = 4096, 4096
 MAX_NAME_CHARS = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]*")
 
@@ -19,20 +19,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]*")
 class LoRAConfig:
     """How many adapters serve at once, and which are there from the start. Raises ConfigError if wrong."""
 
-    max_loras: int = 1
+    max_loras: int = option(1, least=1, most=4096, is_common=True)
     """Adapters that are on the device at once, so that a step may compute with all of them. More may be loaded: they
     are kept in host memory, and the least recently used one makes room. Requests of an adapter wait while running
     requests use all places."""
-    max_rank: int = 16
+    max_rank: int = option(16, least=1, most=4096, flag="max-lora-rank")
     """The largest rank of an adapter; larger ones are refused. An adapter of a smaller rank costs what it is."""
-    adapters: tuple[tuple[str, str], ...] = ()
-    """(name, PEFT directory) of the adapters loaded at the start; also given as "name=path" or as a mapping."""
+    adapters: tuple[tuple[str, str], ...] = option((), flag="lora", is_common=True)
+    """Adapters loaded at the start: (name, PEFT directory) of each, also given as "name=path" or as a mapping."""
 
     def __post_init__(self) -> None:
-        for name, most in (("max_loras", MAX_LORAS), ("max_rank", MAX_RANK)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ConfigError(f"lora: {name} is {value!r}, it must be an integer from 1 to {most:,}")
+        for name in ("max_loras", "max_rank"):
+            value, one = getattr(self, name), options_of(LoRAConfig)[name]
+            if not isinstance(value, int) or isinstance(value, bool) or not one.holds(value):
+                raise ConfigError(f"lora: {name} is {value!r}, it must be an integer from {one.least} to {one.most:,}")
         given: Any = self.adapters
         if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
             raise ConfigError(f"lora: adapters is {given!r}, it must be a list of name=path or a mapping")
@@ -46,7 +46,7 @@ class LoRAConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LoRAConfig:
         """From plain values. Raises ConfigError for an unknown field."""
-        known = [item.name for item in fields(cls)]
+        known = options_of(cls)
         for name in values:
             if name not in known:
                 raise ConfigError(f"lora: {unknown_name('field', str(name), known)}; one of {', '.join(known)}")

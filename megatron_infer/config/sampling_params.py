@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
 from megatron_infer.config.from_megatron import sampling_values
+from megatron_infer.config.options import Option, option, options_of
 from megatron_infer.config.request_metadata import Scalar, checked_scalars
 from megatron_infer.config.structured_output import StructuredOutput, structured_of
 from megatron_infer.errors import RequestError, unknown_name
@@ -19,16 +20,7 @@ PENALTIES = (1e-3, 1e3)
 """Bounds of repetition_penalty: what it makes of a logit stays far from the end of fp32."""
 MAX_BIAS = 1e30
 """Largest absolute value in logit_bias: a larger one overflows fp32 when it is scaled."""
-POOLINGS = ("last", "mean", "all")
-_SWITCHES = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "return_sampled_logprobs",
-    "return_support",
-    "return_routing",
-    "skip_special_tokens",
-    "detokenize",
-)
+NO_LOGPROBS = "None turns them off, 0 gives those of the tokens themselves"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +31,34 @@ class SamplingParams:
     output, temperature, top_k, top_p, min_p.
     """
 
-    n: int = 1
+    n: int = option(1, least=1, most=MAX_N, remedy="ask in several requests for more", is_common=True)
     """Sequences drawn from one prompt, which is computed once; 1 to 1024."""
-    max_tokens: int | None = 16
+    max_tokens: int | None = option(
+        16,
+        least=1,
+        remedy="use None for as many as fit; to score a prompt ask for prompt_logprobs and 1 token",
+        is_common=True,
+    )
     """The most tokens to draw; None: up to the sequence limit."""
-    min_tokens: int = 0
+    min_tokens: int = option(0, least=0, remedy="0 lets it stop at once")
     """Tokens to draw before a stop id or a stop text may end the sequence."""
-    temperature: float = 1.0
+    temperature: float = option(
+        1.0, least=0.0, remedy="0 draws the most likely token, 1 leaves the model's distribution", is_common=True
+    )
     """Logits are divided by it; 0: always draw the most likely token."""
-    top_k: int = 0
+    top_k: int = option(0, least=-1, remedy="0 or -1 turns it off", is_common=True)
     """Draw among the k most likely tokens; 0 or -1: all."""
-    top_p: float = 1.0
+    top_p: float = option(1.0, above=0.0, most=1.0, remedy="1 turns it off", is_common=True)
     """Draw among the smallest set of most likely tokens whose probabilities add up to top_p; 1: all."""
-    min_p: float = 0.0
+    min_p: float = option(0.0, least=0.0, most=1.0, remedy="0 turns it off", is_common=True)
     """Draw among tokens at least min_p times as likely as the most likely one; 0: all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = option(
+        1.0, least=PENALTIES[0], most=PENALTIES[1], remedy="1 turns it off, more than 1 discourages", is_common=True
+    )
     """Divides positive and multiplies negative logits of tokens in prompt or output; 0.001 to 1000, 1: off."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = option(0.0, least=-2.0, most=2.0, remedy="0 turns it off")
     """Subtracted from the logits of tokens in the output; -2 to 2."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = option(0.0, least=-2.0, most=2.0, remedy="0 turns it off")
     """Subtracted from the logits of tokens in the output, once per occurrence; -2 to 2."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> number added to its logit, -1e30 to 1e30."""
@@ -65,19 +66,25 @@ class SamplingParams:
     """Draw only these ids; None: all."""
     bad_token_ids: Sequence[int] | None = None
     """Never draw these ids."""
-    seed: int | None = None
+    seed: int | None = option(
+        None,
+        least=-(2**63),
+        most=2**64 - 1,
+        remedy="any 64-bit integer will do; None lets the engine pick one",
+        is_common=True,
+    )
     """The same seed, prompt and weights give the same tokens, whatever else is served. None: the engine picks one."""
-    stop: str | Sequence[str] | None = None
+    stop: str | Sequence[str] | None = option(None, is_common=True)
     """Texts that end the sequence, also across token borders; stored as a tuple."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end the sequence, besides the model's own."""
-    ignore_eos: bool = False
+    ignore_eos: bool = option(False, is_common=True)
     """Continue past the model's end-of-sequence ids; stop_token_ids still end the sequence."""
     include_stop_str_in_output: bool = False
     """Keep the stop text at the end of the output text."""
-    logprobs: int | None = None
+    logprobs: int | None = option(None, least=0, most=MAX_LOGPROBS, remedy=NO_LOGPROBS, is_common=True)
     """Log probabilities of output tokens. None: off; 0: of the drawn token; k up to 100: also of the k most likely."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = option(None, least=0, most=MAX_LOGPROBS, remedy=NO_LOGPROBS)
     """The same for prompt tokens."""
     return_sampled_logprobs: bool = False
     """Return two numbers for each drawn token: its log probability under the model's own softmax and under the
@@ -87,17 +94,17 @@ class SamplingParams:
     """Return the ids that each token was drawn among, after top_k, top_p, min_p, allowed and bad ids."""
     return_routing: bool = False
     """Return the experts of every position in every mixture-of-experts layer; the prompt uses no cached prefix."""
-    pooling: str | None = None
+    pooling: str | None = option(None, choices=("last", "mean", "all"))
     """Return the prompt's final hidden states: "last" that of its last position, "mean" the mean over all positions,
     "all" one for each position; the latter two use no cached prefix. Needs max_tokens=1 and n=1. None: off."""
-    structured: StructuredOutput | None = None
+    structured: StructuredOutput | None = option(None, flag=None)
     """What the output text must be: a JSON schema, regular expression, grammar or choice. None: any text."""
-    priority: int = 0
+    priority: int = option(0, least=-(2**31), most=2**31 - 1, remedy="0 is as others, smaller is sooner")
     """Smaller is served sooner: waiting requests start in this order, then in order of arrival; the largest is
     preempted first."""
-    adapter: str | None = None
+    adapter: str | None = option(None, is_common=True)
     """Name of the LoRA adapter to compute with, one that the engine has loaded; None: the base model."""
-    metadata: Mapping[str, Scalar] | None = None
+    metadata: Mapping[str, Scalar] | None = option(None, flag=None)
     """Label -> number or bool, one for each entry of the engine's request_metadata_types: what `engine.on_logits` hooks
     get, and `RequestOutput.metadata`. None: the engine has no such types."""
     speculate: bool | None = None
@@ -109,19 +116,16 @@ class SamplingParams:
     """Make text: of the output, and of the tokens in log probabilities. False: token ids only."""
 
     def __post_init__(self) -> None:
-        self._check_lengths()
-        self._check_distribution()
+        for one in _NUMBERS_AND_SWITCHES:
+            value = getattr(self, one.name)
+            if value is not None or not one.is_optional:
+                object.__setattr__(self, one.name, _CHECKS[one.kind](one, value))
+        self._check_together()
         self._check_tokens()
         object.__setattr__(self, "structured", structured_of(self.structured))
         object.__setattr__(self, "metadata", checked_scalars(self.metadata))
         if self.adapter is not None and (not isinstance(self.adapter, str) or not self.adapter):
             raise RequestError(f"adapter is the name of a loaded adapter, got {_show(self.adapter)}; None: none")
-        for name in _SWITCHES:
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise RequestError(f"{name} is True or False, got {_show(value)}")
-        if not isinstance(self.speculate, bool | None):
-            raise RequestError(f"speculate is True, False or None, got {_show(self.speculate)}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -131,7 +135,7 @@ class SamplingParams:
         """
         if not isinstance(values, Mapping):
             raise RequestError(f"sampling parameters are a mapping of names to values, got {_show(values)}")
-        known = [field.name for field in fields(cls)]
+        known = options_of(cls)
         unknown = [name for name in values if name not in known]
         if unknown:
             messages = "; ".join(unknown_name("sampling parameter", str(name), known) for name in unknown)
@@ -161,7 +165,7 @@ class SamplingParams:
     def to_dict(self) -> dict[str, Any]:
         """Every field as a JSON value, some only if they are given; `from_dict` of it, also after a trip through JSON,
         equals these parameters."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: getattr(self, name) for name in options_of(SamplingParams)}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         if self.logit_bias is not None:
             plain["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
@@ -181,42 +185,19 @@ class SamplingParams:
         """Whether its sequences return more than tokens, text and `logprobs`."""
         return self.return_sampled_logprobs or self.return_support or self.return_routing
 
-    def _check_lengths(self) -> None:
-        _int(self, "n", 1, MAX_N, "ask in several requests for more")
-        if self.max_tokens is not None:
-            _int(
-                self,
-                "max_tokens",
-                1,
-                None,
-                "use None for as many as fit; to score a prompt ask for prompt_logprobs and 1 token",
-            )
-        _int(self, "min_tokens", 0, None, "0 lets it stop at once")
-        _int(self, "priority", -(2**31), 2**31 - 1, "0 is as others, smaller is sooner")
+    def _check_together(self) -> None:
+        """Raise RequestError for values that contradict each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens:,}, more than max_tokens, which is {self.max_tokens:,}; "
                 "lower min_tokens or raise max_tokens"
             )
         if self.pooling is not None:
-            if self.pooling not in POOLINGS:
-                raise RequestError(f"pooling is {', '.join(POOLINGS)}, got {_show(self.pooling)}; None turns it off")
+            known = options_of(SamplingParams)["pooling"].words
+            if self.pooling not in known:
+                raise RequestError(f"pooling is {', '.join(known)}, got {_show(self.pooling)}; None turns it off")
             if self.max_tokens != 1 or self.n != 1:
                 raise RequestError(f"pooling needs max_tokens=1 and n=1, got {self.max_tokens} and {self.n}; ask apart")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _int(self, name, 0, MAX_LOGPROBS, "None turns them off, 0 gives those of the tokens themselves")
-
-    def _check_distribution(self) -> None:
-        _float(self, "temperature", 0.0, None, "0 draws the most likely token, 1 leaves the model's distribution")
-        _int(self, "top_k", -1, None, "0 or -1 turns it off")
-        _float(self, "top_p", 0.0, 1.0, "1 turns it off", low_open=True)
-        _float(self, "min_p", 0.0, 1.0, "0 turns it off")
-        _float(self, "repetition_penalty", *PENALTIES, "1 turns it off, more than 1 discourages")
-        _float(self, "presence_penalty", -2.0, 2.0, "0 turns it off")
-        _float(self, "frequency_penalty", -2.0, 2.0, "0 turns it off")
-        if self.seed is not None:
-            _int(self, "seed", -(2**63), 2**64 - 1, "any 64-bit integer will do; None lets the engine pick one")
 
     def _check_tokens(self) -> None:
         if self.logit_bias is not None:
@@ -235,13 +216,17 @@ def _show(value: object) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
-def _range(low: float, high: float | None, low_open: bool = False) -> str:
-    least = f"more than {low:g}" if low_open else f"at least {low}" if isinstance(low, int) else f"at least {low:g}"
-    if high is None:
-        return least
-    if isinstance(high, int):
-        return f"{least} and at most {high}"
-    return f"{least} and at most {high:g}"
+def _range(one: Option) -> str:
+    """What a number must be: "at least 0 and at most 1"."""
+    if one.above is not None:
+        least = f"more than {one.above:g}"
+    else:
+        least = f"at least {_plain(one.least)}"
+    return least if one.most is None else f"{least} and at most {_plain(one.most)}"
+
+
+def _plain(bound: float | None) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _as_int(value: object) -> int | None:
@@ -256,30 +241,33 @@ def _as_float(value: Real) -> float:
         return math.inf
 
 
-def _int(params: SamplingParams, name: str, low: int, high: int | None, remedy: str) -> None:
-    """Check an integer field against its range and store it as int."""
-    value = getattr(params, name)
+def _int(one: Option, value: object) -> int:
+    """`value` as an int in the option's range. Raises RequestError."""
     number = _as_int(value)
     if number is None:
-        raise RequestError(f"{name} is an integer, got {_show(value)}; {remedy}")
-    if number < low or (high is not None and number > high):
-        raise RequestError(f"{name} is {_range(low, high)}, got {number}; {remedy}")
-    object.__setattr__(params, name, number)
+        raise RequestError(f"{one.name} is an integer, got {_show(value)}; {one.remedy}")
+    if not one.holds(number):
+        raise RequestError(f"{one.name} is {_range(one)}, got {number}; {one.remedy}")
+    return number
 
 
-def _float(
-    params: SamplingParams, name: str, low: float, high: float | None, remedy: str, *, low_open: bool = False
-) -> None:
-    """Check a real field against its range and store it as float."""
-    value = getattr(params, name)
+def _float(one: Option, value: object) -> float:
+    """`value` as a float in the option's range. Raises RequestError."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise RequestError(f"{name} is a number, got {_show(value)}; {remedy}")
+        raise RequestError(f"{one.name} is a number, got {_show(value)}; {one.remedy}")
     number = _as_float(value)
     if not math.isfinite(number):
-        raise RequestError(f"{name} is a finite number, got {number}; {remedy}")
-    if number < low or (low_open and number == low) or (high is not None and number > high):
-        raise RequestError(f"{name} is {_range(low, high, low_open)}, got {number:g}; {remedy}")
-    object.__setattr__(params, name, number)
+        raise RequestError(f"{one.name} is a finite number, got {number}; {one.remedy}")
+    if not one.holds(number):
+        raise RequestError(f"{one.name} is {_range(one)}, got {number:g}; {one.remedy}")
+    return number
+
+
+def _bool(one: Option, value: object) -> bool:
+    if not isinstance(value, bool):
+        known = "True, False or None" if one.is_optional else "True or False"
+        raise RequestError(f"{one.name} is {known}, got {_show(value)}")
+    return value
 
 
 def _token_ids(name: str, values: object) -> tuple[int, ...]:
@@ -330,3 +318,8 @@ def _stop_texts(value: object) -> tuple[str, ...]:
 
 def _id_of_key(key: object) -> object:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+
+
+_CHECKS: Mapping[str, Callable[[Option, object], object]] = {"int": _int, "float": _float, "bool": _bool}
+"""Type of an option -> what checks and converts its value."""
+_NUMBERS_AND_SWITCHES = tuple(one for one in options_of(SamplingParams).values() if one.kind in _CHECKS)

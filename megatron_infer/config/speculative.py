@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_infer.config.options import option, options_of, refuse_unknown
 from megatron_infer.errors import ConfigError, unknown_name
 
 METHODS = ("ngram", "grammar", "draft", "mtp")
@@ -20,7 +21,6 @@ OTHER_VERIFICATIONS = {
     "typical-acceptance": "it changes the distribution that tokens are drawn from",
     "logit-comparison": "it changes the distribution that tokens are drawn from",
 }
-LARGEST_NGRAM = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,36 +31,29 @@ class SpeculativeConfig:
     by one; drafts are kept as far as they equal the draws. So no option but `verification` changes a token.
     """
 
-    method: str | tuple[str, ...] = "ngram"
-    """ngram: what followed the last tokens where they stood before, in prompt or answer. grammar: tokens that
-    structured output forces. draft: what `draft_model` draws. mtp: what the model's own MTP layer draws. Several: the
-    first that proposes anything; draft and mtp exclude each other."""
-    num_speculative_tokens: int = 4
+    method: str | tuple[str, ...] = option("ngram", flag="speculative", is_common=True, default_text="default none")
+    """What drafts the tokens that a step verifies. ngram: what followed the last tokens where they stood before, in
+    prompt or answer. grammar: tokens that structured output forces. draft: what `draft_model` draws. mtp: what the
+    model's own MTP layer draws. Several: the first that proposes anything; draft and mtp exclude each other."""
+    num_speculative_tokens: int = option(4, is_common=True)
     """The most tokens drafted for a request in a step; at least 1 and below the block size."""
-    ngram_max: int = 16
-    """The longest run of last tokens that is looked up; at most 16."""
-    ngram_min: int = 1
-    """The shortest run; at least 1."""
-    draft_model: Any = None
+    draft_model: Any = option(None, is_common=True)
     """The model that drafts: an alias, directory, hub id, .gguf file or checkpoint, or a live megatron-core model; of
     the same vocabulary and tokenizer. For method draft only."""
-    adaptive: bool = True
+    adaptive: bool = option(True, flag="speculative-adaptive")
     """Measured costs of steps and how often such drafts were kept decide how many tokens are verified, none included.
     False: always as many as are found."""
-    verification: str = "same_tokens"
+    verification: str = option("same_tokens", flag="speculative-verification")
     """same_tokens: a draft is kept where it equals the token that is drawn at its position. residual: classic rejection
     of what a draft model or MTP layer drafts: other tokens, of the same distribution. For drafts without one both are
     the same."""
-    synthetic_acceptance_rate: float | None = None
+    synthetic_acceptance_rate: float | None = option(None, flag=None)
     """For benchmarks: a draft is kept with this probability if all before it are, whatever is drawn, and tokens mean
     nothing. Without a draft model or MTP layer the last token is drafted again, always. None: drafts are verified."""
 
     def __new__(cls, *args: object, **kwargs: object) -> SpeculativeConfig:
         """Refuse an unknown keyword, with the reason or the nearest known one."""
-        known = [item.name for item in fields(cls)]
-        for name in kwargs:
-            if name not in known:
-                raise ConfigError(unknown_name("SpeculativeConfig field", name, known))
+        refuse_unknown(cls, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -80,9 +73,12 @@ class SpeculativeConfig:
                 f"speculative: method is {self.method!r}: one model draws a step's drafts; leave 'draft' or 'mtp' out"
             )
         self._check_synthetic()
-        _int("num_speculative_tokens", self.num_speculative_tokens, 1, None, "for none leave speculative None")
-        _int("ngram_min", self.ngram_min, 1, LARGEST_NGRAM, "1 is usual")
-        _int("ngram_max", self.ngram_max, self.ngram_min, LARGEST_NGRAM, f"ngram_min is {self.ngram_min}")
+        count = self.num_speculative_tokens
+        if type(count) is not int or count < 1:
+            raise ConfigError(
+                f"speculative: num_speculative_tokens is {count!r}, it must be an integer of at least 1; for none "
+                "leave speculative None"
+            )
 
     def _check_synthetic(self) -> None:
         rate = self.synthetic_acceptance_rate
@@ -110,7 +106,9 @@ class SpeculativeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which `speculative_of` takes back; a live draft model is only named."""
-        return {item.name: getattr(self, item.name) for item in fields(self)} | {"draft_model": self._shown_model()}
+        return {name: getattr(self, name) for name in options_of(SpeculativeConfig)} | {
+            "draft_model": self._shown_model()
+        }
 
     def _shown_model(self) -> str | None:
         model = self.draft_model
@@ -157,9 +155,3 @@ def _choice(name: str, value: object, known: tuple[str, ...], refused: Mapping[s
         raise ConfigError(f"speculative: {name}={value!r} is not built: {refused[value]}; known: {', '.join(known)}")
     shown = unknown_name(name, str(value), known)
     raise ConfigError(f"speculative: {shown}; one of {', '.join(known)}")
-
-
-def _int(name: str, value: object, low: int, high: int | None, remedy: str) -> None:
-    if type(value) is not int or value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ConfigError(f"speculative: {name} is {value!r}, it must be an integer of {limits}; {remedy}")

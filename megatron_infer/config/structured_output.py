@@ -10,12 +10,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from megatron_infer.config.options import option, options_of
 from megatron_infer.errors import RequestError, unknown_name
 
 MAX_BYTES = 256 << 10
@@ -48,17 +49,17 @@ class StructuredOutput:
     Checked at construction: an invalid value raises RequestError.
     """
 
-    json_schema: str | Mapping[str, Any] | bool | None = None
+    json_schema: str | Mapping[str, Any] | bool | None = option(None, is_file=True, is_common=True)
     """A JSON schema; stored as JSON text. Properties appear in the order in which the schema lists them."""
-    json_object: bool = False
+    json_object: bool = option(False, flag="json", is_common=True)
     """Any JSON object."""
-    regex: str | None = None
+    regex: str | None = option(None, is_common=True)
     """A regular expression, in the syntax of Rust's regex crate, that the whole text matches."""
-    grammar: str | None = None
+    grammar: str | None = option(None, is_file=True, is_common=True)
     """A context-free grammar: llguidance's dialect of Lark, or GBNF (rules with ::=)."""
-    choice: Sequence[str] | None = None
+    choice: Sequence[str] | None = option(None, is_common=True)
     """The output is one of these texts; stored as a tuple."""
-    compact: bool = False
+    compact: bool = option(False, is_common=True)
     """No white space between the parts of JSON."""
 
     def __post_init__(self) -> None:
@@ -84,7 +85,7 @@ class StructuredOutput:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutput:
         """From parsed JSON; an unknown key is refused, with the nearest known one."""
-        known = [field.name for field in fields(cls)]
+        known = options_of(cls)
         for name in values:
             if name not in known:
                 raise RequestError(f"{unknown_name('field of structured', str(name), known)} ({', '.join(known)})")
@@ -92,7 +93,7 @@ class StructuredOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that were given, as JSON values; `from_dict` of it equals this."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: getattr(self, name) for name in options_of(StructuredOutput)}
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()

@@ -54,7 +54,7 @@ def make_drafts(
             f"it{on_rank}; give it one{on_rank} or leave 'grammar' out"
         )
     proposers: dict[str, Callable[[], Proposer]] = {
-        "ngram": lambda: NgramProposer(ngram_min=asked.ngram_min, ngram_max=asked.ngram_max),
+        "ngram": NgramProposer,
         "grammar": lambda: GrammarProposer(grammars.forced),
         "draft": DeviceProposer,
         "mtp": DeviceProposer,

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.audio_generation import AudioGenerationRequest as AudioGenerationRequest
     from megatron_infer.pipelines.audio_pipeline import AudioGeneratorPipeline as AudioGeneratorPipeline
     from megatron_infer.pipelines.config import PipelineConfig as PipelineConfig
+    from megatron_infer.pipelines.field_types import CacheStrategy as CacheStrategy
+    from megatron_infer.pipelines.field_types import GPUProfilingMode as GPUProfilingMode
+    from megatron_infer.pipelines.field_types import PipelineRole as PipelineRole
+    from megatron_infer.pipelines.field_types import QuantizationEncoding as QuantizationEncoding
     from megatron_infer.pipelines.interfaces import AlwaysSignalBuffersMixin as AlwaysSignalBuffersMixin
     from megatron_infer.pipelines.interfaces import GenerateMixin as GenerateMixin
     from megatron_infer.pipelines.interfaces import KVCacheInputs as KVCacheInputs
@@ -30,21 +34,17 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.interfaces import upper_bounded_default as upper_bounded_default
     from megatron_infer.pipelines.lora_manager import LoRAManager as LoRAManager
     from megatron_infer.pipelines.mcore_model import McorePipelineModel as McorePipelineModel
-    from megatron_infer.pipelines.model_config import CacheStrategy as CacheStrategy
-    from megatron_infer.pipelines.model_config import GPUProfilingMode as GPUProfilingMode
     from megatron_infer.pipelines.model_config import KVCacheConfig as KVCacheConfig
     from megatron_infer.pipelines.model_config import LoRAConfig as LoRAConfig
     from megatron_infer.pipelines.model_config import MAXModelConfig as MAXModelConfig
-    from megatron_infer.pipelines.model_config import PipelineRole as PipelineRole
     from megatron_infer.pipelines.model_config import ProfilingConfig as ProfilingConfig
-    from megatron_infer.pipelines.model_config import QuantizationEncoding as QuantizationEncoding
     from megatron_infer.pipelines.model_config import SamplingConfig as SamplingConfig
     from megatron_infer.pipelines.model_config import SpeculativeConfig as SpeculativeConfig
     from megatron_infer.pipelines.overlap import OverlapTextGenerationPipeline as OverlapTextGenerationPipeline
     from megatron_infer.pipelines.paged_manager import InsufficientBlocksError as InsufficientBlocksError
     from megatron_infer.pipelines.paged_manager import PagedKVCacheManager as PagedKVCacheManager
+    from megatron_infer.pipelines.resolved import Setting as Setting
     from megatron_infer.pipelines.session import InferenceSession as InferenceSession
-    from megatron_infer.pipelines.settings import Setting as Setting
     from megatron_infer.pipelines.text_generation import GenerationStatus as GenerationStatus
     from megatron_infer.pipelines.text_generation import LogProbabilities as LogProbabilities
     from megatron_infer.pipelines.text_generation import TextContext as TextContext
@@ -60,8 +60,8 @@ _HOMES = {
     "AudioGenerationOutput": "audio_generation",
     "AudioGenerationRequest": "audio_generation",
     "AudioGeneratorPipeline": "audio_pipeline",
-    "CacheStrategy": "model_config",
-    "GPUProfilingMode": "model_config",
+    "CacheStrategy": "field_types",
+    "GPUProfilingMode": "field_types",
     "GenerateMixin": "interfaces",
     "GenerationStatus": "text_generation",
     "InferenceSession": "session",
@@ -81,14 +81,14 @@ _HOMES = {
     "PagedKVCacheManager": "paged_manager",
     "PipelineConfig": "config",
     "PipelineModel": "interfaces",
-    "PipelineRole": "model_config",
+    "PipelineRole": "field_types",
     "PrependPromptSpeechTokens": "audio_config",
     "ProfilingConfig": "model_config",
     "PrometheusMetricsMode": "audio_config",
-    "QuantizationEncoding": "model_config",
+    "QuantizationEncoding": "field_types",
     "ReturnLogits": "interfaces",
     "SamplingConfig": "model_config",
-    "Setting": "settings",
+    "Setting": "resolved",
     "SpeculativeConfig": "model_config",
     "TextContext": "text_generation",
     "TextGenerationInputs": "text_generation",

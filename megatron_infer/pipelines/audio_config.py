@@ -19,10 +19,11 @@ from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.metrics.modes import PrometheusMetricsMode
 from megatron_infer.pipelines.architectures import custom_architectures
-from megatron_infer.pipelines.config import NAMES, PipelineConfig, sources_of
-from megatron_infer.pipelines.config_layers import FieldPath, Names
-from megatron_infer.pipelines.model_config import by_name
-from megatron_infer.pipelines.settings import Resolved, Setting
+from megatron_infer.pipelines.config import PipelineConfig, sources_of
+from megatron_infer.pipelines.config_layers import Names
+from megatron_infer.pipelines.field_rows import FieldPath
+from megatron_infer.pipelines.field_types import by_name
+from megatron_infer.pipelines.resolved import Resolved, Setting
 
 POSITIONAL = (
     "audio_decoder",
@@ -169,11 +170,7 @@ def _with_audio_settings(
 
 
 AUDIO_FIELDS = tuple(name for name in AudioGenerationConfig.model_fields if name not in PipelineConfig.model_fields)
-AUDIO_NAMES = dataclasses.replace(
-    NAMES,
-    paths={**NAMES.paths, **{(name,): AudioGenerationConfig for name in AUDIO_FIELDS}},
-    options=NAMES.options - set(AUDIO_FIELDS),
-)
+AUDIO_NAMES = Names.of(AudioGenerationConfig)
 
 
 def _check_blocks(config: AudioGenerationConfig) -> None:
@@ -247,15 +244,14 @@ def _mapping(name: str, text: str) -> dict[str, Any]:
     return value
 
 
+_READERS: Mapping[Any, Callable[[str, str], Any]] = {
+    bool: _bool,
+    int: _int,
+    list[int] | None: _ints,
+    dict[str, Any]: _mapping,
+}
+"""Type of a field -> what reads its text; the others are texts."""
 _FLAGS: Mapping[str, Callable[[str, str], Any]] = {
-    "audio_decoder": _text,
-    "audio_decoder_weights": _text,
-    "audio_decoder_config": _mapping,
-    "chunk_size": _ints,
-    "buffer": _int,
-    "block_causal": _bool,
-    "prepend_prompt_speech_tokens": _text,
-    "prepend_prompt_speech_tokens_causal": _bool,
-    "prometheus_metrics_mode": _text,
+    **{name: _READERS.get(AudioGenerationConfig.model_fields[name].annotation, _text) for name in AUDIO_FIELDS},
     "run_model_test_mode": _bool,
 }

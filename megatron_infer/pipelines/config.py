@@ -3,12 +3,11 @@
     PipelineConfig(model_path="smollm2", max_length=2048).resolved.engine     # an InferenceConfig
 
 A value comes from an argument, else from MEGATRON_INFER_NAME in the environment, else from the file, else it is the
-field's default. What each field is mapped to: `pipelines.mapping`.
+field's default. What each field acts as is the row in its annotation: `pipelines.field_rows`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -17,28 +16,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from megatron_infer.config import lora, speculative
 from megatron_infer.config.capacity import GIB
-from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.errors import ConfigError
 from megatron_infer.pipelines import config_layers
-from megatron_infer.pipelines.config_layers import FieldPath, Kind, Names
-from megatron_infer.pipelines.model_config import (
-    KVCacheConfig,
-    LoRAConfig,
-    MAXModelConfig,
+from megatron_infer.pipelines import field_rules as rules
+from megatron_infer.pipelines.config_layers import Names
+from megatron_infer.pipelines.field_rows import Engine, FieldPath, RanksOf, Refused, Rule, Server
+from megatron_infer.pipelines.field_types import (
     PipelineRole,
-    ProfilingConfig,
     QuantizationEncoding,
-    SamplingConfig,
     Section,
-    SpeculativeConfig,
     Text,
     by_name,
     validation_text,
 )
-from megatron_infer.pipelines.settings import Resolved, Setting
-from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.pipelines.model_config import (
+    LoRAConfig,
+    MAXModelConfig,
+    ProfilingConfig,
+    SamplingConfig,
+    SpeculativeConfig,
+)
+from megatron_infer.pipelines.resolved import Resolved, Setting
 
 if TYPE_CHECKING:
     from megatron_infer.pipelines.session import InferenceSession
@@ -54,82 +53,81 @@ class PipelineConfig(Section):
     Raises ConfigError for an unknown name, a wrong type, or a value that is refused.
     """
 
-    config_file: str | None = None
+    config_file: Annotated[str | None, Rule()] = None
     """YAML file with fields of this tree, flat or nested; arguments and the environment go before it."""
-    section_name: str | None = None
+    section_name: Annotated[str | None, Rule()] = None
     """The section of config_file to read. None: the whole file."""
-    max_length: int | None = None
-    """Most tokens of prompt and output together, per request. None: the model's limit, cut to what the cache holds."""
-    pipeline_role: Annotated[PipelineRole, by_name(PipelineRole)] = PipelineRole.PrefillAndDecode
-    """What a server does of a request; the default, prefill_and_decode, is the only role that is built."""
-    max_batch_size: int | None = None
-    """Most requests at once, per replica. None: from the memory and max_batch_input_tokens."""
-    max_queue_size_tg: int | None = None
-    """Most requests that decode, in phased batching."""
-    min_batch_size_tg: int | None = None
-    """Requests that decode below which prompts go first, in phased batching."""
-    ep_size: int = 1
-    """Expert-parallel ranks of an engine."""
-    ce_delay_ms: float = 0.0
-    """Milliseconds that prompts wait for others, in phased batching."""
-    enable_prioritize_first_decode: bool = False
-    """Requests decode right after the step that ended their prompt, in phased batching."""
-    enable_chunked_prefill: bool = True
-    """Split prompts into chunks over several steps; prompts may then be longer than max_batch_input_tokens."""
-    enable_in_flight_batching: bool = False
-    """Take prompts into steps that decode."""
-    max_num_steps: int = -1
-    """Decode steps that are launched before the first is read; -1: one."""
-    max_batch_input_tokens: int = 8192
-    """Most tokens of a step, prompts and decoding requests together."""
-    enable_echo: bool = False
-    """Serve log probabilities of prompts."""
-    pool_embeddings: bool = True
-    """Embeddings are one vector a prompt, not one a token."""
-    chat_template: Annotated[Path | None, Field(strict=False)] = None
-    """File with a chat template, or JSON with the key chat_template, that goes before the model's own."""
-    use_experimental_kernels: Text = "false"
-    """"true", or names out of fused_rope."""
-    use_vendor_blas: Text = "false"
-    """"true": linear layers run in the vendor's library."""
-    pdl_level: Text = "0"
-    """"0": a kernel is launched when the one before has ended. "1" and "2": its programs start while those of the one
-    before end (MEGATRON_INFER_PDL=1), on GPUs of compute capability 9.0 on."""
-    custom_architectures: list[str] = Field(default_factory=list)
-    """Modules with architectures of one's own: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""
-    zmq_endpoint_base: str = ""
-    """What the addresses of a server's processes begin with: ipc://PATH. Empty: generated."""
-    execute_empty_batches: bool = False
-    """No effect, with a warning when True: expert-parallel ranks are one engine and take part in every step."""
-    max_batch_total_tokens: int | None = None
-    """Most tokens of context, over all requests of a step that prefills."""
-    force: bool = False
+    defer_resolve: Annotated[bool, Rule()] = False
+    """Check types only, until resolve() is called."""
+    force: Annotated[bool, Rule(rules.force)] = False
     """Keep values that an architecture's required arguments would replace, and a quantization_encoding that is not the
     file's. Never skips a check of safety."""
-    kvcache_ce_watermark: float = 0.95
-    """Share of the cache beyond which no prompt is admitted beside running requests."""
-    enable_overlap_scheduler: bool = False
-    """Commit a step while the next one runs. False leaves it to the device: on a GPU it is on, unless `options` has
-    overlap=False."""
-    use_legacy_module: bool = True
+    custom_architectures: Annotated[list[str], Rule(rules.architectures)] = Field(default_factory=list)
+    """Modules with architectures of one's own: PATH or FOLDER:MODULE, each with a list ARCHITECTURES."""
+    use_legacy_module: Annotated[bool, Rule(rules.legacy_module, needs_model=True)] = True
     """Build the model of megatron-core's stock classes, and adopt these in place. False, and for hybrids: of the paged
     spec of this package. The logits are the same."""
-    defer_resolve: bool = False
-    """Check types only, until resolve() is called."""
+    chat_template: Annotated[Path | None, Field(strict=False), Rule(rules.chat_template)] = None
+    """File with a chat template, or JSON with the key chat_template, that goes before the model's own."""
+    max_length: Annotated[int | None, Engine("max_sequence_length")] = None
+    """Most tokens of prompt and output together, per request. None: the model's limit, cut to what the cache holds."""
+    max_batch_size: Annotated[int | None, Engine("max_requests")] = None
+    """Most requests at once, per replica. None: from the memory and max_batch_input_tokens."""
+    max_batch_input_tokens: Annotated[int, Engine("max_tokens")] = 8192
+    """Most tokens of a step, prompts and decoding requests together."""
+    max_batch_total_tokens: Annotated[int | None, Engine("max_batch_total_tokens")] = None
+    max_num_steps: Annotated[int, Engine("max_steps_in_flight", rules.steps_in_flight, rules.why_steps_in_flight)] = -1
+    """Decode steps that are launched before the first is read; -1: one."""
+    max_queue_size_tg: Annotated[int | None, Engine("max_queue_size_tg")] = None
+    min_batch_size_tg: Annotated[int | None, Engine("min_batch_size_tg")] = None
+    ce_delay_ms: Annotated[float, Engine("ce_delay_ms")] = 0.0
+    enable_prioritize_first_decode: Annotated[bool, Engine("enable_prioritize_first_decode")] = False
+    enable_chunked_prefill: Annotated[bool, Engine("enable_chunked_prefill")] = True
+    """Split prompts into chunks over several steps; prompts may then be longer than max_batch_input_tokens."""
+    enable_in_flight_batching: Annotated[bool, Engine("batching", rules.batching_policy, has_own_words=True)] = False
+    """Take prompts into steps that decode."""
+    kvcache_ce_watermark: Annotated[float, Engine("admission_watermark")] = 0.95
+    """Share of the cache beyond which no prompt is admitted beside running requests."""
+    execute_empty_batches: Annotated[bool, Rule(rules.empty_batches)] = False
+    """No effect, with a warning when True: expert-parallel ranks are one engine and take part in every step."""
+    enable_overlap_scheduler: Annotated[bool, Engine("overlap", rules.overlap, has_own_words=True)] = False
+    """Commit a step while the next one runs. False leaves it to the device: on a GPU it is on, unless `options` has
+    overlap=False."""
+    pipeline_role: Annotated[
+        PipelineRole, by_name(PipelineRole), Refused("a server here both prefills and decodes; take prefill_and_decode")
+    ] = PipelineRole.PrefillAndDecode
+    """What a server does of a request; the default, prefill_and_decode, is the only role that is built."""
+    ep_size: Annotated[int, RanksOf("ep")] = 1
+    """Expert-parallel ranks of an engine."""
+    enable_echo: Annotated[bool, Server("enable_echo")] = False
+    pool_embeddings: Annotated[bool, Server("pool_embeddings")] = True
+    use_experimental_kernels: Annotated[
+        Text, Rule(rules.experimental_kernels, instead_of="use_flashinfer_fused_rope", needs_model=True)
+    ] = "false"
+    """"true", or names out of fused_rope."""
+    use_vendor_blas: Annotated[Text, Engine("linear_backend", rules.linear_backend, has_own_words=True)] = "false"
+    """"true": linear layers run in the vendor's library."""
+    pdl_level: Annotated[Text, Rule(rules.pdl_level, needs_model=True)] = "0"
+    """"0": a kernel is launched when the one before has ended. "1" and "2": its programs start while those of the one
+    before end (MEGATRON_INFER_PDL=1), on GPUs of compute capability 9.0 on."""
+    zmq_endpoint_base: Annotated[str, Rule(rules.endpoint_base)] = ""
+    """What the addresses of a server's processes begin with: ipc://PATH. Empty: generated."""
+    lora: Annotated[LoRAConfig | None, Engine("lora", rules.lora, has_own_words=True)] = None
+    """Adapters beside the model."""
+    speculative: Annotated[SpeculativeConfig | None, Engine("speculative", rules.speculative, has_own_words=True)] = (
+        None
+    )
+    """Tokens that are drafted and then verified."""
+    draft_model: Annotated[MAXModelConfig | None, Rule(rules.draft_model)] = None
+    """The model that drafts tokens."""
+    options: Annotated[dict[str, Any], Rule()] = Field(default_factory=dict, repr=False)
+    """Options of InferenceConfig, ServerConfig and LLM by their own names; they may also be given flat."""
     model: MAXModelConfig = Field(default_factory=MAXModelConfig)
     """Where the model comes from, and its cache."""
-    draft_model: MAXModelConfig | None = None
-    """The model that drafts tokens."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """What requests may ask for."""
     profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
     """Ranges for profilers."""
-    lora: LoRAConfig | None = None
-    """Adapters beside the model."""
-    speculative: SpeculativeConfig | None = None
-    """Tokens that are drafted and then verified."""
-    options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    """Options of InferenceConfig, ServerConfig and LLM by their own names; they may also be given flat."""
 
     _layers: dict[FieldPath, tuple[str, Any]] = PrivateAttr(default_factory=dict)
     """Path -> (source, value) of what was given."""
@@ -242,43 +240,14 @@ class PipelineConfig(Section):
         return self.model_dump(exclude={"config_file", "section_name", "defer_resolve"})
 
 
-SECTIONS: dict[FieldPath, type[Section]] = {
-    ("model",): MAXModelConfig,
-    ("model", "kv_cache"): KVCacheConfig,
-    ("draft_model",): MAXModelConfig,
-    ("draft_model", "kv_cache"): KVCacheConfig,
-    ("sampling",): SamplingConfig,
-    ("profiling",): ProfilingConfig,
-    ("lora",): LoRAConfig,
-    ("speculative",): SpeculativeConfig,
-}
-
-
-def _kind(annotation: str) -> Kind:
-    """How a value of a dataclass's field is written as text."""
-    if annotation.startswith("str"):
-        return Kind.TEXT
-    return Kind.LIST if annotation.startswith("tuple[str") else Kind.VALUE
-
-
-_DECLARED = {item.name: str(item.type) for kind in (InferenceConfig, ServerConfig) for item in dataclasses.fields(kind)}
-NAMES = Names.of(
-    PipelineConfig,
-    SECTIONS,
-    options=frozenset([*_DECLARED, "dtype", "device", "threads", "dp", "tp", "pp", "ep"]),
-    kinds={"dtype": Kind.TEXT, "device": Kind.TEXT, **{name: _kind(kind) for name, kind in _DECLARED.items()}},
-    own_fields={
-        name: frozenset(item.name for item in dataclasses.fields(kind))
-        for name, kind in (("lora", lora.LoRAConfig), ("speculative", speculative.SpeculativeConfig))
-    },
-)
+NAMES = Names.of(PipelineConfig)
 
 
 def _sections(tree: dict[str, Any], prefix: FieldPath = ()) -> dict[str, Any]:
     """Nested mappings -> the configs of the sections; plain values stay."""
     built = {}
     for name, value in tree.items():
-        kind = SECTIONS.get((*prefix, name))
+        kind = NAMES.sections.get((*prefix, name))
         if kind is None:
             built[name] = value
             continue

@@ -6,20 +6,30 @@ flat or nested mapping ── route ──> {path: value}, path = ("model", "kv_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.layout import LLM_OPTIONS, Layout
+from megatron_infer.config.lora import LoRAConfig
+from megatron_infer.config.options import options_of
+from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.errors import ConfigError, unknown_name
-from megatron_infer.server.server_config import ENV_PREFIX
+from megatron_infer.pipelines.field_rows import FieldPath, rows_of
+from megatron_infer.server.server_config import ENV_PREFIX, ServerConfig
 
-FieldPath = tuple[str, ...]
 OPTIONS = "options"
 """The field that holds options by their own names."""
+OWN_FIELDS: Mapping[str, Collection[str]] = {
+    "lora": options_of(LoRAConfig),
+    "speculative": options_of(SpeculativeConfig),
+}
+"""Option of InferenceConfig that has the name of a section -> its fields by their own names."""
 DRAFT, DRAFT_PREFIX = "draft_model", "draft_"
 
 
@@ -37,31 +47,37 @@ class Names:
 
     paths: Mapping[FieldPath, type[BaseModel]]
     """Fields, and the config that declares each."""
-    sections: frozenset[FieldPath]
+    sections: Mapping[FieldPath, type[BaseModel]]
     """Nested configs."""
-    options: frozenset[str]
-    """Options by their own names: of InferenceConfig, ServerConfig and LLM."""
-    kinds: Mapping[str, Kind]
-    """How their values are written as text; VALUE where an option is left out."""
-    own_fields: Mapping[str, frozenset[str]]
-    """Option that has the name of a section -> its fields by their own names."""
+    options: Mapping[str, Kind]
+    """Options of InferenceConfig, ServerConfig and LLM by their own names, and how their values are written as text."""
 
     @classmethod
-    def of(
-        cls,
-        root: type[BaseModel],
-        sections: Mapping[FieldPath, type[BaseModel]],
-        *,
-        options: frozenset[str],
-        kinds: Mapping[str, Kind],
-        own_fields: Mapping[str, frozenset[str]],
-    ) -> Names:
+    def of(cls, root: type[BaseModel]) -> Names:
         paths: dict[FieldPath, type[BaseModel]] = {}
-        for prefix, section in {(): root, **sections}.items():
-            for name in section.model_fields:
-                if (*prefix, name) not in sections:
-                    paths[*prefix, name] = section
-        return cls(paths=paths, sections=frozenset(sections), options=options, kinds=kinds, own_fields=own_fields)
+        sections: dict[FieldPath, type[BaseModel]] = {}
+        left: list[tuple[FieldPath, type[BaseModel]]] = [((), root)]
+        for prefix, owner in left:  # grows meanwhile
+            for name, info in owner.model_fields.items():
+                kinds = (info.annotation, *get_args(info.annotation))
+                section = next((one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)), None)
+                if section is None:
+                    paths[*prefix, name] = owner
+                else:
+                    sections[*prefix, name] = section
+                    left.append(((*prefix, name), section))
+        options = {
+            name: Kind.TEXT if name in ("dtype", "device") else Kind.VALUE
+            for name in (*LLM_OPTIONS, *options_of(Layout))
+        }
+        kinds = {"str": Kind.TEXT, "tuple[str, ...]": Kind.LIST}
+        for one in (*options_of(InferenceConfig).values(), *options_of(ServerConfig).values()):
+            options[one.name] = kinds.get(one.kind, Kind.VALUE)
+        acting = {path for path, _, _ in rows_of(root)}
+        for path in paths:
+            if len(path) == 1 and path not in acting:  # the root's own, whatever the option of that name does
+                options.pop(path[0], None)
+        return cls(paths=paths, sections=sections, options=options)
 
     def flat(self) -> dict[str, FieldPath]:
         """Name of a field as it is given flat -> its path."""
@@ -124,7 +140,7 @@ class Names:
                 yield path, value
         elif prefix:
             known = [one[-1] for one in (*self.paths, *self.sections) if one[:-1] == prefix]
-            known += sorted(self.own_fields.get(prefix[0], ()))
+            known += sorted(OWN_FIELDS.get(prefix[0], ()))
             message = unknown_name(f"field of {'.'.join(prefix)}", name, known)
             raise ConfigError(f"{where}{message}; one of {', '.join(known)}")
         elif name in (flat := self.flat()):
@@ -138,7 +154,7 @@ class Names:
 
     def _is_option(self, name: str, value: Any) -> bool:
         """Whether the value of a section is that of the option of its name: it has the option's own fields."""
-        own = self.own_fields.get(name, frozenset())
+        own = OWN_FIELDS.get(name, ())
         if isinstance(value, Mapping):
             return any(key in own and (name, key) not in self.paths for key in value)
         return bool(own) and is_dataclass(value)
@@ -174,7 +190,7 @@ class Names:
         """How a field's value is written on a command line and in the environment."""
         section = self.paths.get(path)
         if section is None:
-            return self.kinds.get(path[-1], Kind.VALUE)
+            return self.options.get(path[-1], Kind.VALUE)
         annotation = section.model_fields[path[-1]].annotation
         if annotation in (str, str | None, Path | None):
             return Kind.TEXT

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from megatron_infer.pipelines.lora_manager import LoRAManager
     from megatron_infer.pipelines.model_config import KVCacheConfig
     from megatron_infer.pipelines.paged_manager import PagedKVCacheManager
+    from megatron_infer.pipelines.resolved import Resolved
     from megatron_infer.pipelines.session import InferenceSession
-    from megatron_infer.pipelines.settings import Resolved
     from megatron_infer.pipelines.text_generation import (
         LogProbabilities,
         RequestID,

@@ -18,33 +18,41 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from megatron_infer.config.capacity import GIB
-from megatron_infer.config.checks import PHASED_OPTIONS, check_mtp
+from megatron_infer.config.checks import acting_with, check_mtp
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, WeightDtype
+from megatron_infer.config.layout import LLM_OPTIONS, Layout
 from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import FP8_E4M3, KV_DTYPE_BYTES, ModelShape, mtp_shape
+from megatron_infer.config.options import options_of
 from megatron_infer.config.sizing import DEFAULT_MAX_TOKENS
 from megatron_infer.config.speculative import speculative_of
 from megatron_infer.errors import ConfigError
 from megatron_infer.kernels import native_build
 from megatron_infer.model_loader.description_shape import shape_of
 from megatron_infer.model_loader.find import Kind, architecture_name, describe, find_model
-from megatron_infer.pipelines import mapping
 from megatron_infer.pipelines.architectures import Architecture
-from megatron_infer.pipelines.config_layers import OPTIONS, FieldPath, flat_name
+from megatron_infer.pipelines.config_layers import OPTIONS, flat_name
 from megatron_infer.pipelines.estimates import Estimator, MemoryEstimate, packed_bytes
+from megatron_infer.pipelines.field_rows import (
+    Engine,
+    FieldPath,
+    Model,
+    RanksOf,
+    Refused,
+    Row,
+    Rule,
+    Server,
+    fields_by_option,
+    rows_of,
+)
+from megatron_infer.pipelines.field_types import RopeType
 from megatron_infer.pipelines.machine import Machine, find_machine
-from megatron_infer.pipelines.model_config import RopeType
-from megatron_infer.pipelines.settings import Layout, Resolved, Setting
+from megatron_infer.pipelines.resolved import Resolved, Setting
 from megatron_infer.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from megatron_infer.model_loader.model_description import ModelDescription
     from megatron_infer.pipelines.config import PipelineConfig
-
-LLM_OPTIONS = ("dtype", "device", "threads")
-SECRETS = ("api_key",)
-"""Options whose values are never shown."""
-LAYOUT_OPTIONS = ("dp", "tp", "pp", "ep")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,12 +102,6 @@ class Asked:
         """Whether the model runs on a GPU."""
         return find_machine(self.llm.get("device", "auto")).is_cuda
 
-    def runnable_kernels(self, names: Iterable[str]) -> tuple[list[str], list[str]]:
-        """(names that can run on this machine, why the others cannot)."""
-        if self.is_cuda:
-            return list(names), []
-        return [], [f"{name}: for GPUs" for name in names]
-
 
 def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_bytes: int | None) -> Resolved:
     """Raises ConfigError, ModelError or NotImplementedError; the config is not changed.
@@ -109,7 +111,7 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
     asked, settings = Asked(config=config), {}
     rows = list(_rows(config))
     for path, value, default, row in rows:
-        if not (isinstance(row, mapping.Handled) and row.needs_model):
+        if not (isinstance(row, Rule) and row.needs_model):
             settings[path] = _applied(path, value, default, row, asked, sources)
     del settings[OPTIONS,]
     _add_options(config, asked, settings, sources)
@@ -118,8 +120,8 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
         asked.engine["lora"] = {}  # as `serve --lora-root` without the tree
     if not asked.llm.get("model"):
         raise ConfigError("model_path is empty: give an alias (smollm2), a directory, a hub id or a .gguf file")
-    _check_world(Layout(**asked.layout))
-    told = _ToldByBothNames(config.options)
+    _check_world(config, Layout(**asked.layout))
+    told = _ToldByBothNames(config)
     with told:
         ServerConfig(**asked.server)
         with warnings.catch_warnings():
@@ -127,11 +129,11 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
             InferenceConfig(**asked.engine)
     architecture = _find_model(asked)
     for path, value, default, row in rows:
-        if isinstance(row, mapping.Handled) and row.needs_model:
+        if isinstance(row, Rule) and row.needs_model:
             settings[path] = _applied(path, value, default, row, asked, sources)
     _require(architecture, config, settings, asked)
     layout = Layout(**asked.layout)
-    _check_world(layout)
+    _check_world(config, layout)
     with told:
         server = ServerConfig(**asked.server)
     machine = find_machine(asked.llm.get("device", "auto"))
@@ -166,7 +168,10 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
                 activations=estimator.activations(sizes.max_sequence_length),
                 cache=sizes.kv_bytes + sizes.state_bytes,
             )
-    effective = {flat_name(path): _in_effect(path, one, decided, server, layout) for path, one in settings.items()}
+    by_path = {path: row for path, _, _, row in rows}
+    effective = {
+        flat_name(path): _in_effect(by_path.get(path), one, decided, server, layout) for path, one in settings.items()
+    }
     return Resolved(
         engine=engine,
         server=server,
@@ -183,40 +188,39 @@ def resolve(config: PipelineConfig, sources: Mapping[FieldPath, str], *, free_by
     )
 
 
-def _rows(config: PipelineConfig) -> Iterable[tuple[FieldPath, Any, Any, mapping.Row]]:
+def _rows(config: PipelineConfig) -> Iterable[tuple[FieldPath, Any, Any, Row]]:
     """(path, value, default, row) of every field of the tree, in order."""
-    for dotted, row in mapping.ROWS.items():
-        path: FieldPath = tuple(dotted.split("."))
-        owner: Any = config
-        for name in path[:-1]:
-            owner = getattr(owner, name)
-        info = type(owner).model_fields[path[-1]]
-        yield path, getattr(owner, path[-1]), info.get_default(call_default_factory=True), row
+    for path, info, row in rows_of(type(config)):
+        value: Any = config
+        for name in path:
+            value = getattr(value, name)
+        yield path, value, info.get_default(call_default_factory=True), row
 
 
 def _applied(
-    path: FieldPath, value: Any, default: Any, row: mapping.Row, asked: Asked, sources: Mapping[FieldPath, str]
+    path: FieldPath, value: Any, default: Any, row: Row, asked: Asked, sources: Mapping[FieldPath, str]
 ) -> Setting:
     source = _source(path, sources)
     effective, note = value, ""
     match row:
-        case mapping.Refused(reason, taken):
-            if value != default and value not in taken:
+        case Refused(reason):
+            if value != default:
                 raise ConfigError(f"{path[-1]}={_shown(value)}: {reason}")
-        case mapping.Handled(act):
-            effective, note = act(value, asked)
-        case mapping.Layout(axis):
+        case Rule(act):
+            if act is not None:
+                effective, note = act(value, asked)
+        case RanksOf(axis):
             asked.layout[axis] = value
-        case mapping.Model(argument, convert):
+        case Model(argument):
             if value:
-                asked.llm[argument] = convert(value)
-        case mapping.Engine(option, convert, why):
-            note = "" if why is None else why(asked.config)
+                asked.llm[argument] = value
+        case Engine(option):
+            note = "" if row.note is None else row.note(asked.config)
             if value is not None:
-                asked.engine[option] = convert(value)
-        case mapping.Server(option, convert):
+                asked.engine[option] = row.converted(value)
+        case Server(option):
             if value is not None:
-                asked.server[option] = convert(value)
+                asked.server[option] = row.converted(value)
     source = "derived" if source == "default" and effective != value else source
     return Setting(requested=value, value=effective, source=source, note=note)
 
@@ -236,33 +240,36 @@ def _add_options(
     config: PipelineConfig, asked: Asked, settings: dict[FieldPath, Setting], sources: Mapping[FieldPath, str]
 ) -> None:
     """Options by their own names, beside those of the rows. Raises ConfigError for one that a given field sets, too."""
-    engine_names = {item.name for item in dataclasses.fields(InferenceConfig)}
-    fields = {path[-1]: (path, value) for path, value, _, _ in _rows(config)}
+    engine_names, by_option = options_of(InferenceConfig), fields_by_option(type(config))
+    fields = {path: (requested, row) for path, requested, _, row in _rows(config)}
     for name, value in config.options.items():
-        other = mapping.OWN_NAMES.get(name)
-        if other == name and _source(fields[name][0], sources) != "default":
+        path = by_option.get(name)
+        has_one_name = path is not None and path[-1] == name
+        if path is not None and has_one_name and _source(path, sources) != "default":
             raise ConfigError(f"{name} is given by fields of its section and by its own; give one of them")
-        if other is not None and other != name:
-            path, requested = fields[other]
+        if path is not None and not has_one_name:
+            requested, row = fields[path]
             if sources.get(path, "default") != "default":
                 raise ConfigError(
-                    f"{other}={_shown(requested)} and {name}={_shown(value)} set the same thing; give one of them"
+                    f"{path[-1]}={_shown(requested)} and {name}={_shown(value)} set the same thing; give one of them"
                 )
-            if isinstance(mapping.ROWS[".".join(path)], mapping.Handled) and path in settings:
+            if isinstance(row, Rule) and path in settings:
                 note = f"{name} is given"
                 settings[path] = dataclasses.replace(settings[path], value=value, source="derived", note=note)
         into: dict[str, Any] = asked.engine if name in engine_names else asked.server
-        into = asked.llm if name in LLM_OPTIONS else asked.layout if name in LAYOUT_OPTIONS else into
+        into = asked.llm if name in LLM_OPTIONS else asked.layout if name in options_of(Layout) else into
         into[name] = value
-        shown = "(given)" if name in SECRETS else value
+        declared = options_of(ServerConfig).get(name)
+        shown = "(given)" if declared is not None and declared.is_secret else value
         source = sources.get((OPTIONS, name), "argument")
-        at = fields[name][0] if other == name else (OPTIONS, name)
+        at = path if path is not None and has_one_name else (OPTIONS, name)
         settings[at] = Setting(requested=shown, value=shown, source=source)
 
 
 def _imply_phases(config: PipelineConfig, asked: Asked, settings: dict[FieldPath, Setting]) -> None:
     """Batching is phased where options that act only there are set, unless another policy is asked for."""
-    names = [name for name in PHASED_OPTIONS if asked.engine.get(name) not in (None, getattr(InferenceConfig, name))]
+    phased = acting_with("phased", InferenceConfig)
+    names = [name for name, default in phased if asked.engine.get(name) not in (None, default)]
     if names and config.enable_in_flight_batching:
         raise ConfigError(
             f"{names[0]} acts in phased batching, which takes no prompts into steps that decode "
@@ -304,15 +311,15 @@ def _require(
     architecture: Architecture, config: PipelineConfig, settings: dict[FieldPath, Setting], asked: Asked
 ) -> None:
     """What the architecture needs instead of what was asked for, unless force is set."""
-    fields = {path[-1]: path for path in settings}
+    fields, rows = {path[-1]: path for path in settings}, {path: row for path, _, row in rows_of(type(config))}
     for name, value in architecture.required_arguments.items():
         if name not in fields:
             raise ConfigError(f"architecture {architecture.name} requires {name}, which is no field")
         path = fields[name]
-        if ".".join(path) not in mapping.ROWS:
+        if path not in rows:
             raise ConfigError(f"architecture {architecture.name} requires {name}, which is no field but an option")
         value = _checked(config, path, value)
-        one, row = settings[path], mapping.ROWS[".".join(path)]
+        one, row = settings[path], rows[path]
         if one.value == value:
             continue
         why = f"architecture {architecture.name} requires {name}={_shown(value)}"
@@ -337,12 +344,11 @@ def _checked(config: PipelineConfig, path: FieldPath, value: Any) -> Any:
     return getattr(probe, path[-1])
 
 
-def _check_world(layout: Layout) -> None:
-    for name, size in dataclasses.asdict(layout).items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"{mapping.OWN_NAMES.get(name, name)} is {size!r}, it must be an integer of at least 1")
+def _check_world(config: PipelineConfig, layout: Layout) -> None:
+    names = {name: path[-1] for name, path in fields_by_option(type(config)).items()}
+    layout.check(names)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    several = {mapping.OWN_NAMES.get(name, name): getattr(layout, name) for name in ("tp", "pp", "ep")}
+    several = {names.get(name, name): getattr(layout, name) for name in ("tp", "pp", "ep")}
     for name, size in several.items():
         if size > 1 and world == 1:
             raise ConfigError(
@@ -436,37 +442,37 @@ def _check_length(length: int, description: ModelDescription | None) -> None:
         )
 
 
-def _in_effect(path: FieldPath, one: Setting, engine: InferenceConfig, server: ServerConfig, layout: Layout) -> Setting:
-    """The setting with the value that the counterpart has in the end."""
-    row = mapping.ROWS.get(".".join(path))
+def _in_effect(row: Row | None, one: Setting, engine: InferenceConfig, server: ServerConfig, layout: Layout) -> Setting:
+    """The setting with the value that the option has in the end. row: the field's; None for an option."""
+    note = one.note
     match row:
-        case mapping.Engine(option, convert, _):
+        case Engine(option):
             value = getattr(engine, option)
             note = one.note or f"{option} of InferenceConfig"
             is_other = one.requested is not None and type(value) is not type(one.requested)
             if is_other and isinstance(one.requested, Mapping):  # by the option's own names
                 return dataclasses.replace(one, value=value, note=note)
-            if is_other and convert(one.requested) == value:
+            if is_other and row.converted(one.requested) == value:
                 value = one.requested  # the same in the field's own words
-        case mapping.Layout(axis):
-            value, note = getattr(layout, axis), one.note
-        case mapping.Server(option, _):
+        case RanksOf(axis):
+            value = getattr(layout, axis)
+        case Server(option):
             value, note = getattr(server, option), one.note or f"{option} of ServerConfig"
         case _:
             return one
-    source = one.source
-    if value != one.requested and source == "default":
-        source = "derived"
+    source = "derived" if value != one.requested and one.source == "default" else one.source
     return dataclasses.replace(one, value=value, source=source, note=note)
 
 
 class _ToldByBothNames:
     """Errors of options have the field's name in front, unless the option was given by its own name."""
 
-    def __init__(self, given: Iterable[str]) -> None:
-        own = set(given)
+    def __init__(self, config: PipelineConfig) -> None:
         self._names = {
-            option: name for option, name in mapping.SAME_VALUES.items() if name != option and option not in own
+            row.option: path[-1]
+            for path, _, row in rows_of(type(config))
+            if isinstance(row, Engine | Server) and not row.has_own_words
+            if path[-1] != row.option and row.option not in config.options
         }
 
     def __enter__(self) -> None:

@@ -47,6 +47,8 @@ POLL_S = 0.5
 """Seconds between two reports of the coordinator."""
 REPORT_TIMEOUT_S = 2.0
 """Most seconds that a report is waited for."""
+TOKEN_THREADS = 2
+"""Threads that tokenize and render chat templates."""
 CLEAN_S, CLEAN_BUSY_S = 2.0, 300.0
 """Seconds between two times that memory is given back, while no call is running and while some are."""
 
@@ -105,8 +107,7 @@ class EngineClient:
         self._calls: set[InFlightCall] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        threads = settings.token_threads
-        self._threads = TurnPool(threads, "megatron-infer-text", most_each=threads, gives_way=False)
+        self._threads = TurnPool(TOKEN_THREADS, "megatron-infer-text", most_each=TOKEN_THREADS, gives_way=False)
         self._detokenizer = None if tokenizer is None else OutputDetokenizer(tokenizer, self.run_in_thread)
         self._was_busy = False
         """Whether calls have run since memory was given back."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+from megatron_infer.config.layout import LLM_OPTIONS, Layout
+from megatron_infer.config.options import Option, option, options_of
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.metrics.modes import PrometheusMetricsMode
 from megatron_infer.text.reasoning_parsers import REASONING
@@ -22,42 +23,41 @@ if TYPE_CHECKING:
     from megatron_infer.config.sampling_params import SamplingParams
 
 ENV_PREFIX = "MEGATRON_INFER_"
-METRICS_MODES = tuple(mode.value for mode in PrometheusMetricsMode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Options of the HTTP server; an invalid value raises ConfigError."""
 
-    host: str = "127.0.0.1"
+    host: str = option("127.0.0.1", is_common=True)
     """Address to listen at. Other machines reach any address but loopback: set an API key with it."""
-    port: int = 8000
+    port: int = option(8000, least=0, most=65535, is_common=True)
     """Port to listen at; 0: the system chooses one."""
-    http_workers: int = 1
+    http_workers: int = option(1, least=1, is_common=True)
     """HTTP processes that share the port. Limits on connections, threads and bodies hold for each of them; callers,
     queues and metrics are those of all. More than one cannot be had with control, whose state is one process's: let a
     second server of the same coordinator have control."""
-    api_key: str | None = field(default=None, repr=False)
+    api_key: str | None = option(None, is_common=True, is_secret=True)
     """Key that clients must send as "Authorization: Bearer KEY". None: no key is needed."""
-    allowed_host: tuple[str, ...] = ()
+    allowed_host: tuple[str, ...] = option((), is_common=True)
     """Names that the Host header may have besides addresses, localhost and this machine's name; "*": any. Without an
     API key all others are refused, with one only if names are given here."""
-    allow_origin: tuple[str, ...] = ()
+    allow_origin: tuple[str, ...] = option((), is_common=True)
     """Origins of web pages that may use the API from a browser (CORS), such as https://app.example; "*": any."""
-    served_model_name: tuple[str, ...] = ()
+    served_model_name: tuple[str, ...] = option((), is_common=True)
     """Names of the model in requests; replies have the first one. Empty: the name it was loaded by."""
-    tool_call_parser: str = "auto"
+    tool_call_parser: str = option("auto", choices=("auto", *FORMATS), is_common=True)
     """Format of the model's tool calls: hermes, llama3_json, mistral, granite, json; auto: the chat template's."""
-    reasoning_parser: str | None = None
+    reasoning_parser: str | None = option(None, choices=tuple(REASONING), is_common=True)
     """Format of the model's reasoning: deepseek_r1, qwen3, granite. None: reasoning stays in the content."""
-    control: bool = False
+    control: bool = option(False, is_common=True)
     """Serve the routes that control the engines (pause, suspend, weights). Needs an API key beyond loopback."""
-    weights_root: str | None = None
+    weights_root: str | None = option(None, is_common=True)
     """Directory that paths of new weights must lie in. None: weights are not read from files."""
-    lora_root: str | None = None
+    lora_root: str | None = option(None, is_common=True)
     """Directory below which LoRA adapters may be loaded over HTTP (/v1/load_lora_adapter), also without control. Needs
     an API key beyond loopback. None: none is loaded over HTTP."""
-    max_weight_bytes: int = 512 << 20
+    max_weight_bytes: int = option(512 << 20, least=1)
     """Most bytes in one body of new weights; send a larger update in several."""
     strict_fields: bool = False
     """Refuse request fields that have no effect here, which are otherwise listed in the header x-ignored-fields."""
@@ -82,97 +82,69 @@ class ServerConfig:
     speech_buffer: int = -1
     """Speech tokens decoded again as left context of a block, raised to whole frames. -1: as many as the audio decoder
     looks back, or 32 frames where that has no bound."""
-    speech_prompt_tokens: str = "never"
+    speech_prompt_tokens: str = option("never", choices=("never", "once", "rolling"))
     """Whether the audio decoder sees the voice's tokens: never, once (before the first block) or rolling (also before
     later ones, to fill speech_buffer)."""
-    max_queue: int = 1024
+    max_queue: int = option(1024, least=1, is_common=True)
     """Most requests that wait for an engine; further ones are answered 429."""
     isolate_prefix_cache: bool = False
     """Share cached prefixes among the requests of a caller (an address) only."""
     show_cached_tokens: bool = False
     """Say in `usage` how many prompt tokens came from the prefix cache, which tells a caller what others have sent."""
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = option(8 << 20, least=1)
     """Most bytes in a call's body."""
-    max_bodies_bytes: int = 256 << 20
+    max_bodies_bytes: int = option(256 << 20, least=1)
     """Most bytes in the bodies of all calls under way in an HTTP process, weights not counted; further ones get 503. An
     eighth is left to other callers, unless one body needs it."""
-    max_reply_bytes: int = 128 << 20
+    max_reply_bytes: int = option(128 << 20, least=1)
     """Most bytes of a reply, or of all events of a stream, as estimated from n, prompts, max_tokens and what is asked
     for each token; a call that may have more is answered 400."""
-    max_prompts: int = 1024
+    max_prompts: int = option(1024, least=1)
     """Most prompts in one call."""
-    max_n: int = 128
+    max_n: int = option(128, least=1)
     """Most sequences of one prompt (n, best_of)."""
-    max_logprobs: int = 20
+    max_logprobs: int = option(20, least=0)
     """Most top tokens per position (logprobs, top_logprobs, prompt_logprobs)."""
-    max_stop: int = 16
+    max_stop: int = option(16, least=0, flag=None)
     """Most stop texts of a request, and most stop token ids beyond the model's own."""
-    max_stop_chars: int = 1024
+    max_stop_chars: int = option(1024, least=1, flag=None)
     """Most characters in one stop text."""
-    max_schema_bytes: int = 64 << 10
+    max_schema_bytes: int = option(64 << 10, least=1, flag=None)
     """Most bytes in a schema, pattern, grammar or list of choices (response_format, structured_outputs, guided_*)."""
-    max_schema_depth: int = 32
+    max_schema_depth: int = option(32, least=1, flag=None)
     """Most levels of nested objects and lists in a schema."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: float = option(600.0, above=0, is_common=True)
     """Most seconds from a call's body to the last byte of its reply; then its requests are aborted. A connection whose
     client does not read is dropped after as long."""
-    keep_alive_s: float = 15.0
+    keep_alive_s: float = option(15.0, above=0)
     """Seconds after which an idle stream sends a comment, so that proxies do not close it."""
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: float = option(30.0, least=0)
     """Seconds that running calls may go on after SIGTERM."""
-    token_threads: int = 2
-    """Threads that tokenize and render chat templates."""
-    prometheus_metrics_mode: str = "instrument_only"
+    prometheus_metrics_mode: str = option(
+        "instrument_only", choices=tuple(mode.value for mode in PrometheusMetricsMode)
+    )
     """instrument_only: GET /metrics beside the other routes, with the API key if there is one. launch_server: also at
     metrics_port of this machine, without a key. launch_multiproc_server: there too, together with the metrics that
     other processes write into the folder PROMETHEUS_MULTIPROC_DIR."""
-    metrics_port: int = 9400
+    metrics_port: int = option(9400, least=0, most=65535)
     """Port at 127.0.0.1 of a separate metrics server; 0: the system chooses one."""
-    record: str | None = None
+    record: str | None = option(None, is_common=True)
     """File that every completed generation call is appended to (JSONL: time, path, body, duration), for
     bench-serve --replay. It holds prompts, but no headers and no keys; only its owner can read it."""
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318: spans of every POST
     call are sent there. Needs megatron-infer[otel]. None: no traces."""
-    log_requests: bool = True
+    log_requests: bool = option(True, is_common=True)
     """Log a line for every call to standard error, without prompts, texts and keys."""
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            object.__setattr__(self, item.name, _checked(item, getattr(self, item.name)))
-        for name in ("port", "metrics_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be 0 to 65535")
-        if self.prometheus_metrics_mode not in METRICS_MODES:
-            message = unknown_name("prometheus_metrics_mode", self.prometheus_metrics_mode, METRICS_MODES)
-            raise ConfigError(f"{message}; one of {', '.join(METRICS_MODES)}")
-        sizes = (
-            "http_workers",
-            "max_queue",
-            "max_body_bytes",
-            "max_bodies_bytes",
-            "max_reply_bytes",
-            "max_prompts",
-            "max_n",
-            "token_threads",
-            "max_stop_chars",
-        )
-        for name in (*sizes, "max_schema_bytes", "max_schema_depth", "max_weight_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        for name in ("max_logprobs", "max_stop", "drain_timeout_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 0")
-        for name in ("request_timeout_s", "keep_alive_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be more than 0")
-        for name, value, known in (
-            ("tool_call_parser", self.tool_call_parser, ["auto", *FORMATS]),
-            ("reasoning_parser", self.reasoning_parser, [*REASONING]),
-            ("speech_prompt_tokens", self.speech_prompt_tokens, ["never", "once", "rolling"]),
-        ):
-            if value is not None and value not in known:
-                raise ConfigError(f"{unknown_name(name, value, known)}; one of {', '.join(known)}")
+        for name, one in options_of(ServerConfig).items():
+            value = _checked(one, getattr(self, name))
+            if one.kind in ("int", "float") and not one.holds(value):
+                raise ConfigError(f"{name} is {value}, it must be {one.range_text}")
+            if value is not None and one.words and value not in one.words:
+                raise ConfigError(f"{unknown_name(name, value, one.words)}; one of {', '.join(one.words)}")
+            object.__setattr__(self, name, value)
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("api_key is empty; None means no key")
         if self.control and self.api_key is None and not self.is_local:
@@ -252,9 +224,9 @@ def _traces_url(given: str) -> str:
     return given if url.path.strip("/") else f"{given.rstrip('/')}/v1/traces"
 
 
-def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
+def _checked(item: Option, value: Any) -> Any:
     """`value` converted to the field's type. Raises ConfigError."""
-    kind = str(item.type)
+    kind = item.kind
     if kind.startswith("tuple"):
         names = (value,) if isinstance(value, str) else tuple(value)
         if not all(isinstance(name, str) and name for name in names):
@@ -264,12 +236,11 @@ def _checked(item: dataclasses.Field[Any], value: Any) -> Any:
         "int": isinstance(value, int) and not isinstance(value, bool),
         "float": isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
         "bool": isinstance(value, bool),
-        "str": isinstance(value, str),
-        "str | None": value is None or isinstance(value, str),
+        "str": isinstance(value, str) or (value is None and item.is_optional),
     }[kind]
     if not is_valid:
-        shown = "what was given" if item.name == "api_key" else repr(value)
-        raise ConfigError(f"{item.name} is {shown}, expected {kind}")
+        shown = "what was given" if item.is_secret else repr(value)
+        raise ConfigError(f"{item.name} is {shown}, expected {item.type_text}")
     return float(value) if kind == "float" else value
 
 
@@ -277,7 +248,7 @@ def server_config_from(
     given: Mapping[str, Any], environment: Mapping[str, str], file: Mapping[str, Any]
 ) -> ServerConfig:
     """given (command line) before environment (MEGATRON_INFER_PORT, ...) before file. Raises ConfigError."""
-    items = {item.name: item for item in dataclasses.fields(ServerConfig)}
+    items = options_of(ServerConfig)
     for name in file:
         if name not in items:
             raise ConfigError(f"{unknown_name('option', str(name), items)} in the configuration file")
@@ -289,8 +260,8 @@ def server_config_from(
     return ServerConfig(**(values | dict(given)))
 
 
-def _parsed(item: dataclasses.Field[Any], text: str) -> Any:
-    kind, variable = str(item.type), ENV_PREFIX + item.name.upper()
+def _parsed(item: Option, text: str) -> Any:
+    kind, variable = item.kind, ENV_PREFIX + item.name.upper()
     try:
         if kind == "bool":
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
@@ -298,10 +269,10 @@ def _parsed(item: dataclasses.Field[Any], text: str) -> Any:
             return tuple(name.strip() for name in text.split(","))
         return {"int": int, "float": float}.get(kind, str)(text)
     except (KeyError, ValueError):
-        raise ConfigError(f"{variable} is {text!r}, expected {kind}") from None
+        raise ConfigError(f"{variable} is {text!r}, expected {item.type_text}") from None
 
 
-ENGINE_KEYS = ("model", "dtype", "device", "threads", "engine", "dp", "tp", "pp", "ep")
+ENGINE_KEYS = ("model", *LLM_OPTIONS, "engine", *options_of(Layout))
 """Keys of a configuration file that are no server options; `engine` holds options of InferenceConfig."""
 
 
@@ -318,7 +289,7 @@ def read_config_file(path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected options as NAME: VALUE, got a {type(content).__name__}")
-    known = [item.name for item in dataclasses.fields(ServerConfig)] + list(ENGINE_KEYS)
+    known = [*options_of(ServerConfig), *ENGINE_KEYS]
     for name in content:
         if name not in known:
             raise ConfigError(f"--config {path}: {unknown_name('option', str(name), known)}")

@@ -10,8 +10,10 @@ from megatron_infer.scheduler.request import Request
 SOURCE = "ngram"
 
 KEYS = (4, 1)
-"""Lengths of the runs that are indexed, each brought within `ngram_min` and `ngram_max`. (8, 4, 2, 1) finds no more of
-the two sets of tools/bench/speculative.py, and takes twice the time."""
+"""Lengths of the runs that are indexed, the longest first. (8, 4, 2, 1) finds no more of the two sets of
+tools/bench/speculative.py, and takes twice the time."""
+LONGEST = 16
+"""The longest run of last tokens that is looked up: a longer run is kept more often, and found less often."""
 NUM_CANDIDATES = 8
 """Latest places of the longest indexed run, those that are compared for the longest run of all."""
 FEW = 16
@@ -31,12 +33,9 @@ class _Index:
 
 
 class NgramProposer:
-    """Looks up the last `ngram_max` to `ngram_min` tokens; the same tokens give the same proposal on every rank."""
+    """Looks up the last 16 to 1 tokens; the same tokens give the same proposal on every rank."""
 
-    def __init__(self, *, ngram_min: int, ngram_max: int) -> None:
-        assert 1 <= ngram_min <= ngram_max, f"runs of {ngram_min} to {ngram_max} tokens"
-        self._longest = ngram_max
-        self._runs = sorted({min(max(run, ngram_min), ngram_max) for run in KEYS}, reverse=True)
+    def __init__(self) -> None:
         self._indices: dict[Request, _Index] = {}
 
     def propose(self, request: Request, most: int) -> Proposal:
@@ -48,14 +47,14 @@ class NgramProposer:
         tokens, index = request.tokens, self._index_of(request)
         length = len(tokens)
         best, best_run = 0, 0
-        for run in self._runs:
+        for run in KEYS:
             for end in reversed(index.ends.get(hash(tuple(tokens[-run:])), ())[-NUM_CANDIDATES:]):
                 same = 0
-                while same < self._longest and same < end and tokens[end - 1 - same] == tokens[length - 1 - same]:
+                while same < LONGEST and same < end and tokens[end - 1 - same] == tokens[length - 1 - same]:
                     same += 1
                 if same > best_run and same >= run:
                     best, best_run = end, same
-                if same == self._longest:
+                if same == LONGEST:
                     break
             if best:
                 break
@@ -76,7 +75,7 @@ class NgramProposer:
                 self._indices = {one: known for one, known in self._indices.items() if one.finish_reason is None}
             index = self._indices[request] = _Index()
         tokens, ends, num_seen = request.tokens, index.ends, index.num_seen
-        for run in self._runs:
+        for run in KEYS:
             if len(tokens) - num_seen < FEW:
                 for end in range(max(num_seen, run), len(tokens)):
                     ends.setdefault(hash(tuple(tokens[end - run : end])), []).append(end)

@@ -16,6 +16,7 @@ from megatron_infer.cli import main as main_module
 from megatron_infer.cli.main import COMMANDS, Parser, main
 from megatron_infer.config.inference import ConfigWarning, InferenceConfig, KVCacheManagementMode
 from megatron_infer.config.machine_defaults import machine_config, machine_defaults
+from megatron_infer.config.options import docs_of, options_of
 from megatron_infer.errors import ConfigError, ModelError
 from megatron_infer.memory.device import Device, choose_dtype
 
@@ -37,14 +38,14 @@ def test_every_option_has_a_flag_and_its_doc_string_as_help():
     parser = Parser(prog="test")
     config_flags.add_config_options(parser)
     actions = {action.dest: action for action in parser._actions}
-    docs = config_flags.field_docs()
-    for item in dataclasses.fields(InferenceConfig):
-        assert len(docs[item.name]) > 20, item.name
-        if item.name not in config_flags.NOT_FLAGS:
-            dest = config_flags.DEST_PREFIX + item.name + "_method" * (item.name == "speculative")
-            action = actions[dest]
-            assert config_flags.flag_of(item.name) in action.option_strings
-            assert docs[item.name] in action.help.replace("%%", "%")
+    for declared, prefix in config_flags.ENGINE_PREFIXES.items():
+        docs = docs_of(declared)
+        for name, one in options_of(declared).items():
+            assert len(docs[name]) > 20, name
+            if one.flag is not None:
+                action = actions[prefix + name]
+                assert config_flags.flag_of(one) in action.option_strings
+                assert docs[name] in action.help.replace("%%", "%")
     text = parser.format_help()  # a stray % would raise here
     assert "object at 0x" not in text and "<member" not in text
 
@@ -63,8 +64,8 @@ def test_flags_of_speculation_make_one_option_and_need_a_method():
     assert config_flags.given(asked) == {"speculative": {"method": "ngram", "synthetic_acceptance_rate": 0.5}}
     with pytest.raises(SystemExit):  # of a benchmark alone
         _parse("--speculative", "ngram", "--synthetic-acceptance-rate", "0.5")
-    with pytest.raises(ConfigError, match="--ngram-max: nothing is drafted without --speculative"):
-        config_flags.given(_parse("--ngram-max", "3"))
+    with pytest.raises(ConfigError, match="--speculative-verification: nothing is drafted without --speculative"):
+        config_flags.given(_parse("--speculative-verification", "residual"))
     with pytest.raises(ConfigError, match=r"--draft-model: nothing .* add --speculative draft$"):
         config_flags.given(_parse("--draft-model", "smollm2"))
 
@@ -214,7 +215,7 @@ def test_short_help_has_first_sentences_and_defaults(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--http-workers WORKERS HTTP processes that share the port (default 1)" in shown
+    assert "--http-workers N HTTP processes that share the port (default 1)" in shown
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["--help"], ["plan", "--help"], ["env", "--help"]])

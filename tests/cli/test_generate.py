@@ -191,7 +191,7 @@ def test_every_sampling_field_has_a_flag_that_arrives(command, llm):
 
 def test_a_wrong_flag_is_reported_before_the_model_loads(monkeypatch):
     monkeypatch.setattr(generate, "load_llm", lambda args: pytest.fail("the model was loaded"))
-    args = SimpleNamespace(sampling_defaults={}, temperature=float("nan"))
+    args = SimpleNamespace(sampling_defaults={}, sampling_temperature=float("nan"))
     with pytest.raises(RequestError, match="temperature"):
         generate.run(args)
 

@@ -9,11 +9,12 @@ import json
 import pytest
 
 from megatron_infer.cli import plan
-from megatron_infer.cli.config_flags import add_config_options, config_from, given
+from megatron_infer.cli.config_flags import add_config_options, given
 from megatron_infer.cli.main import main
 from megatron_infer.config.graph_memory import GraphMemory
 from megatron_infer.config.graph_shapes import GraphShape
 from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.machine_defaults import machine_config
 from megatron_infer.config.model_shape import ExpertShape, ModelShape, StateShape
 
 ATTENTION = ModelShape(
@@ -68,7 +69,7 @@ def test_command_line_says_both_options_of_states(capsys):
     add_config_options(parser)
     args = parser.parse_args(["--mamba-memory-ratio", "0.25", "--prefix-caching-mamba-gb", "1.5"])
     assert given(args) == {"mamba_memory_ratio": 0.25, "prefix_caching_mamba_gb": 1.5}
-    assert config_from(args, None, is_cuda=False, available_bytes=1 << 32).prefix_caching_mamba_gb == 1.5
+    assert machine_config(given(args), is_cuda=False, available_bytes=1 << 32).prefix_caching_mamba_gb == 1.5
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
     shown = " ".join(capsys.readouterr().out.split())

@@ -18,6 +18,7 @@ from megatron.core.inference.sampling_params import SamplingParams as MegatronSa
 from megatron_infer.config import from_megatron as table
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.options import options_of
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.config.speculative import SpeculativeConfig
 from megatron_infer.errors import ConfigError, RequestError
@@ -65,9 +66,16 @@ class MegatronConfig:
         self._verbose = verbose
 
 
+SINCE = {
+    **{name: one.since for name, one in options_of(InferenceConfig).items() if one.since},
+    **{name: since for name, since in table.CONVERTED.items() if since != "0.16"},
+    **{name: since for name, (since, _, _) in table.UNSUPPORTED.items()},
+}
+"""Field of megatron-core's InferenceConfig -> the first version that has it."""
+
+
 def known_fields(version: tuple[int, int]) -> set[str]:
-    added = {tuple(map(int, since.split("."))): new for since, new in table.FIELDS_SINCE.items()}
-    return {name for since, new in added.items() if since <= version for name in new}
+    return {name for name, since in SINCE.items() if tuple(map(int, since.split("."))) <= version}
 
 
 # ---------------------------------------------------------------------- the installed release
@@ -81,7 +89,7 @@ def test_the_table_has_the_fields_of_the_installed_class():
     assert declared == known_fields(VERSION)
     defaults = {name: parameter.default for name, parameter in inspect.signature(Theirs).parameters.items()}
     assert {name: defaults[name] for name in table.UNSUPPORTED if name in defaults} == {
-        name: default for name, (default, _) in table.UNSUPPORTED.items() if name in defaults
+        name: default for name, (_, default, _) in table.UNSUPPORTED.items() if name in defaults
     }
     converted = InferenceConfig.from_megatron(Theirs())
     assert converted == dataclasses.replace(
@@ -167,7 +175,7 @@ def test_a_field_without_a_counterpart_passes_at_its_default_and_is_refused_by_n
     with pytest.raises(ConfigError, match=f"{shown} of megatron-core.*: .*; leave it"):
         InferenceConfig.from_megatron(MegatronConfig(**{field: value}))
     if field in table.UNSUPPORTED:
-        InferenceConfig.from_megatron({field: table.UNSUPPORTED[field][0]})
+        InferenceConfig.from_megatron({field: table.UNSUPPORTED[field][1]})
         with pytest.raises(ConfigError, match=field):
             InferenceConfig.from_megatron({field: value})
 
@@ -311,7 +319,7 @@ def test_the_page_runs_as_printed_and_names_each_field_that_is_not_the_same_here
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {})
     ours = {item.name for item in dataclasses.fields(InferenceConfig)}
-    theirs = {name for added in table.FIELDS_SINCE.values() for name in added}
+    theirs = set(SINCE)
     for name in (
         (theirs - ours)
         | set(table.KEYWORDS_OF_0_16)

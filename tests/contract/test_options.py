@@ -1,14 +1,25 @@
-"""The options are a promise: megatron-core's page under its names, types and defaults, then ours; any change shows."""
+"""The options are a promise: docs/options.md has their names, types and defaults, and any change shows there."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
 
 import megatron_infer
 from megatron_infer.config import inference
 from megatron_infer.config.inference import InferenceConfig
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
+from megatron_infer.config.options import Option, docs_of, options_of
+from megatron_infer.errors import ConfigError, RequestError
 
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("option_docs", ROOT / "tools" / "option_docs.py")
+page = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(page)
+ENUMS = [one.enum for one in options_of(InferenceConfig).values() if one.enum is not None]
 SEED_PAGE = {
     "block_size_tokens": ("int", 256),
     "buffer_size_gb": ("int | float", 20),  # int there; a fraction of a GiB is allowed here
@@ -40,87 +51,46 @@ SEED_PAGE = {
     "logging_step_interval": ("int", 0),
     "request_metadata_types": ("list[tuple[str, torch.dtype, bool]] | None", None),
 }
-OURS = {
-    "attention_backend": ("AttentionChoice", inference.AttentionChoice.AUTO),
-    "sampling_backend": ("SamplingChoice", inference.SamplingChoice.AUTO),
-    "linear_backend": ("LinearChoice", inference.LinearChoice.AUTO),
-    "step_ranges": ("StepRanges", inference.StepRanges.OFF),
-    "kv_cache_dtype": ("KVCacheDtype", inference.KVCacheDtype.AUTO),
-    "weight_dtype": ("WeightDtype", inference.WeightDtype.AUTO),
-    "cuda_graph_sizing_distribution": ("GraphSizing", inference.GraphSizing.EXPONENTIAL),
-    "cuda_graph_max_tokens": ("int", 512),
-    "cuda_graph_all_prefills": ("bool", False),
-    "cuda_graph_capture": ("GraphCapture", inference.GraphCapture.AUTO),
-    "overlap": ("bool | None", None),
-    "max_steps_in_flight": ("int", 1),
-    "batching": ("BatchingPolicy", inference.BatchingPolicy.MIXED),
-    "max_queue_size_tg": ("int | None", None),
-    "min_batch_size_tg": ("int | None", None),
-    "ce_delay_ms": ("int | float", 0.0),
-    "enable_prioritize_first_decode": ("bool", False),
-    "max_batch_total_tokens": ("int | None", None),
-    "admission_watermark": ("float | None", None),
-    "speculative": ("SpeculativeConfig | None", None),
-    "seed": ("int", 0),
-    "logprobs_mode": ("str", "raw"),
-    "batch_invariant": ("bool", False),
-    "preemption_mode": ("PreemptionMode", inference.PreemptionMode.AUTO),
-    "swap_buffer_size_gb": ("int | float", 0),
-    "prefix_caching_mamba_gb": ("float | None", None),
-    "prefix_caching_routing_alpha": ("float", 1.0),
-    "check_invariants": ("bool", False),
-    "collective_timeout_s": ("int | float", 120),
-    "offset_sampling_seed_by_dp_rank": ("bool", True),
-    "lora": ("LoRAConfig | None", None),
-    "vocab_size": ("int | None", None),
-}
-ENUMS = {
-    inference.AttentionChoice: {
-        "AUTO": "auto",
-        "TRITON": "triton",
-        "FLASHINFER": "flashinfer",
-        "FLASH_ATTN": "flash_attn",
-        "NATIVE": "native",
-        "TORCH": "torch",
-    },
-    inference.SamplingChoice: {
-        "AUTO": "auto",
-        "TRITON": "triton",
-        "NATIVE": "native",
-        "TORCH": "torch",
-    },
-    inference.PrefixCachingEvictionPolicy: {"REF_ZERO": "ref_zero", "LRU": "lru"},
-    inference.PrefixCachingCoordinatorPolicy: {
-        "LONGEST_PREFIX": "longest_prefix",
-        "FIRST_PREFIX_BLOCK": "first_prefix_block",
-        "ROUND_ROBIN": "round_robin",
-        "LOAD_BALANCED": "load_balanced",  # of later versions
-    },
-    inference.StepRanges: {"OFF": "off", "ON": "on", "DETAILED": "detailed"},
-    inference.GraphCapture: {"AUTO": "auto", "START": "start", "FIRST_USE": "first_use"},
-    inference.LinearChoice: {"AUTO": "auto", "NATIVE": "native", "VENDOR": "vendor"},
-    inference.BatchingPolicy: {"MIXED": "mixed", "PREFILL_FIRST": "prefill_first", "PHASED": "phased"},
-    inference.GraphSizing: {"EXPONENTIAL": "exponential", "LINEAR": "linear"},
-    inference.KVCacheDtype: {"AUTO": "auto", "FP8_E4M3": "fp8_e4m3"},
-    inference.WeightDtype: {"AUTO": "auto", "INT8": "int8", "INT4": "int4"},
-    inference.PreemptionMode: {"AUTO": "auto", "RECOMPUTE": "recompute", "SWAP": "swap"},
-    inference.KVCacheManagementMode: {"PERSIST": "persist", "OFFLOAD": "offload", "RECOMPUTE": "recompute"},
-}
+"""Option of megatron-core's page -> its type and default there."""
 
 
-def _declared() -> dict[str, tuple[str, object]]:
-    return {item.name: (item.type, item.default) for item in dataclasses.fields(InferenceConfig)}
+@pytest.mark.skipif(not (ROOT / page.OPTIONS).is_file(), reason="the page is not in this tree")
+def test_the_page_has_every_option_with_its_type_and_default():
+    assert (ROOT / page.OPTIONS).read_text(encoding="utf-8") == page.options_page(), "run python tools/option_docs.py"
 
 
-def test_fields_types_and_defaults_are_those_of_the_page_then_ours():
-    assert _declared() == SEED_PAGE | OURS
-    assert list(_declared()) == [*SEED_PAGE, *OURS]
+@pytest.mark.parametrize("config", page.CLASSES, ids=lambda config: config.__name__)
+def test_every_option_is_described_and_declares_known_facts(config):
+    facts = {item.name for item in dataclasses.fields(Option)}
+    for item in dataclasses.fields(config):
+        assert set(item.metadata) <= facts, item.name
+        assert len(docs_of(config)[item.name]) > 10, item.name
 
 
-def test_enums_have_the_members_of_the_page_and_are_strings():
-    for enum, members in ENUMS.items():
-        assert {member.name: member.value for member in enum} == members
-        assert all(isinstance(member, str) for member in enum)
+RANGES = [
+    (config, one)
+    for config in page.CLASSES
+    for one in options_of(config).values()
+    if one.least is not None or one.above is not None
+]
+
+
+@pytest.mark.parametrize(("config", "one"), RANGES, ids=lambda item: getattr(item, "name", ""))
+def test_a_number_below_the_declared_range_is_refused_by_name(config, one):
+    with pytest.raises((ConfigError, RequestError), match=one.name):
+        config(**{one.name: one.above if one.least is None else one.least - 1})
+
+
+def test_options_of_megatron_cores_page_come_first_with_its_types_and_defaults():
+    declared = {item.name: (item.type, item.default) for item in dataclasses.fields(InferenceConfig)}
+    assert list(declared)[: len(SEED_PAGE)] == list(SEED_PAGE)
+    assert {name: declared[name] for name in SEED_PAGE} == SEED_PAGE
+
+
+def test_enums_are_strings_and_names_are_public():
+    for kind in (*ENUMS, InferenceConfig, MambaInferenceStateConfig):
+        assert getattr(megatron_infer, kind.__name__) is getattr(inference, kind.__name__)
+    assert all(isinstance(member, str) for kind in ENUMS for member in kind)
 
 
 def test_mamba_state_config_has_the_fields_of_the_page_then_ours():
@@ -130,14 +100,3 @@ def test_mamba_state_config_has_the_fields_of_the_page_then_ours():
         "conv_states_dtype": ("str | None", None),
         "ssm_states_dtype": ("str | None", None),
     }
-
-
-def test_default_config_is_valid():
-    assert {name: getattr(InferenceConfig(), name) for name in SEED_PAGE | OURS} == {
-        name: default for name, (_, default) in (SEED_PAGE | OURS).items()
-    }
-
-
-def test_names_are_public():
-    for name in ("InferenceConfig", "MambaInferenceStateConfig", *(enum.__name__ for enum in ENUMS)):
-        assert getattr(megatron_infer, name) is getattr(inference, name)

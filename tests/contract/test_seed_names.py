@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_infer.pipelines import mapping
 from megatron_infer.pipelines.config import NAMES, PipelineConfig
+from megatron_infer.pipelines.field_rows import rows_of
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("pipeline_docs", ROOT / "tools" / "pipeline_docs.py")
+_spec = importlib.util.spec_from_file_location("option_docs", ROOT / "tools" / "option_docs.py")
 docs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(docs)
 ROWS = docs.seed_names(ROOT)
@@ -58,12 +58,12 @@ def test_every_name_has_a_place_and_a_test():
 
 def test_the_test_of_a_name_has_the_name_or_the_option_that_it_sets():
     """A test that never names the field, nor what it is mapped to, cannot show it acting."""
-    wrong = []
+    wrong, rows = [], {path: row for path, _, row in rows_of(PipelineConfig)}
     for name, _, test in ROWS:
         if test == "-" or name.rpartition(".")[2][0].isupper():  # a class, or a member of an enum
             continue
         last = name.rpartition(".")[2]
-        row = mapping.ROWS.get(last)
+        row = rows.get((last,))
         words = {last, getattr(row, "option", last), *SHOWN_AS.get(last, ())}
         text = (ROOT / test.partition("::")[0]).read_text(encoding="utf-8")
         wrong += [] if any(word.lower() in text.lower() for word in words) else [f"{name}: {test} has none of {words}"]
@@ -118,5 +118,5 @@ def _enums(module) -> list[type[enum.Enum]]:
 @pytest.mark.skipif(not (ROOT / docs.DOCS).is_file(), reason="the page is not in this tree")
 def test_tables_of_the_page_are_what_the_tool_writes():
     text = (ROOT / docs.DOCS).read_text(encoding="utf-8")
-    assert text == docs.with_tables(text, ROOT), "run python tools/pipeline_docs.py"
+    assert text == docs.with_tables(text, ROOT), "run python tools/option_docs.py"
     assert PipelineConfig.__doc__

@@ -60,7 +60,7 @@ BUSY = {
 }
 """A prompt takes some steps, and its requests want twice as many blocks as there are."""
 OVERLAPPED = BUSY | {"overlap": True, "preemption_mode": "recompute"}
-DRAFTED = OVERLAPPED | {"speculative": {"num_speculative_tokens": 3, "ngram_min": 1}}
+DRAFTED = OVERLAPPED | {"speculative": {"num_speculative_tokens": 3}}
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "TP2 x PP2": {"gpt": BUSY, "moe": OVERLAPPED, "hybrid": BUSY | {"overlap": True}},
     "EP2 x PP2": {"moe": BUSY, "hybrid": DRAFTED},

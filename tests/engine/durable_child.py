@@ -29,7 +29,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 
 NUM_REQUESTS = 8
 EVERY_STEPS = 4
-DRAFTS: dict[str, Any] = {"speculative": {"ngram_min": 1, "adaptive": False}}
+DRAFTS: dict[str, Any] = {"speculative": {"adaptive": False}}
 
 
 def params_of(index: int) -> SamplingParams:

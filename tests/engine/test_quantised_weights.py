@@ -42,7 +42,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "overlap_chunked": {"overlap": True, "max_tokens": 24},
     "alone": {"max_requests": 1},
     "tiny_pool": {"pool_blocks": 8},
-    "drafts": {"speculative": {"method": "ngram", "ngram_min": 1, "adaptive": False}},
+    "drafts": {"speculative": {"method": "ngram", "adaptive": False}},
     "swap": {"pool_blocks": 8, "preemption_mode": "swap", "swap_buffer_size_gb": 0.01, "overlap": True},
 }
 ROUNDING = 5e-3

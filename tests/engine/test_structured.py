@@ -23,7 +23,7 @@ from megatron_infer.scheduler.step_plan import PrefillChunk
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.text.grammar import LIMITS, GrammarCache
 
-DRAFTS = {"speculative": {"method": ["grammar", "ngram"], "ngram_min": 1, "adaptive": False}}
+DRAFTS = {"speculative": {"method": ["grammar", "ngram"], "adaptive": False}}
 UGLY = {
     "pool_blocks": 12,
     "paused_blocks": 2,
@@ -154,7 +154,7 @@ def test_nothing_is_drafted_where_masks_take_long(is_slow, monkeypatch):
     """Masks behind drafts are made in the step, which others wait for."""
     if is_slow:
         monkeypatch.setattr("megatron_infer.text.grammar.SLOW_MASK_S", 0.0)
-    engine = make_engine(speculative={"method": "ngram", "ngram_min": 1, "adaptive": False})
+    engine = make_engine(speculative={"method": "ngram", "adaptive": False})
     (output,) = engine.generate([[7]], [structured(regex="a{40}")])
     assert output.outputs[0].text == "a" * 40
     assert bool(inspect(engine).drafts.stats.num_drafted) is not is_slow

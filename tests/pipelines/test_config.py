@@ -30,7 +30,7 @@ from megatron_infer.pipelines import (
 )
 from megatron_infer.pipelines.config import NAMES
 from megatron_infer.pipelines.config_layers import flat_name
-from megatron_infer.pipelines.mapping import ROWS
+from megatron_infer.pipelines.field_rows import description_of, rows_of
 from megatron_infer.server.socket_base import SocketBase
 
 pytestmark = pytest.mark.usefixtures("models_folder")
@@ -166,9 +166,9 @@ def test_setting_tells_what_was_asked_what_is_in_effect_from_where_and_why():
 def test_every_field_has_a_row_and_a_help_text():
     sections = {".".join(path) for path in NAMES.sections if len(path) == 1} - {"model", "sampling", "profiling"}
     fields = {".".join(path) for path in NAMES.paths if path[0] not in sections} | sections
-    assert set(ROWS) == fields
+    assert {".".join(path) for path, _, _ in rows_of(PipelineConfig)} == fields
     for path, owner in NAMES.paths.items():
-        assert owner.model_fields[path[-1]].description, path
+        assert description_of(owner.model_fields[path[-1]]), path
     shown = set(resolved().effective)
     assert shown == {flat_name(tuple(name.split("."))) for name in fields} - {"options"} | {"device"}
 
@@ -548,7 +548,7 @@ def test_plan_shows_every_field_asked_in_effect_from_where_and_why(capsys, monke
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["plan", "llama", "--max-batch-size", "4", "--memory-gb", "1", "--device", "cpu", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(ROWS_SHOWN := report["fields"]) >= {name.rpartition(".")[2] for name in ROWS} - {"options"}
+    assert set(ROWS_SHOWN := report["fields"]) >= {path[-1] for path, _, _ in rows_of(PipelineConfig)} - {"options"}
     assert ROWS_SHOWN["max_batch_size"]["value"] == 4 == report["sizes"]["max_requests"]["value"]
     assert main(["plan", "llama", "--max-batch-size", "4", "--device", "cpu"]) == 0
     text = " ".join(capsys.readouterr().out.split())

@@ -80,7 +80,7 @@ def test_ratio_is_exactly_one_in_exact_mode(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_ratio_is_exactly_one_in_exact_mode_with_drafts(kind):
-    drafts = {"ngram_min": 1, "adaptive": False}
+    drafts = {"adaptive": False}
     model = MODELS[kind]().train()
     worst, num_carried = largest_deviation(model, temperature=0.05, batch_invariant=True, speculative=drafts)
     assert num_carried > 5

@@ -155,7 +155,6 @@ class Oracle:
 def drafting_config(args: argparse.Namespace) -> SpeculativeConfig:
     """That of the engine that drafts."""
     asked: dict[str, Any] = {"method": tuple(args.method.split(",")), "adaptive": args.adaptive}
-    asked |= {"ngram_min": args.ngram_min, "ngram_max": args.ngram_max}
     if "draft" in asked["method"]:
         asked["draft_model"] = args.draft or first_layers(args.model, args.draft_layers)
     return SpeculativeConfig(**asked, num_speculative_tokens=args.num_speculative_tokens)
@@ -209,9 +208,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         run(engine, work[: args.at_once], args.at_once)
     if args.oracle:
         answers, _ = run(engines[OFF], work, args.at_once)
-        ngrams = {"ngram_min": args.ngram_min, "ngram_max": args.ngram_max}
         depth = {"num_speculative_tokens": args.num_speculative_tokens}
-        engines[ORACLE] = make_llm(args, SpeculativeConfig(adaptive=False, **depth, **ngrams)).engine
+        engines[ORACLE] = make_llm(args, SpeculativeConfig(adaptive=False, **depth)).engine
         drafts = inspect(engines[ORACLE]).drafts
         assert drafts is not None
         known = [prompt + answer for (prompt, _), answer in zip(work, answers, strict=True)]
@@ -356,8 +354,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--num-speculative-tokens", type=int, default=7, metavar="N")
-    parser.add_argument("--ngram-min", type=int, default=1, metavar="N")
-    parser.add_argument("--ngram-max", type=int, default=16, metavar="N")
     parser.add_argument("--adaptive", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--hybrid", type=float, metavar="RIGHT", help="measure a hybrid instead; share of right drafts")
     parser.add_argument("--steps", action="store_true", help="measure steps instead")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_infer.config.inference import InferenceConfig
+    from megatron_infer.config.layout import Layout
     from megatron_infer.config.model_shape import ModelShape
     from megatron_infer.config.resolved_sizes import ResolvedSizes
     from megatron_infer.model_loader.model_description import ModelDescription
@@ -28,25 +29,6 @@ class Setting:
     """argument, environment, file, default, or derived where the value in effect is not the one asked for."""
     note: str = ""
     """Why the value in effect differs from the one asked for, or what it does here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Numbers of ranks."""
-
-    dp: int = 1
-    """Engines, each a replica."""
-    tp: int = 1
-    """Tensor-parallel ranks of an engine."""
-    pp: int = 1
-    """Pipeline stages of an engine."""
-    ep: int = 1
-    """Expert-parallel ranks of an engine."""
-
-    @property
-    def world_size(self) -> int:
-        """Processes in all."""
-        return self.dp * self.tp * self.pp * self.ep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,8 @@
-"""What fields mean that are no option elsewhere. Each function takes (value, what is asked for so far), puts what
-follows from the value there, and gives the value in effect and a note."""
+"""What the fields do that set no option by themselves.
+
+A rule takes (value, what is asked for so far), puts there what follows from the value, and gives the value in effect
+and a note.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_infer.config.inference import ConfigWarning
 from megatron_infer.errors import ConfigError, ModelError, unknown_name
 from megatron_infer.pipelines.architectures import custom_architectures
-from megatron_infer.pipelines.model_config import CacheStrategy, GPUProfilingMode, QuantizationEncoding, RopeType
+from megatron_infer.pipelines.field_rows import parts_of
+from megatron_infer.pipelines.field_types import CacheStrategy, QuantizationEncoding, RopeType
 from megatron_infer.server.socket_base import checked_base
 
 if TYPE_CHECKING:
@@ -22,10 +26,8 @@ if TYPE_CHECKING:
 Effect = tuple[Any, str]
 OFF = ("false", "off", "no", "0")
 ON = ("true", "on", "yes", "1")
-KERNELS: dict[str, dict[str, Any]] = {
-    "fused_rope": {"use_flashinfer_fused_rope": True},
-}
-"""Experimental kernel -> the engine options that choose it."""
+KERNEL = "fused_rope"
+"""The one experimental kernel: it sets use_flashinfer_fused_rope."""
 NO_KERNELS = {
     "compiled_layers": "a CPU runs its layers in one native call, a GPU captures them; nothing else is compiled",
     "flashinfer_sampling": "a draw is a function of seed and position, which FlashInfer's sampling is not",
@@ -49,10 +51,6 @@ def _without_effect(name: str, given: Any, why: str) -> str:
     return f"no effect: {why}"
 
 
-def read_before(value: Any, asked: Asked) -> Effect:
-    return value, ""
-
-
 def force(value: bool, asked: Asked) -> Effect:
     asked.force = value
     return value, ""
@@ -64,8 +62,12 @@ def lora(value: Any) -> dict[str, Any] | None:
         if given := sorted(value.model_fields_set - {"enable_lora"}):
             raise ConfigError(f"{given[0]} needs enable_lora=True; set it, or leave {given[0]} out")
         return None
-    paths = [path if "=" in path else f"{Path(path).name}={path}" for path in value.lora_paths]
-    return {"max_loras": value.max_num_loras, "max_rank": value.max_lora_rank, "adapters": paths}
+    return parts_of(value)
+
+
+def adapters(paths: list[str]) -> list[str]:
+    """The value of `adapters` of an option `lora`."""
+    return [path if "=" in path else f"{Path(path).name}={path}" for path in paths]
 
 
 def speculative(value: Any) -> dict[str, Any] | None:
@@ -82,9 +84,12 @@ def speculative(value: Any) -> dict[str, Any] | None:
             "synthetic_acceptance_rate is for benchmarks, as tokens mean nothing with it; leave it out, and give "
             "megatron-infer bench --synthetic-acceptance-rate"
         )
-    method = "draft" if value.speculative_method == "standalone" else value.speculative_method
-    given = {} if value.rejection_sampling_strategy is None else {"verification": value.rejection_sampling_strategy}
-    return {"method": method, "num_speculative_tokens": value.num_speculative_tokens, **given}
+    return parts_of(value)
+
+
+def drafting_method(name: str) -> str:
+    """The value of `method` of an option `speculative`."""
+    return "draft" if name == "standalone" else name
 
 
 def draft_model(value: Any, asked: Asked) -> Effect:
@@ -184,21 +189,19 @@ def experimental_kernels(value: str, asked: Asked) -> Effect:
     text = value.strip().lower()
     if text in OFF:
         return "false", ""
-    names = list(KERNELS) if text in ON else [name.strip() for name in text.split(",") if name.strip()]
+    names = [KERNEL] if text in ON else [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name in NO_KERNELS:
             raise ConfigError(f"use_experimental_kernels: {name} is not built: {NO_KERNELS[name]}; leave it out")
-        if name not in KERNELS:
-            message = unknown_name("experimental kernel", name, KERNELS)
-            raise ConfigError(f'use_experimental_kernels: {message}; "true", or names out of {", ".join(KERNELS)}')
-    if text in ON:
-        names, why_not = asked.runnable_kernels(names)
-        note = "; ".join(why_not)
-    else:
-        note = ""
-    for name in names:
-        asked.engine.update(KERNELS[name])
-    return ",".join(names) or "false", note
+        if name != KERNEL:
+            message = unknown_name("experimental kernel", name, (KERNEL,))
+            raise ConfigError(f'use_experimental_kernels: {message}; "true", or names out of {KERNEL}')
+    if text in ON and not asked.is_cuda:
+        return "false", f"{KERNEL}: for GPUs"
+    if not names:
+        return "false", ""
+    asked.engine["use_flashinfer_fused_rope"] = True
+    return ",".join(names), ""
 
 
 def linear_backend(use_vendor_blas: str) -> str:
@@ -208,11 +211,6 @@ def linear_backend(use_vendor_blas: str) -> str:
     if use_vendor_blas.strip().lower() not in ON:
         raise ConfigError(f'use_vendor_blas is {use_vendor_blas!r}, it must be "true" or "false"')
     return "vendor"
-
-
-def step_ranges(mode: GPUProfilingMode) -> str:
-    """The value of `step_ranges`."""
-    return mode.value
 
 
 def pdl_level(value: str, asked: Asked) -> Effect:

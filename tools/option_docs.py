@@ -1,0 +1,144 @@
+"""Writes what follows from the declarations of options: docs/options.md, and the tables of docs/pipelines.md.
+
+    python tools/option_docs.py [ROOT]
+
+A test holds both pages to what this writes: they are the frozen list of options.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+
+from megatron_infer.cli.config_flags import flag_of
+from megatron_infer.config.inference import InferenceConfig
+from megatron_infer.config.lora import LoRAConfig
+from megatron_infer.config.options import Option, docs_of, options_of
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.config.speculative import SpeculativeConfig
+from megatron_infer.config.structured_output import StructuredOutput
+from megatron_infer.pipelines.config import PipelineConfig
+from megatron_infer.pipelines.field_rows import (
+    Engine,
+    Model,
+    RanksOf,
+    Refused,
+    Row,
+    Rule,
+    Server,
+    description_of,
+    rows_of,
+)
+from megatron_infer.server.server_config import ServerConfig
+
+OPTIONS = Path("docs/options.md")
+DOCS = Path("docs/pipelines.md")
+SEED_NAMES = Path("tests/contract/seed_names.txt")
+NOT_BUILT = "not built: "
+"""What a row's second column begins with where nothing is claimed."""
+
+
+CLASSES: dict[type, str] = {
+    InferenceConfig: "Of an engine: arguments of `InferenceConfig`, or keys of the mapping that "
+    "`LLM(MODEL, config=...)` takes.",
+    SpeculativeConfig: "`speculative` of `InferenceConfig`: see [speculative.md](speculative.md).",
+    LoRAConfig: "`lora` of `InferenceConfig`: see [lora.md](lora.md).",
+    SamplingParams: "Of a request: arguments of `SamplingParams`.",
+    StructuredOutput: "`structured` of `SamplingParams`: see [structured_output.md](structured_output.md).",
+    ServerConfig: "Of the HTTP server: keys of the file of `serve --config`, and `MEGATRON_INFER_NAME` in the "
+    "environment.",
+}
+"""Class that declares options -> what they are of."""
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    lines = [
+        "# Options",
+        "",
+        "Made from the declarations of the options by `python tools/option_docs.py`. Under `since` stands the first",
+        "megatron-core whose `InferenceConfig` has the option.",
+    ]
+    for config, about in CLASSES.items():
+        docs = docs_of(config)
+        lines += ["", f"## {config.__name__}", "", about, ""]
+        lines += ["| option | type | default | flag | since | |", "|---|---|---|---|---|---|"]
+        for name, one in options_of(config).items():
+            default = one.default.value if isinstance(one.default, Enum) else one.default
+            flag = "" if one.flag is None else f"`{flag_of(one)}`"
+            cells = (f"`{name}`", f"`{_type_of(one)}`", f"`{default!r}`", flag, one.since, docs[name])
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type_of(one: Option) -> str:
+    """The type of an option, or its values and the range of a number."""
+    if one.words:
+        return ", ".join(one.words)
+    if one.kind not in ("int", "float", "int | float") or one.least is one.above is None:
+        return one.type_text
+    low = f"> {one.above}" if one.least is None else f">= {one.least}"
+    high = f", < {one.below}" if one.below is not None else "" if one.most is None else f", <= {one.most}"
+    return f"{one.type_text}, {low}{high}"
+
+
+def with_tables(text: str, root: Path) -> str:
+    """The page's text with what lies between its marks generated."""
+    for name, generated in ("fields", field_table()), ("names", name_table(root)):
+        begin, end = f"<!-- {name} begin -->\n", f"<!-- {name} end -->"
+        before, found, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        assert found and found_end, f"{DOCS} lacks its marks {begin.strip()} and {end}"
+        text = f"{before}{begin}{generated}\n{end}{after}"
+    return text
+
+
+def field_table() -> str:
+    """A row for each field of the tree: name, default, what it acts as, what it does."""
+    lines = ["| field | default | acts as | |", "|---|---|---|---|"]
+    for path, info, row in rows_of(PipelineConfig):
+        default = info.get_default(call_default_factory=True)
+        shown, dotted = getattr(default, "value", default), ".".join(path)
+        refused = f" Other values are refused: {row.reason}." if isinstance(row, Refused) else ""
+        lines.append(f"| `{dotted}` | `{shown!r}` | {_acts_as(row)} | {description_of(info)}{refused} |")
+    return "\n".join(lines)
+
+
+def _acts_as(row: Row) -> str:
+    match row:
+        case Engine(option):
+            return f"`{option}` of InferenceConfig"
+        case Server(option):
+            return f"`{option}` of ServerConfig"
+        case Model(argument):
+            return f"`{argument}` of LLM"
+        case RanksOf(axis):
+            return f"`--{axis}`"
+        case Rule():
+            return "its own rule"
+    return "default only"
+
+
+def seed_names(root: Path) -> list[tuple[str, str, str]]:
+    """(name on its page, module:name here or what is not built, test) of each row."""
+    lines = (root / SEED_NAMES).read_text(encoding="utf-8").splitlines()
+    rows = [tuple(part.strip() for part in line.split("|")) for line in lines if line and not line.startswith("#")]
+    return [(row[0], row[1], row[2]) for row in rows]
+
+
+def name_table(root: Path) -> str:
+    """A row for each name: where it lives here, and the test that shows it acting."""
+    lines = ["| name | here | shown by |", "|---|---|---|"]
+    for name, where, test in seed_names(root):
+        here = where if where.startswith(NOT_BUILT) else f"`{where.replace(':', '.')}`"
+        shown = f"`{name}`" if where.startswith("megatron_infer") else name
+        lines.append(f"| {shown} | {here} | {test if test == '-' else f'`{test}`'} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1]
+    (root / OPTIONS).write_text(options_page(), encoding="utf-8")
+    page = root / DOCS
+    page.write_text(with_tables(page.read_text(encoding="utf-8"), root), encoding="utf-8")
