@@ -20,15 +20,6 @@ PENALTIES = (1e-3, 1e3)
 MAX_BIAS = 1e30
 """Largest absolute value in logit_bias: a larger one overflows fp32 when it is scaled."""
 POOLINGS = ("last", "mean", "all")
-_SWITCHES = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "return_sampled_logprobs",
-    "return_support",
-    "return_routing",
-    "skip_special_tokens",
-    "detokenize",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +170,7 @@ class SamplingParams:
     @property
     def carries(self) -> bool:
         """Whether its sequences return more than tokens, text and `logprobs`."""
-        return self.return_sampled_logprobs or self.return_support or self.return_routing
+        return any(getattr(self, name) for name in _RETURNED)
 
     def _check_lengths(self) -> None:
         _int(self, "n", 1, MAX_N, "ask in several requests for more")
@@ -228,6 +219,10 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids is empty, which leaves no token to draw; use None to allow all")
         object.__setattr__(self, "stop", _stop_texts(self.stop))
+
+
+_SWITCHES = tuple(one.name for one in fields(SamplingParams) if one.type == "bool")
+_RETURNED = tuple(name for name in _SWITCHES if name.startswith("return_"))
 
 
 def _show(value: object) -> str:

@@ -13,10 +13,10 @@ from coordinator_case import Child, coordinator, replica, wait_for
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import InferenceClient
-from megatron_infer.coordinator.request_receiver import _append
 from megatron_infer.coordinator.served_engine import ServedRequest, params_of
 from megatron_infer.errors import RequestError
 from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.outputs.schema import append
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_request_moved_after_any_token_continues_unchanged(engine, experts, name
             assert pieces[-1].cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-4)
         at_the_client = CompletionOutput(index=0, text="", token_ids=[])
         for piece in pieces:
-            _append(at_the_client, protocol.decode(protocol.encode(protocol.Output(1, 1, [piece], False))).pieces[0])
+            append(at_the_client, protocol.decode(protocol.encode(protocol.Output(1, 1, [piece], False))).pieces[0])
         same_token_details(at_the_client, one)
 
 
