@@ -16,7 +16,7 @@ from megatron_infer.cli.prompts import PromptJob, read_jobs, to_token_ids
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
-from megatron_infer.outputs.token_outputs import plain, values_in
+from megatron_infer.outputs.token_outputs import values_in
 from megatron_infer.utils import progress
 
 DEFAULTS = {"max_tokens": 256, "temperature": 0.0}
@@ -221,7 +221,7 @@ def _completion(one: CompletionOutput, *, many: bool) -> dict[str, Any]:
     if one.logprobs is not None:
         line["cumulative_logprob"] = one.cumulative_logprob
         line["logprobs"] = [_logprobs(entry) for entry in one.logprobs]
-    return line | {output.name: plain(output, value) for output, value in values_in(one)}
+    return line | {output.name: output.plain(value) for output, value in values_in(one)}
 
 
 def _logprobs(entry: dict[int, Any]) -> list[dict[str, Any]]:

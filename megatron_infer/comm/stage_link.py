@@ -12,8 +12,6 @@ message of the same size that says so: no stage waits for a message that never c
 from __future__ import annotations
 
 import atexit
-import io
-import json
 import time
 import weakref
 from collections import deque
@@ -32,6 +30,7 @@ from torch import Tensor
 
 from megatron_infer.comm.backends import backend_on
 from megatron_infer.comm.collective_errors import StageLost
+from megatron_infer.outputs.schema import ArrayRecord, decode_arrays, encode_arrays
 
 _T = TypeVar("_T")
 _HIDDEN, _TOKENS, _ARRAYS, _DRAFTS = 1, 2, 3, 4
@@ -282,25 +281,22 @@ class StageLink:
 
 
 def _pack(arrays: Mapping[str, Tensor | np.ndarray]) -> bytes:
-    """Names, with whether each is a tensor, as one line of JSON; then the arrays."""
-    if not arrays:
-        return b""
-    file = io.BytesIO()
-    file.write(json.dumps([[name, isinstance(one, Tensor)] for name, one in arrays.items()]).encode() + b"\n")
-    for array in arrays.values():
-        np.save(file, array.numpy() if isinstance(array, Tensor) else array, allow_pickle=False)
-    return file.getvalue()
+    """As `outputs.schema` writes arrays; b"" where there are none."""
+    records = []
+    for name, one in arrays.items():
+        array = one.numpy() if isinstance(one, Tensor) else one
+        content = bytearray(np.ascontiguousarray(array))
+        records.append(ArrayRecord(name, isinstance(one, Tensor), array.dtype.name, list(array.shape), content))
+    return encode_arrays(records) if records else b""
 
 
 def _unpack(content: bytes) -> dict[str, Tensor | np.ndarray]:
     """What `_pack` was given. Raises StageLost for anything else."""
-    file, arrays = io.BytesIO(content), {}
+    arrays = {}
     try:
-        for name, is_tensor in json.loads(file.readline() or b"[]"):
-            array = np.load(file, allow_pickle=False)
-            if not isinstance(array, np.ndarray):
-                raise ValueError(f"a {type(array).__name__}")
-            arrays[name] = torch.from_numpy(array) if is_tensor else array
-    except Exception as error:  # numpy reads a header with several parsers, each with its own errors
+        for record in decode_arrays(content):
+            array = np.frombuffer(record.content, record.dtype).reshape(record.shape)
+            arrays[record.name] = torch.from_numpy(array) if record.is_tensor else array
+    except Exception as error:  # numpy reads a dtype with several parsers, each with its own errors
         raise StageLost(f"the last stage has sent a damaged result: {error}") from error
     return arrays

@@ -183,7 +183,7 @@ class SamplingParams:
     @property
     def carries(self) -> bool:
         """Whether its sequences return more than tokens, text and `logprobs`."""
-        return self.return_sampled_logprobs or self.return_support or self.return_routing
+        return any(getattr(self, name) for name in _RETURNED)
 
     def _check_together(self) -> None:
         """Raise RequestError for values that contradict each other."""
@@ -209,6 +209,10 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids is empty, which leaves no token to draw; use None to allow all")
         object.__setattr__(self, "stop", _stop_texts(self.stop))
+
+
+_SWITCHES = tuple(one.name for one in fields(SamplingParams) if one.type == "bool")
+_RETURNED = tuple(name for name in _SWITCHES if name.startswith("return_"))
 
 
 def _show(value: object) -> str:

@@ -18,24 +18,42 @@ Who may connect is checked below these messages, before the first of them (`acce
 from __future__ import annotations
 
 import secrets
-import sys
-from array import array
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import msgspec
+
 from megatron_infer.errors import ConfigError, InferenceError
+from megatron_infer.outputs import schema
+from megatron_infer.outputs.schema import (
+    Failure,
+    Piece,
+    PromptRecord,
+    bytes_to_floats,
+    bytes_to_ids,
+    failure_of,
+    floats_to_bytes,
+    ids_to_bytes,
+)
+from megatron_infer.outputs.token_outputs import TokenValues
 
-for _needed in ("msgspec", "zmq"):
-    if find_spec(_needed) is None:
-        raise ModuleNotFoundError(
-            f"the coordinator, its replicas and clients need {_needed}: pip install 'megatron-infer[coordinator]'",
-            name=_needed,
-        )
+__all__ = [  # the parts of messages that are parts of files, too
+    "Failure",
+    "Piece",
+    "TokenValues",
+    "bytes_to_floats",
+    "bytes_to_ids",
+    "failure_of",
+    "floats_to_bytes",
+    "ids_to_bytes",
+]
+if find_spec("zmq") is None:
+    raise ModuleNotFoundError(
+        "the coordinator, its replicas and clients need zmq: pip install 'megatron-infer[coordinator]'", name="zmq"
+    )
 
-import msgspec  # noqa: E402
-
-SCHEMA = 7
+SCHEMA = 8
 """Increased with every change that an older peer would misread; peers of another schema are refused at the hello."""
 MAX_MESSAGE = 16 << 20
 """Bytes of one message: a prompt of a million tokens with room to spare."""
@@ -60,7 +78,6 @@ COMMANDS = (*STATE_COMMANDS, "profile", *WEIGHT_COMMANDS, *ADAPTER_COMMANDS)
 LEADS_BACK = ("unpause", "cancel_weights", "settle_weights")
 """Commands that end another one. A replica that is lost before it answers gets them when it joins again; they can be
 sent again."""
-assert sys.byteorder == "little", "token ids are sent as they are in memory, which must be little endian"
 
 
 def checked_address(address: str) -> str:
@@ -200,46 +217,6 @@ class Run(_Message):
     caller: int = 0
 
 
-class TokenValues(msgspec.Struct, array_like=True, gc=False):
-    """One per-token output (outputs.token_outputs) of a piece's tokens, or with the last piece of all positions."""
-
-    dtype: str
-    shape: list[int]
-    """Dimensions of one entry."""
-    content: bytes
-    counts: bytes = b""
-    """int32, entries per token; b"": one each."""
-    vocab_size: int = 0
-
-    def joined(self, new: TokenValues) -> TokenValues:
-        counts, vocab_size = self.counts + new.counts, new.vocab_size or self.vocab_size
-        return TokenValues(new.dtype, new.shape, self.content + new.content, counts, vocab_size)
-
-
-class Piece(_Message):
-    """What is new in one sequence. offset: number of its tokens before this piece."""
-
-    index: int
-    offset: int
-    tokens: bytes
-    text: str
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    cumulative_logprob: float | None = None
-    logprobs: list[list[tuple[int, float, int | None, str | None]]] | None = None
-    """For each token (token id, logprob, rank, text) of several, the sampled one first."""
-    spans: list[tuple[int, int, int, int, int]] = []
-    token_outputs: dict[str, TokenValues] = {}
-    """By the name of the output."""
-
-
-class Failure(_Message):
-    """An error. kind: the name of its class."""
-
-    kind: str
-    message: str
-
-
 class StageTimes(msgspec.Struct, array_like=True, gc=False):
     """When a request came to its replica, and when its stages there were over: in seconds before the message was sent,
     which needs no common clock. None: not yet."""
@@ -269,7 +246,7 @@ class Output(_Message):
     prompt: bytes | None = None
     """Token ids of a prompt given as text, with the first output."""
     num_cached: int = 0
-    prompt_logprobs: list[list[tuple[int, float, int | None, str | None]] | None] | None = None
+    prompt_logprobs: PromptRecord | None = None
     pooled: bytes | None = None
     """fp32, with the last output."""
     seed: int | None = None
@@ -506,33 +483,6 @@ def schema_of(frame: bytes) -> int | None:
     return schema if tag == "hello" and isinstance(schema, int) else None
 
 
-def ids_to_bytes(ids: Sequence[int]) -> bytes:
-    return array("i", ids).tobytes()
-
-
-def bytes_to_ids(data: bytes) -> list[int]:
-    """Raises BadMessage when these are no whole int32."""
-    if len(data) % 4:
-        raise BadMessage(f"{len(data)} bytes of token ids, no multiple of 4")
-    ids = array("i")
-    ids.frombytes(data)
-    return ids.tolist()
-
-
-def floats_to_bytes(values: Sequence[float] | None) -> bytes | None:
-    """As fp32, the precision of logprobs."""
-    return None if values is None else array("f", values).tobytes()
-
-
-def bytes_to_floats(data: bytes) -> list[float]:
-    """Raises BadMessage when these are no whole fp32."""
-    if len(data) % 4:
-        raise BadMessage(f"{len(data)} bytes of fp32 numbers, no multiple of 4")
-    values = array("f")
-    values.frombytes(data)
-    return values.tolist()
-
-
 # ---------------------------------------------------------------------- the shared key
 
 
@@ -540,14 +490,6 @@ def new_nonce() -> bytes:
     return secrets.token_bytes(16)
 
 
-def failure_of(error: BaseException) -> Failure:
-    return Failure(type(error).__name__, str(error))
-
-
 def error_of(failure: Failure) -> InferenceError:
     """An InferenceError of the class of that name; a CoordinatorError when the class is not known here."""
-    known: list[type[InferenceError]] = [InferenceError]
-    for cls in known:
-        known += cls.__subclasses__()
-    cls = next((cls for cls in known if cls.__name__ == failure.kind), CoordinatorError)
-    return cls.__new__(cls, failure.message)  # without __init__, whose arguments are not known
+    return schema.error_of(failure, CoordinatorError)

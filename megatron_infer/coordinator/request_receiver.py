@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
@@ -11,23 +12,9 @@ import msgspec
 
 from megatron_infer.coordinator import protocol
 from megatron_infer.outputs.embeddings import unflattened
-from megatron_infer.outputs.request_output import (
-    CompletionOutput,
-    Logprob,
-    RequestEvent,
-    RequestMetrics,
-    RequestOutput,
-)
-from megatron_infer.outputs.token_outputs import (
-    TOKEN_OUTPUTS,
-    Kind,
-    Packed,
-    TokenOutput,
-    extended,
-    offsets_of,
-    unpack,
-)
-from megatron_infer.scheduler.request import VersionSpan
+from megatron_infer.outputs.request_output import CompletionOutput, RequestEvent, RequestMetrics, RequestOutput
+from megatron_infer.outputs.schema import append, prompt_logprobs_of
+from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS
 
 Sink = Callable[[RequestOutput | BaseException], None]
 """Takes the outputs of a request, or its error."""
@@ -42,6 +29,8 @@ class RequestReceiver:
 
     def __init__(self, submit: protocol.Submit, prompt: str | None, sink: Sink) -> None:
         self._submit, self._sink = submit, sink
+        self._returned = [output.name for output in TOKEN_OUTPUTS if submit.params.get(output.asked_by)]
+        """The per-token outputs that it asks for."""
         self.is_aborted = False
         self._attempt = 0
         """`StageTimes.attempt` of the replica that draws now; 0: none has drawn yet."""
@@ -69,7 +58,7 @@ class RequestReceiver:
             self._sink(protocol.BadMessage(f"an output of request {news.number} makes no sense: {error}"))
             return True
         if news.finished or self._submit.stream:
-            self._sink(_copy(self._output))
+            self._sink(self._copy())
         return news.finished
 
     def _take(self, news: protocol.Output) -> None:
@@ -83,14 +72,14 @@ class RequestReceiver:
             one = output.outputs[piece.index]
             if piece.offset != len(one.token_ids):
                 raise protocol.BadMessage(f"token {piece.offset} came, {len(one.token_ids)} was next")
-            _append(one, piece)
+            append(one, piece)
         metrics.num_output_tokens = sum(len(one.token_ids) for one in output.outputs)
         if metrics.first_token_time is None and metrics.num_output_tokens:
             metrics.first_token_time = now
         if news.times is not None:
             self._add_times(news.times, now)
         if news.prompt_logprobs is not None:
-            output.prompt_logprobs = [_unpacked(one) for one in news.prompt_logprobs]
+            output.prompt_logprobs = prompt_logprobs_of(news.prompt_logprobs)
         if news.pooled is not None:
             pooling = self._submit.params.get("pooling")
             output.pooled = unflattened(protocol.bytes_to_floats(news.pooled), pooling, len(output.prompt_token_ids))
@@ -130,7 +119,19 @@ class RequestReceiver:
         for one in self._output.outputs:
             one.finish_reason = one.finish_reason or "abort"
         self._output.finished = True
-        self._sink(_copy(self._output))
+        self._sink(self._copy())
+
+    def _copy(self) -> RequestOutput:
+        """The output as it is now, for the sink. `dataclasses.replace` takes four times as long."""
+        outputs = []
+        for one in self._output.outputs:
+            copied = CompletionOutput(*_sequence_fields(one))
+            for name in self._returned:
+                setattr(copied, name, getattr(one, name))
+            outputs.append(copied)
+        values = list(_request_fields(self._output))
+        values[_OUTPUTS] = outputs
+        return RequestOutput(*values)
 
     def handed_in_again(self) -> protocol.Submit:
         """The request with the output that has come, for a coordinator that does not know it."""
@@ -157,47 +158,6 @@ def _earlier(known: float | None, new: float) -> float:
     return new if known is None else min(known, new)
 
 
-def _append(one: CompletionOutput, piece: protocol.Piece) -> None:
-    one.token_ids = one.token_ids + protocol.bytes_to_ids(piece.tokens)
-    one.text += piece.text
-    one.finish_reason, one.stop_reason = piece.finish_reason, piece.stop_reason
-    if piece.cumulative_logprob is not None:
-        one.cumulative_logprob = piece.cumulative_logprob
-    if piece.logprobs is not None:
-        one.logprobs = [*(one.logprobs or []), *(_unpacked(entry) or {} for entry in piece.logprobs)]
-    for output in TOKEN_OUTPUTS if piece.token_outputs else ():
-        if (values := piece.token_outputs.get(output.name)) is not None:
-            setattr(one, output.name, extended(output, getattr(one, output.name), _value_of(output, values)))
-    if piece.spans:  # a replica that took over has spans of its own tokens only
-        first = piece.spans[0][0]
-        one.spans = [span for span in one.spans if span.first_token < first]
-        one.spans += [VersionSpan(*span) for span in piece.spans]
-
-
-def _value_of(output: TokenOutput, values: protocol.TokenValues) -> Any:
-    """What `served_engine` packed."""
-    if output.kind is Kind.NUMBER:
-        return protocol.bytes_to_floats(values.content)
-    import numpy as np  # imported here: other clients do not need it
-
-    content = np.frombuffer(values.content, values.dtype)
-    if output.kind is Kind.POSITION:
-        return unpack(output, Packed(content.reshape(-1, *values.shape)))
-    return unpack(output, Packed(content, offsets_of(np.frombuffer(values.counts, np.int32)), values.vocab_size))
-
-
-def _unpacked(entry: list[tuple[int, float, int | None, str | None]] | None) -> dict[int, Logprob] | None:
-    return None if entry is None else {token: Logprob(value, rank, text) for token, value, rank, text in entry}
-
-
-def _copy(output: RequestOutput) -> RequestOutput:
-    """A snapshot for the sink: the receiver changes its own output. `dataclasses.replace` takes four times as long."""
-    outputs = [CompletionOutput(*_completion_fields(one)) for one in output.outputs]
-    fields = list(_request_fields(output))
-    fields[_OUTPUTS] = outputs
-    return RequestOutput(*fields)
-
-
-_completion_fields = attrgetter(*CompletionOutput.__dataclass_fields__)
-_request_fields = attrgetter(*RequestOutput.__dataclass_fields__)
-_OUTPUTS = list(RequestOutput.__dataclass_fields__).index("outputs")
+_sequence_fields = attrgetter(*(one.name for one in fields(CompletionOutput) if not one.kw_only))
+_request_fields = attrgetter(*(one.name for one in fields(RequestOutput)))
+_OUTPUTS = [one.name for one in fields(RequestOutput)].index("outputs")

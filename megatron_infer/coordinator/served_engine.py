@@ -17,8 +17,8 @@ from megatron_infer.context.prefix_events import PrefixEvents
 from megatron_infer.coordinator import protocol
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.embeddings import flattened
-from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from megatron_infer.outputs.token_outputs import Kind, TokenOutput, pack, values_in
+from megatron_infer.outputs.request_output import CompletionOutput, RequestMetrics, RequestOutput
+from megatron_infer.outputs.schema import piece_of, prompt_record
 from megatron_infer.requests.drawn_sequence import DrawnSequence
 
 
@@ -208,7 +208,7 @@ class ServedRequest:
         if not self._sent_prompt:
             prompt, self._sent_prompt = protocol.ids_to_bytes(output.prompt_token_ids), True
         if not self._sent_prompt_logprobs and output.prompt_logprobs is not None:
-            prompt_logprobs, self._sent_prompt_logprobs = [_packed(one) for one in output.prompt_logprobs], True
+            prompt_logprobs, self._sent_prompt_logprobs = prompt_record(output.prompt_logprobs), True
         return protocol.Output(
             run.number,
             run.incarnation,
@@ -239,33 +239,23 @@ class ServedRequest:
         sequence = self._sequences[one.index]
         if sequence.has_ended:
             return None
-        tokens, text, logprobs, first = one.token_ids, one.text, one.logprobs, 0
+        tokens, first, first_char = one.token_ids, 0, 0
         if sequence.skip_tokens or sequence.skip_chars:
-            count = min(len(tokens), len(sequence.skip_tokens))
-            if tokens[:count] != sequence.skip_tokens[:count]:
+            first, first_char = min(len(tokens), len(sequence.skip_tokens)), sequence.skip_chars
+            if tokens[:first] != sequence.skip_tokens[:first]:
                 raise ResampledDifferently(
-                    f"drew tokens {tokens[:count]} where another replica drew {sequence.skip_tokens[:count]}: do both "
+                    f"drew tokens {tokens[:first]} where another replica drew {sequence.skip_tokens[:first]}: do both "
                     "have the same weights, and a model that computes the same in every batch?"
                 )
-            tokens, sequence.skip_tokens, first = tokens[count:], sequence.skip_tokens[count:], count
-            text, sequence.skip_chars = text[sequence.skip_chars :], max(0, sequence.skip_chars - len(text))
-            logprobs = None if logprobs is None else logprobs[count:]
-        if not tokens and not text and one.finish_reason is None:
+            sequence.skip_tokens = sequence.skip_tokens[first:]
+            sequence.skip_chars = max(0, sequence.skip_chars - len(one.text))
+        num_new = len(tokens) - first
+        if not num_new and len(one.text) <= first_char and one.finish_reason is None:
             return None
-        offset, sequence.num_tokens = sequence.num_tokens, sequence.num_tokens + len(tokens)
+        piece = piece_of(one, offset=sequence.num_tokens, first=first, first_char=first_char)
+        sequence.num_tokens += num_new
         sequence.has_ended = one.finish_reason is not None
-        return protocol.Piece(
-            one.index,
-            offset,
-            protocol.ids_to_bytes(tokens),
-            text,
-            one.finish_reason,
-            one.stop_reason,
-            one.cumulative_logprob,
-            None if logprobs is None else [_packed(entry) or [] for entry in logprobs],
-            [(*span,) for span in one.spans],
-            {output.name: _token_values(output, value, first) for output, value in values_in(one)},
-        )
+        return piece
 
 
 class ResampledDifferently(InferenceError):
@@ -305,30 +295,12 @@ def _drawn(kept: protocol.Kept) -> DrawnSequence:
     )
 
 
-def _token_values(output: TokenOutput, value: Any, first: int) -> protocol.TokenValues:
-    """From token `first` on."""
-    if output.kind is Kind.NUMBER:
-        return protocol.TokenValues("float32", [], protocol.floats_to_bytes(value[first:]) or b"")
-    packed = pack(output, value, first)
-    counts = b"" if packed.offsets is None else packed.counts.tobytes()
-    content = packed.content
-    return protocol.TokenValues(
-        content.dtype.name, list(content.shape[1:]), content.tobytes(), counts, packed.vocab_size
-    )
-
-
-def _packed(entry: dict[int, Logprob] | None) -> list[tuple[int, float, int | None, str | None]] | None:
-    if entry is None:
-        return None
-    return [(token, one.logprob, one.rank, one.decoded_token) for token, one in entry.items()]
-
-
 def _merged(first: protocol.Output, second: protocol.Output) -> protocol.Output:
     """Two outputs of a request as one."""
     pieces = {piece.index: piece for piece in first.pieces}
     for piece in second.pieces:
         before = pieces.get(piece.index)
-        pieces[piece.index] = piece if before is None else _joined(before, piece)
+        pieces[piece.index] = piece if before is None else before.joined(piece)
     return msgspec.structs.replace(
         second,
         pieces=list(pieces.values()),
@@ -336,19 +308,4 @@ def _merged(first: protocol.Output, second: protocol.Output) -> protocol.Output:
         num_cached=max(first.num_cached, second.num_cached),
         prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
         times=first.times if second.times is None else second.times,
-    )
-
-
-def _joined(first: protocol.Piece, second: protocol.Piece) -> protocol.Piece:
-    """Two pieces of a sequence as one; fields that are not joined are the second's."""
-    return msgspec.structs.replace(
-        second,
-        offset=first.offset,
-        tokens=first.tokens + second.tokens,
-        text=first.text + second.text,
-        logprobs=None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs],
-        token_outputs={
-            name: values if (before := first.token_outputs.get(name)) is None else before.joined(values)
-            for name, values in second.token_outputs.items()
-        },
     )

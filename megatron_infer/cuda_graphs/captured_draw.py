@@ -24,7 +24,7 @@ from megatron_infer.sampling.filters import DrawParams, DrawResult, draw_any, dr
 from megatron_infer.sampling.logprobs import processed, score
 from megatron_infer.sampling.returned_details import needs_logits
 from megatron_infer.sampling.rng import GAMMA, MIX_FIRST, MIX_SECOND, mix
-from megatron_infer.sampling.row_params import GREEDY_BELOW, RowExtras, RowFlags, RowParams
+from megatron_infer.sampling.row_params import GREEDY_BELOW, RETURNS, RowExtras, RowFlags, RowParams
 from megatron_infer.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 from megatron_infer.sampling.upload import Upload
 
@@ -158,7 +158,7 @@ class RowMirror:
 
     def _asks(self, flags: np.ndarray) -> np.ndarray:
         pairs = [(RowFlags.PENALTY, Asks.PENALTY), (RowFlags.EDIT, Asks.EDIT), (RowFlags.MIN_TOKENS, Asks.MIN_TOKENS)]
-        pairs.append((RowFlags.SAMPLED, Asks.RAW | Asks.OWN))
+        pairs.append((RETURNS["return_sampled_logprobs"], Asks.RAW | Asks.OWN))
         pairs.append((RowFlags.LOGPROBS, Asks.OWN | Asks.OWN_RANK if self._is_processed else Asks.RAW | Asks.RANK))
         asks = np.zeros(len(flags), dtype=np.int64)
         for flag, ask in pairs:

@@ -1,6 +1,6 @@
 """One file of saved requests: safetensors with a manifest and a checksum over everything, replaced atomically.
 
-    metadata: {"format": FORMAT, "version": "1", "manifest": JSON (ASCII), "checksum": hex}
+    metadata: {"format": FORMAT, "version": VERSION, "manifest": JSON (ASCII), "checksum": hex}
     tensors:  named by the manifest's writer, as safetensors stores them
 
 The checksum is blake2b over format, version, manifest and, by name, every tensor's name, dtype, shape and bytes.
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from megatron_infer.errors import SnapshotError
+from megatron_infer.outputs.schema import SCHEMA
 from megatron_infer.utils.files import regular, save_tensors
 
 FORMAT = "megatron_infer.requests"
-VERSION = 1
+VERSION = str(SCHEMA)
 _FIELDS = {"format", "version", "manifest", "checksum"}
 
 
@@ -40,7 +41,7 @@ def write(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]
 def stage(path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write the content to a file beside `path` and sync it -> that file, which `put_in_place` renames to `path`."""
     text = json.dumps(manifest, separators=(",", ":"))
-    metadata = {"format": FORMAT, "version": str(VERSION), "manifest": text}
+    metadata = {"format": FORMAT, "version": VERSION, "manifest": text}
     metadata["checksum"] = _checksum(metadata, tensors)
     staged = path.with_name(path.name + ".tmp")
     try:
@@ -114,10 +115,12 @@ def _refuse_others(path: Path, metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
         raise SnapshotError(path, f"not a file of saved requests: its format is {metadata.get('format')!r}")
     version = metadata.get("version", "")
-    if version != str(VERSION):
-        newer = version.isascii() and version.isdigit() and int(version) > VERSION
-        remedy = "; it was written by a newer release, load it with that" if newer else ""
-        raise SnapshotError(path, f"its version is {version!r}, this release reads {str(VERSION)!r}{remedy}")
+    if version != VERSION:
+        remedy = ""
+        if version.isascii() and version.isdigit():
+            other = "newer" if int(version) > SCHEMA else "earlier"
+            remedy = f"; it was written by a release that is {other}, load it with that"
+        raise SnapshotError(path, f"its version is {version!r}, this release reads {VERSION!r}{remedy}")
     if set(metadata) != _FIELDS:
         raise SnapshotError(path, f"damaged: its metadata holds {sorted(metadata)}, not {sorted(_FIELDS)}")
 

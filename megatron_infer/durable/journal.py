@@ -1,6 +1,6 @@
 """Changes since a snapshot, line by line in a file beside it: accepted, finished and acknowledged requests.
 
-    {"check": hex, "record": {"kind": "begin", "format": ..., "version": 1, "generation": [series, number]}}
+    {"check": hex, "record": {"kind": "begin", "format": ..., "version": SCHEMA, "generation": [series, number]}}
     {"check": hex, "record": {"kind": "accept" | "finish" | "ack", "data": {...}}}
 
 `check` is blake2b over generation, line number and record, so a line that is damaged, moved or of another run is
@@ -26,10 +26,10 @@ from typing import Any, Self
 
 from megatron_infer.durable.file_format import put_in_place
 from megatron_infer.errors import SnapshotError
+from megatron_infer.outputs.schema import SCHEMA
 from megatron_infer.utils.files import regular
 
 FORMAT = "megatron_infer.journal"
-VERSION = 1
 KINDS = ("accept", "finish", "ack")
 
 
@@ -86,7 +86,7 @@ class Journal:
         self._size = 0
         self._fd = os.open(self._staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            begin = {"kind": "begin", "format": FORMAT, "version": VERSION, "generation": generation.as_list()}
+            begin = {"kind": "begin", "format": FORMAT, "version": SCHEMA, "generation": generation.as_list()}
             self._write(_line("", 1, begin))
             os.fsync(self._fd)
         except BaseException:
@@ -153,10 +153,8 @@ def read_journal(path: Path, generation: Generation) -> JournalRecords:
     if not lines:
         raise SnapshotError(file, "damaged in line 1: it has no beginning")
     begin = _record(file, "", 1, lines[0])
-    if begin.get("format") != FORMAT or begin.get("version") != VERSION:
-        raise SnapshotError(
-            file, f"format {begin.get('format')!r} {begin.get('version')!r}, not {FORMAT!r} {VERSION!r}"
-        )
+    if begin.get("format") != FORMAT or begin.get("version") != SCHEMA:
+        raise SnapshotError(file, f"format {begin.get('format')!r} {begin.get('version')!r}, not {FORMAT!r} {SCHEMA!r}")
     own = Generation.from_list(begin["generation"])
     assert own is not None
     if own.series != generation.series or own.number not in (generation.number, generation.number - 1):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
+from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,20 +17,21 @@ from torch import Tensor
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.durable import file_format
 from megatron_infer.durable.codec import (
-    Columns,
-    Inline,
+    Records,
+    RequestRecord,
     SavedKV,
     SavedRequest,
-    decode_output,
     decode_request,
-    encode_output,
     encode_request,
+    of_bytes,
+    to_bytes,
 )
 from megatron_infer.durable.journal import Generation, JournalRecords, read_journal
 from megatron_infer.durable.kv_restore import FileMemory, KVArchive, Memory, check_places, num_places
 from megatron_infer.durable.rank_files import layout_of, parts_beside, remove, save_together
 from megatron_infer.errors import RequestError, SnapshotError
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.outputs.schema import OutputRecord, output_of, output_record
 from megatron_infer.requests.input_processor import InputProcessor
 from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.requests.request_state import RequestState
@@ -142,14 +143,12 @@ class Archive:
         undelivered: outputs that no caller has seen: their deltas are not handed out yet.
         part_names: files with other ranks' memory.
         """
-        states, numbers, now = self._output.requests, Columns(), time.monotonic()
+        states, now = self._output.requests, time.monotonic()
         unsent, saved = _unsent(undelivered), {} if memory is None else memory.saved
-        records = {
-            "requests": [
-                encode_request(state, numbers, now=now, unsent=unsent.get(state.id), kv=saved) for state in states
-            ],
-            "finished": [encode_output(output, numbers, now=now) for output in finished.values()],
-        }
+        records = Records(
+            requests=[encode_request(state, now=now, unsent=unsent.get(state.id), kv=saved) for state in states],
+            finished=[output_record(output, now=now) for output in finished.values()],
+        )
         manifest = {
             "num_requests": len(states),
             "num_finished": len(finished),
@@ -163,8 +162,7 @@ class Archive:
             "parts": list(part_names),
             "generation": None if generation is None else generation.as_list(),
         }
-        tensors = {**numbers.tensors(), "records": _bytes_tensor(json.dumps(records, separators=(",", ":")).encode())}
-        return manifest, tensors | ({} if memory is None else memory.tensors)
+        return manifest, {"records": _bytes_tensor(to_bytes(records))} | ({} if memory is None else memory.tensors)
 
     # ------------------------------------------------------------------ loading
 
@@ -261,10 +259,9 @@ class Archive:
         weights, counts = manifest["weights"], [manifest["num_seeds"], manifest["num_ids"]]
         if not all(type(count) is int and 0 <= count < 1 << 62 for count in (weights["version"], *counts)):
             raise ValueError(f"weights {weights}, num_seeds and num_ids {counts}")
-        records = json.loads(tensors["records"].numpy().tobytes())
-        numbers = Columns(tensors)
-        requests = [decode_request(one, numbers, tokenizer=tokenizer, now=now) for one in records["requests"]]
-        finished = [decode_output(one, numbers, tokenizer=tokenizer, now=now) for one in records["finished"]]
+        records = of_bytes(tensors["records"].numpy().tobytes(), Records)
+        requests = [decode_request(one, tokenizer=tokenizer, now=now) for one in records.requests]
+        finished = [output_of(one, now=now) for one in records.finished]
         generation = Generation.from_list(manifest["generation"])
         journal = JournalRecords() if generation is None else read_journal(path, generation)
         requests, finished = self._replay(journal, requests, finished, now=now)
@@ -290,7 +287,7 @@ class Archive:
         self, journal: JournalRecords, requests: list[SavedRequest], finished: list[RequestOutput], *, now: float
     ) -> tuple[list[SavedRequest], list[RequestOutput]]:
         """A snapshot's requests and outputs with the records of its journal applied."""
-        tokenizer, numbers = self._output.tokenizer, Inline()
+        tokenizer = self._output.tokenizer
         live: dict[str, SavedRequest] = {}
         owed: dict[str, RequestOutput] = {}
 
@@ -303,10 +300,12 @@ class Archive:
         owed.update((enter(output.request_id), output) for output in finished)
         for kind, data in journal.records:
             if kind == "accept":
-                request = decode_request(data, numbers, tokenizer=tokenizer, now=now)
+                request = decode_request(
+                    of_bytes(b64decode(data["record"]), RequestRecord), tokenizer=tokenizer, now=now
+                )
                 live[enter(request.state.id)] = request
             elif kind == "finish":
-                output = decode_output(data, numbers, tokenizer=tokenizer, now=now)
+                output = output_of(of_bytes(b64decode(data["record"]), OutputRecord), now=now)
                 live.pop(output.request_id, None)
                 owed[output.request_id] = output
             else:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_infer.comm.rank_group import RankGroup
 from megatron_infer.durable import file_format
-from megatron_infer.durable.codec import Inline, encode_output, encode_request
+from megatron_infer.durable.codec import encode_request, to_bytes
 from megatron_infer.durable.journal import Generation, Journal, has_records, journal_path
 from megatron_infer.durable.snapshot import REFUSE, Archive, Content, LoadReport
 from megatron_infer.errors import InferenceError, SnapshotError, UnknownRequest
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.outputs.schema import output_record
 from megatron_infer.requests.input_processor import InputProcessor
 from megatron_infer.requests.output_processor import OutputProcessor
 from megatron_infer.requests.request_state import RequestState
@@ -134,10 +136,10 @@ class SnapshotManager:
         """Before add_request returns; if the line cannot be written, the request is not accepted."""
         if self.journal is None:
             return
-        record = encode_request(state, Inline(), now=time.monotonic())
         counts = {"num_seeds": self._input.num_seeds, "num_ids": self._input.num_ids}
         try:
-            self.journal.append([("accept", {**record, **counts})])
+            record = to_bytes(encode_request(state, now=time.monotonic()))
+            self.journal.append([("accept", {"record": b64encode(record).decode(), **counts})])
         except BaseException:
             for sequence in state.sequences:
                 self._scheduler.abort(sequence.request)
@@ -151,7 +153,8 @@ class SnapshotManager:
         if self._unwritten:
             assert self.journal is not None
             now = time.monotonic()
-            self.journal.append([("finish", encode_output(output, Inline(), now=now)) for output in self._unwritten])
+            records = [to_bytes(output_record(output, now=now)) for output in self._unwritten]
+            self.journal.append([("finish", {"record": b64encode(record).decode()}) for record in records])
             self._unwritten = []
 
     def stepped(self, undelivered: Sequence[RequestOutput]) -> None:

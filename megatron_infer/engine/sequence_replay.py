@@ -23,7 +23,7 @@ from megatron_infer.engine.step_loop import StepLoop
 from megatron_infer.errors import ConfigError, InferenceError
 from megatron_infer.kernels.base import PagedModel
 from megatron_infer.models.adopt import AdoptedModel
-from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS
+from megatron_infer.outputs.token_outputs import PARAMETERS
 from megatron_infer.runner.in_flight import LocalStep
 from megatron_infer.runner.model_runner import ModelRunner, Runner
 from megatron_infer.sampling.row_params import GREEDY_BELOW
@@ -38,7 +38,7 @@ _REQUESTED: dict[str, Any] = {
     "n": 1,
     "logprobs": None,
     "prompt_logprobs": None,
-    **{output.asked_by: False for output in TOKEN_OUTPUTS},
+    **dict.fromkeys(PARAMETERS, False),
     "return_sampled_logprobs": True,
 }
 """Replaces these parameters of a request that is replayed."""

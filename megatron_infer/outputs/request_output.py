@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron_infer.errors import ConfigError, InferenceError, unknown_name
+from megatron_infer.outputs.token_outputs import SampleOutputs
 from megatron_infer.scheduler.request import VersionSpan
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from megatron_infer.outputs.token_support import TokenSupport
 
 
 @dataclass(slots=True)
@@ -57,8 +53,11 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
-class CompletionOutput:
-    """One of a request's n sequences; text and token_ids are cumulative or new only, by the request's stream mode."""
+class CompletionOutput(SampleOutputs):
+    """One of a request's n sequences; text and token_ids are cumulative or new only, by the request's stream mode.
+
+    The per-token outputs that were asked for are keyword arguments.
+    """
 
     index: int
     text: str
@@ -72,19 +71,10 @@ class CompletionOutput:
     values they attended to: [(first_token, policy_version, kv_version_min, kv_version_max)]."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that matched; None for the end-of-sequence token."""
-    raw_logprobs: list[float] | None = None
-    """With return_sampled_logprobs: the log probability of each of token_ids under softmax of the model's logits."""
-    processed_logprobs: list[float] | None = None
+    processed_logprobs: list[float] | None = field(default=None, kw_only=True)
     """With return_sampled_logprobs: the log probability of each of token_ids under the distribution it was drawn from,
     after penalties, bias, allowed ids, temperature and filters; 0.0 where temperature is 0, since no other token could
     be drawn."""
-    support: TokenSupport | None = None
-    """With return_support: the ids that each of token_ids was drawn among."""
-    routing: np.ndarray | None = None
-    """With return_routing, once the sequence has ended: the experts of each computed position in each
-    mixture-of-experts layer, ascending: uint8 (uint16 beyond 256 experts) [prompt + output - 1, layers, top-k]. Those
-    of position p are from the forward that computed it first; the last token was never an input."""
-
     num_accepted_drafts: int = 0
     """Tokens so far (in delta mode too) that had been drafted; 0 on an engine that drafts none."""
     is_synthetic: bool = False

@@ -1,136 +1,272 @@
-"""Per-token outputs: what a sequence returns for each token beside its id, text and `logprobs`.
+"""Per-token outputs: the table of what a sequence returns for each token next to its id, text and `logprobs`.
 
     sampler --TokenDetailsBatch--> host copy, stages, TP ranks --> TokenDetails --> CompletionOutput --> RolloutSample
-            values by TokenOutput.key                                          pack: files and messages
+            values by TokenOutput.key                                          TokenValues: files and messages
 
-Code between the sampler and the public fields handles all of TOKEN_OUTPUTS alike and names none. To add one:
+Code between the sampler and the public fields handles all rows of TOKEN_OUTPUTS alike and names none. To add one:
 
-    config/sampling_params.py           the parameter that asks for it, also in _SWITCHES and `carries`
-    sampling/row_params.py              a bit of RowFlags, set where the parameter is
+    config/sampling_params.py           the parameter that asks for it
     sampling/returned_details.py        its key in `returned_columns`, its values in `collect_token_details`
-    outputs/token_outputs.py            its entry at the end of TOKEN_OUTPUTS
-    outputs/request_output.py           its field of CompletionOutput; in rl/samples.py, of RolloutSample
+    outputs/token_outputs.py            its row at the end of TOKEN_OUTPUTS, and its field of SampleOutputs
 
 tests/contract/test_token_outputs.py adds two in this way and follows them through every file and message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
 
 if TYPE_CHECKING:
     import numpy as np
 
-
-class Kind(Enum):
-    """What an output's value is in CompletionOutput, and in a step's TokenDetailsBatch."""
-
-    NUMBER = "one number per token"
-    """list[float]; a step has fp32 [A]."""
-    IDS = "a set of token ids per token"
-    """Ragged: a TokenSupport; a step has bits and the place of each token's bits."""
-    POSITION = "one array per computed position of prompt and output"
-    """np.ndarray [positions, ...], once the sequence has ended; a step has it for all of its tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    name: str
-    """Field of CompletionOutput and RolloutSample."""
-    key: str
-    """Its short name, in a step's TokenDetailsBatch and in files."""
-    asked_by: str
-    """Field of SamplingParams."""
-    kind: Kind
-    dtypes: tuple[str, ...]
-    """What the content of a `Packed` may be; a list of numbers becomes the first."""
-
-
-TOKEN_OUTPUTS = (
-    TokenOutput("raw_logprobs", "raw", "return_sampled_logprobs", Kind.NUMBER, ("float32",)),
-    TokenOutput("processed_logprobs", "processed", "return_sampled_logprobs", Kind.NUMBER, ("float32",)),
-    TokenOutput("support", "support", "return_support", Kind.IDS, ("int32",)),
-    TokenOutput("routing", "routing", "return_routing", Kind.POSITION, ("uint8", "uint16")),
-)
-"""Their order is that of saved files."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """The values of one output for consecutive tokens, as arrays."""
-
-    content: np.ndarray
-    """[tokens] or [positions, ...], or the concatenated words of IDS."""
-    offsets: np.ndarray | None = None
-    """int32 [tokens + 1], of IDS: where the words of each token begin."""
-    vocab_size: int = 0
-    """IDS only: ids are below it; 0: no token has been drawn."""
-
-    @property
-    def counts(self) -> np.ndarray:
-        """int32 [tokens]: words of each token."""
-        assert self.offsets is not None
-        counts: np.ndarray = self.offsets[1:] - self.offsets[:-1]
-        return counts
-
-
-def pack(output: TokenOutput, value: Any, first: int = 0) -> Packed:
-    """A value as arrays, from token `first` on (a POSITION output always whole)."""
-    if output.kind is Kind.NUMBER:
-        import numpy as np  # imported here: clients of a coordinator that return no arrays do without
-
-        return Packed(np.array(value[first:], dtype=output.dtypes[0]))
-    if output.kind is Kind.POSITION:
-        return Packed(value)
-    start = value.offsets[first]
-    return Packed(value.ids[start:], value.offsets[first:] - start, value.vocab_size)
-
-
-def unpack(output: TokenOutput, packed: Packed) -> Any:
-    """The value that `pack` was given."""
-    if output.kind is Kind.NUMBER:
-        return packed.content.tolist()
-    if output.kind is Kind.POSITION:
-        return packed.content
     from megatron_infer.outputs.token_support import TokenSupport
 
-    assert packed.offsets is not None
-    return TokenSupport(packed.vocab_size, packed.offsets, packed.content)
+
+@dataclass(slots=True, kw_only=True)
+class SampleOutputs:
+    """The fields of a CompletionOutput and of a RolloutSample that TOKEN_OUTPUTS describes; None: not asked for."""
+
+    raw_logprobs: list[float] | None = None
+    """With return_sampled_logprobs: the log probability of each of token_ids under softmax of the model's logits,
+    before temperature, penalties and filters."""
+    support: TokenSupport | None = None
+    """With return_support: the ids that each of token_ids was drawn among; of tokens that were given, all ids."""
+    routing: np.ndarray | None = None
+    """With return_routing, once the sequence has ended: the experts of each computed position in each
+    mixture-of-experts layer, ascending: uint8 (uint16 beyond 256 experts) [prompt + output - 1, layers, top-k]. Those
+    of position p are from the forward that computed it first; the last token was never an input."""
 
 
-def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """`Packed.offsets` from `Packed.counts`."""
-    import numpy as np
+class TokenValues(msgspec.Struct, array_like=True, gc=False):
+    """The value of one output for consecutive tokens, in files and messages."""
 
-    offsets: np.ndarray = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
+    dtype: str
+    shape: list[int]
+    """Dimensions of one entry."""
+    content: bytes
+    """The entries, little endian."""
+    counts: bytes = b""
+    """int32, entries per token; b"": one each."""
+    vocab_size: int = 0
+    """Of sets of ids; 0: no token has been drawn."""
+
+    def joined(self, new: TokenValues) -> TokenValues:
+        counts, vocab_size = self.counts + new.counts, new.vocab_size or self.vocab_size
+        return TokenValues(new.dtype, new.shape, self.content + new.content, counts, vocab_size)
 
 
-def extended(output: TokenOutput, before: Any, new: Any) -> Any:
-    """The value of a sequence, None at its beginning, with that of its next tokens."""
-    if before is None or output.kind is Kind.POSITION:
-        return new
-    if output.kind is Kind.NUMBER:
+@dataclass(frozen=True, slots=True)
+class TokenOutput(ABC):
+    """A row of the table. Its class says how values are held, cut, joined and packed."""
+
+    name: str
+    """Field of CompletionOutput."""
+    key: str
+    """Its short name, in a step's TokenDetailsBatch and in sample files."""
+    asked_by: str
+    """Field of SamplingParams."""
+    dtypes: tuple[str, ...]
+    """The dtypes that the content of its TokenValues may have."""
+
+    per_position: ClassVar[bool] = False
+    """Whether a value has an entry for each computed position, and not for each drawn token."""
+    given: ClassVar[Any] = None
+    """The entry of a token that was given, not drawn."""
+    drawn_elsewhere: ClassVar[Any] = None
+    """The entry of a token that another replica drew and handed out."""
+    num_dims: ClassVar[int] = 1
+    """Dimensions of the column of entries in a sample file."""
+
+    @property
+    def column(self) -> str:
+        """Name of the column of entries in a sample file."""
+        return self.key
+
+    @property
+    def counts_column(self) -> str:
+        """Name of the column that counts the entries, of each token or of each sample's positions; "": none does."""
+        return ""
+
+    @abstractmethod
+    def pack(self, value: Any, first: int = 0) -> TokenValues:
+        """A value from token `first` on; of positions always all of it."""
+
+    @abstractmethod
+    def unpack(self, values: TokenValues) -> Any:
+        """The value that `pack` was given. Raises ValueError or TypeError for what is none."""
+
+    @abstractmethod
+    def extended(self, before: Any, new: Any) -> Any:
+        """A sequence's value with that of its next tokens."""
+
+    @abstractmethod
+    def plain(self, value: Any) -> list[Any]:
+        """A value as JSON has it."""
+
+    def entries(self, value: Any) -> list[Any]:
+        """The entry of each token."""
+        raise NotImplementedError
+
+    def of_entries(self, entries: Sequence[Any], vocab_size: int) -> Any:
+        """The value with these entries."""
+        raise NotImplementedError
+
+    def vocab_size_of(self, value: Any) -> int:
+        """Of a value with sets of ids; 0: it has none."""
+        return 0
+
+    def fault(self, value: Any) -> str:
+        """Why `value` cannot be one of this output; "": it can."""
+        return ""
+
+    def _content(self, values: TokenValues) -> bytes:
+        if values.dtype not in self.dtypes:
+            raise ValueError(f"{self.name} is {values.dtype}, not {' or '.join(self.dtypes)}")
+        return values.content
+
+
+@dataclass(frozen=True, slots=True)
+class NumberOutput(TokenOutput):
+    """One number per token: list[float]. A step has fp32 [A]."""
+
+    given: ClassVar[Any] = 0.0
+    drawn_elsewhere: ClassVar[Any] = math.nan
+
+    def pack(self, value: Any, first: int = 0) -> TokenValues:
+        return TokenValues(self.dtypes[0], [], array("f", value[first:] if first else value).tobytes())
+
+    def unpack(self, values: TokenValues) -> list[float]:
+        numbers = array("f")
+        numbers.frombytes(self._content(values))
+        return numbers.tolist()
+
+    def extended(self, before: Any, new: Any) -> list[float]:
         return [*before, *new]
-    return type(new).of_rows(new.vocab_size or before.vocab_size, [*before.rows(), *new.rows()])
+
+    def plain(self, value: Any) -> list[float]:
+        return list(value)
+
+    def entries(self, value: Any) -> list[float]:
+        return list(value)
+
+    def of_entries(self, entries: Sequence[Any], vocab_size: int) -> list[float]:
+        return list(entries)
 
 
-def values_in(record: Any) -> Iterator[tuple[TokenOutput, Any]]:
-    """The outputs that a CompletionOutput or another record with fields of these names has."""
-    for output in TOKEN_OUTPUTS:
+@dataclass(frozen=True, slots=True)
+class IdSetOutput(TokenOutput):
+    """A set of token ids per token: TokenSupport. A step has bits and the place of each token's bits."""
+
+    given: ClassVar[Any] = array("i")
+    drawn_elsewhere: ClassVar[Any] = array("i")
+
+    @property
+    def column(self) -> str:
+        return f"{self.key}_words"
+
+    @property
+    def counts_column(self) -> str:
+        return f"{self.key}_counts"
+
+    def pack(self, value: Any, first: int = 0) -> TokenValues:
+        offsets = value.offsets[first:]
+        words, counts = value.ids[offsets[0] :], offsets[1:] - offsets[:-1]
+        return TokenValues(self.dtypes[0], [], words.tobytes(), counts.tobytes(), value.vocab_size)
+
+    def unpack(self, values: TokenValues) -> TokenSupport:
+        import numpy as np  # imported here: clients of a coordinator that return no arrays do without
+
+        from megatron_infer.outputs.token_support import TokenSupport
+
+        ids: np.ndarray = np.frombuffer(bytearray(self._content(values)), np.int32)
+        counts = np.frombuffer(values.counts, np.int32)
+        offsets: np.ndarray = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=offsets[1:])
+        return TokenSupport(values.vocab_size, offsets, ids)
+
+    def extended(self, before: Any, new: Any) -> TokenSupport:
+        joined: TokenSupport = before.joined(new)
+        return joined
+
+    def plain(self, value: Any) -> list[Any]:
+        """An entry is None where it is the whole vocabulary."""
+        return [None if value.is_whole(i) else value.ids_at(i).tolist() for i in range(len(value))]
+
+    def entries(self, value: Any) -> list[Any]:
+        """The words of each token."""
+        rows: list[Any] = value.rows()
+        return rows
+
+    def of_entries(self, entries: Sequence[Any], vocab_size: int) -> TokenSupport:
+        from megatron_infer.outputs.token_support import TokenSupport
+
+        return TokenSupport.of_rows(vocab_size, entries)
+
+    def vocab_size_of(self, value: Any) -> int:
+        return int(value.vocab_size)
+
+    def fault(self, value: Any) -> str:
+        reason = value.fault()
+        return f"{self.name}: {reason}" if reason else ""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionOutput(TokenOutput):
+    """One array per computed position of prompt and output: np.ndarray [positions, layers, k], once the sequence has
+    ended. A step has it for all of its tokens."""
+
+    per_position: ClassVar[bool] = True
+    num_dims: ClassVar[int] = 3
+
+    @property
+    def counts_column(self) -> str:
+        return f"{self.key}_counts"
+
+    def pack(self, value: Any, first: int = 0) -> TokenValues:
+        return TokenValues(value.dtype.name, list(value.shape[1:]), value.tobytes())
+
+    def unpack(self, values: TokenValues) -> np.ndarray:
+        import numpy as np
+
+        content: np.ndarray = np.frombuffer(bytearray(self._content(values)), values.dtype)
+        num_positions = len(content) // max(1, math.prod(values.shape))
+        return content.reshape(num_positions, *values.shape)
+
+    def extended(self, before: Any, new: Any) -> Any:
+        return new
+
+    def plain(self, value: Any) -> list[Any]:
+        return list(value.tolist())
+
+    def fault(self, value: Any) -> str:
+        if value.ndim == self.num_dims and value.dtype.name in self.dtypes:
+            return ""
+        return (
+            f"{self.name} is {value.dtype} {list(value.shape)}, not {' or '.join(self.dtypes)} [positions, layers, k]"
+        )
+
+
+TOKEN_OUTPUTS: tuple[TokenOutput, ...] = (
+    NumberOutput("raw_logprobs", "raw", "return_sampled_logprobs", ("float32",)),
+    NumberOutput("processed_logprobs", "processed", "return_sampled_logprobs", ("float32",)),
+    IdSetOutput("support", "support", "return_support", ("int32",)),
+    PositionOutput("routing", "routing", "return_routing", ("uint8", "uint16")),
+)
+"""Their order is that of saved files."""
+PARAMETERS = tuple(dict.fromkeys(output.asked_by for output in TOKEN_OUTPUTS))
+"""The parameters that ask for them."""
+
+
+def values_in(record: Any, outputs: Iterable[TokenOutput] = TOKEN_OUTPUTS) -> Iterator[tuple[TokenOutput, Any]]:
+    """Those of `outputs` that a record with fields of their names has, and their values."""
+    for output in outputs:
         value = getattr(record, output.name)
         if value is not None:
             yield output, value
-
-
-def plain(output: TokenOutput, value: Any) -> list[Any]:
-    """A value as JSON has it; an entry of IDS is None where it is the whole vocabulary."""
-    if output.kind is Kind.NUMBER:
-        return list(value)
-    if output.kind is Kind.POSITION:
-        return list(value.tolist())
-    return [None if value.is_whole(i) else value.ids_at(i).tolist() for i in range(len(value))]

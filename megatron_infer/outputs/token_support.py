@@ -28,7 +28,7 @@ class TokenSupport:
     @classmethod
     def of_rows(cls, vocab_size: int, rows: Sequence[np.ndarray]) -> TokenSupport:
         """rows: the words of each token, from `support_row`."""
-        offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+        offsets: np.ndarray = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
         return cls(vocab_size, offsets, np.concatenate([np.empty(0, np.int32), *rows]))
 
@@ -59,6 +59,26 @@ class TokenSupport:
         """The words of every token, as `of_rows` takes them."""
         return [self.words(position) for position in range(len(self))]
 
+    def joined(self, other: TokenSupport) -> TokenSupport:
+        """The tokens of `self`, then those of `other`."""
+        offsets = np.concatenate([self.offsets, other.offsets[1:] + self.offsets[-1]])
+        return TokenSupport(other.vocab_size or self.vocab_size, offsets, np.concatenate([self.ids, other.ids]))
+
+    def fault(self) -> str:
+        """Why these arrays are no support; "": they are one. For arrays that came from elsewhere."""
+        vocab_size, offsets, words = self.vocab_size, self.offsets, self.ids
+        counts = offsets[1:] - offsets[:-1]
+        least, most = (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
+        if vocab_size < 0 or not len(offsets) or offsets[0] != 0 or offsets[-1] != len(words) or least < 0:
+            return f"offsets do not rise from 0 to its {len(words)} words"
+        full = -(-vocab_size // 32)
+        if most > full:
+            return f"a token has {most} words, a vocabulary of {vocab_size} takes {full} at most"
+        ids = words if most < full else words[np.repeat(counts < full, counts)]  # the others are bitsets
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            return f"an id is outside the vocabulary of {vocab_size}"
+        return ""
+
     def is_whole(self, position: int) -> bool:
         """Whether every id could be drawn."""
         return len(self.words(position)) == 0
@@ -67,16 +87,19 @@ class TokenSupport:
         """bool [vocab_size]: which ids could be drawn."""
         words = self.words(position)
         if not len(words):
-            return np.ones(self.vocab_size, dtype=bool)
+            whole: np.ndarray = np.ones(self.vocab_size, dtype=bool)
+            return whole
         if len(words) == -(-self.vocab_size // 32):
-            return np.unpackbits(words.view(np.uint8), count=self.vocab_size, bitorder="little").astype(bool)
-        mask = np.zeros(self.vocab_size, dtype=bool)
+            bits: np.ndarray = np.unpackbits(words.view(np.uint8), count=self.vocab_size, bitorder="little")
+            return bits.astype(bool)
+        mask: np.ndarray = np.zeros(self.vocab_size, dtype=bool)
         mask[words] = True
         return mask
 
     def ids_at(self, position: int) -> np.ndarray:
         """int32, ascending: the ids that could be drawn."""
-        return self.mask(position).nonzero()[0].astype(np.int32)
+        ids: np.ndarray = self.mask(position).nonzero()[0].astype(np.int32)
+        return ids
 
     def renormalise(self, logits: Tensor, position: int, *, temperature: float = 1.0) -> Tensor:
         """Log probabilities of a token's distribution from logits [..., vocab_size or more], differentiable.
@@ -95,7 +118,8 @@ def support_row(bits: np.ndarray, vocab_size: int) -> np.ndarray:
     num_words = -(-vocab_size // 32)
     ids = np.unpackbits(bits, count=vocab_size, bitorder="little").nonzero()[0]
     if len(ids) < num_words:
-        return ids.astype(np.int32)
+        few: np.ndarray = ids.astype(np.int32)
+        return few
     whole: np.ndarray = bits[: 4 * num_words].copy().view(np.int32)
     return whole
 
@@ -103,6 +127,7 @@ def support_row(bits: np.ndarray, vocab_size: int) -> np.ndarray:
 def lone_row(token: int, vocab_size: int) -> np.ndarray:
     """The same as `support_row`, for a single id."""
     if vocab_size > 32:
-        return np.array([token], dtype=np.int32)
+        alone: np.ndarray = np.array([token], dtype=np.int32)
+        return alone
     bit: np.ndarray = np.array([1 << token], dtype=np.uint32).view(np.int32)
     return bit

@@ -15,6 +15,7 @@ from megatron_infer.audio.layout import FrameReader
 from megatron_infer.audio.speech_model import check_text
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import InferenceError, RequestError
+from megatron_infer.outputs.token_outputs import PARAMETERS
 from megatron_infer.pipelines.text_generation import GenerationStatus, RequestID, TextContext, check_kind
 
 DEFAULT_SAMPLING = SamplingParams(max_tokens=None)
@@ -26,9 +27,7 @@ FOR_TEXT = (
     "structured",
     "logprobs",
     "prompt_logprobs",
-    "return_sampled_logprobs",
-    "return_support",
-    "return_routing",
+    *PARAMETERS,
     "pooling",
 )
 """Sampling parameters that speech has no use for: the tokens are its own, and sound is all that comes back."""

@@ -19,6 +19,7 @@ from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import ConfigError, DuplicateRequest, RequestError
 from megatron_infer.outputs.request_output import RequestOutput
+from megatron_infer.outputs.token_outputs import PARAMETERS
 from megatron_infer.pipelines.foreign_runner import load_model
 from megatron_infer.pipelines.interfaces import GenerateMixin, PipelineModel
 from megatron_infer.pipelines.mcore_model import McorePipelineModel
@@ -51,7 +52,7 @@ _STATUS = {
 }
 
 
-_WITHOUT_A_PLACE = ("return_sampled_logprobs", "return_support", "return_routing", "pooling")
+_WITHOUT_A_PLACE = (*PARAMETERS, "pooling")
 """Sampling parameters whose results `TextGenerationOutput` does not hold."""
 
 

@@ -254,7 +254,7 @@ class OutputProcessor:
             assert token_details is not None, f"{request.id} has token details that were not requested"
             token_details.add_numbers(numbers, entry)
             for key, rows, bits_BY in id_sets:
-                if key in token_details.id_sets:
+                if key in token_details.entries:
                     bits = None if (row := rows[entry]) < 0 else bits_BY[row]
                     alone = request.tokens[-1] if row == ALONE else None
                     token_details.add_ids(key, bits, alone, batch.vocab_size)

@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.outputs.request_output import CompletionOutput
-from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, Kind, TokenOutput
-from megatron_infer.outputs.token_support import TokenSupport, lone_row, support_row
+from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, TokenOutput
+from megatron_infer.outputs.token_support import lone_row, support_row
 
 
 class RoutingLog:
@@ -51,25 +51,25 @@ class RoutingLog:
 class TokenDetails:
     """One sequence's entries, one for each token it drew. All sequences of a request share the prompt's routing."""
 
-    __slots__ = ("id_sets", "numbers", "of_output", "of_prompt", "vocab_size")
+    __slots__ = ("entries", "of_output", "of_prompt", "vocab_size")
 
     def __init__(self, params: SamplingParams, prompt_len: int, limit: int, of_prompt: RoutingLog | None) -> None:
         """limit: tokens of prompt and output at most. of_prompt: that of the request's first sequence; None for
         the first itself."""
         asked = [one for one in TOKEN_OUTPUTS if getattr(params, one.asked_by)]
-        self.numbers: dict[str, list[float]] = {one.key: [] for one in asked if one.kind is Kind.NUMBER}
-        self.id_sets: dict[str, list[np.ndarray]] = {one.key: [] for one in asked if one.kind is Kind.IDS}
-        """Rows of a TokenSupport."""
+        self.entries: dict[str, list[Any]] = {one.key: [] for one in asked if not one.per_position}
+        """By key, the entry of each token: numbers, or rows of a TokenSupport."""
         self.vocab_size = 0
-        """0 until the first row of `id_sets`."""
-        routed = any(one.kind is Kind.POSITION for one in asked)
+        """0 until the first set of ids."""
+        routed = any(one.per_position for one in asked)
         self.of_prompt = (of_prompt or RoutingLog(0, prompt_len)) if routed else None
         self.of_output = RoutingLog(prompt_len, limit) if routed else None
 
     def add_numbers(self, numbers: Mapping[str, Sequence[float]], entry: int) -> None:
         """numbers: of the step, by key; entry: this sequence's."""
-        for key, values in self.numbers.items():
-            values.append(numbers[key][entry])
+        for key, values in numbers.items():
+            if key in self.entries:
+                self.entries[key].append(values[entry])
 
     def add_ids(self, key: str, bits: np.ndarray | None, alone: int | None, vocab_size: int) -> None:
         """bits: the ids of the set; None: only `alone`, or all ids where `alone` is None too."""
@@ -78,7 +78,7 @@ class TokenDetails:
             row = support_row(bits, vocab_size)
         else:
             row = lone_row(alone, vocab_size) if alone is not None else np.empty(0, dtype=np.int32)
-        self.id_sets[key].append(row)
+        self.entries[key].append(row)
 
     def add_routing(self, start: int, rows: np.ndarray) -> None:
         """Add rows of positions from `start` on, prompt or output."""
@@ -91,10 +91,9 @@ class TokenDetails:
 
     def fill_up(self, num_tokens: int) -> None:
         """Add empty entries for tokens that another replica drew, which handed out their entries."""
-        for values in self.numbers.values():
-            values += [float("nan")] * num_tokens
-        for rows in self.id_sets.values():
-            rows += [np.empty(0, dtype=np.int32)] * num_tokens
+        for output in TOKEN_OUTPUTS:
+            if output.key in self.entries:
+                self.entries[output.key] += [output.drawn_elsewhere] * num_tokens
 
     def routing(self, num_positions: int) -> np.ndarray | None:
         """[positions, layers, top-k] of prompt and output, as far as they are computed."""
@@ -103,20 +102,16 @@ class TokenDetails:
         parts = [log.rows for log in (self.of_prompt, self.of_output) if log.count]
         return np.concatenate(parts)[:num_positions] if parts else self.of_prompt.rows
 
-    def value(self, output: TokenOutput, first: int = 0, end: int | None = None) -> list[float] | TokenSupport | None:
+    def value(self, output: TokenOutput, first: int = 0, end: int | None = None) -> Any:
         """The entries of tokens first .. end - 1; None where they were not asked for, or are of positions."""
-        if output.key in self.numbers:
-            return self.numbers[output.key][first:end]
-        if output.key in self.id_sets:
-            return TokenSupport.of_rows(self.vocab_size, self.id_sets[output.key][first:end])
-        return None
+        if output.key not in self.entries:
+            return None
+        return output.of_entries(self.entries[output.key][first:end], self.vocab_size)
 
     def set_value(self, output: TokenOutput, value: Any) -> None:
         """What `value` returned for all tokens."""
-        if output.kind is Kind.NUMBER:
-            self.numbers[output.key] = value
-        else:
-            self.id_sets[output.key], self.vocab_size = value.rows(), value.vocab_size
+        self.entries[output.key] = output.entries(value)
+        self.vocab_size = output.vocab_size_of(value) or self.vocab_size
 
     def fill(self, completion: CompletionOutput, first: int, end: int, *, num_positions: int | None) -> None:
         """Put the entries of tokens first .. end - 1 into `completion`, and the routing once the sequence has ended.
@@ -124,7 +119,7 @@ class TokenDetails:
         num_positions: positions that the routing has; None while the sequence goes on.
         """
         for output in TOKEN_OUTPUTS:
-            if output.kind is not Kind.POSITION:
+            if not output.per_position:
                 setattr(completion, output.name, self.value(output, first, end))
             elif num_positions is not None:
                 setattr(completion, output.name, self.routing(num_positions))

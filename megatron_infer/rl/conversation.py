@@ -10,13 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.engine.engine import DynamicInferenceEngine
 from megatron_infer.errors import InferenceError, InvalidPrompt, PromptTooLong, RequestError
-from megatron_infer.outputs.token_outputs import Kind
-from megatron_infer.outputs.token_support import TokenSupport
+from megatron_infer.outputs.token_outputs import values_in
 from megatron_infer.rl.prompts import GroupRequest, group_request_of, is_chat
 from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample, checked_groups
 from megatron_infer.scheduler.request import VersionSpan
@@ -51,9 +48,7 @@ class Turn:
     """Index of its first token among those that follow the prompt."""
 
 
-NOTHING: dict[Kind, Any] = {Kind.NUMBER: 0.0, Kind.IDS: np.empty(0, np.int32)}
-"""Entries of given tokens, and of drawn ones that did not return the output."""
-PER_TOKEN = [output for output in SAMPLE_OUTPUTS if output.kind in NOTHING]
+PER_TOKEN = [output for output in SAMPLE_OUTPUTS if not output.per_position]
 
 
 @dataclass(slots=True)
@@ -72,19 +67,18 @@ class _TokenRecord:
         self.logprobs += [0.0] * count
         self.mask += [0] * count
         for output in PER_TOKEN:
-            self.values[output.name] += [NOTHING[output.kind]] * count
+            self.values[output.name] += [output.given] * count
 
     def add_drawn(self, sample: RolloutSample) -> None:
         start, length = len(self.mask), len(sample.token_ids)
         self.logprobs += sample.logprobs
         self.mask += [1] * length
-        for output in SAMPLE_OUTPUTS:
+        for output in PER_TOKEN:
             value = getattr(sample, output.name)
-            if output.kind in NOTHING:
-                rows = value.rows() if output.kind is Kind.IDS and value is not None else value
-                self.values[output.name] += [NOTHING[output.kind]] * length if value is None else rows
-            known = len(self.latest.get(output.name, ())) if output.kind is Kind.POSITION else 1
-            if value is not None and len(value) >= known:  # one aborted in its prompt has fewer positions
+            self.values[output.name] += [output.given] * length if value is None else output.entries(value)
+        for output, value in values_in(sample, SAMPLE_OUTPUTS):
+            known = len(self.latest.get(output.name, ())) if output.per_position else 1
+            if len(value) >= known:  # one aborted in its prompt has fewer positions
                 self.latest[output.name] = value
         for span in sample.spans:
             if not self.spans or self.spans[-1][1:] != span[1:]:
@@ -95,12 +89,12 @@ class _TokenRecord:
         found: dict[str, Any] = {}
         for output in SAMPLE_OUTPUTS:
             name, latest = output.name, self.latest.get(output.name)
-            if output.kind is Kind.NUMBER and (latest is not None or output.asked_by == "return_sampled_logprobs"):
-                found[name] = self.values[name][:length]
-            elif output.kind is Kind.IDS and latest is not None:
-                found[name] = TokenSupport.of_rows(latest.vocab_size, self.values[name][:length])
-            elif output.kind is Kind.POSITION and latest is not None:
+            if latest is None and output.asked_by != "return_sampled_logprobs":
+                continue
+            if output.per_position:
                 found[name] = latest[:num_positions]
+            else:
+                found[name] = output.of_entries(self.values[name][:length], output.vocab_size_of(latest))
         return found
 
 

@@ -9,6 +9,7 @@ Both forwards use the same weights, so every difference beyond rounding is a fau
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import inspect
 import logging
@@ -26,8 +27,8 @@ from megatron_infer.errors import ConfigError, LockstepError, MismatchAlarm, Ran
 from megatron_infer.metrics.registry import Registry
 from megatron_infer.rl.mismatch_figures import Alarm, MismatchFigures, Tally, WorstToken, describe_tripped
 from megatron_infer.rl.mismatch_layers import LayerSearch, MeteredSession, MismatchPlace, SuspectSequence
+from megatron_infer.rl.sample_codec import decode_sample, encode_sample
 from megatron_infer.rl.samples import RolloutGroup, RolloutSample
-from megatron_infer.scheduler.request import VersionSpan
 
 AUTO = "auto"
 SESSION_SHARE = 0.02
@@ -133,7 +134,7 @@ class MismatchMeter:
         self._on_alarm, self._seed = on_alarm, seed
         self._search = LayerSearch(session) if attribute else None
         self._num_chosen = 0
-        self._kept: deque[dict[str, Any]] = deque(maxlen=SESSION_SAMPLES)
+        self._kept: deque[list[Any]] = deque(maxlen=SESSION_SAMPLES)
         """See `keep`."""
         self._window = Tally()
         """What the calls of `measure` since its last report have found."""
@@ -157,17 +158,15 @@ class MismatchMeter:
         """Keep the chosen samples of groups, except failed ones, for the next `measure`. On the leader."""
         for one in self._choose([group for group in groups if group.error is None], None):
             sample = one.sample
-            self._kept.append(
-                {
-                    "group_id": one.group_id,
-                    "number": one.number,
-                    "prompt_ids": list(sample.prompt_ids),
-                    "token_ids": list(sample.token_ids),
-                    "loss_mask": list(sample.loss_mask),
-                    "spans": [list(span) for span in sample.spans],
-                    "raw_logprobs": one.raw,
-                }
+            compared = RolloutSample(
+                prompt_ids=sample.prompt_ids,
+                token_ids=sample.token_ids,
+                loss_mask=sample.loss_mask,
+                spans=sample.spans,
+                raw_logprobs=sample.raw_logprobs,
             )
+            encoded = base64.b85encode(encode_sample(compared)).decode()
+            self._kept.append([one.group_id, one.number, encoded])
 
     def discard(self) -> None:
         """Forget the kept samples: other weights drew them. On the leader."""
@@ -249,16 +248,7 @@ class MismatchMeter:
             how = params if params is None or isinstance(params, SamplingParams) else params[group.index]
             for number, sample in enumerate(group.samples):
                 if sample.num_drawn and self._is_chosen(group.group_id, number):
-                    raw = sample.raw_logprobs or []
-                    yield _ChosenSample(
-                        group_id=group.group_id,
-                        number=number,
-                        sample=sample,
-                        params=how,
-                        comparable=[],
-                        raw=list(raw),
-                        train={},
-                    )
+                    yield _chosen(group.group_id, number, sample, how)
 
     def _is_chosen(self, group_id: str, number: int) -> bool:
         name = repr((group_id, number, self._seed)).encode()
@@ -355,22 +345,16 @@ def meter_of(session: MeteredSession, option: Mapping[str, Any] | str | None) ->
     return MismatchMeter(session, **{"share": SESSION_SHARE, **option})
 
 
-def _chosen_of(kept: Mapping[str, Any]) -> _ChosenSample:
+def _chosen_of(kept: Sequence[Any]) -> _ChosenSample:
     """What `MismatchMeter.keep` has kept."""
-    sample = RolloutSample(
-        prompt_ids=kept["prompt_ids"],
-        token_ids=kept["token_ids"],
-        loss_mask=kept["loss_mask"],
-        spans=[VersionSpan(*span) for span in kept["spans"]],
-    )
+    group_id, number, encoded = kept
+    return _chosen(group_id, number, decode_sample(base64.b85decode(encoded)), None)
+
+
+def _chosen(group_id: str, number: int, sample: RolloutSample, params: SamplingParams | None) -> _ChosenSample:
+    raw = list(sample.raw_logprobs or [])
     return _ChosenSample(
-        group_id=kept["group_id"],
-        number=kept["number"],
-        sample=sample,
-        params=None,
-        comparable=[],
-        raw=kept["raw_logprobs"],
-        train={},
+        group_id=group_id, number=number, sample=sample, params=params, comparable=[], raw=raw, train={}
     )
 
 

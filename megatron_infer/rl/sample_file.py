@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +41,7 @@ import safetensors.numpy
 
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import OnError, check_on_error
-from megatron_infer.outputs.token_outputs import Kind, Packed, TokenOutput, offsets_of, pack, unpack
+from megatron_infer.outputs.token_outputs import TokenOutput, TokenValues, values_in
 from megatron_infer.rl.samples import SAMPLE_OUTPUTS, RolloutGroup, RolloutSample, checked_groups
 from megatron_infer.scheduler.request import VersionSpan
 from megatron_infer.utils.files import regular
@@ -71,16 +72,14 @@ DTYPES: dict[str, tuple[str, ...]] = {
     "parts": ("uint8",),
     "about": ("uint8",),
 }
-NUM_DIMS = {"spans": 2} | {output.key: 3 for output in SAMPLE_OUTPUTS if output.kind is Kind.POSITION}
+NUM_DIMS = {"spans": 2} | {output.column: output.num_dims for output in SAMPLE_OUTPUTS}
 Arrays = dict[str, np.ndarray]
 
 
 def _dtypes_of(output: TokenOutput) -> dict[str, tuple[str, ...]]:
     """The arrays of an output."""
-    if output.kind is Kind.NUMBER:
-        return {output.key: output.dtypes}
-    content = f"{output.key}_words" if output.kind is Kind.IDS else output.key
-    return {content: output.dtypes, f"{output.key}_counts": ("int32",)}
+    counts: dict[str, tuple[str, ...]] = {output.counts_column: ("int32",)} if output.counts_column else {}
+    return {output.column: output.dtypes} | counts
 
 
 for _output in SAMPLE_OUTPUTS:
@@ -137,8 +136,13 @@ def encode(groups: Iterable[RolloutGroup]) -> bytes:
             if sample.prompt_ids != group.prompt_ids:
                 raise SampleError(f"group {group.group_id!r}, sample {index}: its prompt is not that of the group")
     # The support of a sample without a token has no vocabulary size.
-    supports = [getattr(sample, name) for sample in samples if sample.token_ids for name in _names_of(Kind.IDS)]
-    vocab_sizes = {support.vocab_size for support in supports if support is not None}
+    drawn = [sample for sample in samples if sample.token_ids]
+    vocab_sizes = {
+        size
+        for sample in drawn
+        for output, value in values_in(sample, SAMPLE_OUTPUTS)
+        if (size := output.vocab_size_of(value))
+    }
     if len(vocab_sizes) > 1:
         raise SampleError(f"supports of different vocabularies ({sorted(vocab_sizes)}); write them to separate files")
     texts = [sample.text.encode("utf-8", "surrogatepass") for sample in samples]
@@ -193,38 +197,23 @@ def _parts_of(sample: RolloutSample) -> int:
     return sum(PARTS[name] for name, is_present in present.items() if is_present)
 
 
-def _names_of(kind: Kind) -> list[str]:
-    return [output.name for output in SAMPLE_OUTPUTS if output.kind is kind]
-
-
 def _arrays_of(output: TokenOutput, values: list[Any]) -> Arrays:
     """The arrays of an output, from its value in each sample."""
-    if output.kind is Kind.NUMBER:
-        return {output.key: _flat([value or [] for value in values], output.dtypes[0])}
-    if output.kind is Kind.POSITION:
-        counts = _lengths([() if value is None else value for value in values])
-        return {
-            output.key: _positions(output, [one for one in values if one is not None]),
-            f"{output.key}_counts": counts,
-        }
-    packed = [pack(output, value) for value in values if value is not None]
-    none: np.ndarray = np.empty(0, np.int32)
-    return {
-        f"{output.key}_counts": np.concatenate([none, *(one.counts for one in packed)]).astype(np.int32),
-        f"{output.key}_words": np.concatenate([none, *(one.content for one in packed)]),
-    }
-
-
-def _positions(output: TokenOutput, records: list[np.ndarray]) -> np.ndarray:
-    records = [record for record in records if len(record)]  # a sample that was never computed has no layers
-    if not records:
-        return np.empty((0, 0, 0), dtype=np.uint8)
-    kinds = {(record.dtype.name, record.shape[1:]) for record in records}
+    packed = [output.pack(value) for value in values if value is not None]
+    found = [one for one in packed if one.content]  # a sample that was never computed has no layers
+    kinds = {(one.dtype, tuple(one.shape)) for one in found} or {(output.dtypes[0], (0,) * (output.num_dims - 1))}
     if len(kinds) > 1:
         raise SampleError(
             f"{output.name} of different models ({sorted(map(str, kinds))}); write them to separate files"
         )
-    return np.ascontiguousarray(np.concatenate(records))
+    ((dtype, shape),) = kinds
+    content = np.frombuffer(b"".join(one.content for one in found), dtype)
+    arrays = {output.column: content.reshape(len(content) // max(1, math.prod(shape)), *shape)}
+    if output.per_position:
+        arrays[output.counts_column] = _lengths([() if value is None else value for value in values])
+    elif output.counts_column:
+        arrays[output.counts_column] = np.frombuffer(b"".join(one.counts for one in packed), np.int32)
+    return arrays
 
 
 def _about(groups: list[RolloutGroup]) -> bytes:
@@ -255,8 +244,9 @@ def check_sample(name: str, sample: RolloutSample) -> None:
         "logprobs": len(sample.logprobs) if sample.logprobs else length,
         "loss_mask": len(sample.loss_mask),
     }
-    for name in (*_names_of(Kind.NUMBER), *_names_of(Kind.IDS)):
-        optional[name] = length if (value := getattr(sample, name)) is None else len(value)
+    for output, value in values_in(sample, SAMPLE_OUTPUTS):
+        if not output.per_position:
+            optional[output.name] = len(value)
     for what, got in optional.items():
         if got != length:
             raise SampleError(f"{name}: {what} has {got} entries for {length} tokens")
@@ -267,32 +257,11 @@ def check_sample(name: str, sample: RolloutSample) -> None:
     firsts = [span.first_token for span in sample.spans]
     if firsts != sorted(set(firsts)) or (firsts and not 0 <= firsts[0] <= firsts[-1] < max(1, length)):
         raise SampleError(f"{name}: spans begin at {firsts} in {length} tokens")
-    for output in SAMPLE_OUTPUTS:
-        value = getattr(sample, output.name)
-        if value is None or output.kind is not Kind.POSITION:
-            continue
-        if value.ndim != 3 or value.dtype.name not in output.dtypes:
-            dtypes = " or ".join(output.dtypes)
-            raise SampleError(
-                f"{name}: {output.name} is {value.dtype} {list(value.shape)}, not {dtypes} [positions, layers, k]"
-            )
-        if len(value) > len(sample.prompt_ids) + length:
+    for output, value in values_in(sample, SAMPLE_OUTPUTS):
+        if fault := output.fault(value):
+            raise SampleError(f"{name}: {fault}")
+        if output.per_position and len(value) > len(sample.prompt_ids) + length:
             raise SampleError(f"{name}: {output.name} has {len(value)} positions, more than the sequence has tokens")
-
-
-def check_support(vocab_size: int, offsets: np.ndarray, words: np.ndarray) -> None:
-    """Raise SampleError unless these arrays make a TokenSupport."""
-    counts = np.diff(offsets)
-    if vocab_size < 0 or not len(offsets) or offsets[0] != 0 or offsets[-1] != len(words) or (counts < 0).any():
-        raise SampleError(f"support: offsets do not rise from 0 to its {len(words)} words")
-    full = -(-vocab_size // 32)
-    if len(counts) and counts.max() > full:
-        raise SampleError(
-            f"support: a token has {counts.max()} words, a vocabulary of {vocab_size} takes {full} at most"
-        )
-    ids = words[np.repeat(counts < full, counts)]  # the others are bitsets
-    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise SampleError(f"support: an id is outside the vocabulary of {vocab_size}")
 
 
 def _digest(arrays: Arrays, metadata: dict[str, str]) -> str:
@@ -443,23 +412,30 @@ class _Reader:
 
     def _values(self, output: TokenOutput, lengths: np.ndarray, having: np.ndarray) -> list[Any]:
         """The values of the samples that have the output."""
-        key = output.key
-        if output.kind is Kind.NUMBER:
-            return [unpack(output, Packed(piece)) for piece in self._split(key, lengths[having])]
-        if output.kind is Kind.POSITION:
-            positions = self._arrays[f"{key}_counts"]
-            if output not in ADDED_OUTPUTS or len(positions) or having.any():
-                self._expect(f"{key}_counts", len(positions), self._num_samples)
-                positions = positions[having]
-            return [unpack(output, Packed(piece.copy())) for piece in self._split(key, positions)]
-        counts = self._split(f"{key}_counts", lengths[having])
-        words = self._split(f"{key}_words", np.array([piece.sum() for piece in counts], dtype=np.int64))
-        values = []
-        for piece, ids in zip(counts, words, strict=True):
-            offsets = offsets_of(piece)
-            check_support(self._vocab_size, offsets, ids)
-            values.append(unpack(output, Packed(ids.copy(), offsets, self._vocab_size)))
-        return values
+        counts: list[np.ndarray] = []
+        sizes = lengths[having]
+        if output.per_position:
+            sizes = self._arrays[output.counts_column]
+            if output not in ADDED_OUTPUTS or len(sizes) or having.any():
+                self._expect(output.counts_column, len(sizes), self._num_samples)
+                sizes = sizes[having]
+        elif output.counts_column:
+            counts = self._split(output.counts_column, sizes)
+            sizes = np.array([piece.sum() for piece in counts], dtype=np.int64)
+        column = self._arrays[output.column]
+        vocab_size = self._vocab_size if counts else 0
+        return [
+            output.unpack(
+                TokenValues(
+                    column.dtype.name,
+                    list(column.shape[1:]),
+                    entries.tobytes(),
+                    counts[place].tobytes() if counts else b"",
+                    vocab_size,
+                )
+            )
+            for place, entries in enumerate(self._split(output.column, sizes))
+        ]
 
     def _split(self, name: str, lengths: np.ndarray) -> list[np.ndarray]:
         """An array in pieces of these lengths, which must add up to its own."""

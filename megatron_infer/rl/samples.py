@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_infer.errors import InferenceError
 from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput, described_failures
-from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, values_in
-from megatron_infer.outputs.token_support import TokenSupport
+from megatron_infer.outputs.token_outputs import TOKEN_OUTPUTS, SampleOutputs, values_in
 from megatron_infer.scheduler.request import VersionSpan
 
-if TYPE_CHECKING:
-    import numpy as np
-
-SAMPLE_OUTPUTS = tuple(output for output in TOKEN_OUTPUTS if output.name != "processed_logprobs")
-"""The outputs that are fields of RolloutSample; the processed log probabilities are its `logprobs`."""
+(LOGPROBS,) = (output for output in TOKEN_OUTPUTS if output.name == "processed_logprobs")
+"""The output that is `RolloutSample.logprobs`."""
+SAMPLE_OUTPUTS = tuple(output for output in TOKEN_OUTPUTS if output is not LOGPROBS)
+"""The outputs that are fields of RolloutSample under their own names."""
 
 
 @dataclass(slots=True, kw_only=True)
-class RolloutSample:
+class RolloutSample(SampleOutputs):
     """One sequence. `logprobs`, `raw_logprobs`, `loss_mask` and `support` have one entry for each of `token_ids`."""
 
     prompt_ids: list[int]
@@ -29,8 +27,6 @@ class RolloutSample:
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     """Under the distribution each token was drawn from (after temperature, top-k, top-p, ...); 0.0 for given tokens."""
-    raw_logprobs: list[float] | None = None
-    """The same under the model's own distribution, before temperature, penalties and filters."""
     spans: list[VersionSpan] = field(default_factory=list)
     """Which weights drew which tokens, attending to keys and values of which weights; a span lasts until the next."""
     finish_reason: str = "stop"
@@ -38,10 +34,6 @@ class RolloutSample:
     stop_reason: int | str | None = None
     loss_mask: list[int] = field(default_factory=list)
     """1: drawn by the model; 0: given (the answer of a tool)."""
-    support: TokenSupport | None = None
-    """The ids each token was drawn among, with `return_support`; the whole vocabulary for given tokens."""
-    routing: np.ndarray | None = None
-    """Experts of each position, [prompt and tokens - 1, MoE layers, top-k], with `return_routing`."""
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -137,7 +129,7 @@ def sample_of(prompt_ids: Sequence[int], drawn: CompletionOutput) -> RolloutSamp
         prompt_ids=list(prompt_ids),
         token_ids=list(drawn.token_ids),
         text=drawn.text,
-        logprobs=list(drawn.processed_logprobs or ()),
+        logprobs=list(getattr(drawn, LOGPROBS.name) or ()),
         spans=list(drawn.spans),
         finish_reason=drawn.finish_reason or "abort",
         stop_reason=drawn.stop_reason,

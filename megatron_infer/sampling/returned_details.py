@@ -21,12 +21,13 @@ from torch import Tensor
 from megatron_infer.sampling.draw_groups import DeviceOps, DrawGroup, make_draw_group
 from megatron_infer.sampling.filters import DrawResult
 from megatron_infer.sampling.logprobs import Score
-from megatron_infer.sampling.row_params import CHANGES_LOGITS, RowFlags, RowParams
+from megatron_infer.sampling.row_params import CHANGES_LOGITS, RETURNS, RowFlags, RowParams
 
 if TYPE_CHECKING:
     from megatron_infer.sampling.sampler import SamplerInput
 
-TOKEN_DETAILS = RowFlags.SAMPLED | RowFlags.SUPPORT
+TOKEN_DETAILS = sum(RETURNS.values())
+"""Bits of the flags of rows that return details."""
 IN_EVERY_DRAW = frozenset(("raw", "processed"))
 """Keys whose values a captured draw finds, so that it need not keep its logits."""
 WHOLE, ALONE = -1, -2
@@ -85,7 +86,7 @@ def returned_columns(
     for place in np.flatnonzero(flags & RowFlags.EDIT).tolist():
         extras = params.extras[int(rows[place])]
         cut[place] |= extras.allowed_ids is not None or len(extras.bad_ids) > 0
-    greedy, returned = (flags & RowFlags.DRAW) == 0, (flags & RowFlags.SUPPORT) != 0
+    greedy, returned = (flags & RowFlags.DRAW) == 0, (flags & RETURNS["return_support"]) != 0
     support[greedy & returned] = ALONE
     with_bits = np.flatnonzero(cut & returned & ~greedy)
     support[with_bits] = np.arange(len(with_bits))

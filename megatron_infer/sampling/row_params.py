@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_infer.outputs.token_outputs import PARAMETERS, TOKEN_OUTPUTS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -29,11 +31,16 @@ class RowFlags(IntFlag):
     """logit_bias, allowed_token_ids or bad_token_ids."""
     MIN_TOKENS = 16
     LOGPROBS = 32
-    SAMPLED = 64
-    """return_sampled_logprobs."""
-    SUPPORT = 128
     GRAMMAR = 256
     """Structured output: only tokens that the step's mask allows."""
+
+
+RETURNS = {
+    asked_by: 1 << 16 + place
+    for place, asked_by in enumerate(PARAMETERS)
+    if any(output.asked_by == asked_by and not output.per_position for output in TOKEN_OUTPUTS)
+}
+"""Further bits of a row's flags, by the parameter that asks for an output of drawn tokens."""
 
 
 CHANGES_LOGITS = RowFlags.PENALTY | RowFlags.EDIT | RowFlags.MIN_TOKENS | RowFlags.GRAMMAR
@@ -102,10 +109,9 @@ class RowParams:
         if params.logprobs is not None:
             flags |= RowFlags.LOGPROBS
             self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
-        if params.return_sampled_logprobs:
-            flags |= RowFlags.SAMPLED
-        if params.return_support:
-            flags |= RowFlags.SUPPORT
+        for asked_by, bit in RETURNS.items():
+            if getattr(params, asked_by):
+                flags |= bit
         if params.structured is not None:
             flags |= RowFlags.GRAMMAR
         if flags & (RowFlags.EDIT | RowFlags.MIN_TOKENS):

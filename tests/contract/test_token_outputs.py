@@ -1,4 +1,4 @@
-"""A per-token output is added in six files, and files, messages and ranks carry it without another line.
+"""A per-token output is added in three files, and files, messages and ranks carry it without another line.
 
 The test adds two to a copy of the package, by these edits and no others: `entropy`, a number per token, and `near`, the
 ids within one nat of the likeliest. `token_output_case.py` then runs on the copy.
@@ -16,39 +16,25 @@ from pathlib import Path
 
 import pytest
 
+from megatron_infer.outputs import schema
+from megatron_infer.outputs.token_outputs import TokenValues
+from megatron_infer.scheduler.request import VersionSpan
+
 ROOT = Path(__file__).parents[2]
 EDITS: dict[str, tuple[tuple[str, str], ...]] = {
     "config/sampling_params.py": (
-        ('    "return_routing",\n', '    "return_routing",\n    "return_entropy",\n    "return_near",\n'),
         (
             "    return_routing: bool = False\n",
             "    return_entropy: bool = False\n    return_near: bool = False\n    return_routing: bool = False\n",
         ),
-        (
-            "or self.return_support or self.return_routing",
-            "or self.return_support or self.return_routing or self.return_entropy or self.return_near",
-        ),
-    ),
-    "sampling/row_params.py": (
-        ("    SUPPORT = 128\n", "    SUPPORT = 128\n    ENTROPY = 512\n    NEAR = 1024\n"),
-        (
-            "        if params.return_support:\n",
-            "        flags |= RowFlags.ENTROPY if params.return_entropy else 0\n"
-            "        flags |= RowFlags.NEAR if params.return_near else 0\n"
-            "        if params.return_support:\n",
-        ),
     ),
     "sampling/returned_details.py": (
         (
-            "RowFlags.SAMPLED | RowFlags.SUPPORT",
-            "RowFlags.SAMPLED | RowFlags.SUPPORT | RowFlags.ENTROPY | RowFlags.NEAR",
-        ),
-        (
             '    return index, {"raw": None, "processed": None, "support": support}\n',
             '    columns = {"raw": None, "processed": None, "support": support}\n'
-            "    if (flags & RowFlags.ENTROPY).any():\n"
+            '    if (flags & RETURNS["return_entropy"]).any():\n'
             '        columns["entropy"] = None\n'
-            "    if (asked := np.flatnonzero(flags & RowFlags.NEAR)).size:\n"
+            '    if (asked := np.flatnonzero(flags & RETURNS["return_near"])).size:\n'
             '        columns["near"] = np.full(len(rows), WHOLE, dtype=np.int64)\n'
             '        columns["near"][asked] = np.arange(len(asked))\n'
             "    return index, columns\n",
@@ -67,20 +53,10 @@ EDITS: dict[str, tuple[tuple[str, str], ...]] = {
     "outputs/token_outputs.py": (
         (
             ')\n"""Their order is that of saved files."""\n',
-            '    TokenOutput("entropy", "entropy", "return_entropy", Kind.NUMBER, ("float32",)),\n'
-            '    TokenOutput("near", "near", "return_near", Kind.IDS, ("int32",)),\n'
+            '    NumberOutput("entropy", "entropy", "return_entropy", ("float32",)),\n'
+            '    IdSetOutput("near", "near", "return_near", ("int32",)),\n'
             ')\n"""Their order is that of saved files."""\n',
         ),
-    ),
-    "outputs/request_output.py": (
-        (
-            "    routing: np.ndarray | None = None\n",
-            "    entropy: list[float] | None = None\n"
-            "    near: TokenSupport | None = None\n"
-            "    routing: np.ndarray | None = None\n",
-        ),
-    ),
-    "rl/samples.py": (
         (
             "    routing: np.ndarray | None = None\n",
             "    entropy: list[float] | None = None\n"
@@ -104,9 +80,9 @@ sys.exit(case.exitcode)
 
 
 @pytest.mark.long
-def test_two_outputs_added_in_six_files_arrive_everywhere(tmp_path):
+def test_two_outputs_added_in_three_files_arrive_everywhere(tmp_path):
     shutil.copytree(ROOT / "megatron_infer", tmp_path / "megatron_infer", ignore=shutil.ignore_patterns("__pycache__"))
-    assert len(EDITS) <= 8
+    assert len(EDITS) <= 3
     for name, edits in EDITS.items():
         path = tmp_path / "megatron_infer" / name
         text = path.read_text()
@@ -131,3 +107,30 @@ def test_what_carries_outputs_names_none_of_them():
     files = [path for path in paths if path.is_file()]
     assert len(files) > 30
     assert [str(path) for path in files if names.search(path.read_text())] == []
+
+
+LAYOUT = {
+    "TokenValues": ("dtype", "shape", "content", "counts", "vocab_size"),
+    "Piece": (
+        "index",
+        "offset",
+        "tokens",
+        "text",
+        "finish_reason",
+        "stop_reason",
+        "cumulative_logprob",
+        "logprobs",
+        "spans",
+        "token_outputs",
+    ),
+    "Failure": ("kind", "message"),
+    "VersionSpan": ("first_token", "policy_version", "kv_version_min", "kv_version_max", "adapter_version"),
+}
+"""The records that are arrays in files: a field is known by its place alone."""
+
+
+def test_records_of_saved_files_are_laid_out_as_their_version_says():
+    """A change here needs a higher SCHEMA, and a file of the version before among the files that tests refuse."""
+    assert schema.SCHEMA == 2
+    found = {kind.__name__: kind.__struct_fields__ for kind in (TokenValues, schema.Piece, schema.Failure)}
+    assert found | {"VersionSpan": VersionSpan._fields} == LAYOUT

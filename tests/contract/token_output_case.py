@@ -13,10 +13,10 @@ import torch
 import megatron_infer
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
-from megatron_infer.coordinator.request_receiver import _append
 from megatron_infer.coordinator.served_engine import ServedRequest, params_of
 from megatron_infer.model_loader.checkpoint import save_checkpoint
 from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.outputs.schema import append
 from megatron_infer.rl import sample_codec, sample_file
 from megatron_infer.rl.samples import group_of
 from megatron_infer.testing.tiny import tiny_gpt
@@ -110,7 +110,7 @@ def check_wire(engine: Any, want: list[Any]) -> None:
                         news = request.hold(news)
                     if not held or output.finished:
                         for piece in protocol.decode(protocol.encode(news)).pieces:
-                            _append(at_the_client[piece.index], piece)
+                            append(at_the_client[piece.index], piece)
             got += [new_outputs(one) for one in at_the_client]
         assert got == want
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore_glob = ["test_coordinator*"] if find_spec("zmq") is None or find_spec("msgspec") is None else []
+collect_ignore_glob = ["test_coordinator*"] if find_spec("zmq") is None else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 
+import numpy as np
 import pytest
 import replica_child
 from carried_case import make_engine, make_model
@@ -13,10 +14,10 @@ from coordinator_case import Child, coordinator, replica, wait_for
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.coordinator import protocol
 from megatron_infer.coordinator.client import InferenceClient
-from megatron_infer.coordinator.request_receiver import _append
 from megatron_infer.coordinator.served_engine import ServedRequest, params_of
 from megatron_infer.errors import RequestError
 from megatron_infer.outputs.request_output import CompletionOutput
+from megatron_infer.outputs.schema import append, piece_of
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +166,18 @@ def test_request_moved_after_any_token_continues_unchanged(engine, experts, name
             assert pieces[-1].cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-4)
         at_the_client = CompletionOutput(index=0, text="", token_ids=[])
         for piece in pieces:
-            _append(at_the_client, protocol.decode(protocol.encode(protocol.Output(1, 1, [piece], False))).pieces[0])
+            append(at_the_client, protocol.decode(protocol.encode(protocol.Output(1, 1, [piece], False))).pieces[0])
         same_token_details(at_the_client, one)
+
+
+def test_routing_of_a_sequence_that_was_never_computed_arrives_empty():
+    """An abort in the queue ends it so."""
+    routing = np.empty((0, 0, 0), dtype=np.uint8)
+    ended = CompletionOutput(index=0, text="", token_ids=[], finish_reason="abort", routing=routing)
+    at_the_client = CompletionOutput(index=0, text="", token_ids=[])
+    message = protocol.encode(protocol.Output(1, 1, [piece_of(ended)], True))
+    append(at_the_client, protocol.decode(message).pieces[0])
+    assert at_the_client.routing.shape == (0, 0, 0) and at_the_client.finish_reason == "abort"
 
 
 def drive(engine, request, received, *, steps):

@@ -7,7 +7,9 @@ import json
 import os
 import random
 import resource
+from pathlib import Path
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
@@ -18,8 +20,11 @@ from safetensors import safe_open
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.durable import file_format as file_format
 from megatron_infer.errors import SnapshotError
+from megatron_infer.outputs.schema import ids_to_bytes
 from megatron_infer.testing.inspect import inspect
 from megatron_infer.testing.tiny import tiny_gpt
+
+FILES = Path(__file__).parent / "files"
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +63,8 @@ def test_the_file_says_what_it_is(source, tmp_path):
     source.save_requests(tmp_path / "requests", kv=True)
     with safe_open(tmp_path / "requests", framework="pt") as file:
         metadata = file.metadata()
-        assert set(file.keys()) == {"ints", "floats", "records", "blocks"}
-    assert (metadata["format"], metadata["version"]) == ("megatron_infer.requests", "1")
+        assert set(file.keys()) == {"records", "blocks"}
+    assert (metadata["format"], metadata["version"]) == ("megatron_infer.requests", "2")
     manifest = json.loads(metadata["manifest"])
     assert (manifest["num_requests"], manifest["vocab_size"]) == (5, VOCAB)
     assert os.listdir(tmp_path) == ["requests"]
@@ -116,12 +121,19 @@ def test_other_formats_and_newer_versions_are_refused_by_name(source, model, tmp
     source.save_requests(path)
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    safetensors.torch.save_file(tensors, path, metadata={**metadata, "version": "2"})
-    assert "its version is '2', this release reads '1'; it was written by a newer release" in refused(engine, path)
+    safetensors.torch.save_file(tensors, path, metadata={**metadata, "version": "3"})
+    newer = "its version is '3', this release reads '2'; it was written by a release that is newer, load it with that"
+    assert newer in refused(engine, path)
     safetensors.torch.save_file(tensors, path, metadata={**metadata, "format": "else"})
     assert "its format is 'else'" in refused(engine, path)
     with pytest.raises(FileNotFoundError):
         engine.load_requests(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["saved_requests.v1", "kept_requests.v1"])
+def test_files_of_an_earlier_release_are_refused_by_their_version(model, name):
+    reason = refused(make_engine(model), FILES / name)
+    assert "its version is '1', this release reads '2'; it was written by a release that is earlier" in reason
 
 
 def test_content_that_makes_no_sense_is_refused_though_its_checksum_is_right(source, model, tmp_path):
@@ -130,22 +142,22 @@ def test_content_that_makes_no_sense_is_refused_though_its_checksum_is_right(sou
     manifest, tensors = file_format.read(path)
 
     def changed(edit) -> str:
-        records = json.loads(tensors["records"].numpy().tobytes())
+        records = msgspec.msgpack.decode(tensors["records"].numpy().tobytes())
         edit(records)
-        content = torch.frombuffer(bytearray(json.dumps(records).encode()), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(msgspec.msgpack.encode(records)), dtype=torch.uint8)
         file_format.write(path, manifest, {**tensors, "records": content})
         return refused(engine, path)
 
     first = lambda records: records["requests"][0]  # noqa: E731
-    assert "'params'" in changed(lambda records: first(records).pop("params"))
+    assert "`params`" in changed(lambda records: first(records).pop("params"))
     assert "cannot be understood" in changed(lambda records: first(records).update(prompt_ids=[0, 10**9]))
-    assert "samples" in changed(lambda records: first(records)["samples"].clear())
+    assert "0 sequences of 1" in changed(lambda records: first(records)["sequences"].clear())
     assert "'0' is in it twice" in changed(lambda records: records["requests"].append(first(records)))
     assert "temperature" in changed(lambda records: first(records)["params"].update(temperature=-1))
-    ints = tensors["ints"].clone()
-    ints[first(json.loads(tensors["records"].numpy().tobytes()))["prompt_ids"][0]] = VOCAB
-    file_format.write(path, manifest, {**tensors, "ints": ints})
-    assert f"request '0': token id {VOCAB} is outside the vocabulary" in refused(engine, path)
+    beyond = ids_to_bytes([VOCAB])
+    assert f"request '0': token id {VOCAB} is outside the vocabulary" in changed(
+        lambda records: first(records).update(prompt_ids=beyond)
+    )
 
 
 def test_a_foreign_engine_refuses_naming_what_differs(source, model, tmp_path):

@@ -6,19 +6,19 @@ import dataclasses
 import json
 import types
 
+import msgspec
 import pytest
 import torch
 from durable_case import PROMPT, Collector, add_all, assert_same, make_engine, make_model
 from model_kinds import RECURRENT, prefix_caching
 from model_kinds import make_model as make_kind
-from safetensors import safe_open
 from store_case import build_store
 
 from megatron_infer.config.mamba_state import MambaInferenceStateConfig
 from megatron_infer.config.model_shape import ModelShape, StateShape
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.durable import file_format as file_format
-from megatron_infer.durable.codec import Columns, Inline, SavedKV, decode_request, encode_request
+from megatron_infer.durable.codec import RequestRecord, SavedKV, decode_request, encode_request, of_bytes, to_bytes
 from megatron_infer.durable.kv_restore import KVReturn, check_places, collect, describe, difference, num_places
 from megatron_infer.errors import SnapshotError
 from megatron_infer.memory.store_layout import StoreLayout
@@ -183,27 +183,23 @@ def attention():
     return engine
 
 
-@pytest.mark.parametrize("numbers", [Columns, Inline])
-def test_records_carry_the_state(attention, numbers):
+def test_records_carry_the_state(attention):
     state = attention.output_processor.requests[0]
     for kv in (SavedKV(num_tokens=7, blocks=[3, 0], state=5), SavedKV(num_tokens=7, blocks=[], state=0)):
-        column = numbers()
-        record = json.loads(json.dumps(encode_request(state, column, now=1.0, kv={state.sequences[0].request.id: kv})))
-        reader = Columns(column.tensors()) if numbers is Columns else Inline()
-        assert decode_request(record, reader, tokenizer=None, now=1.0).saved[0].kv == kv
+        written = to_bytes(encode_request(state, now=1.0, kv={state.sequences[0].request.id: kv}))
+        record = of_bytes(written, RequestRecord)
+        assert decode_request(record, tokenizer=None, now=1.0).saved[0].kv == kv
 
 
-def test_files_without_states_are_as_they_were(attention, tmp_path):
-    """What an earlier release wrote is read, and it reads what is written for models it knows."""
+def test_files_without_states_name_none(attention, tmp_path):
     path = tmp_path / "requests"
     attention.save_requests(path, kv=True)
-    with safe_open(path, framework="pt") as file:
-        assert set(file.keys()) == {"ints", "floats", "records", "blocks"} and file.metadata()["version"] == "1"
     manifest, tensors = file_format.read(path)
+    assert set(tensors) == {"records", "blocks"}
     assert not any(name.startswith("state") for name in manifest["kv"]["shape"])
-    records = json.loads(tensors["records"].numpy().tobytes())["requests"]
-    stored = [one["kv"] for record in records for one in record["samples"] if one["kv"] is not None]
-    assert stored and all(len(kv) == 2 for kv in stored)
+    records = msgspec.msgpack.decode(tensors["records"].numpy().tobytes())["requests"]
+    stored = [one["place"]["kv"] for record in records for one in record["sequences"] if one["place"]["kv"] is not None]
+    assert stored and all(kv["state"] is None for kv in stored)
 
 
 def test_a_file_that_lost_its_blocks_is_refused_whole(attention, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 import safetensors.numpy
 
 from megatron_infer.errors import InferenceError
+from megatron_infer.outputs.schema import Piece
 from megatron_infer.outputs.token_support import TokenSupport, support_row
 from megatron_infer.rl import sample_codec, sample_file
 from megatron_infer.rl.sample_file import SampleError
 from megatron_infer.rl.samples import RolloutError, RolloutGroup, RolloutSample
 from megatron_infer.scheduler.request import VersionSpan
 
+FILES = Path(__file__).parent / "files"
 VOCAB = 200
 FULL = {"logprobs": True, "raw": True, "support": True, "routing": True, "reward": True}
 
@@ -254,11 +257,35 @@ def test_a_sample_with_another_prompt_than_its_group_is_refused():
 def test_spans_of_versions_without_adapters_are_read():
     sample = one_group().samples[0]
     sample.spans = [VersionSpan(0, 4, 3, 4), VersionSpan(5, 5, 3, 5)]
-    known = msgspec.msgpack.decode(sample_codec.encode_sample(sample))
-    earlier = known | {"spans": [span[:4] for span in known["spans"]]}
-    assert sample_codec.decode_sample(msgspec.msgpack.encode(earlier)).spans == sample.spans
     content = altered(spans=np.array([span[:4] for span in sample.spans], np.int32), span_counts=int32(2))
     assert sample_file.decode(content)[0].samples[0].spans == sample.spans
+
+
+def test_files_of_an_earlier_release_are_read():
+    first, second = sample_file.load(FILES / "samples.v1")
+    assert [one.token_ids for one in first.samples] == [[89, 51, 119, 121, 23, 127], [11, 28, 20, 73, 42, 27]]
+    assert [one.reward for one in first.samples] == [0.5, None]
+    assert second.samples[0].logprobs[:2] == [-2.3066978454589844, -2.1691012382507324]
+    assert second.samples[0].raw_logprobs[:2] == [-2.6603076457977295, -2.5201244354248047]
+    assert all(token in second.samples[0].support.ids_at(i) for i, token in enumerate(second.samples[0].token_ids))
+    assert second.samples[0].routing.shape == (24, 2, 2)
+    assert_same_columns(sample_file.encode([first, second]), (FILES / "samples.v1").read_bytes())
+
+
+def assert_same_columns(one: bytes, other: bytes) -> None:
+    one, other = safetensors.numpy.load(one), safetensors.numpy.load(other)
+    assert set(one) == set(other)
+    for name, column in one.items():
+        assert column.dtype == other[name].dtype and np.array_equal(column, other[name]), name
+
+
+def test_messages_of_an_earlier_release_are_refused_by_their_schema():
+    with pytest.raises(SampleError, match="schema 1, this code reads 2; read it with its own version"):
+        sample_codec.decode_sample((FILES / "sample.v1").read_bytes())
+
+
+def packed(dtype: str, shape: list[int], content: bytes, counts: bytes = b"", vocab_size: int = 0) -> list:
+    return [dtype, shape, content, counts, vocab_size]
 
 
 def test_damaged_messages_are_refused():
@@ -266,25 +293,37 @@ def test_damaged_messages_are_refused():
     sample.text = ""
     content = sample_codec.encode_sample(sample)
     known = msgspec.msgpack.decode(content)
+    names = Piece.__struct_fields__
     changes = [
-        {"schema": 2},
-        {"length": 3},
-        {"token_ids": b"abc"},
-        {"token_ids": b"abcd"},
+        {"schema": 3},
         {"loss_mask": b""},
-        {"support": [VOCAB, b"", b""]},
-        {"support": [VOCAB, int32(0, 1).tobytes(), int32(VOCAB).tobytes()]},
-        {"routing": ["float32", [1, 1, 1], b"abcd"]},
-        {"routing": ["uint8", [2, 2, 2], b"abcd"]},
-        {"routing": ["uint8", [-1, -1, 4], b"abcd"]},
-        {"finish_reason": 3},
         {"other": 1},
+        {"piece": []},
+        {"tokens": b"abc"},
+        {"tokens": b"abcd"},
+        {"finish_reason": 3},
         {"spans": [[0, 1, 1]]},
-        {"spans": [[0, 1, 1, 1, 1, 1]]},
+        {"raw_logprobs": packed("float32", [], b"abcd")},
+        {"raw_logprobs": packed("float64", [], bytes(72))},
+        {"processed_logprobs": packed("float32", [], b"abcd")},
+        {"support": packed("int32", [], b"", b"", VOCAB)},
+        {"support": packed("int32", [], int32(VOCAB).tobytes(), int32(1, *[0] * 8).tobytes(), VOCAB)},
+        {"routing": packed("float32", [1, 1], b"abcd")},
+        {"routing": packed("uint8", [3, 2], b"abcd")},
+        {"routing": packed("uint8", [-1, -4], b"abcd")},
+        {"unknown": packed("uint8", [], b"abcd")},
     ]
     for change in changes:
+        ((name, value),) = change.items()
+        piece = list(known["piece"])
+        if name in names:
+            piece[names.index(name)] = value
+        elif name not in known and name != "other":
+            piece[names.index("token_outputs")] = piece[names.index("token_outputs")] | change
+        damaged = known | (change if name in known or name == "other" else {"piece": piece})
         with pytest.raises(SampleError):
-            sample_codec.decode_sample(msgspec.msgpack.encode(known | change))
+            sample_codec.decode_sample(msgspec.msgpack.encode(damaged))
+    assert_equal(sample_codec.decode_sample(msgspec.msgpack.encode(known)), sample)
     for length in range(0, len(content), 37):
         with pytest.raises(SampleError):
             sample_codec.decode_sample(content[:length])
