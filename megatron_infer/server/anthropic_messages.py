@@ -13,12 +13,13 @@ from megatron_infer.outputs.request_output import RequestOutput
 from megatron_infer.server.chat_completions import ChatCompletions, PreparedChat
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.field_tables import ANTHROPIC
+from megatron_infer.server.field_tables import LABEL, MESSAGE, PART, SHARED, TOOL
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.openai_protocol import Body
 from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReader, Change
 from megatron_infer.server.reply_fields import DeltaReader, usage_of
+from megatron_infer.server.request_fields import FieldTable, no_effect
 from megatron_infer.server.responses import prepare_as_chat
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.served_models import shown_name
@@ -34,6 +35,15 @@ NAMES = {
     "tools[].function.strict": "tools[].strict",
 }
 """Fields of the chat's body -> those of this body."""
+FIELDS = FieldTable(
+    SHARED | {"metadata": LABEL, "service_tier": no_effect("there is one tier", "auto", "standard_only")},
+    {
+        "messages": FieldTable(MESSAGE.rules, {"content": FieldTable(PART.rules, {"content": PART})}),
+        "system": PART,
+        "tools": FieldTable(TOOL.rules, kinds=("custom",)),
+        "output_config": FieldTable({"task_budget": no_effect("outputs are bounded by max_tokens only")}),
+    },
+)
 
 
 class ContentBlock(Body, kw_only=True):
@@ -117,7 +127,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         return Reply({"input_tokens": len(prepared.request.prompt_ids)})
 
     summary = "Answer a conversation (Anthropic's Messages API)"
-    options = {"fields": ANTHROPIC, "statuses": (404, 429, 503, 504)}
+    options = {"fields": FIELDS, "statuses": (404, 429, 503, 504)}
     kinds = ("application/json", "text/event-stream")
     routes.add("POST", "/v1/messages", reply, summary, body=MessagesBody, media_types=kinds, **options)
     routes.add("POST", "/v1/messages/count_tokens", count, "Tokens of a prompt", body=CountBody, **options)

@@ -74,11 +74,17 @@ MODULES: tuple[Module, ...] = (
 """In the order in which their fields apply. `openapi` registers last, as it describes all of them."""
 
 
-def create_app(client: EngineClient, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Middleware:
-    """The application. modules: register after those of the package."""
+def registered_routes(client: EngineClient, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Routes:
+    """Every operation. modules: register after those of the package."""
     routes = Routes(settings)
     for module in (*MODULES, *modules, openapi):
         module.register(routes, client, settings)
+    return routes
+
+
+def create_app(client: EngineClient, settings: ServerConfig, *, modules: Sequence[Module] = ()) -> Middleware:
+    """The application. modules: register after those of the package."""
+    routes = registered_routes(client, settings, modules=modules)
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refusal(request, error, routes)

@@ -15,14 +15,14 @@ from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ParsedBody, Splitter
-from megatron_infer.server.field_tables import CHAT
+from megatron_infer.server.field_tables import ALLOWED_TOOLS, MESSAGE, SHARED, STREAM_OPTIONS, TOOL
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
 from megatron_infer.server.openai_protocol import ChatBody, MegatronChatBody
 from megatron_infer.server.reply_fields import CallUsage, DeltaReader, sampled_logprobs, version_spans_of
-from megatron_infer.server.request_fields import ignore
+from megatron_infer.server.request_fields import FieldTable, ignore, refused, rows
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.sampling_fields import check_limit, params_from, sampling_of
 from megatron_infer.server.served_models import check_model, shown_name
@@ -31,6 +31,27 @@ from megatron_infer.server.server_config import ServerConfig
 ROUTE = "chat"
 NUM_PROMPT_END = 32
 """Tokens of a prompt's end that `ParsedBody.prompt_end` is decoded from."""
+FIELDS = FieldTable(
+    SHARED
+    | rows(
+        {
+            "functions": refused("use tools", []),
+            "function_call": refused("use tool_choice", "none", "auto"),
+            "echo": refused("use continue_final_message, or join the texts", False),
+            "add_special_tokens": refused("the chat template writes the special tokens; see add_BOS", False),
+            "return_prompt_text": refused("use return_raw_text", False),
+            "separate_reasoning": refused("the server separates reasoning by --reasoning-parser", True),
+            "stream_reasoning": refused("thoughts are streamed as they come", True),
+            "skip_prompt_log_probs": refused("ask for prompt_logprobs", True),
+        }
+    ),
+    {
+        "stream_options": STREAM_OPTIONS,
+        "messages": MESSAGE,
+        "tools": TOOL,
+        "tool_choice": FieldTable(nested={"allowed_tools": ALLOWED_TOOLS}),
+    },
+)
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
@@ -42,7 +63,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
             chat.reply,
             "Answer a conversation",
             body=partial(routes.fields.extend, ROUTE, base),
-            fields=CHAT,
+            fields=FIELDS,
             media_types=("application/json", "text/event-stream"),
             statuses=(404, 429, 503, 504),
         )

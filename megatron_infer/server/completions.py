@@ -14,7 +14,7 @@ from megatron_infer.server import call_limits
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.extra_fields import ParsedBody
-from megatron_infer.server.field_tables import COMPLETIONS
+from megatron_infer.server.field_tables import SHARED, STREAM_OPTIONS
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
@@ -27,6 +27,7 @@ from megatron_infer.server.reply_fields import (
     sampled_logprobs,
     version_spans_of,
 )
+from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.sampling_fields import check_limit, params_from, sampling_of
 from megatron_infer.server.served_models import check_model, shown_name
@@ -34,6 +35,20 @@ from megatron_infer.server.server_config import ServerConfig
 
 ROUTE = "completions"
 DEFAULT_MAX_TOKENS = 16
+_CHAT_ONLY = "tool calls are served at /v1/chat/completions and /v1/responses only"
+FIELDS = FieldTable(
+    SHARED
+    | rows(
+        {
+            "tools functions": refused(_CHAT_ONLY, []),
+            "tool_choice function_call": refused(_CHAT_ONLY, "none"),
+            "parallel_tool_calls": no_effect(_CHAT_ONLY),
+            "reasoning_effort": refused("a text has no chat template that could read it"),
+            "add_BOS": refused("texts begin with the tokenizer's special tokens; see add_special_tokens", False),
+        }
+    ),
+    {"stream_options": STREAM_OPTIONS},
+)
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
@@ -45,7 +60,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
             completions.reply,
             "Continue texts or token ids",
             body=partial(routes.fields.extend, ROUTE, base),
-            fields=COMPLETIONS,
+            fields=FIELDS,
             media_types=("application/json", "text/event-stream"),
             statuses=(404, 429, 503, 504),
         )

@@ -18,7 +18,6 @@ from megatron_infer.server import chat_completions
 from megatron_infer.server.chat_completions import ChatCompletions, PreparedChat
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.field_tables import RESPONSES
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import ApiError, of_validation
 from megatron_infer.server.openai_logprobs import TokenTexts, chat_content
@@ -26,7 +25,7 @@ from megatron_infer.server.openai_protocol import ChatBody
 from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReader, Change
 from megatron_infer.server.reply_fields import DeltaReader, usage_of
 from megatron_infer.server.request_fields import ignore
-from megatron_infer.server.responses_input import LOGPROBS, NAMES, ResponsesBody, chat_of, has_logprobs
+from megatron_infer.server.responses_input import FIELDS, LOGPROBS, NAMES, ResponsesBody, chat_of, has_logprobs
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.served_models import shown_name
 from megatron_infer.server.server_config import ServerConfig
@@ -52,7 +51,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
         reply,
         "Answer a conversation (OpenAI's Responses API)",
         body=ResponsesBody,
-        fields=RESPONSES,
+        fields=FIELDS,
         media_types=("application/json", "text/event-stream"),
         statuses=(404, 429, 503, 504),
     )

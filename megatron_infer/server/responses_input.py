@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from megatron_infer.server.field_tables import ALLOWED_TOOLS, PART, SHARED, TOOL
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.openai_protocol import Body, Text
+from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
 
 LOGPROBS = "message.output_text.logprobs"
 NAMES = {
@@ -20,6 +22,45 @@ NAMES = {
     "tools[].function.strict": "tools[].strict",
 }
 """Fields of the chat's body -> those of this body."""
+_STORES_NOTHING = "this server stores nothing"
+_NO_PLACE = "a template has no place for it"
+_SHOWN_CONTENT = "a template is shown the reasoning's content"
+_WHOLE = "reasoning is shown as a whole"
+FIELDS = FieldTable(
+    SHARED
+    | rows(
+        {
+            "store": refused(f"{_STORES_NOTHING}; give false", False),
+            "previous_response_id conversation": refused(f"{_STORES_NOTHING}; send the conversation as input"),
+            "prompt": refused("this server stores no prompts; send the text"),
+            "stream_options": no_effect("events are not padded", {}),
+        }
+    ),
+    {
+        "input": FieldTable(
+            rows(
+                {
+                    "id": no_effect("items are known by their place"),
+                    "status": no_effect("items are taken as they are"),
+                    "summary": no_effect(_SHOWN_CONTENT, []),
+                    "encrypted_content": no_effect(_SHOWN_CONTENT),
+                    "phase caller namespace agent created_by": no_effect(_NO_PLACE),
+                }
+            ),
+            {"content": PART, "output": PART},
+        ),
+        "tools": TOOL,
+        "tool_choice": ALLOWED_TOOLS,
+        "text": FieldTable({"verbosity": SHARED["verbosity"]}),
+        "reasoning": FieldTable(
+            {
+                "summary": no_effect(_WHOLE, "auto", "none"),
+                "generate_summary": no_effect(_WHOLE, "auto"),
+                "encrypted_content": no_effect(_WHOLE),
+            }
+        ),
+    },
+)
 
 
 class TextConfig(Body):

@@ -9,15 +9,18 @@ from megatron_infer.server.call_limits import check_ids, check_num_tokens
 from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.field_tables import TOKENIZE
+from megatron_infer.server.field_tables import MESSAGE, SHARED, TOOL
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.openai_protocol import DetokenizeBody, TokenizeBody
+from megatron_infer.server.request_fields import FieldTable
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.served_models import check_model
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tool_calls import call_format_of, plain_tools
 from megatron_infer.text.tokenizer import Tokenizer
 from megatron_infer.text.tool_parsers import HERMES, CallFormat
+
+FIELDS = FieldTable(SHARED, {"messages": MESSAGE, "tools": TOOL})
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
@@ -48,7 +51,7 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
     summary = "Token ids of a text or of a conversation"
     body_of = partial(routes.fields.extend, "tokenize", TokenizeBody)
-    routes.add("POST", "/tokenize", tokenize, summary, body=body_of, fields=TOKENIZE, statuses=(404,))
+    routes.add("POST", "/tokenize", tokenize, summary, body=body_of, fields=FIELDS, statuses=(404,))
     routes.add("GET", "/tokenizer_info", info, "The tokenizer's configuration, under vLLM's names", statuses=(400,))
     routes.add("POST", "/detokenize", detokenize, "The text of token ids", body=DetokenizeBody, statuses=(404,))
 

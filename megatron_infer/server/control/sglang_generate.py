@@ -17,18 +17,35 @@ from megatron_infer.server.call_limits import logprob_bytes
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Events, Reply
-from megatron_infer.server.field_tables import SGLANG_GENERATE
+from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts
 from megatron_infer.server.openai_protocol import SAMPLING_FIELDS, Body, IdKey, Logit, Penalty, Text, TokenId, TokenIds
 from megatron_infer.server.reply_fields import version_spans_of
+from megatron_infer.server.request_fields import FieldTable, refused, rows
 from megatron_infer.server.sampling_fields import check_limit, check_lists, params_from
 from megatron_infer.server.served_models import adapter_of, check_model
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 
 DEFAULT_MAX_NEW_TOKENS = 128
+FIELDS = FieldTable(
+    SHARED
+    | rows(
+        {
+            "modalities": SHARED["video_config"],
+            "input_embeds positional_embed_overrides": refused("send text or input_ids"),
+            "token_ids_logprob": refused("give top_logprobs_num, which has the likeliest tokens", []),
+            "return_entropy": refused("give top_logprobs_num", False),
+            "return_sampling_mask": refused("use custom_params.return_top_p_token_ids", False),
+            "require_reasoning": refused("use /v1/chat/completions", False),
+            "max_thinking_tokens": refused("thoughts are bounded by max_new_tokens only"),
+            "priority": refused("give it to /v1/completions or /inference/v1/generate", 0),
+        }
+    ),
+    {"sampling_params": FieldTable(SHARED | {"structural_tag": refused("give json_schema, regex or ebnf", "")})},
+)
 StartLength = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 TopCount = Annotated[int, Meta(ge=0, le=100)]
 
@@ -103,7 +120,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         SglangGenerate(machine, fields).reply,
         "Continue texts or token ids (SGLang's API)",
         body=SglangGenerateBody,
-        fields=SGLANG_GENERATE,
+        fields=FIELDS,
         optional_body=False,
         media_types=("application/json", "text/event-stream"),
     )

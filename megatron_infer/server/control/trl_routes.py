@@ -20,13 +20,14 @@ from megatron_infer.server.control.control_routes import ControlRoutes, QueryPar
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.control.vllm_generate import VllmSampling, vllm_params
 from megatron_infer.server.endpoint import Call, Reply
-from megatron_infer.server.field_tables import TRL, TRL_SCORES
+from megatron_infer.server.field_tables import SHARED
 from megatron_infer.server.generation import prompt_outputs, whole_outputs
 from megatron_infer.server.health import report_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import Entry, by_rank
 from megatron_infer.server.openai_protocol import Body, Message, Text, TokenId, TokenIds
+from megatron_infer.server.request_fields import FieldTable, refused
 from megatron_infer.server.sampling_fields import check_limit
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 from megatron_infer.server.tool_calls import call_format_of
@@ -34,6 +35,8 @@ from megatron_infer.text.tool_parsers import HERMES
 
 MAX_TOKENS = 16
 """The limit where a call gives none."""
+FIELDS = FieldTable(SHARED)
+SCORE_FIELDS = FieldTable({"temperature": refused("log probabilities are those of the model at temperature 1", 1.0)})
 
 
 class TrlSampling(VllmSampling, kw_only=True):
@@ -68,9 +71,9 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
     routes = TrlRoutes(machine, fields)
     add = control_routes.add
     for path, handler, summary, body, fields_without_action in (
-        ("/generate/", routes.generate, "Continue texts or token ids (TRL's API)", TrlGenerateBody, TRL),
-        ("/chat/", routes.chat, "Answer conversations (TRL's API)", TrlChatBody, TRL),
-        ("/get_sequence_logprobs/", routes.score, "Score given tokens (TRL's API)", TrlScoreBody, TRL_SCORES),
+        ("/generate/", routes.generate, "Continue texts or token ids (TRL's API)", TrlGenerateBody, FIELDS),
+        ("/chat/", routes.chat, "Answer conversations (TRL's API)", TrlChatBody, FIELDS),
+        ("/get_sequence_logprobs/", routes.score, "Score given tokens (TRL's API)", TrlScoreBody, SCORE_FIELDS),
     ):
         add("POST", path, handler, summary, body=body, fields=fields_without_action, optional_body=False)
     add("POST", "/reset_prefix_cache/", routes.reset_prefix_cache, "Empty the prefix cache (TRL's API)")

@@ -14,16 +14,22 @@ from megatron_infer.server.control.control_routes import ControlRoutes, QueryPar
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.field_tables import VLLM_GENERATE
+from megatron_infer.server.field_tables import SHARED, STREAM_OPTIONS
 from megatron_infer.server.generation import generate
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts, by_id, chat_content
 from megatron_infer.server.openai_protocol import Body, Priority, SamplingFields, StreamOptions, Text, TokenIds
 from megatron_infer.server.reply_fields import DeltaReader, usage_of, version_spans_of
+from megatron_infer.server.request_fields import FieldTable, refused
 from megatron_infer.server.sampling_fields import check_limit, check_lists, check_stream_options, params_from
 from megatron_infer.server.served_models import check_model
 from megatron_infer.server.structured_outputs import StructuredOutputFields
+
+FIELDS = FieldTable(
+    SHARED | {"output_mode": refused("the reply has token ids; /v1/completions has text", "tokens")},
+    {"stream_options": STREAM_OPTIONS, "sampling_params": FieldTable(SHARED)},
+)
 
 
 class VllmSampling(SamplingFields):
@@ -58,7 +64,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         VllmGenerate(machine, fields).reply,
         "Continue token ids (vLLM's API)",
         body=VllmGenerateBody,
-        fields=VLLM_GENERATE,
+        fields=FIELDS,
         optional_body=False,
         media_types=("application/json", "text/event-stream"),
     )
@@ -68,7 +74,7 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         VllmGenerate(machine, fields, with_experts=True).reply,
         "Continue token ids, with the experts of each position (SkyRL's API)",
         body=VllmGenerateBody,
-        fields=VLLM_GENERATE,
+        fields=FIELDS,
         optional_body=False,
     )
 
