@@ -34,8 +34,8 @@ The table of the route below has the reason. One policy holds on every route:
 * A field that is not known is a 400 with the nearest name.
 
 `GET /openapi.json` has the fields that act, with their types. The others are below: written by
-`python tools/field_docs.py` from `megatron_infer/server/field_tables.py` and the tables of the routes, and held to it by
-a test.
+`python tools/field_docs.py` from `megatron_infer/server/field_tables.py` and the tables of the routes, and held to it
+by a test.
 
 ## Shared fields
 

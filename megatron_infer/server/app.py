@@ -7,7 +7,7 @@ Middleware                          request id, Host, API key, log line, metrics
 Starlette, Endpoint                 path and method; body read and checked; client's disconnect watched
     |  Call
 handler of a module                 chat_completions, completions, embeddings, control/*, health, ...
-    |  generate() (generation.py)   whole reply or server-sent events
+    |  Generator (generation.py)    whole reply or server-sent events
 EngineClient                        see engine_client.py
 """
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from megatron_infer.text.tool_parsers import HERMES, CallFormat
+if TYPE_CHECKING:
+    from megatron_infer.server.generation_request import GenerationRequest
 
 
 class Splitter(Protocol):
@@ -31,35 +32,6 @@ class PlainSplitter:
         return reason
 
 
-@dataclass(slots=True)
-class ParsedBody:
-    """What the fields of a body ask for, collected field by field before the engine requests are made."""
-
-    sampling: dict[str, Any]
-    """Fields of SamplingParams by name."""
-    caller: str = ""
-    """Whose turn it is to have a grammar compiled."""
-    tools: list[dict[str, Any]] | None = None
-    """Tools for the chat template."""
-    call_format: CallFormat = HERMES
-    """Format of tool calls for a chat template without tools."""
-    template: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template."""
-    structured: tuple[str, dict[str, Any]] | None = None
-    """(field to blame, fields of StructuredOutput) that another module needs; `structured_outputs` applies them."""
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """JSON schemas that the grammar in `structured` is made of, by what to blame where one cannot be enforced. The
-    error of the grammar as a whole is about a text that no caller wrote."""
-    begins_freely: bool = False
-    """Whether the structured output may begin with any text, reasoning say."""
-    make_splitter: Callable[[], Splitter] = PlainSplitter
-    """Makes the splitter of each sequence of a chat, once `prompt_end` is known."""
-    ignored: list[str] = field(default_factory=list)
-    """Fields that have no effect in this call, for the header x-ignored-fields; see `request_fields.ignore`."""
-    prompt_end: str = ""
-    """The end of a chat's prompt as text, special tokens included."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraField:
     """A field of a module.
@@ -70,10 +42,10 @@ class ExtraField:
 
     name: str
     type: Any
-    apply: Callable[[Any, ParsedBody], Awaitable[None]] | None
+    apply: Callable[[Any, GenerationRequest], Awaitable[None]] | None
 
 
-Rule = Callable[[Any, ParsedBody], Awaitable[None]]
+Rule = Callable[[Any, "GenerationRequest"], Awaitable[None]]
 
 
 class ExtraFields:
@@ -89,7 +61,7 @@ class ExtraFields:
         fields.append(extra)
 
     def add_rule(self, route: str, rule: Rule) -> None:
-        """`rule` is awaited with every body and its ParsedBody, after all fields."""
+        """`rule` is awaited with every body and its GenerationRequest, after all fields."""
         self._rules.setdefault(route, []).append(rule)
 
     def extend(self, route: str, base: type[msgspec.Struct]) -> type[msgspec.Struct]:
@@ -102,10 +74,10 @@ class ExtraFields:
             base.__name__, fields, bases=(base,), kw_only=True, forbid_unknown_fields=True, module=base.__module__
         )
 
-    async def apply(self, route: str, body: Any, parsed: ParsedBody) -> None:
+    async def apply(self, route: str, body: Any, asked: GenerationRequest) -> None:
         for extra in self._fields.get(route, ()):
             value = getattr(body, extra.name, None)
             if value is not None and extra.apply is not None:
-                await extra.apply(value, parsed)
+                await extra.apply(value, asked)
         for rule in self._rules.get(route, ()):
-            await rule(body, parsed)
+            await rule(body, asked)

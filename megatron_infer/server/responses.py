@@ -1,147 +1,93 @@
 """/v1/responses: OpenAI's newer API of a conversation, whole or as events. Nothing is stored.
 
-A body becomes a chat body (`responses_input`), and is answered by the chat's own code; ResponsesReply shows the output
-as items: reasoning, messages, function calls.
+A body becomes a chat body (`responses_input`); ResponsesReply shows the output as items: reasoning, messages, function
+calls.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
-from megatron_infer.outputs.request_output import RequestOutput
-from megatron_infer.server import chat_completions
-from megatron_infer.server.chat_completions import ChatCompletions, PreparedChat
-from megatron_infer.server.endpoint import Call, Events, Reply
+from megatron_infer.outputs.request_output import CompletionOutput, RequestOutput
+from megatron_infer.server.chat_completions import read_as_chat
+from megatron_infer.server.endpoint import Call
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.generation import generate
-from megatron_infer.server.http_errors import ApiError, of_validation
-from megatron_infer.server.openai_logprobs import TokenTexts, chat_content
-from megatron_infer.server.openai_protocol import ChatBody
-from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReader, Change
-from megatron_infer.server.reply_fields import DeltaReader, usage_of
+from megatron_infer.server.generation import CHAT, Dialect, Generator, PreparedCall
+from megatron_infer.server.generation_request import GenerationRequest
+from megatron_infer.server.openai_logprobs import chat_content
+from megatron_infer.server.reply_blocks import Block, BlockKind, BlockReply, Change
+from megatron_infer.server.reply_format import Delta, usage_of
 from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.responses_input import FIELDS, LOGPROBS, NAMES, ResponsesBody, chat_of, has_logprobs
-from megatron_infer.server.routes import Routes
-from megatron_infer.server.served_models import shown_name
+from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.server_config import ServerConfig
 
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
-    chat = ChatCompletions(routes, client, settings)
-    texts = TokenTexts(client.tokenizer)
-
-    async def reply(call: Call) -> Reply | Events:
-        body: ResponsesBody = call.body
+    async def read(body: ResponsesBody, call: Call) -> GenerationRequest:
         if set(body.include or ()) - {LOGPROBS}:
             text = f"replies have all that there is; {LOGPROBS} acts"
             ignore(call.ignored, "include", text, strict=settings.strict_fields)
-        prepared = await prepare_as_chat(chat, routes, chat_of(body), call, NAMES)
-        shown = ResponsesReply(body, shown_name(client, body.model), prepared, texts)
-        found = await generate(client, [prepared.request], shown, stream=body.stream, abort_ids=(shown.id, call.id))
-        return Events(found.items, named=True) if isinstance(found, Events) else found
+        return read_as_chat(chat_of(body), routes, call, client)
 
-    routes.add(
-        "POST",
-        "/v1/responses",
-        reply,
-        "Answer a conversation (OpenAI's Responses API)",
-        body=ResponsesBody,
+    dialect = Dialect(
+        bodies={"/v1/responses": ResponsesBody},
+        summary="Answer a conversation (OpenAI's Responses API)",
         fields=FIELDS,
-        media_types=("application/json", "text/event-stream"),
-        statuses=(404, 429, 503, 504),
+        read=read,
+        reply=ResponsesReply,
+        module_fields=CHAT,
+        names=NAMES,
+        named_events=True,
     )
+    Generator(routes, client).register(routes.add, dialect, statuses=GENERATION_STATUSES)
 
 
-async def prepare_as_chat(
-    chat: ChatCompletions, routes: Routes, fields: dict[str, Any], call: Call, names: Mapping[str, str]
-) -> PreparedChat:
-    """A chat of another API, given as the fields of a chat's body.
+class ResponsesReply(BlockReply):
+    """A whole reply is made as a stream's last event is."""
 
-    names: the caller's names of these fields, where they differ; errors and ignored fields have them.
-    Raises ApiError 400.
-    """
-    kind = routes.fields.extend(chat_completions.ROUTE, ChatBody)
-    try:
-        body: Any = msgspec.convert(fields, kind)
-        prepared = await chat.prepare(body, call)
-    except msgspec.ValidationError as error:
-        raise _with_names(of_validation(error, kind), names) from None
-    except ApiError as error:
-        raise _with_names(error, names) from None
-    call.ignored[:] = [names.get(name, name) for name in call.ignored]
-    return prepared
-
-
-def _with_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    name = names.get(error.param or "")
-    if name is not None:
-        assert error.param is not None
-        error.message, error.param = error.message.replace(error.param, name, 1), name
-    return error
-
-
-class ResponsesReply:
-    """The ReplyFormat of one call. A whole reply is made as a stream's last event is."""
-
-    def __init__(self, body: ResponsesBody, model: str, chat: PreparedChat, texts: TokenTexts) -> None:
-        self._shows_cached = chat.shows_cached
-        self.id = f"resp_{uuid.uuid4().hex}"
-        self._body, self._model, self._texts = body, model, texts
-        (self._splitter,) = chat.splitters
+    def __init__(self, prepared: PreparedCall) -> None:
+        super().__init__(prepared, f"resp_{uuid.uuid4().hex}")
+        self._body: ResponsesBody = prepared.body
+        self._texts = prepared.token_texts
         self._created = int(time.time())
-        self._reader, self._blocks = DeltaReader(), BlockReader()
         self._logprobs: list[dict[str, Any]] = []
-        self._has_logprobs = has_logprobs(body)
-        self._latest: RequestOutput | None = None
+        self._new_logprobs: list[dict[str, Any]] = []
+        """Of the tokens whose text is to come."""
         self._number = 0
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        for _ in self.events(0, outputs[0]):
-            pass
+    def reply(self) -> dict[str, Any]:
         return self._response(self._status())
 
     def first_events(self) -> Iterator[dict[str, Any]]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress"))
 
-    def events(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        self._latest = output
-        delta = self._reader.read(output.outputs[0])
-        if delta is None:
-            return
-        finished = delta.finish_reason is not None
-        logprobs: list[dict[str, Any]] = []
-        if self._has_logprobs and delta.logprobs:
-            logprobs = chat_content(delta.logprobs, self._texts, num_top=self._body.top_logprobs or 0)
-            self._logprobs += logprobs
-        deltas = self._splitter.feed(delta.text, finished=finished)
-        for change, block, text in self._blocks.read(deltas, finished=finished):
-            yield from self._events_of(change, block, text, logprobs)
-            if change is Change.GREW and block.kind is BlockKind.TEXT:
-                logprobs = []
+    def chunks(self, index: int, output: RequestOutput, one: CompletionOutput, delta: Delta) -> Iterator[Any]:
+        self._new_logprobs = []
+        if has_logprobs(self._body) and delta.logprobs:
+            self._new_logprobs = chat_content(delta.logprobs, self._texts, num_top=self._body.top_logprobs or 0)
+            self._logprobs += self._new_logprobs
+        yield from super().chunks(index, output, one, delta)
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         status = self._status()
         yield self._event(f"response.{status}", response=self._response(status))
 
-    # ------------------------------------------------------------------ parts
-
     def _status(self) -> str:
-        reason = None if self._latest is None else self._latest.outputs[0].finish_reason
-        return "incomplete" if reason in ("length", "abort") else "completed"
+        return "incomplete" if self._finish_reason() in ("length", "abort") else "completed"
+
+    def _finish_reason(self) -> str | None:
+        return None if self.output is None else self.output.outputs[0].finish_reason
 
     def _status_of(self, block: Block) -> str:
         """The status of a closed block: what ends a sequence too early cuts its last block."""
         return self._status() if block.is_last else "completed"
 
-    def _events_of(
-        self, change: Change, block: Block, text: str, logprobs: list[dict[str, Any]]
-    ) -> Iterator[dict[str, Any]]:
+    def block_events(self, change: Change, block: Block, text: str) -> Iterator[dict[str, Any]]:
         place = {"item_id": self._item_id(block), "output_index": block.index}
         part = place | {"content_index": 0}
         is_call = block.kind is BlockKind.CALL
@@ -159,7 +105,9 @@ class ResponsesReply:
             if is_call:
                 yield self._event("response.function_call_arguments.delta", **place, delta=text)
             else:
-                extra = {"logprobs": logprobs} if block.kind is BlockKind.TEXT else {}
+                extra = {}
+                if block.kind is BlockKind.TEXT:
+                    extra, self._new_logprobs = {"logprobs": self._new_logprobs}, []
                 yield self._event(f"response.{name}.delta", **part, delta=text, **extra)
         else:
             if is_call:
@@ -192,8 +140,7 @@ class ResponsesReply:
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
         form = None if body.text is None else body.text.format
-        reason = None if self._latest is None else self._latest.outputs[0].finish_reason
-        why = {"reason": "max_output_tokens" if reason == "length" else "aborted"} if status == "incomplete" else None
+        reason = "max_output_tokens" if self._finish_reason() == "length" else "aborted"
         return {
             "id": self.id,
             "object": "response",
@@ -201,11 +148,11 @@ class ResponsesReply:
             "completed_at": int(time.time()) if status != "in_progress" else None,
             "status": status,
             "error": None,
-            "incomplete_details": why,
+            "incomplete_details": {"reason": reason} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self._model,
-            "output": [self._item(one, self._status_of(one)) for one in self._blocks.blocks],
+            "model": self.model,
+            "output": [self._item(one, self._status_of(one)) for one in self.blocks],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
@@ -218,11 +165,11 @@ class ResponsesReply:
             "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
             "metadata": {},
-            "usage": None if self._latest is None else self._usage(self._latest),
+            "usage": None if self.output is None else self._usage(self.output),
         }
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
-        usage = usage_of([output], shows_cached=self._shows_cached)
+        usage = usage_of([output], shows_cached=self.shows_cached)
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from megatron_infer.server.body_types import Body, NumTokens, Share, Temperature, Text, TopCount
 from megatron_infer.server.field_tables import ALLOWED_TOOLS, PART, SHARED, TOOL
 from megatron_infer.server.http_errors import bad_request
-from megatron_infer.server.openai_protocol import Body, Text
 from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
 
 LOGPROBS = "message.output_text.logprobs"
@@ -119,10 +119,10 @@ class ResponsesBody(Body, kw_only=True):
     """A text of the user, or the items of the conversation."""
     instructions: str | None = None
     """A system message before the input."""
-    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    max_output_tokens: NumTokens | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_logprobs: TopCount | None = None
     include: list[str] | None = None
     """"message.output_text.logprobs" acts; top_logprobs implies it."""
     tools: list[FunctionTool] | None = None
@@ -134,8 +134,8 @@ class ResponsesBody(Body, kw_only=True):
 
 
 def chat_of(body: ResponsesBody) -> dict[str, Any]:
-    """The fields of the chat's body. Raises ApiError 400."""
-    chat: dict[str, Any] = {
+    """The fields of the chat's body; a null is not given. Raises ApiError 400."""
+    return {
         "messages": messages_of(body),
         "model": body.model,
         "max_completion_tokens": body.max_output_tokens,
@@ -147,10 +147,9 @@ def chat_of(body: ResponsesBody) -> dict[str, Any]:
         "response_format": None if body.text is None else _response_format(body.text.format),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "stream": body.stream,
+        "logprobs": has_logprobs(body) or None,
+        "top_logprobs": body.top_logprobs,
     }
-    if has_logprobs(body):
-        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    return {name: value for name, value in chat.items() if value is not None}
 
 
 def has_logprobs(body: ResponsesBody) -> bool:

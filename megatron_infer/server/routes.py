@@ -18,6 +18,9 @@ from megatron_infer.server.request_body import BodyRoom
 from megatron_infer.server.request_fields import NO_FIELDS, FieldTable
 from megatron_infer.server.server_config import ServerConfig
 
+GENERATION_STATUSES = (404, 429, 503, 504)
+"""`Operation.statuses` of calls that wait for an engine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:

@@ -29,14 +29,14 @@ from megatron_infer.audio.wav import pcm16, wav_header
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import ConfigError, unknown_name
 from megatron_infer.server.audio_decoder import AudioDecoderClient, Hello
+from megatron_infer.server.body_types import Body
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import LABELS
 from megatron_infer.server.http_errors import api_error_of, bad_request, unavailable
 from megatron_infer.server.inflight import EngineRequest
-from megatron_infer.server.openai_protocol import Body
 from megatron_infer.server.request_fields import FieldTable, no_effect, refused
-from megatron_infer.server.routes import Routes
+from megatron_infer.server.routes import GENERATION_STATUSES, Routes
 from megatron_infer.server.served_models import check_model
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.supervisor import ProcessSpec
@@ -118,7 +118,7 @@ class SpeechRoutes:
             summary,
             body=SpeechBody,
             fields=FIELDS,
-            statuses=(404, 429, 503, 504),
+            statuses=GENERATION_STATUSES,
             media_types=media,
         )
         routes.add("GET", "/v1/audio/voices", self._voices, "The voices that texts can be spoken with")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_infer.server.body_types import Body
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.control_states import GRAPHS, KV_CACHE, TAGS, WEIGHTS, ControlState
 from megatron_infer.server.control.state_machine import ControlMachine, checked_mode, checked_tags
@@ -13,7 +14,6 @@ from megatron_infer.server.control.weight_files import checked_path
 from megatron_infer.server.control.weight_updates import WeightUpdates
 from megatron_infer.server.endpoint import Call, Reply
 from megatron_infer.server.http_errors import ApiError, bad_request
-from megatron_infer.server.openai_protocol import Body
 from megatron_infer.server.request_fields import FieldTable, no_effect, refused, rows
 from megatron_infer.server.server_config import ServerConfig
 

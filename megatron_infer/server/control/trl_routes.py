@@ -6,29 +6,30 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from megatron_infer.config.sampling_params import SamplingParams
-from megatron_infer.outputs.request_output import Logprob
+from megatron_infer.outputs.request_output import Logprob, RequestOutput
+from megatron_infer.server.body_types import Body, Message, Text, TokenId, TokenIds
 from megatron_infer.server.call_limits import ID_BYTES
-from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
-from megatron_infer.server.control.vllm_generate import VllmSampling, vllm_params
+from megatron_infer.server.control.vllm_generate import VllmSampling, vllm_sampling
 from megatron_infer.server.endpoint import Call, Reply
+from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import SHARED
-from megatron_infer.server.generation import prompt_outputs, whole_outputs
+from megatron_infer.server.generation import Dialect, Generator, PreparedCall, prompt_outputs
+from megatron_infer.server.generation_request import GenerationRequest, check_limit
 from megatron_infer.server.health import report_of
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import Entry, by_rank
-from megatron_infer.server.openai_protocol import Body, Message, Text, TokenId, TokenIds
+from megatron_infer.server.reply_format import ReplyFormat
 from megatron_infer.server.request_fields import FieldTable, refused
-from megatron_infer.server.sampling_fields import check_limit
 from megatron_infer.server.structured_outputs import StructuredOutputFields
 from megatron_infer.server.tool_calls import call_format_of
 from megatron_infer.text.tool_parsers import HERMES
@@ -68,23 +69,79 @@ class TrlScoreBody(Body, kw_only=True):
 
 
 def register(control_routes: ControlRoutes, machine: ControlMachine, fields: StructuredOutputFields) -> None:
-    routes = TrlRoutes(machine, fields)
-    add = control_routes.add
-    for path, handler, summary, body, fields_without_action in (
-        ("/generate/", routes.generate, "Continue texts or token ids (TRL's API)", TrlGenerateBody, FIELDS),
-        ("/chat/", routes.chat, "Answer conversations (TRL's API)", TrlChatBody, FIELDS),
-        ("/get_sequence_logprobs/", routes.score, "Score given tokens (TRL's API)", TrlScoreBody, SCORE_FIELDS),
+    client = machine.client
+    call_format = call_format_of(client.tokenizer, client.settings) or HERMES
+
+    async def read(body: TrlGenerateBody, call: Call) -> GenerationRequest:
+        QueryParams(call).end()
+        sampling = await _sampling_of(body, fields, client)
+        return GenerationRequest.of(body, call, prompt=body.prompts, field="prompts", sampling=sampling)
+
+    async def read_chat(body: TrlChatBody, call: Call) -> GenerationRequest:
+        QueryParams(call).end()
+        check_limit("messages", len(body.messages), client.settings.max_prompts, "max_prompts")
+        return GenerationRequest.of(
+            body,
+            call,
+            conversations=body.messages,
+            field="messages",
+            tools=body.tools or None,
+            call_format=call_format,
+            template=body.chat_template_kwargs or {},
+            sampling=await _sampling_of(body, fields, client),
+        )
+
+    generator = Generator(control_routes.routes, client)
+    for path, body, summary, reads in (
+        ("/generate/", TrlGenerateBody, "Continue texts or token ids (TRL's API)", read),
+        ("/chat/", TrlChatBody, "Answer conversations (TRL's API)", read_chat),
     ):
-        add("POST", path, handler, summary, body=body, fields=fields_without_action, optional_body=False)
+        dialect = Dialect(
+            bodies={path: body}, summary=summary, fields=FIELDS, read=reads, reply=TrlReply, streams=False
+        )
+        generator.register(control_routes.add, dialect)
+    routes = TrlRoutes(machine)
+    add = control_routes.add
+    options = {"body": TrlScoreBody, "fields": SCORE_FIELDS, "optional_body": False}
+    add("POST", "/get_sequence_logprobs/", routes.score, "Score given tokens (TRL's API)", **options)
     add("POST", "/reset_prefix_cache/", routes.reset_prefix_cache, "Empty the prefix cache (TRL's API)")
     add("GET", "/health/", routes.health, "Whether requests are served (TRL's API)")
 
 
-class TrlRoutes:
-    """Handlers."""
+async def _sampling_of(body: TrlSampling, fields: StructuredOutputFields, client: EngineClient) -> dict[str, Any]:
+    """Fields of SamplingParams. Raises ApiError 400."""
+    try:
+        further = msgspec.convert(body.generation_kwargs or {}, VllmSampling)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"generation_kwargs: {error}", "generation_kwargs", "invalid_value") from None
+    regex = body.structured_outputs_regex or body.guided_decoding_regex
+    if regex is not None:
+        further = msgspec.structs.replace(further, structured_outputs={"regex": regex})
+    return await vllm_sampling((VllmSampling(max_tokens=MAX_TOKENS, logprobs=0), body, further), fields, client)
 
-    def __init__(self, machine: ControlMachine, fields: StructuredOutputFields) -> None:
-        self._machine, self._fields, self._client = machine, fields, machine.client
+
+class TrlReply(ReplyFormat):
+    """Completions of all prompts, those of one prompt next to each other."""
+
+    def __init__(self, prepared: PreparedCall) -> None:
+        super().__init__(prepared, prepared.id)
+        self._prompts = [one.prompt_ids for one in prepared.requests]
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        ended = [one for output in outputs for one in output.outputs]
+        return {
+            "prompt_ids": self._prompts,
+            "completion_ids": [one.token_ids for one in ended],
+            **_logprob_fields([one.logprobs or () for one in ended]),
+        }
+
+
+class TrlRoutes:
+    """Handlers of calls that do not generate."""
+
+    def __init__(self, machine: ControlMachine) -> None:
+        self._machine = machine
+        self._client = machine.client
 
     async def health(self, call: Call) -> Reply:
         QueryParams(call).end()
@@ -94,54 +151,6 @@ class TrlRoutes:
         QueryParams(call).end()
         freed = await self._machine.reset_prefix_cache(running=False)
         return Reply({"message": "the prefix cache is empty", "blocks_freed": freed})
-
-    async def generate(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        body: TrlGenerateBody = call.body
-        prompts = await self._client.encode_prompts(body.prompts, field="prompts")
-        return await self._drawn(call, prompts, body, "prompts")
-
-    async def chat(self, call: Call) -> Reply:
-        QueryParams(call).end()
-        body: TrlChatBody = call.body
-        client = self._client
-        check_limit("messages", len(body.messages), client.settings.max_prompts, "max_prompts")
-        prompts = [
-            await client.tokenize(
-                prompt_ids,
-                client.require_tokenizer(),
-                messages,
-                limits=client.limits,
-                tools=body.tools or None,
-                call_format=call_format_of(client.tokenizer, client.settings) or HERMES,
-                variables=body.chat_template_kwargs,
-            )
-            for messages in body.messages
-        ]
-        return await self._drawn(call, prompts, body, "messages")
-
-    async def _drawn(self, call: Call, prompts: list[list[int]], body: TrlSampling, field: str) -> Reply:
-        """Completions of all prompts, those of one prompt next to each other."""
-        try:
-            further = msgspec.convert(body.generation_kwargs or {}, VllmSampling)
-        except msgspec.ValidationError as error:
-            raise bad_request(f"generation_kwargs: {error}", "generation_kwargs", "invalid_value") from None
-        regex = body.structured_outputs_regex or body.guided_decoding_regex
-        if regex is not None:
-            further = msgspec.structs.replace(further, structured_outputs={"regex": regex})
-        usual = VllmSampling(max_tokens=MAX_TOKENS, logprobs=0)
-        params = await vllm_params((usual, body, further), self._fields, self._client)
-        requests = [EngineRequest(prompt_ids=ids, params=params) for ids in prompts]
-        outputs = await whole_outputs(self._client, requests, call, field=field)
-        shown = [[_ranked(entry) for entry in one.logprobs or ()] for output in outputs for one in output.outputs]
-        return Reply(
-            {
-                "prompt_ids": prompts,
-                "completion_ids": [one.token_ids for output in outputs for one in output.outputs],
-                "logprobs": [[[_finite(value) for _, value in entry] for entry in one] for one in shown],
-                "logprob_token_ids": [[[token for token, _ in entry] for entry in one] for one in shown],
-            }
-        )
 
     async def score(self, call: Call) -> Reply:
         QueryParams(call).end()
@@ -166,15 +175,18 @@ class TrlRoutes:
             (output.prompt_logprobs or [])[length:] for output, length in zip(outputs, body.prompt_lengths, strict=True)
         ]
         if body.response_format == "json":
-            shown = [[_ranked(entry) for entry in one] for one in entries]
-            return Reply(
-                {
-                    "logprobs": [[[_finite(value) for _, value in entry] for entry in one] for one in shown],
-                    "logprob_token_ids": [[[token for token, _ in entry] for entry in one] for one in shown],
-                }
-            )
+            return Reply(_logprob_fields(entries))
         tokens = [ids[length:] for ids, length in zip(body.sequences, body.prompt_lengths, strict=True)]
         return Reply(await self._client.run_in_thread(_binary, entries, tokens, num_top))
+
+
+def _logprob_fields(sequences: Iterable[Sequence[Entry]]) -> dict[str, Any]:
+    """The likeliest tokens at each place of each sequence, the likeliest first, and their log probabilities."""
+    shown = [[_ranked(entry) for entry in one] for one in sequences]
+    return {
+        "logprobs": [[[_finite(value) for _, value in entry] for entry in one] for one in shown],
+        "logprob_token_ids": [[[token for token, _ in entry] for entry in one] for one in shown],
+    }
 
 
 def _ranked(entry: Entry) -> list[tuple[int, float]]:

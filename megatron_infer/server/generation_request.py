@@ -1,0 +1,168 @@
+"""What a call asks for, the same for every dialect, and the server's limits on it.
+
+A dialect's body becomes a GenerationRequest by the names of its fields and by what the dialect's `read` adds. Fields
+and rules of modules change it (`extra_fields`), and `Generator` makes engine requests of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from megatron_infer.config.sampling_params import SamplingParams
+from megatron_infer.errors import RequestError
+from megatron_infer.server.body_types import Body, Message, StreamOptions
+from megatron_infer.server.extra_fields import PlainSplitter, Splitter
+from megatron_infer.server.http_errors import bad_request
+from megatron_infer.server.server_config import ServerConfig
+from megatron_infer.text.tool_parsers import HERMES, CallFormat
+
+if TYPE_CHECKING:
+    from megatron_infer.server.endpoint import Call
+
+MAX_BIASES = 4096
+"""Most entries of logit_bias."""
+MAX_IDS = 1 << 18
+"""Most entries of allowed_token_ids and bad_token_ids: as many as the largest vocabularies have."""
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """Fields in COPIED come from the body's attribute of the same name; None: it is not given."""
+
+    body: Body
+    """As the modules' fields and rules read it."""
+    caller: str = ""
+    """Whose turn it is to have a grammar compiled."""
+    ignored: list[str] = []
+    """Fields that have no effect in this call, for the header x-ignored-fields; see `request_fields.ignore`."""
+
+    # the prompts: texts and token ids, or conversations
+    model: str | None = None
+    prompt: Any = None
+    """A text, token ids, or a list of either."""
+    field: str = "prompt"
+    """The body's field with the prompts, for errors."""
+    add_special_tokens: bool | None = None
+    conversations: list[list[Message]] = []
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    prevent_retokenization: bool | None = None
+    add_BOS: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Tools for the chat template."""
+    call_format: CallFormat = HERMES
+    """Format of tool calls for a chat template without tools."""
+    template: dict[str, Any] = {}
+    """Further variables of the chat template."""
+    cache_salt: str | None = None
+
+    # how tokens are drawn
+    sampling: dict[str, Any] = {}
+    """Fields of SamplingParams by name."""
+    each: list[dict[str, Any]] = []
+    """Fields that differ between the prompts: one dict for each prompt; []: none differ."""
+    structured: tuple[str, dict[str, Any]] | None = None
+    """(field to blame, fields of StructuredOutput) that another module needs; `structured_outputs` applies them."""
+    parts: dict[str, dict[str, Any]] = {}
+    """JSON schemas that the grammar in `structured` is made of, by what to blame where one cannot be enforced. The
+    error of the grammar as a whole is about a text that no caller wrote."""
+    begins_freely: bool = False
+    """Whether the structured output may begin with any text, reasoning say."""
+
+    # what the reply has
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+    echo: bool | None = None
+    """The reply has the prompts as the caller's texts."""
+    return_raw_text: bool | None = None
+    """The reply has the prompts as texts with their special tokens."""
+    prompt_bytes: Callable[[int, int], float] | None = None
+    """(place of a prompt, number of its tokens) -> `EngineRequest.prompt_bytes`, without the prompt's text."""
+    names: Mapping[str, str] = {}
+    """Fields of SamplingParams -> those of the body, for errors about the server's limits."""
+    make_splitter: Callable[[], Splitter] = PlainSplitter
+    """Makes the splitter of each sequence of a chat, once `prompt_end` is known."""
+    prompt_end: str = ""
+    """The end of a chat's prompt as text, special tokens included."""
+
+    @classmethod
+    def of(cls, body: Any, call: Call, **further: Any) -> GenerationRequest:
+        """What the attributes of `body` say by their names. further: fields of this class."""
+        copied = {name: getattr(body, name) for name in COPIED if name in body.__struct_fields__}
+        fixed = {"body": body, "caller": call.caller, "ignored": call.ignored, "sampling": sampling_of(body)}
+        return cls(**{**copied, **fixed, **further})
+
+
+COPIED = (
+    "model",
+    "prompt",
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "prevent_retokenization",
+    "add_BOS",
+    "cache_salt",
+    "stream",
+    "stream_options",
+    "request_id",
+    "return_tokens_as_token_ids",
+    "echo",
+    "return_raw_text",
+)
+SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
+
+
+def sampling_of(*bodies: Any) -> dict[str, Any]:
+    """Attributes of bodies that SamplingParams has under the same name; a later body goes before those before it."""
+    found = (
+        (name, getattr(body, name)) for body in bodies for name in body.__struct_fields__ if name in SAMPLING_FIELDS
+    )
+    return {name: value for name, value in found if value is not None}
+
+
+def check_request(asked: GenerationRequest, settings: ServerConfig) -> None:
+    """Raises ApiError 400 for values beyond the server's limits."""
+    for values in asked.each or ({},):
+        _check_values(asked.sampling | values, asked.names, settings)
+    if asked.stream_options is not None and not asked.stream:
+        raise bad_request("stream_options is given without stream: true; give both or none", "stream_options")
+    if asked.stream and asked.sampling.get("prompt_logprobs") is not None:
+        raise bad_request("prompt_logprobs comes with whole replies only; give no stream: true", "prompt_logprobs")
+
+
+def _check_values(values: Mapping[str, Any], names: Mapping[str, str], settings: ServerConfig) -> None:
+    check_limit("n", values.get("n") or 1, settings.max_n, "max_n")
+    for name in ("logprobs", "prompt_logprobs"):
+        check_limit(names.get(name, name), values.get(name) or 0, settings.max_logprobs, "max_logprobs")
+    for name, most in (("logit_bias", MAX_BIASES), ("allowed_token_ids", MAX_IDS), ("bad_token_ids", MAX_IDS)):
+        if len(values.get(name) or ()) > most:
+            raise bad_request(f"{name} has {len(values[name]):,} entries, the limit is {most:,}; give fewer", name)
+    stops = values.get("stop") or ()
+    stops = [stops] if isinstance(stops, str) else stops
+    for name, items in (("stop", stops), ("stop_token_ids", values.get("stop_token_ids") or ())):
+        if len(items) > settings.max_stop:
+            raise bad_request(f"{name} has {len(items)} entries, the limit is {settings.max_stop} (max_stop)", name)
+    longest = max(map(len, stops), default=0)
+    if longest > settings.max_stop_chars:
+        limit = settings.max_stop_chars
+        raise bad_request(f"stop has a text of {longest:,} characters, the limit is {limit:,} (max_stop_chars)", "stop")
+
+
+def check_limit(name: str, value: int, limit: int, option: str) -> None:
+    """Raises ApiError 400 for a value beyond what the server allows."""
+    if value > limit:
+        raise bad_request(f"{name} is {value:,}, the limit here is {limit:,} ({option}); ask for less at once", name)
+
+
+def params_from(values: dict[str, Any]) -> SamplingParams:
+    """Raises RequestError naming the field."""
+    if values.get("top_p") == 0.0:  # Megatron's routes only: it means no limit there
+        values = {name: value for name, value in values.items() if name != "top_p"}
+    try:
+        return SamplingParams.from_dict(values)
+    except TypeError as error:
+        raise RequestError(str(error)) from None
