@@ -102,8 +102,8 @@ class CountBody(Body, kw_only=True):
 
 
 class MessagesBody(CountBody, kw_only=True):
-    max_tokens: NumTokens
-    stop_sequences: list[str] | None = None
+    max_completion_tokens: NumTokens = msgspec.field(name="max_tokens")
+    stop: list[str] | None = msgspec.field(default=None, name="stop_sequences")
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: TopK | None = None
@@ -112,7 +112,7 @@ class MessagesBody(CountBody, kw_only=True):
 
 def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> None:
     async def read(body: CountBody, call: Call) -> GenerationRequest:
-        return read_as_chat(chat_of(body), routes, call, client)
+        return read_as_chat(body, chat_of(body), routes, call, client)
 
     async def count(call: Call) -> Reply:
         prepared = await generator.prepare(dialect, call)
@@ -138,34 +138,30 @@ def register(routes: Routes, client: EngineClient, settings: ServerConfig) -> No
 
 
 def chat_of(body: CountBody) -> dict[str, Any]:
-    """The fields of the chat's body; a null is not given. Raises ApiError 400."""
+    """The fields of a chat's body that are named or made otherwise here. Raises ApiError 400."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
     for place, message in enumerate(body.messages):
         messages += _messages_of(message, f"messages[{place}]")
-    choice = body.tool_choice
-    fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    config = body.output_config or OutputConfig()
+    fields: dict[str, Any] = {"messages": messages, "reasoning_effort": config.effort}
     if body.messages[-1].role == "assistant":
         _check_continued(messages[-1] if messages else {}, f"messages[{len(body.messages) - 1}]")
         fields["continue_final_message"] = True
-    if body.tools:
-        fields["tools"] = [_tool(tool) for tool in body.tools]
+    fields["tools"] = [_tool(tool) for tool in body.tools or ()] or None
+    choice = body.tool_choice
+    fields["tool_choice"] = None
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    config = body.output_config or OutputConfig()
     form = config.format or body.output_format
     if form is not None:
-        if fields.get("continue_final_message"):
+        if "continue_final_message" in fields:
             text = "the form is that of a whole answer, and the last turn has begun one; give one of both"
             raise bad_request(f"output_config.format: {text}", "output_config.format", "invalid_value")
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
-    fields["reasoning_effort"] = config.effort
-    if isinstance(body, MessagesBody):
-        fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
-        fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stream": body.stream}
     return fields
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_infer.outputs.request_output import CompletionOutput, Logprob, RequestOutput
 from megatron_infer.server import call_limits
-from megatron_infer.server.body_types import Messages, NumTokens, OpenAIBody, ShareOrNone, TopCount
+from megatron_infer.server.body_types import Body, Messages, NumTokens, OpenAIBody, ShareOrNone, TopCount
 from megatron_infer.server.endpoint import Call
 from megatron_infer.server.engine_client import EngineClient
 from megatron_infer.server.field_tables import ALLOWED_TOOLS, MESSAGE, SHARED, STREAM_OPTIONS, TOOL
@@ -108,17 +108,23 @@ def read_chat(body: ChatBody, call: Call, client: EngineClient) -> GenerationReq
     )
 
 
-def read_as_chat(fields: Mapping[str, Any], routes: Routes, call: Call, client: EngineClient) -> GenerationRequest:
-    """What a conversation of another dialect asks for, given as fields of a chat's body; a null is not given.
+def read_as_chat(
+    body: Body, fields: Mapping[str, Any], routes: Routes, call: Call, client: EngineClient
+) -> GenerationRequest:
+    """What a conversation of another dialect asks for.
 
+    Attributes of `body` that are named as in the chat's body are copied; a null is not given. fields: the others, by
+    their names in a chat's body.
     Raises ApiError 400, in the chat's names of the fields.
     """
     kind = routes.fields.extend(CHAT, ChatBody)
+    copied = {name: getattr(body, name) for name in body.__struct_fields__ if name in kind.__struct_fields__}
+    given = {name: value for name, value in (copied | dict(fields)).items() if value is not None}
     try:
-        body: Any = msgspec.convert({name: value for name, value in fields.items() if value is not None}, kind)
+        chat: Any = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise of_validation(error, kind) from None
-    return read_chat(body, call, client)
+    return read_chat(chat, call, client)
 
 
 def _template_of(body: ChatBody, call: Call, client: EngineClient) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from megatron_infer.server.chat_prompt import prompt_ids
 from megatron_infer.server.detokenize import INLINE_TOKENS
 from megatron_infer.server.endpoint import Call, Events, Reply
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.extra_fields import Splitter
-from megatron_infer.server.generation_request import GenerationRequest, check_request, params_from
+from megatron_infer.server.generation_request import GenerationRequest, Splitter, check_request, params_from
 from megatron_infer.server.http_errors import ApiError, unavailable
 from megatron_infer.server.inflight import EngineRequest
 from megatron_infer.server.openai_logprobs import TokenTexts

@@ -6,8 +6,7 @@ from typing import Any
 
 from megatron_infer.server.chat_completions import ChatBody
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.extra_fields import Splitter
-from megatron_infer.server.generation_request import GenerationRequest
+from megatron_infer.server.generation_request import GenerationRequest, Splitter
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.server.tool_calls import keep_special_marks

@@ -18,8 +18,7 @@ from megatron_infer.config.structured_output import StructuredOutput, check_sche
 from megatron_infer.errors import RequestError
 from megatron_infer.server.call_limits import turned_off
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.extra_fields import ExtraField
-from megatron_infer.server.generation_request import GenerationRequest
+from megatron_infer.server.generation_request import ExtraField, GenerationRequest
 from megatron_infer.server.http_errors import ApiError, bad_request, unavailable
 from megatron_infer.server.routes import Routes
 from megatron_infer.server.server_config import ServerConfig

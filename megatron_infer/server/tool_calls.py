@@ -15,8 +15,7 @@ from megatron_infer.config.structured_output import StructuredOutput, check_sche
 from megatron_infer.errors import ModelError, RequestError
 from megatron_infer.server.body_types import Body
 from megatron_infer.server.engine_client import EngineClient
-from megatron_infer.server.extra_fields import ExtraField
-from megatron_infer.server.generation_request import GenerationRequest
+from megatron_infer.server.generation_request import ExtraField, GenerationRequest
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.request_fields import ignore
 from megatron_infer.server.routes import Routes

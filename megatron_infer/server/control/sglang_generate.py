@@ -26,7 +26,7 @@ from megatron_infer.server.body_types import (
     TokenIds,
     TopCount,
 )
-from megatron_infer.server.call_limits import logprob_bytes
+from megatron_infer.server.call_limits import check_num_prompts, logprob_bytes
 from megatron_infer.server.control.control_routes import ControlRoutes, QueryParams
 from megatron_infer.server.control.state_machine import ControlMachine
 from megatron_infer.server.endpoint import Call
@@ -121,6 +121,8 @@ def register(control_routes: ControlRoutes, machine: ControlMachine, fields: Str
         if (body.text is None) == (body.input_ids is None):
             raise bad_request("give text or input_ids, and not both", "text", "invalid_value")
         field, given = ("text", body.text) if body.input_ids is None else ("input_ids", body.input_ids)
+        if is_batch(body):
+            check_num_prompts(len(given or ()), client.settings, field=field)
         prompts = prompts_of(body)
         if body.stream and (len(prompts) > 1 or (prompts[0].sampling.n or 1) > 1):
             raise bad_request("stream: one sample of one prompt at a time; ask for several calls", "stream")
@@ -271,11 +273,9 @@ class SglangReply(ReplyFormat):
         if prompt.num_top:
             fields["output_top_logprobs"] = top
         if prompt.logprobs_start >= 0 and output.prompt_logprobs is not None:
-            ids, entries = (
-                output.prompt_token_ids[prompt.logprobs_start :],
-                output.prompt_logprobs[prompt.logprobs_start :],
-            )
-            fields["input_token_logprobs"], top = self._columns(ids, entries, prompt.num_top)
+            shown = slice(prompt.logprobs_start, None)
+            columns = self._columns(output.prompt_token_ids[shown], output.prompt_logprobs[shown], prompt.num_top)
+            fields["input_token_logprobs"], top = columns
             if prompt.num_top:
                 fields["input_top_logprobs"] = top
         return fields

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import base64
 import math
-import sys
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from megatron_infer.config.sampling_params import SamplingParams
@@ -199,42 +198,34 @@ def _finite(value: float) -> float | None:
     return None if math.isnan(value) or math.isinf(value) else value
 
 
-def _binary(entries: Sequence[Sequence[Entry]], tokens: Sequence[Sequence[int]], num_top: int) -> dict[str, Any]:
+def _binary(sequences: Sequence[Sequence[Entry]], tokens: Sequence[Sequence[int]], num_top: int) -> dict[str, Any]:
     """fp32 and int32 in base64: [sequences, longest, num_top] of the likeliest tokens, [..., 1] of the given ones.
 
     Log probabilities behind a sequence's end, and of a first token, are -inf.
     """
-    longest = max(map(len, entries))
-    top, own = _Rows(num_top), _Rows(1)
-    for one, ids in zip(entries, tokens, strict=True):
-        for entry, token in zip(one, ids, strict=True):
-            top.add(_ranked(entry)[:num_top])
-            own.add([] if entry is None else [(token, entry[token].logprob)])
-        for _ in range(longest - len(one)):
-            top.add([])
-            own.add([])
+    shape = (len(sequences), max(map(len, sequences)), num_top)
+    top_values: Any = np.full(shape, -np.inf, "<f4")
+    top_ids: Any = np.zeros(shape, "<i4")
+    own_values: Any = np.full(shape[:2], -np.inf, "<f4")
+    own_ids: Any = np.zeros(shape[:2], "<i4")
+    for row, (entries, given) in enumerate(zip(sequences, tokens, strict=True)):
+        for place, (entry, token) in enumerate(zip(entries, given, strict=True)):
+            if entry is None:
+                continue
+            ranked = _ranked(entry)[:num_top]
+            top_ids[row, place, : len(ranked)] = [one for one, _ in ranked]
+            top_values[row, place, : len(ranked)] = [value for _, value in ranked]
+            own_ids[row, place] = token
+            own_values[row, place] = entry[token].logprob
     return {
-        "logprobs_b64": _base64(top.values),
-        "token_ids_b64": _base64(top.ids),
-        "actual_logprobs_b64": _base64(own.values),
-        "actual_token_ids_b64": _base64(own.ids),
-        "shape": [len(entries), longest, num_top],
-        "completion_lengths": [len(one) for one in entries],
+        "logprobs_b64": _base64(top_values),
+        "token_ids_b64": _base64(top_ids),
+        "actual_logprobs_b64": _base64(own_values),
+        "actual_token_ids_b64": _base64(own_ids),
+        "shape": list(shape),
+        "completion_lengths": [len(one) for one in sequences],
     }
 
 
-class _Rows:
-    """Rows of `width` tokens with their log probabilities, padded."""
-
-    def __init__(self, width: int) -> None:
-        self._width, self.values, self.ids = width, array("f"), array("i")
-
-    def add(self, row: Sequence[tuple[int, float]]) -> None:
-        missing = self._width - len(row)
-        self.ids.extend([*(token for token, _ in row), *([0] * missing)])
-        self.values.extend([*(value for _, value in row), *([-math.inf] * missing)])
-
-
-def _base64(values: array[Any]) -> str:
-    assert sys.byteorder == "little", "clients read the bytes as they are in memory"
+def _base64(values: Any) -> str:
     return base64.b64encode(values.tobytes()).decode("ascii")
