@@ -136,7 +136,7 @@ def test_dialect_of_a_module_is_a_body_a_read_and_a_reply():
         assert "".join(chunk["more"] for chunk in stream(case, "/ask", **asked)) == "".join(words)
         assert len(post(case, "/ask", question="Hi", temperature=0).json()["answer"].split()) == 4
         for body, message in (
-            ({"lengthh": 5}, "unknown field 'lengthh'; did you mean 'length'?"),
+            ({"length_": 5}, "unknown field 'length_'; did you mean 'length'?"),
             ({"length": 0}, "length: Expected `int` >= 1"),
             ({"question": ""}, "the prompt is empty"),
             ({"use_beam_search": True}, "use_beam_search: beam search is not served"),
