@@ -14,7 +14,7 @@ import msgspec
 
 from megatron_infer.config.sampling_params import SamplingParams
 from megatron_infer.errors import RequestError
-from megatron_infer.server.body_types import Body, Message, StreamOptions
+from megatron_infer.server.body_types import Message, StreamOptions
 from megatron_infer.server.http_errors import bad_request
 from megatron_infer.server.server_config import ServerConfig
 from megatron_infer.text.tool_parsers import HERMES, CallFormat
@@ -48,50 +48,18 @@ class PlainSplitter:
         return reason
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """Fields in COPIED come from the body's attribute of the same name; None: it is not given."""
+class CopiedFields(msgspec.Struct, kw_only=True):
+    """Fields of a GenerationRequest that come from the body's attribute of the same name; None: it is not given."""
 
-    body: Body
-    """As the modules' fields and rules read it."""
-    caller: str = ""
-    """Whose turn it is to have a grammar compiled."""
-    ignored: list[str] = []
-    """Fields that have no effect in this call, for the header x-ignored-fields; see `request_fields.ignore`."""
-
-    # the prompts: texts and token ids, or conversations
     model: str | None = None
     prompt: Any = None
     """A text, token ids, or a list of either."""
-    field: str = "prompt"
-    """The body's field with the prompts, for errors."""
     add_special_tokens: bool | None = None
-    conversations: list[list[Message]] = []
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prevent_retokenization: bool | None = None
     add_BOS: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    """Tools for the chat template."""
-    call_format: CallFormat = HERMES
-    """Format of tool calls for a chat template without tools."""
-    template: dict[str, Any] = {}
-    """Further variables of the chat template."""
     cache_salt: str | None = None
-
-    # how tokens are drawn
-    sampling: dict[str, Any] = {}
-    """Fields of SamplingParams by name."""
-    each: list[dict[str, Any]] = []
-    """Fields that differ between the prompts: one dict for each prompt; []: none differ."""
-    structured: tuple[str, dict[str, Any]] | None = None
-    """(field to blame, fields of StructuredOutput) that another module needs; `structured_outputs` applies them."""
-    parts: dict[str, dict[str, Any]] = {}
-    """JSON schemas that the grammar in `structured` is made of, by what to blame where one cannot be enforced. The
-    error of the grammar as a whole is about a text that no caller wrote."""
-    begins_freely: bool = False
-    """Whether the structured output may begin with any text, reasoning say."""
-
-    # what the reply has
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = None
@@ -100,39 +68,53 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """The reply has the prompts as the caller's texts."""
     return_raw_text: bool | None = None
     """The reply has the prompts as texts with their special tokens."""
-    prompt_bytes: Callable[[int, int], float] | None = None
-    """(place of a prompt, number of its tokens) -> `EngineRequest.prompt_bytes`, without the prompt's text."""
+
+
+class GenerationRequest(CopiedFields, kw_only=True):
+    body: Any
+    """As the modules' fields and rules read it."""
+    caller: str
+    """Whose turn it is to have a grammar compiled."""
+    ignored: list[str]
+    """Fields that have no effect in this call, for the header x-ignored-fields; see `request_fields.ignore`."""
+    field: str = "prompt"
+    """The body's field with the prompts, for errors."""
+    conversations: list[list[Message]] = []
+    """Prompts in the form of messages, in place of `prompt`."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools for the chat template."""
+    call_format: CallFormat = HERMES
+    """Format of tool calls for a chat template without tools."""
+    template: dict[str, Any] = {}
+    """Further variables of the chat template."""
+    sampling: dict[str, Any]
+    """Fields of SamplingParams by name."""
+    each: list[dict[str, Any]] = []
+    """Fields of SamplingParams that differ between the prompts: a dict for each prompt; []: none differ."""
     names: Mapping[str, str] = {}
-    """Fields of SamplingParams -> those of the body, for errors about the server's limits."""
+    """Fields of SamplingParams -> those of the body, in errors about the server's limits."""
+    structured: tuple[str, dict[str, Any]] | None = None
+    """(field to blame, fields of StructuredOutput) that another module needs; `structured_outputs` applies them."""
+    parts: dict[str, dict[str, Any]] = {}
+    """JSON schemas that the grammar in `structured` is made of, by what to blame where one cannot be enforced. The
+    error of the grammar as a whole is about a text that no caller wrote."""
+    begins_freely: bool = False
+    """Whether the structured output may begin with any text, reasoning say."""
     make_splitter: Callable[[], Splitter] = PlainSplitter
     """Makes the splitter of each sequence of a chat, once `prompt_end` is known."""
     prompt_end: str = ""
     """The end of a chat's prompt as text, special tokens included."""
+    prompt_bytes: Callable[[int, int], float] | None = None
+    """(place of a prompt, number of its tokens) -> `EngineRequest.prompt_bytes`, without the prompt's text."""
 
     @classmethod
     def of(cls, body: Any, call: Call, **further: Any) -> GenerationRequest:
         """What the attributes of `body` say by their names. further: fields of this class."""
-        copied = {name: getattr(body, name) for name in COPIED if name in body.__struct_fields__}
-        fixed = {"body": body, "caller": call.caller, "ignored": call.ignored, "sampling": sampling_of(body)}
-        return cls(**{**copied, **fixed, **further})
+        names = [name for name in CopiedFields.__struct_fields__ if name in body.__struct_fields__]
+        fields = {name: getattr(body, name) for name in names} | {"sampling": sampling_of(body)} | further
+        return cls(body=body, caller=call.caller, ignored=call.ignored, **fields)
 
 
-COPIED = (
-    "model",
-    "prompt",
-    "add_special_tokens",
-    "add_generation_prompt",
-    "continue_final_message",
-    "prevent_retokenization",
-    "add_BOS",
-    "cache_salt",
-    "stream",
-    "stream_options",
-    "request_id",
-    "return_tokens_as_token_ids",
-    "echo",
-    "return_raw_text",
-)
 SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
 
 
